@@ -1,0 +1,56 @@
+# `make train` and `make test` set up everything they need; see README.md. Variables: PYTHON, VENV, ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+export PYTHON
+
+BIN = $(VENV)/bin
+SETUP = @tools/setup.sh $(VENV)
+
+.PHONY: help train test test-all cuda sanitize bench gpu-test lint clean
+
+help:
+	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
+	@echo "make test       build the CPU and CUDA libraries and run the tests (under 15 minutes on 2 cores)"
+	@echo "make test-all   the same with the slow tests"
+	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
+	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
+	@echo "make gpu-test   tests that need an NVIDIA GPU, likewise"
+	@echo "make lint       ruff"
+
+train:
+	$(SETUP) examples
+	@$(BIN)/python examples/language_model.py $(ARGS)
+
+# Without a toolkit, and where none can be had, the CUDA tests say why they are skipped.
+test:
+	$(SETUP) test cuda || tools/setup.sh $(VENV) test
+	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+
+test-all:
+	$(SETUP) test cuda || tools/setup.sh $(VENV) test
+	@$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+cuda:
+	$(SETUP) test cuda
+	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.has_cuda_kernels(), 'the CUDA library does not load'; print('jaxfp8: the CUDA library loads and its handlers are registered')"
+
+sanitize:
+	$(SETUP) test
+	@PYTHON=$(BIN)/python tools/sanitize.sh
+
+bench:
+	@$(PYTHON) benchmarks/ops.py $(ARGS)
+
+gpu-test:
+	@$(PYTHON) -m pip install -q --no-build-isolation --no-deps -C cmake.define.JAXFP8_CUDA=ON .
+	@cd tests && $(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint:
+	$(SETUP) test
+	@$(BIN)/python -m pip install -q ruff && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:
+	rm -rf build .venv .venv-* dist

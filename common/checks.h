@@ -1,0 +1,110 @@
+// Preconditions of the FFI handlers, as messages: "quantize: scale: expected f32[1], got f32[2]".
+//
+// Every handler checks all of its buffers with these before it writes the first byte. Shapes are in the handlers'
+// canonical form (common/README.md): a leading group dimension `g`, then the tensor.
+#ifndef JAXFP8_COMMON_CHECKS_H_
+#define JAXFP8_COMMON_CHECKS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <sstream>
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxfp8 {
+
+namespace ffi = ::xla::ffi;
+
+#define JAXFP8_RETURN_IF_ERROR(expression)                        \
+  do {                                                            \
+    if (::xla::ffi::Error error = (expression); error.failure()) { \
+      return error;                                               \
+    }                                                             \
+  } while (false)
+
+// One buffer of a handler and the name its errors give it.
+struct Operand {
+  const char* op;
+  const char* name;
+  ffi::AnyBuffer buffer;
+};
+
+inline std::string Describe(ffi::DataType dtype, ffi::Span<const int64_t> dims) {
+  std::ostringstream text;
+  text << dtype << "[";
+  for (size_t i = 0; i < dims.size(); ++i) text << (i ? "," : "") << dims[i];
+  text << "]";
+  return text.str();
+}
+
+inline ffi::Error Mismatch(const Operand& operand, const std::string& expected) {
+  return ffi::Error::InvalidArgument(std::string(operand.op) + ": " + operand.name + ": expected " + expected +
+                                     ", got " +
+                                     Describe(operand.buffer.element_type(), operand.buffer.dimensions()));
+}
+
+inline ffi::Error CheckDtype(const Operand& operand, std::initializer_list<ffi::DataType> allowed) {
+  for (ffi::DataType dtype : allowed) {
+    if (operand.buffer.element_type() == dtype) return ffi::Error::Success();
+  }
+  std::ostringstream expected;
+  const char* separator = "dtype ";
+  for (ffi::DataType dtype : allowed) {
+    expected << separator << dtype;
+    separator = " or ";
+  }
+  return Mismatch(operand, expected.str());
+}
+
+inline ffi::Error CheckHighPrecision(const Operand& operand) {
+  return CheckDtype(operand, {ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::F32});
+}
+
+inline ffi::Error CheckFp8(const Operand& operand) {
+  return CheckDtype(operand, {ffi::DataType::F8E4M3FN, ffi::DataType::F8E5M2});
+}
+
+inline ffi::Error CheckRank(const Operand& operand, size_t rank) {
+  if (operand.buffer.dimensions().size() == rank) return ffi::Error::Success();
+  return Mismatch(operand, "rank " + std::to_string(rank));
+}
+
+inline ffi::Error CheckShape(const Operand& operand, std::initializer_list<int64_t> dims) {
+  const ffi::Span<const int64_t> got = operand.buffer.dimensions();
+  bool same = got.size() == dims.size();
+  for (size_t i = 0; same && i < dims.size(); ++i) same = got[i] == dims.begin()[i];
+  if (same) return ffi::Error::Success();
+  return Mismatch(operand, Describe(operand.buffer.element_type(), {dims.begin(), dims.size()}));
+}
+
+// A scale is f32 with one element for all groups, or one for each.
+inline ffi::Error CheckScale(const Operand& operand, int64_t groups) {
+  const ffi::Span<const int64_t> dims = operand.buffer.dimensions();
+  if (operand.buffer.element_type() == ffi::DataType::F32 && dims.size() == 1 &&
+      (dims[0] == 1 || dims[0] == groups)) {
+    return ffi::Error::Success();
+  }
+  std::string expected = "F32[1]";
+  if (groups != 1) expected += " or F32[" + std::to_string(groups) + "]";
+  return Mismatch(operand, expected);
+}
+
+// The product of `dims` in elements of `width` bytes must fit int64.
+inline ffi::Error CheckSize(const Operand& operand, int64_t width) {
+  int64_t bytes = width;
+  for (int64_t dim : operand.buffer.dimensions()) {
+    if (dim < 0) return Mismatch(operand, "dimensions of at least 0");
+    if (dim != 0 && bytes > std::numeric_limits<int64_t>::max() / dim) {
+      return Mismatch(operand, "a size that fits 64 bits");
+    }
+    bytes *= dim;
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_CHECKS_H_

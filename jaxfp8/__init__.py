@@ -1,0 +1,18 @@
+"""FP8 training for JAX and Flax.
+
+    nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
+
+`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
+"""
+
+from . import linen as linen, ops as ops
+from ._dot_general import dot_general as dot_general
+from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
+from .linen import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, Fp8DotGeneral as Fp8DotGeneral
+from .ops._ffi import has_cuda_kernels as has_cuda_kernels
+from .recipes import (
+    DelayedScaling as DelayedScaling,
+    DotGeneralState as DotGeneralState,
+    init_state as init_state,
+)
+from .tensor import QTensor as QTensor

@@ -1,0 +1,43 @@
+"""FP8 formats: which dtype goes forward, which backward, and the largest value of each."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """An FP8 format, or a pair of them.
+
+    Attributes:
+        name: as TransformerEngine names it.
+        dtype: of the operands `x` and `kernel`.
+        backward_dtype: of `grad`, the gradient of the output.
+    """
+
+    name: str
+    dtype: np.dtype
+    backward_dtype: np.dtype
+
+    @property
+    def max(self) -> float:
+        """Largest finite value of `dtype`: 448 for float8_e4m3fn, 57344 for float8_e5m2."""
+        return fp8_max(self.dtype)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_E4M3_DTYPE = np.dtype(jnp.float8_e4m3fn)
+_E5M2_DTYPE = np.dtype(jnp.float8_e5m2)
+FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
+
+E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
+E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
+HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
+
+
+def fp8_max(dtype) -> float:
+    """Largest finite value of an FP8 dtype."""
+    return float(jnp.finfo(dtype).max)

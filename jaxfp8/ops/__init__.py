@@ -1,0 +1,10 @@
+"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each with a jnp reference of the same signature and the same
+bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
+"""
+
+from ._amax import amax as amax
+from ._dequantize import dequantize as dequantize
+from ._implementation import implementation as implementation
+from ._quantize import quantize as quantize
+from ._quantize_transpose import quantize_transpose as quantize_transpose
+from ._scaled_matmul import scaled_matmul as scaled_matmul

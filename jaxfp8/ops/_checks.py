@@ -1,0 +1,75 @@
+"""Checks of the ops' arguments: the message names the op and the argument, what was needed and what came."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..formats import FP8_DTYPES
+
+HIGH_PRECISION = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def _describe(x) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def array(op: str, name: str, x):
+    """`x` as an array; TypeError where it is not one."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}") from error
+
+
+def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example with .astype(jnp.float32)"):
+    """An array of bfloat16, float16 or float32."""
+    if hasattr(x, "dtype") and x.dtype == np.float64:
+        # Before asarray, which would round to f32 without a word: codes must come from one rounding.
+        raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
+    x = array(op, name, x)
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got {_describe(x)}; {fix}")
+    return x
+
+
+def fp8(op: str, name: str, x):
+    """An array of float8_e4m3fn or float8_e5m2."""
+    x = array(op, name, x)
+    if x.dtype not in FP8_DTYPES:
+        raise TypeError(f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}")
+    return x
+
+
+def scale(op: str, name: str, x):
+    """A scale, f32[] or f32[1], as f32[1]. Python numbers are taken as f32."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        x = jnp.float32(x)
+    x = array(op, name, x)
+    if x.dtype != np.float32:
+        raise TypeError(f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}; scales are never rounded")
+    if x.shape not in ((), (1,)):
+        raise ValueError(f"{op}: {name}: expected f32[] or f32[1], got {_describe(x)}")
+    return x.reshape(1)
+
+
+def rank(op: str, name: str, x, wanted: int):
+    if x.ndim != wanted:
+        raise ValueError(f"{op}: {name}: expected rank {wanted}, got {_describe(x)}")
+    return x
+
+
+def shape(op: str, name: str, x, wanted: tuple[int, ...]):
+    if x.shape != wanted:
+        raise ValueError(f"{op}: {name}: expected shape {wanted}, got {_describe(x)}")
+    return x
+
+
+def dtype(op: str, name: str, value, allowed) -> np.dtype:
+    """A dtype out of `allowed`."""
+    try:
+        result = np.dtype(jnp.dtype(value))
+    except TypeError as error:
+        raise TypeError(f"{op}: {name}: expected a dtype, got {value!r}") from error
+    if result not in allowed:
+        names = ", ".join(d.name for d in allowed)
+        raise TypeError(f"{op}: {name}: expected one of {names}, got {result.name}")
+    return result

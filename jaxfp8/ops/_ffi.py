@@ -1,0 +1,74 @@
+"""The native libraries: where they are, which custom calls they hold, and how to call one.
+
+The only module that sees compiled code. Importing it registers every custom-call target, so that exported programs and
+compile caches load after `import jaxfp8` alone.
+"""
+
+import ctypes
+import logging
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# An editable install has two folders: the sources and what was built.
+_LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
+_ELEMENTWISE = ("amax", "quantize", "quantize_transpose", "dequantize")
+_TARGETS = {"cpu": _ELEMENTWISE, "CUDA": (*_ELEMENTWISE, "scaled_matmul")}
+_VERSION = 1
+
+
+def target_name(op: str) -> str:
+    """Name of the custom call of `op`; the number goes up whenever its handler's contract changes."""
+    return f"jaxfp8_{op}_v{_VERSION}"
+
+
+def _load(platform: str) -> bool:
+    """Registers the targets of one platform; False where its library was not built or does not load."""
+    paths = [folder / f"libjaxfp8_{platform.lower()}.so" for folder in _LIBRARY_DIRS]
+    path = next(filter(Path.exists, paths), None)
+    if path is None:
+        return False
+    try:
+        library = ctypes.CDLL(os.fspath(path))
+        handlers = {target_name(op): library[target_name(op)] for op in _TARGETS[platform]}
+    except (OSError, AttributeError) as error:
+        logging.getLogger("jaxfp8").warning("jaxfp8: ignoring %s: %s", path.name, error)
+        return False
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+    return True
+
+
+has_cpu_kernels = _load("cpu")
+_has_cuda_kernels = _load("CUDA")
+
+if not (has_cpu_kernels or _has_cuda_kernels):
+    logging.getLogger("jaxfp8").warning(
+        "jaxfp8: installed without native kernels (no C++ compiler was found); running on the slower jnp reference."
+    )
+
+
+def has_cuda_kernels() -> bool:
+    """True where the CUDA library is built and loadable (a GPU need not be present)."""
+    return _has_cuda_kernels
+
+
+def call(op: str, results, *operands, aliases=None, **attributes):
+    """One custom call.
+
+    Args:
+        op: name without prefix and version.
+        results: `(shape, dtype)` of each result.
+        *operands: arrays in the canonical form of common/README.md.
+        aliases: operand index -> result index of buffers updated in place.
+        **attributes: Python bools; passed with an explicit NumPy type.
+    """
+    return jax.ffi.ffi_call(
+        target_name(op),
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
+        input_output_aliases=aliases,
+    )(*operands, **{name: np.bool_(value) for name, value in attributes.items()})

@@ -1,0 +1,61 @@
+"""Which implementation of the ops runs: custom calls, the jnp reference, or XLA's own FP8 rewriting."""
+
+import contextlib
+
+import jax
+from jax import lax
+
+from . import _ffi
+
+_CHOICES = ("ffi", "reference", "xla")
+# A context that is part of jit's cache key: changing it retraces.
+_context = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def implementation(name: str):
+    """Selects the implementation of `jaxfp8.ops` for what is traced inside.
+
+    Outside of this context custom calls run where a native library serves the platform, the jnp reference elsewhere.
+
+    Args:
+        name: `"ffi"` custom calls only, an error on platforms without them; `"reference"` plain jnp, bitwise equal;
+            `"xla"` as the reference, but the GEMM is the convert-multiply-dot pattern that XLA rewrites to FP8 on
+            GPUs (seed of the pattern: XLA's native FP8 guide).
+
+    Raises:
+        ValueError: unknown `name`.
+        RuntimeError: `"ffi"` where no native library is installed.
+    """
+    if name not in _CHOICES:
+        raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
+    if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
+        raise RuntimeError(
+            'implementation("ffi"): jaxfp8 was installed without native kernels; reinstall it where a C++17 compiler '
+            "is on the path"
+        )
+    with _context(name):
+        yield
+
+
+def selected() -> str | None:
+    """The name given to the innermost `implementation`, or None."""
+    return _context.value
+
+
+def by_platform(reference, *, cpu, cuda):
+    """A function of arrays that runs `cpu` or `cuda` where their library is loaded and `reference` elsewhere."""
+
+    def run(*operands):
+        choice = selected()
+        branches = {}
+        if _ffi.has_cpu_kernels:
+            branches["cpu"] = cpu
+        if _ffi.has_cuda_kernels():
+            branches["cuda"] = cuda
+        if choice in ("reference", "xla") or not branches:
+            return reference(*operands)
+        default = None if choice == "ffi" else reference
+        return lax.platform_dependent(*operands, default=default, **branches)
+
+    return run

@@ -1,0 +1,105 @@
+"""The codec in jnp: encode and decode FP8 by integer arithmetic.
+
+Right on every platform, whatever its casts and flush-to-zero modes do: XLA's casts to FP8 go through float16 on some
+platforms (two roundings), and its CPU threads read and write subnormal floats as zero.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+_ABS_MASK = 0x7FFFFFFF
+_INF_BITS = 0x7F800000
+_MIN_NORMAL_BITS = 0x00800000
+_QUIET_NAN_BITS = 0x7FC00000
+_SIGN_BIT = -0x80000000
+
+
+def _bits(x):
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _shift_exponent(x, exponent):
+    """`x * 2**exponent` for x = 0, inf or a positive normal float; 0 where the result would be subnormal."""
+    bits = _bits(x) + (exponent << 23)
+    shifted = jnp.where(bits < _MIN_NORMAL_BITS, jnp.float32(0), _float(bits))
+    return jnp.where((x == 0) | jnp.isinf(x), x, shifted)
+
+
+def _normalize(magnitude_bits):
+    """`(m, e)` with `|v| == m * 2**e` and m no subnormal: what a multiplication can take under flush-to-zero.
+
+    A subnormal v is an integer below 2**23 times 2**-149. m is that integer times 2**-64, so that a product with any
+    other m overflows only where the true product does.
+    """
+    is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
+    integer = _shift_exponent(magnitude_bits.astype(jnp.float32), -64)
+    return jnp.where(is_subnormal, integer, _float(magnitude_bits)), jnp.where(is_subnormal, -85, 0)
+
+
+def _round_shift(x, shift):
+    """`x / 2**shift` to the nearest integer, ties to even, for 0 <= x < 2**30 and 0 <= shift <= 31."""
+    rest = x & ((1 << shift) - 1)
+    half = jnp.where(shift > 0, 1 << (shift - 1), 1)
+    quotient = x >> shift
+    return quotient + ((rest > half) | ((rest == half) & (quotient & 1 == 1))).astype(jnp.int32)
+
+
+def encode(x, scale, dtype):
+    """The FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
+    info = jnp.finfo(dtype)
+    shift = 23 - info.nmant
+    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
+
+    x_bits, scale_bits = _bits(x.astype(jnp.float32)), _bits(scale)
+    x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
+    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
+    product = x_magnitude * scale_magnitude
+    is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
+    exponent = x_exponent + scale_exponent
+    product = jnp.where(exponent == 0, product, _shift_exponent(product, exponent))
+
+    magnitude = jnp.minimum(product, jnp.float32(info.max))
+    bits = _bits(magnitude)
+    # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
+    odd = (bits >> shift) & 1
+    normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
+    # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition rounds to a multiple of it.
+    magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
+    subnormal = _bits(magnitude + magic) - _bits(magic)
+    code = jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
+
+    code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
+    nan_code = 0x7F if info.nmant == 3 else 0x7E
+    return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
+
+
+def decode(data, scale_inv, dtype):
+    """The values of `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN as the quiet NaN without sign."""
+    value = data.astype(jnp.float32)  # exact
+    value_bits, scale_bits = _bits(value), _bits(scale_inv)
+    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
+    product = jnp.abs(value) * scale_magnitude
+    is_nan = jnp.isnan(product)
+    bits = _bits(jnp.where(scale_exponent == 0, product, _shift_exponent(product, scale_exponent)))
+
+    # Results around the smallest normal float, where platforms may flush: the exact product as an integer (4 by 24
+    # significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
+    significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
+    significand = significand * ((_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
+    shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((_bits(scale_magnitude) >> 23) + scale_exponent)
+    multiple = _round_shift(significand, jnp.clip(shift, 0, 31))
+    is_zero = (value_bits & _ABS_MASK == 0) | (scale_bits & _ABS_MASK == 0)
+    is_tiny = (shift >= 0) & (multiple <= 2 * _MIN_NORMAL_BITS)
+    bits = jnp.where(is_zero, 0, jnp.where(is_tiny, multiple, bits))
+
+    bits = bits | jnp.where((value_bits < 0) ^ (scale_bits < 0), _SIGN_BIT, 0)
+    bits = jnp.where(is_nan, _QUIET_NAN_BITS, bits)
+    if dtype == jnp.bfloat16:
+        odd = (bits >> 16) & 1
+        rounded = jnp.where(is_nan, _QUIET_NAN_BITS, bits + 0x7FFF + odd) >> 16
+        return lax.bitcast_convert_type(rounded.astype(jnp.int16), dtype)
+    return _float(bits).astype(dtype)

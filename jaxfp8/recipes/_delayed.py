@@ -1,0 +1,147 @@
+"""Delayed scaling: the scale comes from the amaxes of past steps, so that a tensor is read once.
+
+Source: TransformerEngine's FP8 delayed scaling recipe. The stored history is its picture *before rotation*.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ops, scaling
+from ..formats import HYBRID, Format, fp8_max
+from ..tensor import QTensor
+from ._state import QuantizerState
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling:
+    """Scales from a window of past amaxes.
+
+    One step with stored `(h, s)`:
+
+        a  = max(h)                                    # amax_compute_algo
+        sf = FP8_MAX / a / 2**margin                   # 1 / s while h is empty; at most 2**126
+        q  = quantize(x, sf);  s' = 1 / sf;  h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
+
+    so that the amax of step t first acts at step t + 1, and one bad step never enters the window.
+
+    Attributes:
+        margin: headroom in powers of two.
+        amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
+        amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
+            returns an amax f32[]. Entries that were negative or not finite arrive as 0.
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
+            is the tensor's own, at the cost of one more read then and of a conditional always.
+        pipeline_axes: mesh axes over which stages differ; amaxes are not reduced over them.
+        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
+            about 2**-14 accurate and exists on Hopper and Ada only.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
+    fp8_format: Format = HYBRID
+    first_step: Literal["unit", "current"] = "unit"
+    pipeline_axes: tuple[str, ...] = ()
+    precise: tuple[str, ...] = ("dgrad", "wgrad")
+
+    def __post_init__(self):
+        def expect(condition, name, wanted, error=ValueError):
+            if not condition:
+                raise error(f"DelayedScaling: {name}: expected {wanted}, got {getattr(self, name)!r}")
+
+        number = (int, float, np.integer, np.floating)
+        expect(isinstance(self.margin, number) and not isinstance(self.margin, bool), "margin", "a number", TypeError)
+        expect(-64 <= self.margin <= 64, "margin", "a number of powers of two between -64 and 64")
+        is_length = isinstance(self.amax_history_len, (int, np.integer)) and not isinstance(self.amax_history_len, bool)
+        expect(is_length, "amax_history_len", "an int", TypeError)
+        expect(self.amax_history_len >= 1, "amax_history_len", "at least 1")
+        is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
+        expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
+        expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
+        expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
+        expect(not isinstance(self.pipeline_axes, str), "pipeline_axes", "a tuple of mesh axis names", TypeError)
+        object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
+        expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
+        object.__setattr__(self, "precise", tuple(self.precise))
+        expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
+
+    def quantizers(self) -> tuple["DelayedScalingQuantizer", ...]:
+        """The quantizers of `x`, `kernel` and `grad`."""
+        forward = DelayedScalingQuantizer(
+            self.fp8_format.dtype, self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
+        )
+        return forward, forward, dataclasses.replace(forward, fp8_dtype=self.fp8_format.backward_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScalingQuantizer:
+    """Delayed scaling of one tensor; the attributes are those of `DelayedScaling`."""
+
+    fp8_dtype: np.dtype
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
+    first_step: Literal["unit", "current"] = "unit"
+
+    def init(self) -> QuantizerState:
+        """An empty history and scale 1."""
+        return QuantizerState(
+            amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
+        )
+
+    def quantize(self, x, state: QuantizerState, *, transpose: bool = True) -> tuple[QTensor, QuantizerState]:
+        """Quantizes `x` with the scale that `state` gives.
+
+        Args:
+            x: bfloat16, float16 or float32 `[g, m, n]`; one scale for all of it.
+            state: as stored; entries that cannot be are read as absent (scaling.py).
+            transpose: also give `data_t`.
+
+        Returns:
+            The codes and the next state.
+        """
+        history = scaling.clean(state.amax_history)
+        scale = self._scale(x, history, state.scale)
+        if transpose:
+            data, data_t, amax = _over_groups(ops.quantize_transpose, x, scale, self.fp8_dtype)
+        else:
+            data, amax = ops.quantize(x, scale, self.fp8_dtype)
+            data_t = None
+        scale_inv = (1 / scale).reshape(1)
+        next_state = QuantizerState(amax_history=scaling.push_history(history, scaling.abs_max(amax)), scale=scale_inv)
+        return QTensor(data, scale_inv, data_t), next_state
+
+    def _scale(self, x, history, stored):
+        amax = self._amax(history)
+        default = scaling.stored_to_scale(stored.reshape(()))
+        to_scale = lambda a, default: scaling.amax_to_scale(a, fp8_max(self.fp8_dtype), self.margin, default)  # noqa: E731
+        if self.first_step == "current":
+            is_empty = ~jnp.any(scaling.positive_finite(history))
+            default = jax.lax.cond(is_empty, lambda: to_scale(ops.amax(x), default), lambda: default)
+        return to_scale(amax, default)
+
+    def _amax(self, history):
+        if callable(self.amax_compute_algo):
+            return jnp.asarray(self.amax_compute_algo(history), jnp.float32).reshape(())
+        if self.amax_compute_algo == "most_recent":
+            return history[0]
+        return scaling.abs_max(history)
+
+
+def _over_groups(op, x, scale, dtype):
+    """A rank-2 op on every group of `x`, without the vmap where there is one group."""
+    if x.shape[0] == 1:
+        *data, amax = op(x[0], scale, dtype)
+        return *(d[None] for d in data), amax
+    return jax.vmap(lambda group: op(group, scale, dtype))(x)

@@ -1,0 +1,34 @@
+"""Quantizer state: explicit pytrees, one leaf an array."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizerState:
+    """What one quantizer remembers.
+
+    Attributes:
+        amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
+        scale: f32 `(1,)`, in Flax's sense: `amax / FP8_MAX`, the `scale_inv` of the step that ran last.
+    """
+
+    amax_history: jax.Array
+    scale: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DotGeneralState:
+    """The state of one FP8 product: a quantizer each for the input, the kernel and the gradient of the output."""
+
+    input: QuantizerState
+    kernel: QuantizerState
+    output_grad: QuantizerState
+
+
+def init_state(recipe) -> DotGeneralState:
+    """State of a product that has not run: empty histories, scale 1."""
+    return DotGeneralState(*(quantizer.init() for quantizer in recipe.quantizers()))

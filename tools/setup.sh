@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with jaxfp8 (editable, native libraries built) and what an extra needs.
+#
+#   tools/setup.sh VENV EXTRA [cuda]
+#
+# Runs again only when something it depends on changed; the stamps live in the environment. With `cuda`, the CUDA
+# library is built as well, with a toolkit from wheels where the machine has none.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1 extra=$2 want_cuda=${3:-}
+python=${PYTHON:-python3}
+
+say() { printf 'jaxfp8: %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+# Runs a long step quietly; shows what it printed if it fails.
+step() {
+  local title=$1 log; shift
+  say "$title ..."
+  log=$(mktemp)
+  if ! "$@" >"$log" 2>&1; then tail -n 30 "$log" >&2; rm -f "$log"; return 1; fi
+  rm -f "$log"
+}
+
+command -v "$python" >/dev/null || die "'$python' not found; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || die "$("$python" --version) is too old; Python 3.11 or newer is needed: make PYTHON=/path/to/python"
+
+if [ ! -x "$venv/bin/pip" ]; then
+  say "making $venv with $("$python" --version)"
+  "$python" -m venv "$venv" >/dev/null 2>&1 \
+    || die "'$python -m venv' failed; install the venv module (Debian and Ubuntu: apt install python3-venv)"
+fi
+
+digest() { cat "$@" | cksum | tr -d ' '; }
+sources=$(find CMakeLists.txt common cpu cuda -name build -prune -o -type f ! -name '*.md' -print | sort)
+dependencies="$(digest pyproject.toml) $extra"
+build="$(digest pyproject.toml $sources) $(command -v "${CXX:-c++}" || command -v g++ || true)"
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+
+# The requirements of an extra, one a line; with `only`, without those of the package and its build.
+requirements() {
+  "$venv/bin/python" - "$@" <<'PY'
+import sys, tomllib
+pyproject = tomllib.load(open("pyproject.toml", "rb"))
+project = pyproject["project"]
+names = list(project["optional-dependencies"][sys.argv[1]])
+if "only" not in sys.argv:
+    # jaxlib's headers come with jax; pip adds no build tools where it does not isolate the build.
+    build = [r for r in pyproject["build-system"]["requires"] if not r.startswith("jaxlib")]
+    names += [*project["dependencies"], *build, "cmake>=3.24", "ninja"]
+for name in names:
+    if name.startswith("jaxfp8["):
+        names += project["optional-dependencies"][name[len("jaxfp8["):-1]]
+    else:
+        print(name)
+PY
+}
+
+stamp="$venv/.jaxfp8-$extra"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$dependencies" ]; then
+  step "installing Python packages for '$extra'" pip install -U pip \
+    || die "pip cannot reach a package index"
+  # The build runs in this environment: its jaxlib has the FFI headers.
+  requirements "$extra" >"$venv/requirements.txt"
+  step "  downloading (a few hundred MB the first time)" pip install -r "$venv/requirements.txt" \
+    || die "these packages could not be installed: $(tr '\n' ' ' <"$venv/requirements.txt")"
+  printf '%s' "$dependencies" >"$stamp"
+fi
+
+define=AUTO
+if [ "$want_cuda" = cuda ]; then
+  toolkit="$venv/.jaxfp8-toolkit"
+  if [ ! -e "$toolkit" ]; then
+    requirements toolkit only >"$venv/requirements.txt"
+    step "installing the CUDA 13.0 toolkit from wheels (500 MB the first time)" \
+      pip install -r "$venv/requirements.txt" \
+      || die "no CUDA toolkit: its wheels could not be installed here"
+    touch "$toolkit"
+  fi
+  define=ON
+fi
+
+# A library once built with CUDA is not thrown away by a later run that did not ask for it.
+stamp="$venv/.jaxfp8-build"
+built=$(cat "$stamp" 2>/dev/null || true)
+if [ "$built" != "$build ON" ] && [ "$built" != "$build $define" ]; then
+  [ -n "$(command -v "${CXX:-c++}" || command -v g++)" ] \
+    || say "warning: no C++ compiler found; running on the slower jnp reference"
+  started=$SECONDS
+  PATH="$(cd "$venv/bin" && pwd):$PATH" step "building the native libraries (CUDA: $define)" \
+    pip install --no-build-isolation --no-deps -e . \
+      -C cmake.define.JAXFP8_CUDA="$define" -C build-dir="build/$(basename "$venv")" \
+    || die "the native libraries could not be built"
+  say "built in $((SECONDS - started)) s"
+  printf '%s' "$build $define" >"$stamp"
+fi
