@@ -1,10 +1,12 @@
-"""The arithmetic of scales and amax histories, in f32 and to the bit.
+"""The arithmetic of scales and amax histories, in f32 and to the bit on every platform.
 
-XLA's CPU threads treat subnormal floats as zero, other platforms do not. Amaxes are therefore compared and reduced as
-integers: the bits of non-negative floats sort like the floats.
+Two things differ between platforms and are avoided here. XLA's CPU threads treat subnormal floats as zero: amaxes are
+compared and reduced as integers, because the bits of non-negative floats sort like the floats. XLA's GPU compiler emits
+a division that is off by up to 2 ulp (`div.full.f32`): quotients are rounded by integer arithmetic.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Scales stay in [2**-126, 2**126], so that a scale and its inverse are both normal floats.
@@ -12,6 +14,8 @@ MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
 
 _INF_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+_HIDDEN_BIT = 0x00800000
 
 
 def _bits(x):
@@ -40,22 +44,62 @@ def abs_max(x, axis=None):
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
 
 
-def amax_to_scale(amax, fp8_max: float, margin: float, default):
-    """The scale that maps `amax` to `fp8_max / 2**margin`.
+def divide(x, y):
+    """`x / y` correctly rounded, for positive normal f32 x and y with a normal quotient."""
 
-    `min(fp8_max / amax / 2**margin, 2**126)` where `0 < amax < inf`, else `default`. The power of two is folded into
-    the numerator: one division, one rounding.
+    def default(x, y):
+        return round_quotient(x, y, lambda x, y: x / y)
+
+    # Behind the barrier XLA cannot turn the inverse of a quotient, a / (b / c), into a * c / b: other bits.
+    return lax.optimization_barrier(lax.platform_dependent(x, y, cpu=lambda x, y: x / y, default=default))
+
+
+def round_quotient(x, y, approximate):
+    """`x / y` correctly rounded, from an `approximate` division of numbers in [1, 2) that is off by a few ulp.
+
+    The quotient of the significands is an integer of 24 bits, up to rounding. With an estimate of it, the remainder is
+    a small integer that 32 bits hold although the products do not: they wrap around and the difference is exact. A
+    quotient of two floats is never halfway between two floats, so there are no ties.
     """
-    scale = jnp.float32(fp8_max * 2.0**-margin) / amax
-    scale = jnp.clip(scale, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
-    return jnp.where(positive_finite(amax), scale, default)
+    x_bits, y_bits = _bits(x), _bits(y)
+    x_int, y_int = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT for bits in (x_bits, y_bits))
+    smaller = (x_int < y_int).astype(jnp.int32)
+    shift = 23 + smaller
+
+    x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
+    unit = jnp.where(smaller == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
+    quotient = (approximate(x_float, y_float) * unit).astype(jnp.int32)
+    remainder = (x_int << shift) - quotient * y_int  # wraps around; below 2**28 in magnitude
+    step = jnp.round(remainder.astype(jnp.float32) / y_float).astype(jnp.int32)
+    quotient, remainder = quotient + step, remainder - step * y_int
+    quotient = quotient + (2 * remainder > y_int).astype(jnp.int32) - (2 * remainder < -y_int).astype(jnp.int32)
+
+    exponent = (x_bits >> 23) - (y_bits >> 23) + 127 - smaller
+    return lax.bitcast_convert_type((exponent << 23) + (quotient - _HIDDEN_BIT), jnp.float32)
 
 
-def stored_to_scale(stored):
-    """The scale that a stored Flax scale (`scale_inv`) stands for; 1 if it is not a positive number."""
-    stored = stored.astype(jnp.float32)
-    scale = jnp.clip(1 / stored, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
-    return jnp.where(positive_finite(stored), scale, jnp.float32(1))
+def inverse(scale):
+    """`1 / scale` for a scale in [2**-126, 2**126]."""
+    return divide(jnp.ones_like(scale), scale)
+
+
+def amax_to_scale(amax, fp8_max: float, margin: float, stored):
+    """The scale that maps `amax` to `fp8_max / 2**margin`; the one that `stored` stands for where there is no amax.
+
+    `fp8_max / amax / 2**margin` if `0 < amax < inf`, else `1 / stored` if `0 < stored < inf`, else 1; clamped to
+    [2**-126, 2**126]. The power of two is folded into the numerator: one division, one rounding.
+    """
+    numerator = np.float32(fp8_max * 2.0**-margin)
+    # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
+    # bound, out of the division: they count as 2**-126.
+    smallest = max(float(numerator) / MAX_SCALE, float(np.finfo(np.float32).tiny))
+    largest = min(float(numerator) / MIN_SCALE, float(np.finfo(np.float32).max))
+    amax_in_range = jnp.clip(amax, jnp.float32(smallest), jnp.float32(largest))
+    stored_in_range = jnp.clip(stored, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
+    stored_in_range = jnp.where(positive_finite(stored), stored_in_range, jnp.float32(1))
+
+    has_amax = positive_finite(amax)
+    return divide(jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range))
 
 
 def push_history(history, amax):

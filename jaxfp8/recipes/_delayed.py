@@ -118,18 +118,16 @@ class DelayedScalingQuantizer:
         else:
             data, amax = ops.quantize(x, scale, self.fp8_dtype)
             data_t = None
-        scale_inv = (1 / scale).reshape(1)
+        scale_inv = scaling.inverse(scale).reshape(1)
         next_state = QuantizerState(amax_history=scaling.push_history(history, scaling.abs_max(amax)), scale=scale_inv)
         return QTensor(data, scale_inv, data_t), next_state
 
     def _scale(self, x, history, stored):
         amax = self._amax(history)
-        default = scaling.stored_to_scale(stored.reshape(()))
-        to_scale = lambda a, default: scaling.amax_to_scale(a, fp8_max(self.fp8_dtype), self.margin, default)  # noqa: E731
         if self.first_step == "current":
             is_empty = ~jnp.any(scaling.positive_finite(history))
-            default = jax.lax.cond(is_empty, lambda: to_scale(ops.amax(x), default), lambda: default)
-        return to_scale(amax, default)
+            amax = jax.lax.cond(is_empty, lambda: ops.amax(x), lambda: amax)
+        return scaling.amax_to_scale(amax, fp8_max(self.fp8_dtype), self.margin, stored.reshape(()))
 
     def _amax(self, history):
         if callable(self.amax_compute_algo):
