@@ -31,8 +31,8 @@ def scaled_matmul(
 
         ((a @ b.T) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
-    On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened to bfloat16, which is exact, and
-    multiplied with f32 accumulation. With `K` products, `|error| <= K * eps * sum(|a_k b_k|)` before the last rounding,
+    On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
+    accumulation. With `K` products, `|error| <= K * eps * sum(|a_k b_k|)` before the last rounding,
     `eps = 2**-24`; about `2**-14` on Hopper with fast accumulation.
 
     Args:
@@ -114,7 +114,8 @@ def _groups(spec):
         return matmul(spec, *spec.split(operands))
 
     def cpu(*operands):
-        return _widened(spec, *spec.split(operands), widen=dequantize)
+        # bfloat16 has half of f32's bytes, and newer processors multiply it natively.
+        return _widened(spec, *spec.split(operands), widen=lambda codes: dequantize(codes, 1.0, jnp.bfloat16))
 
     def cuda(*operands):
         return _cublaslt(spec, *spec.split(operands))
@@ -155,13 +156,14 @@ def _dot(a, b):
     return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _widened(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator, widen=None):
-    """Codes to bfloat16, exact, and a dot with f32 accumulation. `widen`: the op that widens, or plain casts."""
-    if widen is None:
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    else:
-        a, b = widen(a, 1.0, jnp.bfloat16), widen(b, 1.0, jnp.bfloat16)
-    return _finish(spec, _dot(a, b), a_scale_inv, b_scale_inv, bias, accumulator)
+def _to_f32(codes):
+    """By a cast: on most platforms XLA fuses it. Not to bfloat16, whose transposed products XLA:CPU does not have."""
+    return codes.astype(jnp.float32)
+
+
+def _widened(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator, widen=_to_f32):
+    """Codes in a wider dtype, exact, and a dot with f32 accumulation."""
+    return _finish(spec, _dot(widen(a), widen(b)), a_scale_inv, b_scale_inv, bias, accumulator)
 
 
 def _convert_multiply_dot(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
