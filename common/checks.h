@@ -105,6 +105,14 @@ inline ffi::Error CheckSize(const Operand& operand, int64_t width) {
   return ffi::Error::Success();
 }
 
+// A program that asks for something a handler does not know must not get something else in silence. XLA itself checks
+// this only for handlers that have attributes.
+inline ffi::Error CheckNoAttributes(const char* op, const ffi::Dictionary& attributes) {
+  if (attributes.size() == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": expected no attributes, got " +
+                                     std::to_string(attributes.size()));
+}
+
 }  // namespace jaxfp8
 
 #endif  // JAXFP8_COMMON_CHECKS_H_

@@ -14,6 +14,10 @@
 
 #if defined(__CUDACC__)
 #define JAXFP8_HD __host__ __device__ __forceinline__
+#elif defined(__GNUC__)
+// Forced: files that include this are compiled for different instruction sets, and of several out-of-line copies the
+// linker would keep one, perhaps one that the processor cannot run.
+#define JAXFP8_HD inline __attribute__((always_inline))
 #else
 #define JAXFP8_HD inline
 #endif

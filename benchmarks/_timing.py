@@ -1,0 +1,64 @@
+"""The timing protocol of every benchmark: candidates take turns, and a time is a median over the turns.
+
+Turns make drift of the machine (clock, neighbours) hit all candidates alike, so ratios of one run can be trusted where
+times of two runs cannot. A call is timed until its results are ready, and its results are freed before the next call:
+the allocator may hand the same pages out again ("warm heap"). Above 32 MiB glibc returns them to the system instead,
+and every call, ours and the peers', pays for fresh pages.
+"""
+
+import dataclasses
+import statistics
+import time
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of the calls of one candidate."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, relative to the median."""
+        low, _, high = statistics.quantiles(self.seconds, n=4)
+        return (high - low) / self.median
+
+
+def _once(call) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, Timing]:
+    """Times candidates in turns.
+
+    Args:
+        candidates: name -> function without arguments; what it returns is waited for.
+        turns: timed calls of each.
+        warmups: calls of each before the first timed one (compilation, first touch of pages).
+
+    Returns:
+        name -> Timing.
+    """
+    for call in candidates.values():
+        for _ in range(warmups):
+            jax.block_until_ready(call())
+    seconds = {name: [] for name in candidates}
+    for _ in range(turns):
+        for name, call in candidates.items():
+            seconds[name].append(_once(call))
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def fastest(candidates, *, keep: int, turns: int = 3) -> dict:
+    """The `keep` fastest candidates of a short first round, so that the long one does not spend its time on the rest."""
+    timings = interleaved(candidates, turns=turns, warmups=1)
+    names = sorted(candidates, key=lambda name: min(timings[name].seconds))[:keep]
+    return {name: candidates[name] for name in names}

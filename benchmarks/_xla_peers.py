@@ -1,0 +1,145 @@
+"""The peers of the ops benchmark: what one would write in jnp, in several ways; the fastest on the day counts.
+
+Every function has the signature of the op it stands for. Those in `*_EXACT` give the bits of ours on finite input; the
+others round once more and are here because they might be faster.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+F32 = jnp.float32
+
+
+def _clip(y, dtype):
+    top = jnp.asarray(jnp.finfo(dtype).max, y.dtype)
+    return jnp.clip(y, -top, top)
+
+
+def _quantize_f32_amax(x, scale, dtype):
+    x = x.astype(F32)
+    return _clip(x * scale, dtype).astype(dtype), jnp.max(jnp.abs(x))
+
+
+def _quantize_input_amax(x, scale, dtype):
+    return _clip(x.astype(F32) * scale, dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+
+
+def _quantize_minmax_amax(x, scale, dtype):
+    amax = jnp.maximum(jnp.max(x), -jnp.min(x)).astype(F32)
+    return _clip(x.astype(F32) * scale, dtype).astype(dtype), amax
+
+
+def _quantize_barrier(x, scale, dtype):
+    # Two loops instead of one: XLA vectorises the reduction only when the cast is not in it.
+    x, y = lax.optimization_barrier((x, x))
+    return _clip(y.astype(F32) * scale, dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+
+
+def _quantize_through_f16(x, scale, dtype):
+    return _clip(x.astype(F32) * scale, dtype).astype(jnp.float16).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+
+
+def _quantize_in_input_dtype(x, scale, dtype):
+    return _clip(x * scale.astype(x.dtype), dtype).astype(dtype), jnp.max(jnp.abs(x)).astype(F32)
+
+
+QUANTIZE_EXACT = {
+    "clip, amax in f32": _quantize_f32_amax,
+    "clip, amax in x.dtype": _quantize_input_amax,
+    "clip, min and max": _quantize_minmax_amax,
+    "clip, separate loops": _quantize_barrier,
+}
+QUANTIZE = QUANTIZE_EXACT | {"cast through f16": _quantize_through_f16, "scale in x.dtype": _quantize_in_input_dtype}
+
+
+def _with_transpose(quantize):
+    def run(x, scale, dtype):
+        data, amax = quantize(x, scale, dtype)
+        return data, data.T, amax
+
+    return run
+
+
+def _transpose_bits(quantize):
+    def run(x, scale, dtype):
+        data, amax = quantize(x, scale, dtype)
+        return data, lax.bitcast_convert_type(lax.bitcast_convert_type(data, jnp.uint8).T, dtype), amax
+
+    return run
+
+
+def _transpose_input(quantize):
+    def run(x, scale, dtype):
+        x_t = lax.optimization_barrier(x.T)
+        data, amax = quantize(x, scale, dtype)
+        return data, quantize(x_t, scale, dtype)[0], amax
+
+    return run
+
+
+QUANTIZE_TRANSPOSE_EXACT = {
+    f"{name}; {how}": wrap(quantize)
+    for name, quantize in QUANTIZE_EXACT.items()
+    for how, wrap in (("data.T", _with_transpose), ("bytes.T", _transpose_bits), ("of x.T", _transpose_input))
+}
+QUANTIZE_TRANSPOSE = QUANTIZE_TRANSPOSE_EXACT | {
+    f"{name}; data.T": _with_transpose(QUANTIZE[name]) for name in QUANTIZE.keys() - QUANTIZE_EXACT.keys()
+}
+
+
+def _dequantize_f32(data, scale_inv, dtype):
+    return (data.astype(F32) * scale_inv).astype(dtype)
+
+
+def _dequantize_through_bf16(data, scale_inv, dtype):
+    return (data.astype(jnp.bfloat16).astype(F32) * scale_inv).astype(dtype)
+
+
+def _dequantize_through_f16(data, scale_inv, dtype):
+    return (data.astype(jnp.float16).astype(F32) * scale_inv).astype(dtype)
+
+
+def _dequantize_table(data, scale_inv, dtype):
+    codes = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), data.dtype)
+    return _dequantize_f32(codes, scale_inv, dtype)[lax.bitcast_convert_type(data, jnp.uint8)]
+
+
+def _dequantize_in_out_dtype(data, scale_inv, dtype):
+    return data.astype(dtype) * scale_inv.astype(dtype)
+
+
+DEQUANTIZE_EXACT = {
+    "astype f32": _dequantize_f32,
+    "astype bf16, f32": _dequantize_through_bf16,
+    "astype f16, f32": _dequantize_through_f16,
+    "table of 256": _dequantize_table,
+}
+DEQUANTIZE = DEQUANTIZE_EXACT | {"scale in out dtype": _dequantize_in_out_dtype}
+
+
+def _amax_f32(x):
+    return jnp.max(jnp.abs(x.astype(F32)))
+
+
+def _amax_input(x):
+    return jnp.max(jnp.abs(x)).astype(F32)
+
+
+def _amax_minmax(x):
+    return jnp.maximum(jnp.max(x), -jnp.min(x)).astype(F32)
+
+
+def _amax_bits(x):
+    unsigned, mask = (jnp.uint32, 0x7FFFFFFF) if x.dtype.itemsize == 4 else (jnp.uint16, 0x7FFF)
+    bits = lax.bitcast_convert_type(x, unsigned) & unsigned(mask)
+    return lax.bitcast_convert_type(jnp.max(bits), x.dtype).astype(F32)
+
+
+AMAX_EXACT = {"f32": _amax_f32, "x.dtype": _amax_input, "min and max": _amax_minmax, "integer max": _amax_bits}
+AMAX = AMAX_EXACT
+
+
+def jitted(functions, *dtype):
+    """name -> compiled function of the arrays; `dtype` is the op's static last argument, if it has one."""
+    return {name: jax.jit(lambda *arrays, run=run: run(*arrays, *dtype)) for name, run in functions.items()}

@@ -1,0 +1,204 @@
+"""Speed of the quantization ops on this machine's CPU, beside the best that XLA makes of jnp and beside memcpy.
+
+    python benchmarks/ops.py [--json PATH] [--sizes 1024x1024 4096x4096 4096x14336] [--ops quantize ...]
+
+Each answer is checked, bit for bit, before it is timed. See README.md for how to read the table.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _timing  # noqa: E402
+import _xla_peers as peers  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+from _memcpy import Memcpy  # noqa: E402
+
+import jaxfp8  # noqa: E402
+from jaxfp8 import ops  # noqa: E402
+
+BF16, F32, E4M3, E5M2 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2
+SHORT = {BF16: "bf16", F32: "f32", E4M3: "e4m3", E5M2: "e5m2"}
+SIZES = ("1024x1024", "4096x4096", "4096x14336")
+SMALL = 2**21  # elements; below, starting the threads counts and goals are lower
+SCALE = np.float32(448 / 6.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table. `dtype` is the high-precision side, `format` the FP8 side (None for amax)."""
+
+    op: str
+    dtype: type
+    format: type | None
+    goal: float  # times the best XLA
+    small_goal: float  # likewise, below SMALL elements
+    memcpy_goal: float  # part of memcpy's speed; for arrays of at least SMALL elements
+
+    def bytes(self, size: int) -> int:
+        codes = {"amax": 0, "quantize": 1, "quantize_transpose": 2, "dequantize": 1}[self.op]
+        return size * (jnp.dtype(self.dtype).itemsize + codes)
+
+
+CASES = [
+    *(Case("amax", dtype, None, 1, 1, 0.6) for dtype in (BF16, F32)),
+    *(Case("quantize", BF16, format, 6, 4, 0.6) for format in (E4M3, E5M2)),
+    *(Case("quantize", F32, format, 4, 3, 0.6) for format in (E4M3, E5M2)),
+    *(Case("quantize_transpose", BF16, format, 4, 4, 0.35) for format in (E4M3, E5M2)),
+    *(Case("quantize_transpose", F32, format, 3, 3, 0.35) for format in (E4M3, E5M2)),
+    *(Case("dequantize", BF16, format, 3, 3, 0.6) for format in (E4M3, E5M2)),
+    *(Case("dequantize", F32, format, 1.3, 1.3, 0.6) for format in (E4M3, E5M2)),
+]
+
+
+def inputs(case: Case, m: int, n: int):
+    """Arrays for the op: normal numbers, of which the largest reach the format's limit."""
+    x = np.random.default_rng(0).standard_normal((m, n), np.float32)
+    if case.op == "amax":
+        return (jnp.asarray(x, case.dtype),)
+    if case.op == "dequantize":
+        return jnp.asarray((x * SCALE).astype(case.format)), jnp.float32(1 / SCALE)
+    return jnp.asarray(x, case.dtype), jnp.float32(SCALE)
+
+
+def ours(case: Case):
+    """name -> function for one candidate: the op in a jit, as programs use it."""
+    dtype = {"amax": (), "dequantize": (case.dtype,)}.get(case.op, (case.format,))
+    return jax.jit(lambda *arrays: getattr(ops, case.op)(*arrays, *dtype)), dtype
+
+
+def expected(case: Case, arrays):
+    """The answer by numpy and ml_dtypes, which share no code with the library."""
+    x = np.asarray(arrays[0]).astype(np.float32)
+    if case.op == "amax":
+        return (np.max(np.abs(x)),)
+    if case.op == "dequantize":
+        return ((x * np.float32(arrays[1])).astype(case.dtype),)
+    top = np.float32(ml_dtypes.finfo(case.format).max)
+    data = np.clip(x * SCALE, -top, top).astype(case.format)
+    amax = np.max(np.abs(x))
+    return (data, amax) if case.op == "quantize" else (data, data.T, amax)
+
+
+def check(name: str, got, want):
+    """Raises unless `got` has the bits of `want`."""
+    for index, (g, w) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
+        g, w = np.ascontiguousarray(g), np.ascontiguousarray(w)
+        if g.dtype != w.dtype or not np.array_equal(g.view(np.uint8), w.view(np.uint8)):
+            raise AssertionError(f"{name}: result {index} is not bitwise the expected one")
+
+
+def measure(case: Case, m: int, n: int, turns: int) -> dict:
+    """One row: checks, then times ours, the fastest peers and memcpy in turns."""
+    arrays = inputs(case, m, n)
+    run, dtype = ours(case)
+    want = expected(case, arrays)
+    check(f"jaxfp8 {case.op}", run(*arrays), want)
+    every = peers.jitted(getattr(peers, case.op.upper()), *dtype)
+    for name in getattr(peers, f"{case.op.upper()}_EXACT"):
+        check(f"XLA, {name}", every[name](*arrays), want)
+    del want
+
+    candidates = {name: lambda call=call: call(*arrays) for name, call in every.items()}
+    candidates = _timing.fastest(candidates, keep=2)
+    memcpy = Memcpy(case.bytes(m * n))
+    timings = _timing.interleaved(
+        {"jaxfp8": lambda: run(*arrays), "memcpy": memcpy, **candidates}, turns=turns
+    )
+    memcpy.close()
+    best = min(candidates, key=lambda name: timings[name].median)
+    seconds = {"jaxfp8": timings["jaxfp8"].median, "xla": timings[best].median, "memcpy": timings["memcpy"].median}
+    small = m * n < SMALL
+    goal, memcpy_goal = (case.small_goal, 0.0) if small else (case.goal, case.memcpy_goal)
+    ratio, of_memcpy = seconds["xla"] / seconds["jaxfp8"], seconds["memcpy"] / seconds["jaxfp8"]
+    return {
+        "op": case.op,
+        "dtype": SHORT[case.dtype],
+        "format": SHORT.get(case.format, ""),
+        "shape": f"{m}x{n}",
+        "jaxfp8_ms": 1e3 * seconds["jaxfp8"],
+        "jaxfp8_spread": timings["jaxfp8"].spread,
+        "xla_ms": 1e3 * seconds["xla"],
+        "xla_peer": best,
+        "memcpy_ms": 1e3 * seconds["memcpy"],
+        "ratio": ratio,
+        "goal": goal,
+        "of_memcpy": of_memcpy,
+        "memcpy_goal": memcpy_goal,
+        "passed": ratio >= goal and of_memcpy >= memcpy_goal,
+    }
+
+
+def cpu_model() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict:
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "cpu": cpu_model(),
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "jaxfp8": getattr(jaxfp8, "__version__", "unknown"),
+    }
+
+
+HEADER = (
+    f"{'op':18} {'dtype':5} {'format':6} {'shape':>11} {'jaxfp8 ms':>9} {'best XLA ms':>11} {'ratio':>6} {'goal':>5} "
+    f"{'% of memcpy':>11} {'goal':>5}  result"
+)
+
+
+def line(row: dict) -> str:
+    memcpy_goal = f"{100 * row['memcpy_goal']:4.0f}%" if row["memcpy_goal"] else "    -"
+    return (
+        f"{row['op']:18} {row['dtype']:5} {row['format']:6} {row['shape']:>11} {row['jaxfp8_ms']:9.3f} "
+        f"{row['xla_ms']:11.3f} {row['ratio']:6.2f} {row['goal']:5.1f} {100 * row['of_memcpy']:10.0f}% {memcpy_goal}  "
+        f"{'pass' if row['passed'] else 'FAIL'}"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="MxN")
+    parser.add_argument("--ops", nargs="+", default=sorted({case.op for case in CASES}), metavar="OP")
+    parser.add_argument("--turns", type=int, default=15, help="timed calls of each candidate")
+    args = parser.parse_args()
+
+    described = environment()
+    for key, value in described.items():
+        print(f"{key}: {value}")
+    print(HEADER)
+    rows = []
+    for size in args.sizes:
+        m, n = map(int, size.split("x"))
+        for case in CASES:
+            if case.op in args.ops:
+                rows.append(measure(case, m, n, args.turns))
+                print(line(rows[-1]), flush=True)
+    print(f"{sum(row['passed'] for row in rows)} of {len(rows)} rows reach their goals")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

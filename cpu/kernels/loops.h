@@ -1,0 +1,165 @@
+// The loops over spans and panels, written once for all instruction sets.
+//
+// `Blocks` (blocks_*.cc) supplies the work on 64 elements, or on a tile of 64 x 64; everything else (tails, alignment,
+// the choice of stores) is here. Included by one source file for each instruction set, each compiled with its own
+// flags: hence the anonymous namespace, without which the linker would keep one copy, perhaps one that this processor
+// cannot run. For the same reason nothing here may call an inline function that is not forced inline.
+#ifndef JAXFP8_CPU_KERNELS_LOOPS_H_
+#define JAXFP8_CPU_KERNELS_LOOPS_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/dispatch.h"
+#include "common/fp8.h"
+#include "cpu/kernels/chunks.h"
+#include "cpu/kernels/kernel_table.h"
+
+namespace jaxfp8::cpu {
+namespace {
+
+constexpr int64_t kBlock = 64;  // elements; as FP8 codes one cache line
+
+// Elements of T before `pointer` reaches a cache line, at most `size`. Never reached by a pointer that is not aligned
+// to T; those are not streamed.
+template <class T>
+int64_t ElementsToLine(const T* pointer, int64_t size) {
+  const int64_t bytes = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(pointer) & 63u);
+  const int64_t elements = bytes / static_cast<int64_t>(sizeof(T));
+  return elements < size ? elements : size;
+}
+
+template <class T>
+bool CanStream(const T* pointer, Store store) {
+  return store == Store::kStreamed && reinterpret_cast<uintptr_t>(pointer) % sizeof(T) == 0;
+}
+
+// Applies block(in, out) to [0, size); ragged ends go through a block of zeros. Blocks have two forms: kCached writes
+// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read.
+template <class Block, class In, class Out>
+void MapSpan(Block& block, const In* in, Out* out, int64_t size, Store store) {
+  const auto ragged = [&](int64_t begin, int64_t count) {
+    alignas(64) In padded[kBlock] = {};
+    alignas(64) Out results[kBlock];
+    memcpy(padded, in + begin, count * sizeof(In));
+    block.template operator()<Store::kCached>(padded, results);
+    memcpy(out + begin, results, count * sizeof(Out));
+  };
+  int64_t i = 0;
+  if (CanStream(out, store)) {
+    i = ElementsToLine(out, size);
+    if (i > 0) ragged(0, i);
+    for (; i + kBlock <= size; i += kBlock) block.template operator()<Store::kStreamed>(in + i, out + i);
+  } else {
+    for (; i + kBlock <= size; i += kBlock) block.template operator()<Store::kCached>(in + i, out + i);
+  }
+  if (i < size) ragged(i, size - i);
+}
+
+template <class Blocks, class In>
+uint32_t AmaxSpan(const void* x, int64_t size) {
+  const In* in = static_cast<const In*>(x);
+  typename Blocks::template Amax<In> amax;
+  int64_t i = 0;
+  for (; i + kBlock <= size; i += kBlock) amax(in + i);
+  if (i < size) {
+    alignas(64) In padded[kBlock] = {};
+    memcpy(padded, in + i, (size - i) * sizeof(In));
+    amax(padded);
+  }
+  return amax.Bits();
+}
+
+template <class Blocks, class In, class Format>
+uint32_t QuantizeSpan(const void* x, float scale, uint8_t* data, int64_t size, Store store) {
+  typename Blocks::template Quantize<In, Format> quantize(scale);
+  MapSpan(quantize, static_cast<const In*>(x), data, size, store);
+  if (store == Store::kStreamed) Blocks::Fence();
+  return quantize.AmaxBits();
+}
+
+template <class Blocks, class Format, class Out>
+void DequantizeSpan(const uint8_t* data, float scale_inv, void* out, int64_t size, Store store) {
+  typename Blocks::template Dequantize<Format, Out> dequantize(scale_inv);
+  MapSpan(dequantize, data, static_cast<Out*>(out), size, store);
+  if (store == Store::kStreamed) Blocks::Fence();
+}
+
+// Asks for what QuantizeTransposePanel reads kRowsAhead rows from now: the hardware prefetches along a row, but a row of
+// a panel is too short for it to get going. After the last row comes the panel to the right, which is the next chunk.
+// Forced inline: a call of a function that does nothing but prefetch is one that GCC removes.
+template <class In>
+__attribute__((always_inline)) inline void PrefetchAhead(const Panel& panel, int64_t row) {
+  constexpr int64_t kRowsAhead = 8;
+  const int64_t ahead = row + kRowsAhead;
+  const int64_t offset = ahead < panel.rows ? ahead * panel.n : (ahead - panel.rows) * panel.n + panel.columns;
+  // An integer, because the address may lie beyond the array; there a prefetch does nothing.
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(panel.x) + offset * sizeof(In);
+  for (uintptr_t line = begin; line < begin + panel.columns * sizeof(In); line += 64) {
+    __builtin_prefetch(reinterpret_cast<const void*>(line));
+  }
+}
+
+// Two steps over a panel that stays in the cache: quantize along the rows, then transpose tile by tile.
+template <class Blocks, class In, class Format>
+uint32_t QuantizeTransposePanel(const Panel& panel, float scale, Store store) {
+  // Rows that are a power of two apart would compete for the same few lines of the cache.
+  constexpr int64_t kStride = PanelChunks::kColumns + kBlock;
+  alignas(64) uint8_t codes[PanelChunks::kRows * kStride];
+  typename Blocks::template Quantize<In, Format> quantize(scale);
+  typename Blocks::Copy copy;
+
+  const In* x = static_cast<const In*>(panel.x);
+  for (int64_t row = 0; row < panel.rows; ++row) {
+    PrefetchAhead<In>(panel, row);
+    uint8_t* row_codes = codes + row * kStride;
+    MapSpan(quantize, x + row * panel.n, row_codes, panel.columns, Store::kCached);
+    MapSpan(copy, row_codes, panel.data + row * panel.n, panel.columns, store);
+  }
+
+  // Whole lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in
+  // memory are written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the
+  // panel, and only what belongs to the panel is copied.
+  const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&
+                        reinterpret_cast<uintptr_t>(panel.data_t) % kBlock == 0;
+  for (int64_t column = 0; column < panel.columns; column += kBlock) {
+    for (int64_t row = 0; row < panel.rows; row += kBlock) {
+      const uint8_t* tile = codes + row * kStride + column;
+      uint8_t* out = panel.data_t + column * panel.m + row;
+      const int64_t rows = panel.rows - row < kBlock ? panel.rows - row : kBlock;
+      const int64_t columns = panel.columns - column < kBlock ? panel.columns - column : kBlock;
+      if (rows < kBlock || columns < kBlock) {
+        alignas(64) uint8_t transposed[kBlock * kBlock];
+        Blocks::template TransposeTile<Store::kCached>(tile, kStride, transposed, kBlock);
+        for (int64_t c = 0; c < columns; ++c) memcpy(out + c * panel.m, transposed + c * kBlock, rows);
+      } else if (streamed) {
+        Blocks::template TransposeTile<Store::kStreamed>(tile, kStride, out, panel.m);
+      } else {
+        Blocks::template TransposeTile<Store::kCached>(tile, kStride, out, panel.m);
+      }
+    }
+  }
+  if (store == Store::kStreamed) Blocks::Fence();
+  return quantize.AmaxBits();
+}
+
+template <class Blocks>
+constexpr KernelTable MakeTable(const char* isa) {
+  return {
+      isa,
+      {AmaxSpan<Blocks, BF16>, AmaxSpan<Blocks, F16>, AmaxSpan<Blocks, F32>},
+      {{QuantizeSpan<Blocks, BF16, E4M3>, QuantizeSpan<Blocks, BF16, E5M2>},
+       {QuantizeSpan<Blocks, F16, E4M3>, QuantizeSpan<Blocks, F16, E5M2>},
+       {QuantizeSpan<Blocks, F32, E4M3>, QuantizeSpan<Blocks, F32, E5M2>}},
+      {{QuantizeTransposePanel<Blocks, BF16, E4M3>, QuantizeTransposePanel<Blocks, BF16, E5M2>},
+       {QuantizeTransposePanel<Blocks, F16, E4M3>, QuantizeTransposePanel<Blocks, F16, E5M2>},
+       {QuantizeTransposePanel<Blocks, F32, E4M3>, QuantizeTransposePanel<Blocks, F32, E5M2>}},
+      {{DequantizeSpan<Blocks, E4M3, BF16>, DequantizeSpan<Blocks, E4M3, F16>, DequantizeSpan<Blocks, E4M3, F32>},
+       {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
+  };
+}
+
+}  // namespace
+}  // namespace jaxfp8::cpu
+
+#endif  // JAXFP8_CPU_KERNELS_LOOPS_H_

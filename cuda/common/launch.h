@@ -1,0 +1,37 @@
+// Launching: what a launcher asks of the device, and a launch that reports its own error.
+#ifndef JAXFP8_CUDA_COMMON_LAUNCH_H_
+#define JAXFP8_CUDA_COMMON_LAUNCH_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <utility>
+
+#define JAXFP8_RETURN_IF_CUDA_ERROR(expression)                                           \
+  do {                                                                                    \
+    if (const cudaError_t status = (expression); status != cudaSuccess) return status;    \
+  } while (false)
+
+namespace jaxfp8::cuda {
+
+inline cudaError_t Multiprocessors(int* count) {
+  int device = 0;
+  JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+// Unlike kernel<<<...>>>, the error comes back from the call and not through cudaGetLastError, which could also report
+// an error of somebody else's earlier call.
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.blockDim = dim3(static_cast<unsigned int>(threads));
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+}  // namespace jaxfp8::cuda
+
+#endif  // JAXFP8_CUDA_COMMON_LAUNCH_H_

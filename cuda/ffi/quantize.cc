@@ -1,0 +1,49 @@
+// jaxfp8_quantize_v1: x [g, n], scale f32 [1] or [g] -> data fp8 [g, n], amax f32 [g].
+#include "cuda/kernels/quantize.h"
+
+#include "cuda/ffi/support.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                           ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
+                           ffi::Dictionary attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize", attributes));
+  const Operand x_operand{"quantize", "x", x};
+  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
+  const int64_t groups = x.dimensions()[0];
+  const int64_t size = x.dimensions()[1];
+  const Operand data_operand{"quantize", "data", *data};
+  JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize", "scale", scale}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax", *amax}, groups));
+
+  QuantizeParams params = {};
+  params.dtype = ToDtype(x.element_type());
+  params.format = ToDtype(data->element_type());
+  params.x = x.untyped_data();
+  params.scale = static_cast<const float*>(scale.untyped_data());
+  params.scale_stride = ScaleStride(scale);
+  params.data = data->untyped_data();
+  params.amax = static_cast<float*>(amax->untyped_data());
+  params.groups = groups;
+  params.size = size;
+  return ToError("quantize", LaunchQuantize(params, stream));
+}
+
+}  // namespace
+}  // namespace jaxfp8::cuda
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v1, jaxfp8::cuda::QuantizeHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Attrs(),
+                              {jaxfp8::cuda::kRecordable});

@@ -1,0 +1,56 @@
+// jaxfp8_quantize_transpose_v1: x [g, m, n], scale f32 [1] or [g] -> data fp8 [g, m, n], data_t [g, n, m], amax [g].
+#include "cuda/kernels/quantize_transpose.h"
+
+#include "cuda/ffi/support.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                                    ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t,
+                                    ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
+  const Operand x_operand{"quantize_transpose", "x", x};
+  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
+  const int64_t groups = x.dimensions()[0];
+  const int64_t m = x.dimensions()[1];
+  const int64_t n = x.dimensions()[2];
+  const Operand data_operand{"quantize_transpose", "data", *data};
+  const Operand data_t_operand{"quantize_transpose", "data_t", *data_t};
+  JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize_transpose", "scale", scale}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data->element_type()}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax", *amax}, groups));
+
+  QuantizeTransposeParams params = {};
+  params.dtype = ToDtype(x.element_type());
+  params.format = ToDtype(data->element_type());
+  params.x = x.untyped_data();
+  params.scale = static_cast<const float*>(scale.untyped_data());
+  params.scale_stride = ScaleStride(scale);
+  params.data = data->untyped_data();
+  params.data_t = data_t->untyped_data();
+  params.amax = static_cast<float*>(amax->untyped_data());
+  params.groups = groups;
+  params.m = m;
+  params.n = n;
+  return ToError("quantize_transpose", LaunchQuantizeTranspose(params, stream));
+}
+
+}  // namespace
+}  // namespace jaxfp8::cuda
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v1, jaxfp8::cuda::QuantizeTransposeHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Attrs(),
+                              {jaxfp8::cuda::kRecordable});

@@ -1,0 +1,138 @@
+// jaxfp8_scaled_matmul_v1: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
+#include "cuda/kernels/scaled_matmul.h"
+
+#include "cuda/ffi/support.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+constexpr char kOp[] = "scaled_matmul";
+// cuBLASLt's FP8 kernels move 16 bytes at a time. Python pads before it calls.
+constexpr int64_t kAlignment = 16;
+
+ffi::Error CheckMatrix(const Operand& matrix) {
+  JAXFP8_RETURN_IF_ERROR(CheckFp8(matrix));
+  return CheckInput(matrix, 3);
+}
+
+ffi::Error CheckMultiples(const Operand& matrix) {
+  const ffi::Span<const int64_t> dims = matrix.buffer.dimensions();
+  if (dims[1] % kAlignment == 0 && dims[2] % kAlignment == 0) return ffi::Error::Success();
+  return Mismatch(matrix, "sizes that are multiples of 16");
+}
+
+ffi::Error CheckPointer(const Operand& operand) {
+  if (reinterpret_cast<uintptr_t>(operand.buffer.untyped_data()) % kAlignment == 0) return ffi::Error::Success();
+  return Mismatch(operand, "a pointer that is a multiple of 16 bytes");
+}
+
+ffi::Error CheckOperandCount(const ffi::RemainingArgs& rest, bool has_bias, bool has_accumulator) {
+  const size_t expected = size_t{has_bias} + size_t{has_accumulator};
+  if (rest.size() == expected) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(kOp) + ": expected " + std::to_string(4 + expected) +
+                                     " operands with these attributes, got " + std::to_string(4 + rest.size()));
+}
+
+// cuBLASLt adds a bias of the output's type, and bf16 to f32.
+ffi::Error CheckBias(const Operand& bias, ffi::DataType out, int64_t n) {
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(bias, {out == ffi::DataType::F16 ? ffi::DataType::F16 : ffi::DataType::BF16}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(bias, {n}));
+  return CheckPointer(bias);
+}
+
+// cuBLASLt's C has the type of D.
+ffi::Error CheckAccumulator(const Operand& accumulator, const Operand& out) {
+  const ffi::Span<const int64_t> dims = out.buffer.dimensions();
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(accumulator, {ffi::DataType::F32}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(accumulator, {dims[0], dims[1], dims[2]}));
+  if (out.buffer.element_type() != ffi::DataType::F32) return Mismatch(out, "F32 with an accumulator");
+  return CheckPointer(accumulator);
+}
+
+ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale_inv,
+                               ffi::AnyBuffer b_scale_inv, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+                               ffi::Result<ffi::AnyBuffer> workspace, bool precise, bool has_bias,
+                               bool has_accumulator) {
+  const Operand a_operand{kOp, "a", a};
+  const Operand b_operand{kOp, "b", b};
+  JAXFP8_RETURN_IF_ERROR(CheckMatrix(a_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckMatrix(b_operand));
+  const int64_t groups = a.dimensions()[0];
+  const int64_t m = a.dimensions()[1];
+  const int64_t n = b.dimensions()[1];
+  const int64_t k = a.dimensions()[2];
+  JAXFP8_RETURN_IF_ERROR(CheckShape(b_operand, {groups, n, k}));
+  if (a.element_type() == ffi::DataType::F8E5M2) {
+    JAXFP8_RETURN_IF_ERROR(CheckDtype(b_operand, {ffi::DataType::F8E4M3FN}));  // no tensor core multiplies two e5m2
+  }
+  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "a_scale_inv", a_scale_inv}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "b_scale_inv", b_scale_inv}, groups));
+  const Operand out_operand{kOp, "out", *out};
+  const Operand workspace_operand{kOp, "workspace", *workspace};
+  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckInput(out_operand, 3));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, {groups, m, n}));
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(workspace_operand, {ffi::DataType::U8}));
+  JAXFP8_RETURN_IF_ERROR(CheckRank(workspace_operand, 1));
+  JAXFP8_RETURN_IF_ERROR(CheckOperandCount(rest, has_bias, has_accumulator));
+
+  ScaledMatmulParams params = {};
+  if (has_bias) {
+    const auto bias = rest.get<ffi::AnyBuffer>(0);
+    if (!bias.has_value()) return bias.error();
+    JAXFP8_RETURN_IF_ERROR(CheckBias({kOp, "bias", *bias}, out->element_type(), n));
+    params.bias = bias->untyped_data();
+  }
+  if (has_accumulator) {
+    const auto accumulator = rest.get<ffi::AnyBuffer>(has_bias ? 1 : 0);
+    if (!accumulator.has_value()) return accumulator.error();
+    JAXFP8_RETURN_IF_ERROR(CheckAccumulator({kOp, "accumulator", *accumulator}, out_operand));
+    params.accumulator = static_cast<const float*>(accumulator->untyped_data());
+  }
+  JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckMultiples(b_operand));
+  for (const Operand& operand : {a_operand, b_operand, out_operand, workspace_operand}) {
+    JAXFP8_RETURN_IF_ERROR(CheckPointer(operand));
+  }
+  // Python computes empty products itself. Without extras they are zeros, which need no GEMM.
+  if (k == 0 && (has_bias || has_accumulator)) return Mismatch(a_operand, "k of at least 16 with these attributes");
+
+  params.a_dtype = ToDtype(a.element_type());
+  params.b_dtype = ToDtype(b.element_type());
+  params.out_dtype = ToDtype(out->element_type());
+  params.a = a.untyped_data();
+  params.b = b.untyped_data();
+  params.a_scale_inv = static_cast<const float*>(a_scale_inv.untyped_data());
+  params.b_scale_inv = static_cast<const float*>(b_scale_inv.untyped_data());
+  params.a_scale_stride = ScaleStride(a_scale_inv);
+  params.b_scale_stride = ScaleStride(b_scale_inv);
+  params.out = out->untyped_data();
+  params.workspace = workspace->untyped_data();
+  params.workspace_bytes = workspace->dimensions()[0];
+  params.groups = groups;
+  params.m = m;
+  params.n = n;
+  params.k = k;
+  params.precise = precise;
+  const std::string error = LaunchScaledMatmul(params, stream);
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+}
+
+}  // namespace
+}  // namespace jaxfp8::cuda
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // a
+                                  .Arg<xla::ffi::AnyBuffer>()  // b
+                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
+                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
+                                  .RemainingArgs()             // bias, accumulator
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()  // workspace
+                                  .Attr<bool>("precise")
+                                  .Attr<bool>("has_bias")
+                                  .Attr<bool>("has_accumulator"),
+                              {jaxfp8::cuda::kRecordable});

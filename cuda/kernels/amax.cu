@@ -1,0 +1,60 @@
+// amax: one read, no other traffic.
+#include "cuda/kernels/amax.h"
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/amax.h"
+#include "cuda/common/convert.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/stream.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+template <class In>
+struct AmaxBody {
+  float* amax;
+  AmaxAccumulator accumulator;
+
+  __device__ void Begin(int64_t) { accumulator.Reset(); }
+
+  template <int kCount>
+  __device__ void Visit(int64_t, const Bytes<kCount * sizeof(In)>& x) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) accumulator.Add(Widen<In>(x.words, i));
+  }
+
+  __device__ void End(int64_t group, const StreamPlan& plan) { FinishAmax(accumulator, plan, amax + group); }
+};
+
+template <class In, int kVector>
+__global__ void __launch_bounds__(kBlockSize) AmaxKernel(StreamPlan plan, const In* __restrict__ x, float* amax) {
+  Stream<kVector>(plan, x, AmaxBody<In>{amax, {}});
+}
+
+template <class In, int kVector>
+cudaError_t Run(const AmaxParams& params, cudaStream_t stream) {
+  int multiprocessors = 0;
+  JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
+  const StreamPlan plan = MakeStreamPlan(params.groups, params.size, kVector, multiprocessors);
+  return Launch(AmaxKernel<In, kVector>, plan.Blocks(), kBlockSize, stream, plan, static_cast<const In*>(params.x),
+                params.amax);
+}
+
+}  // namespace
+
+cudaError_t LaunchAmax(const AmaxParams& params, cudaStream_t stream) {
+  if (params.groups == 0) return cudaSuccess;
+  JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(params.amax, 0, params.groups * sizeof(float), stream));
+  if (params.size == 0) return cudaSuccess;
+  cudaError_t status = cudaErrorInvalidValue;
+  DispatchHighPrecision(params.dtype, [&](auto in) {
+    using In = typename decltype(in)::type;
+    constexpr int kVector = 16 / sizeof(In);
+    const bool wide = IsAligned(params.x, 16) && (params.groups == 1 || params.size % kVector == 0);
+    status = wide ? Run<In, kVector>(params, stream) : Run<In, 1>(params, stream);
+  });
+  return status;
+}
+
+}  // namespace jaxfp8::cuda

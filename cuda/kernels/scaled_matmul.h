@@ -1,0 +1,42 @@
+// scaled_matmul: out [g, m, n] = (a [g, m, k] @ b [g, n, k]^T) * a_scale_inv * b_scale_inv (+ bias) (+ accumulator).
+#ifndef JAXFP8_CUDA_KERNELS_SCALED_MATMUL_H_
+#define JAXFP8_CUDA_KERNELS_SCALED_MATMUL_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/dispatch.h"
+
+namespace jaxfp8::cuda {
+
+struct ScaledMatmulParams {
+  Dtype a_dtype;    // e4m3 or e5m2
+  Dtype b_dtype;    // e4m3 or e5m2, not both e5m2
+  Dtype out_dtype;  // bf16, f16 or f32
+  const void* a;
+  const void* b;
+  const float* a_scale_inv;  // [1] or [groups]
+  const float* b_scale_inv;  // [1] or [groups]
+  int64_t a_scale_stride;    // 0 or 1
+  int64_t b_scale_stride;    // 0 or 1
+  const void* bias;          // [n], bf16 (f16 where out is f16); or null
+  const float* accumulator;  // [groups, m, n], where out is f32; may equal out; or null
+  void* out;
+  void* workspace;
+  int64_t workspace_bytes;
+  int64_t groups;
+  int64_t m;  // m, n, k: multiples of 16
+  int64_t n;
+  int64_t k;
+  bool precise;
+};
+
+// All pointers but those of the scales must be multiples of 16 bytes. With k = 0 there may be no bias and no
+// accumulator, and out is zeros. Returns the reason of a failure, or an empty string.
+std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t stream);
+
+}  // namespace jaxfp8::cuda
+
+#endif  // JAXFP8_CUDA_KERNELS_SCALED_MATMUL_H_

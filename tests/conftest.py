@@ -1,0 +1,35 @@
+"""Test session set-up: eight CPU devices, strict promotion, markers; before JAX is imported."""
+
+import os
+import pathlib
+import sys
+
+_FLAG = "--xla_force_host_platform_device_count"
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+# `import oracle` works from every folder of tests and under every pytest import mode.
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import jax  # noqa: E402  (the flag above must come first)
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU that JAX can see; skipped with a reason elsewhere")
+    config.addinivalue_line("markers", "slow: a heavy exhaustive product; deselect with -m 'not slow'")
+
+
+def gpu_devices() -> list:
+    """The GPUs that JAX sees; empty where there is none."""
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not gpu_devices():
+        pytest.skip(f"needs an NVIDIA GPU; JAX sees only {jax.default_backend()}")

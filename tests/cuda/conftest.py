@@ -1,0 +1,21 @@
+"""What the CUDA tests share: the emulated kernels, built once, and the library's path."""
+
+import pytest
+
+from . import emulated
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory):
+    """The kernels of cuda/, compiled for the host."""
+    if emulated.compiler() is None:
+        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
+    return emulated.Emulated(emulated.build(tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.fixture(params=[(132, False), (1, True), (2, False)], ids=["132", "1-backwards", "2"])
+def kernels(emulated_library, request):
+    """The emulated kernels on devices of several sizes, so that grids loop; threads in either order."""
+    emulated_library.configure(*request.param)
+    yield emulated_library
+    emulated_library.configure()

@@ -1,0 +1,94 @@
+// A CUDA runtime for the tests: the part that cuda/ uses, running kernels on the host, one block after the other.
+//
+// Every CUDA thread is a fiber. It runs until it waits for its block (__syncthreads) or its warp (__reduce_max_sync), or
+// ends; emulator.cc schedules them, in one of two orders so that a missing barrier shows. Shared memory is static memory.
+// What this cannot show: speed, memory ordering, and whether the instructions do what ptx.h says they do.
+#ifndef JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_
+#define JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+using std::max;
+using std::min;
+
+struct dim3 {
+  dim3(unsigned int x = 1) : x(x) {}
+  unsigned int x, y = 1, z = 1;
+};
+struct uint2 {
+  unsigned int x, y;
+};
+struct uint4 {
+  unsigned int x, y, z, w;
+};
+inline uint2 make_uint2(unsigned int x, unsigned int y) { return {x, y}; }
+inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
+
+extern dim3 threadIdx, blockIdx, gridDim;
+
+void __syncthreads();
+unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
+
+inline unsigned int atomicMax(unsigned int* address, unsigned int value) {
+  const unsigned int old = *address;
+  *address = max(old, value);
+  return old;
+}
+
+// A misaligned access is an error on the device; counted here.
+void CountMisaligned();
+template <class T>
+T __ldg(const T* address) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) CountMisaligned();
+  T value;
+  std::memcpy(&value, address, sizeof(value));
+  return value;
+}
+
+inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
+  const uint64_t bytes = low | (uint64_t{high} << 32);
+  unsigned int result = 0;
+  for (int i = 0; i < 4; ++i) result |= ((bytes >> (8 * (selector >> (4 * i) & 7))) & 0xff) << (8 * i);
+  return result;
+}
+
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorLaunchFailure };
+using cudaStream_t = struct CUstream_st*;
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+};
+
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
+
+// Runs `thread` for every thread of the grid.
+cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  const std::tuple<Parameters...> values(arguments...);
+  return RunGrid(*config, [&] { std::apply(kernel, values); });
+}
+
+#endif  // JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_

@@ -1,0 +1,2 @@
+// The emulated runtime under its other name.
+#include "cuda_runtime.h"

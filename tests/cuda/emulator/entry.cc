@@ -1,0 +1,60 @@
+// The launchers and the index arithmetic of cuda/, as C functions for ctypes.
+#include "cuda/common/stream_plan.h"
+#include "cuda/common/transpose_plan.h"
+#include "cuda/kernels/amax.h"
+#include "cuda/kernels/dequantize.h"
+#include "cuda/kernels/quantize.h"
+#include "cuda/kernels/quantize_transpose.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using jaxfp8::Dtype;
+
+EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, int64_t size) {
+  return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);
+}
+
+EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
+                           float* amax, int64_t groups, int64_t size) {
+  return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
+                                       data, amax, groups, size},
+                                      nullptr);
+}
+
+EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
+                                     void* data, void* data_t, float* amax, int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchQuantizeTranspose({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale,
+                                                scale_stride, data, data_t, amax, groups, m, n},
+                                               nullptr);
+}
+
+EXPORT int launch_dequantize(int format, int dtype, const void* data, const float* scale_inv, int64_t scale_stride,
+                             void* out, int64_t groups, int64_t size) {
+  return jaxfp8::cuda::LaunchDequantize({static_cast<Dtype>(format), static_cast<Dtype>(dtype), data, scale_inv,
+                                         scale_stride, out, groups, size},
+                                        nullptr);
+}
+
+EXPORT void stream_plan(int64_t groups, int64_t size, int vector, int multiprocessors, int64_t* out) {
+  const jaxfp8::cuda::StreamPlan plan = jaxfp8::cuda::MakeStreamPlan(groups, size, vector, multiprocessors);
+  const int64_t values[] = {plan.vectors, plan.tiles, plan.workers, plan.slots, plan.Blocks(), plan.BlockHasOneGroup()};
+  for (int i = 0; i < 6; ++i) out[i] = values[i];
+}
+
+EXPORT int64_t transpose_tiles(int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::MakeTransposePlan(groups, m, n).tiles;
+}
+
+EXPORT void transpose_tile(int64_t groups, int64_t m, int64_t n, int64_t index, int64_t* out) {
+  const jaxfp8::cuda::Tile tile = jaxfp8::cuda::MakeTransposePlan(groups, m, n).At(index);
+  const int64_t values[] = {tile.group, tile.row, tile.column, tile.rows, tile.columns};
+  for (int i = 0; i < 5; ++i) out[i] = values[i];
+}
+
+EXPORT int slot_offset(int column, int slot, int column_group) {
+  return jaxfp8::cuda::SlotOffset(column, slot, jaxfp8::cuda::SwizzleKey(column_group));
+}
+
+EXPORT int pair_offset(int column, int pair, int column_group) {
+  return jaxfp8::cuda::PairOffset(column, pair, jaxfp8::cuda::SwizzleKey(column_group));
+}

@@ -1,0 +1,208 @@
+// A stand-in for libcublasLt.so.13: the functions that the GEMM calls, by cuBLASLt's documented rules, with three loops.
+//
+// It multiplies what the descriptors say, whatever they say, so a swapped operand, a wrong leading dimension or a missing
+// scale gives wrong numbers. f32 outputs only.
+#include <cublasLt.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+
+#include "common/fp8.h"
+
+namespace {
+
+std::atomic<int> heuristics{0};
+std::atomic<int> matmuls{0};
+std::atomic<int> handles{0};
+std::atomic<int> descriptors{0};  // alive
+std::atomic<uint32_t> last_alignment{0};
+std::atomic<int> last_fast{-1};
+std::atomic<int64_t> last_batch{0};
+
+constexpr uint64_t kAlgorithm = 0xa190;
+
+// Any cuBLASLt object: its attributes by number.
+struct Object {
+  std::map<int, uint64_t> attributes;
+  uint64_t Get(int attribute) const {
+    const auto found = attributes.find(attribute);
+    return found == attributes.end() ? 0 : found->second;
+  }
+  template <class T>
+  T Pointer(int attribute) const {
+    return reinterpret_cast<T>(Get(attribute));
+  }
+};
+
+// The opaque structs hold a pointer to the object in their first word.
+template <class Opaque>
+Object& Of(Opaque* opaque) {
+  return *reinterpret_cast<Object*>(opaque->data[0]);
+}
+
+template <class Opaque>
+cublasStatus_t Create(Opaque** out) {
+  *out = new Opaque{};
+  (*out)->data[0] = reinterpret_cast<uint64_t>(new Object);
+  ++descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+template <class Opaque>
+cublasStatus_t Destroy(Opaque* opaque) {
+  delete &Of(opaque);
+  delete opaque;
+  --descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+template <class Opaque>
+cublasStatus_t Set(Opaque* opaque, int attribute, const void* value, size_t bytes) {
+  uint64_t& slot = Of(opaque).attributes[attribute];
+  slot = 0;
+  std::memcpy(&slot, value, bytes);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+struct Matrix {
+  explicit Matrix(cublasLtMatrixLayout_t layout, const void* data)
+      : type(static_cast<cudaDataType_t>(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_TYPE))),
+        rows(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_ROWS)),
+        columns(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_COLS)),
+        leading(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_LD)),
+        batch(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT)),
+        stride(Of(layout).Get(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET)),
+        data(data) {
+    if (batch == 0) batch = 1;
+  }
+  int64_t At(int64_t b, int64_t row, int64_t column) const { return b * stride + column * leading + row; }
+  float Value(int64_t b, int64_t row, int64_t column) const {
+    const int64_t at = At(b, row, column);
+    if (type == CUDA_R_8F_E4M3) return jaxfp8::Decode<jaxfp8::E4M3>(static_cast<const uint8_t*>(data)[at]);
+    if (type == CUDA_R_8F_E5M2) return jaxfp8::Decode<jaxfp8::E5M2>(static_cast<const uint8_t*>(data)[at]);
+    return static_cast<const float*>(data)[at];
+  }
+  cudaDataType_t type;
+  int64_t rows, columns, leading, batch, stride;
+  const void* data;
+};
+
+float Bias(const Object& operation, int64_t row) {
+  if (operation.Get(CUBLASLT_MATMUL_DESC_EPILOGUE) != CUBLASLT_EPILOGUE_BIAS) return 0;
+  if (operation.Get(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE) != CUDA_R_16BF) return NAN;
+  const uint16_t bits = operation.Pointer<const uint16_t*>(CUBLASLT_MATMUL_DESC_BIAS_POINTER)[row];
+  return jaxfp8::BitsToFloat(static_cast<uint32_t>(bits) << 16);
+}
+
+}  // namespace
+
+extern "C" {
+
+size_t cublasLtGetVersion() { return 130002; }
+const char* cublasLtGetStatusName(cublasStatus_t) { return "CUBLAS_STATUS_FAKE"; }
+
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<intptr_t>(++handles));
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtDestroy(cublasLtHandle_t) { return CUBLAS_STATUS_SUCCESS; }
+
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* out, cublasComputeType_t compute, cudaDataType_t scale) {
+  if (compute != CUBLAS_COMPUTE_32F || scale != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
+  return Create(out);
+}
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t operation) { return Destroy(operation); }
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute,
+                                              const void* value, size_t bytes) {
+  return Set(operation, attribute, value, bytes);
+}
+
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* out, cudaDataType type, uint64_t rows,
+                                          uint64_t columns, int64_t leading) {
+  Create(out);
+  Object& layout = Of(*out);
+  layout.attributes[CUBLASLT_MATRIX_LAYOUT_TYPE] = type;
+  layout.attributes[CUBLASLT_MATRIX_LAYOUT_ROWS] = rows;
+  layout.attributes[CUBLASLT_MATRIX_LAYOUT_COLS] = columns;
+  layout.attributes[CUBLASLT_MATRIX_LAYOUT_LD] = leading;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return Destroy(layout); }
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
+                                                const void* value, size_t bytes) {
+  return Set(layout, attribute, value, bytes);
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* out) { return Create(out); }
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) { return Destroy(preference); }
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute, const void* value,
+                                                    size_t bytes) {
+  return Set(preference, attribute, value, bytes);
+}
+
+// The first candidate cannot run, as may happen; with 7 bytes of workspace there is none.
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t operation,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatrixLayout_t, cublasLtMatmulPreference_t preference,
+                                              int requested, cublasLtMatmulHeuristicResult_t* results, int* found) {
+  ++heuristics;
+  if (Of(operation).Get(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) == 0 ||
+      Of(operation).Get(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) == 0 || requested < 2) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  last_alignment = static_cast<uint32_t>(Of(preference).Get(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
+  const bool none = Of(preference).Get(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) == 7;
+  *found = none ? 0 : 2;
+  if (none) return CUBLAS_STATUS_SUCCESS;
+  results[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
+  results[1].state = CUBLAS_STATUS_SUCCESS;
+  results[1].algo.data[0] = kAlgorithm;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+#ifndef WITHOUT_MATMUL
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor, const void* alpha, const void* a_data,
+                              cublasLtMatrixLayout_t a_layout, const void* b_data, cublasLtMatrixLayout_t b_layout,
+                              const void* beta, const void* c_data, cublasLtMatrixLayout_t c_layout, void* d_data,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void*, size_t,
+                              cudaStream_t) {
+  ++matmuls;
+  const Object& operation = Of(descriptor);
+  const Matrix a(a_layout, a_data), b(b_layout, b_data), c(c_layout, c_data), d(d_layout, d_data);
+  last_fast = static_cast<int>(operation.Get(CUBLASLT_MATMUL_DESC_FAST_ACCUM));
+  last_batch = d.batch;
+  // "TN" only: both operands have k as rows.
+  if (algorithm->data[0] != kAlgorithm || operation.Get(CUBLASLT_MATMUL_DESC_TRANSA) != CUBLAS_OP_T ||
+      operation.Get(CUBLASLT_MATMUL_DESC_TRANSB) != CUBLAS_OP_N || a.rows != b.rows || d.rows != a.columns ||
+      d.columns != b.columns || c.rows != d.rows || c.columns != d.columns || a.batch != d.batch ||
+      b.batch != d.batch || c.batch != d.batch || d.type != CUDA_R_32F || c.type != CUDA_R_32F) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  const float scale = *operation.Pointer<const float*>(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) *
+                      *operation.Pointer<const float*>(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) *
+                      *static_cast<const float*>(alpha);
+  const float keep = *static_cast<const float*>(beta);
+  for (int64_t batch = 0; batch < d.batch; ++batch) {
+    for (int64_t column = 0; column < d.columns; ++column) {
+      for (int64_t row = 0; row < d.rows; ++row) {
+        float sum = 0;
+        for (int64_t k = 0; k < a.rows; ++k) sum += a.Value(batch, k, row) * b.Value(batch, k, column);
+        float out = sum * scale + Bias(operation, row);
+        if (keep != 0) out += keep * c.Value(batch, row, column);
+        static_cast<float*>(d_data)[d.At(batch, row, column)] = out;
+      }
+    }
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+#endif
+
+// heuristics, matmuls, handles, descriptors alive, last alignment, last fast accumulation, last batch.
+void fake_counts(int64_t* out) {
+  const int64_t values[] = {heuristics, matmuls, handles, descriptors, last_alignment, last_fast, last_batch};
+  std::memcpy(out, values, sizeof(values));
+}
+
+}  // extern "C"

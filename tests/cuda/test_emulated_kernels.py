@@ -1,0 +1,126 @@
+"""The CUDA kernels' own source, run on the host by emulator/, against the oracle, bit by bit.
+
+This checks indexing, tails, the reductions, the barriers and every conversion as ptx.h's contract states it. It cannot
+check the hardware's side of that contract: test_gpu_ops.py does.
+"""
+
+import numpy as np
+import oracle
+import pytest
+
+FORMATS = tuple(oracle.FORMATS.values())
+DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
+SCALES = np.float32([1, 2.0**-7, 3.7, 448 / 65504, 2.0**40, 2.0**-126, 2.0**126, np.finfo(np.float32).max])
+# Rules: finite x and infinite product saturate; 0 * inf and any NaN product give NaN.
+STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
+
+
+def all_values(dtype, fmt):
+    """Every value of a 16-bit dtype; for f32 the corner cases and the rounding boundaries."""
+    if dtype.itemsize == 2:
+        return oracle.all_half_codes(dtype)
+    return np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
+
+
+def random_values(shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape)).astype(np.float32).astype(dtype)
+
+
+def each_group(function, x, scale, *rest):
+    """The oracle, one group at a time; scale has one element or one for each group."""
+    scale = np.broadcast_to(scale, x.shape[:1])
+    groups = [function(x[i], scale[i], *rest) for i in range(x.shape[0])]
+    return [np.stack(parts) for parts in zip(*groups, strict=True)]
+
+
+def assert_all_bitwise(got, expected, what):
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        oracle.assert_bitwise(g, e, f"{what}: result {i}")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("scales", [SCALES, STRANGE_SCALES], ids=["scales", "strange"])
+def test_every_value(emulated_library, dtype, fmt, scales):
+    """quantize and quantize_transpose, wide and element by element: one group for each scale."""
+    values = all_values(dtype, fmt)
+    values = np.resize(values, (values.size // 128 * 128,))
+    x = np.broadcast_to(values, (scales.size, values.size))
+    codes, top = each_group(oracle.quantize, x, scales, fmt)
+    for shift in (0, dtype.itemsize):
+        assert_all_bitwise(emulated_library.quantize(x, scales, fmt, shift), (codes, top), "quantize")
+        matrices = x.reshape(scales.size, -1, 128)
+        square = codes.reshape(matrices.shape)
+        expected = (square, square.swapaxes(1, 2), top)
+        got = emulated_library.quantize_transpose(matrices, scales, fmt, shift)
+        assert_all_bitwise(got, expected, "quantize_transpose")
+    oracle.assert_bitwise(emulated_library.amax(x), top, "amax")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32"])
+def test_every_code(emulated_library, dtype, fmt):
+    scales = np.concatenate([SCALES, 1 / SCALES, STRANGE_SCALES]).astype(np.float32)
+    codes = np.broadcast_to(oracle.all_codes(fmt), (scales.size, 256))
+    (expected,) = each_group(lambda *args: (oracle.dequantize(*args),), codes, scales, dtype)
+    for shift in (0, dtype.itemsize):
+        oracle.assert_bitwise(emulated_library.dequantize(codes, scales, dtype, shift), expected, "dequantize")
+
+
+# Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more than a small device's grid.
+@pytest.mark.parametrize("size", [1, 3, 4, 7, 8, 9, 31, 511, 512, 513, 1023, 1024, 1025, 8191, 8192, 8197, 150_000])
+@pytest.mark.parametrize("dtype", [oracle.BF16, np.dtype(np.float32)], ids=["bf16", "f32"])
+def test_sizes(kernels, size, dtype):
+    fmt = oracle.E4M3
+    x = random_values((1, size), dtype, size)
+    codes, top = each_group(oracle.quantize, x, np.float32(3), fmt)
+    for shift, data_shift in ((0, 0), (dtype.itemsize, 1), (0, 1)):
+        assert_all_bitwise(kernels.quantize(x, 3, fmt, shift, data_shift), (codes, top), f"quantize, shift {shift}")
+        oracle.assert_bitwise(kernels.amax(x, shift), top, f"amax, shift {shift}")
+    out = oracle.dequantize(codes, np.float32(0.3), dtype)
+    for shift in (0, dtype.itemsize):
+        oracle.assert_bitwise(kernels.dequantize(codes, 0.3, dtype, shift), out, f"dequantize, shift {shift}")
+
+
+@pytest.mark.parametrize("groups, size", [(2, 8192), (3, 1000), (3, 1001), (7, 40_000), (40, 24), (700, 5), (5000, 1)])
+@pytest.mark.parametrize("own_scales", [False, True], ids=["one_scale", "own_scales"])
+def test_groups(kernels, groups, size, own_scales):
+    fmt, dtype = oracle.E5M2, oracle.BF16
+    x = random_values((groups, size), dtype, groups)
+    scales = 2.0 ** np.random.default_rng(1).uniform(-5, 5, groups if own_scales else 1)
+    scales = scales.astype(np.float32)
+    codes, top = each_group(oracle.quantize, x, scales, fmt)
+    assert_all_bitwise(kernels.quantize(x, scales, fmt), (codes, top), "quantize")
+    oracle.assert_bitwise(kernels.amax(x), top, "amax")
+    (out,) = each_group(lambda *args: (oracle.dequantize(*args),), codes, scales, np.dtype(np.float32))
+    oracle.assert_bitwise(kernels.dequantize(codes, scales, np.float32), out, "dequantize")
+
+
+@pytest.mark.parametrize(
+    "g, m, n",
+    [(1, 1, 1), (1, 1, 9), (1, 9, 1), (1, 128, 128), (1, 16, 8), (1, 48, 136), (1, 217, 41), (1, 127, 129),
+     (1, 130, 264), (3, 128, 256), (2, 100, 100), (40, 3, 5), (1, 16, 3000), (1, 3000, 16), (1, 520, 640)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [oracle.BF16, np.dtype(np.float32)], ids=["bf16", "f32"])
+def test_matrices(kernels, g, m, n, dtype):
+    fmt = oracle.E4M3
+    x = random_values((g, m, n), dtype, m * n)
+    scales = np.float32(2.0) ** np.arange(g, dtype=np.float32)
+    expected = each_group(oracle.quantize_transpose, x, scales, fmt)
+    for shift, data_t_shift in ((0, 0), (dtype.itemsize, 1), (0, 1)):
+        got = kernels.quantize_transpose(x, scales, fmt, shift, data_t_shift)
+        assert_all_bitwise(got, expected, f"quantize_transpose, shift {shift}")
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_no_elements(emulated_library, shape):
+    """amax is 0, and nothing is launched: the plans divide by their sizes."""
+    x = np.zeros(shape, oracle.BF16)
+    zeros = np.zeros(shape[:1], np.float32)
+    oracle.assert_bitwise(emulated_library.amax(x), zeros, "amax")
+    oracle.assert_bitwise(emulated_library.quantize(x, 1, oracle.E4M3)[1], zeros, "quantize")
+    for matrix in (x[:, :, None], x[:, None]):
+        *_, top = emulated_library.quantize_transpose(matrix, 1, oracle.E4M3)
+        oracle.assert_bitwise(top, zeros, "quantize_transpose")
+    emulated_library.dequantize(x.astype(oracle.E4M3.dtype), 1, np.float32)

@@ -1,0 +1,242 @@
+"""The CUDA kernels and cuBLASLt on a GPU: what the emulator and the stand-ins cannot show.
+
+Codes, amaxes and dequantized values bit by bit against the oracle, products within its bound; repeatability, graph
+capture, streams, and sizes above 2**31. tests/ops runs its own cases on the GPU too. sanitize.py runs a selection of
+these under compute-sanitizer.
+"""
+
+import concurrent.futures
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = tuple(oracle.FORMATS.values())
+DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
+DTYPE_IDS = ("bf16", "f16", "f32")
+SCALES = np.float32([1, 2.0**-7, 3.7, 2.0**40, 2.0**-126, 2.0**126, np.finfo(np.float32).max])
+STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
+# Hopper's fast accumulation keeps about 14 bits.
+FAST = 2.0**-13
+
+
+@pytest.fixture(autouse=True)
+def custom_calls():
+    """Every op of these tests is the custom call on the first GPU."""
+    with jax.default_device(jax.devices("gpu")[0]), ops.implementation("ffi"):
+        yield
+
+
+def all_values(dtype, fmt):
+    if dtype.itemsize == 2:
+        return oracle.all_half_codes(dtype)
+    return np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
+
+
+def random_values(shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape)).astype(np.float32).astype(dtype)
+
+
+def random_codes(shape, fmt, seed=0):
+    return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
+
+
+def assert_all_bitwise(got, expected, what):
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        oracle.assert_bitwise(g, e, f"{what}: result {i}")
+
+
+# ----------------------------------------------------------------------------------------------------- elementwise ops
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_every_value(dtype, fmt):
+    """The hardware's conversions against the oracle's: all 16-bit values, the f32 corner cases and boundaries."""
+    x = all_values(dtype, fmt)
+    x = np.resize(x, (x.size // 128, 128))
+    for scale in np.concatenate([SCALES, STRANGE_SCALES]):
+        assert_all_bitwise(ops.quantize(x, scale, fmt.dtype), oracle.quantize(x, scale, fmt), f"quantize, {scale!r}")
+        got = ops.quantize_transpose(x, scale, fmt.dtype)
+        assert_all_bitwise(got, oracle.quantize_transpose(x, scale, fmt), f"quantize_transpose, {scale!r}")
+    oracle.assert_bitwise(ops.amax(x), oracle.amax(x), "amax")
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_every_code(dtype, fmt):
+    codes = oracle.all_codes(fmt)
+    for scale_inv in np.concatenate([SCALES, 1 / SCALES, STRANGE_SCALES]).astype(np.float32):
+        got = ops.dequantize(codes, scale_inv, dtype)
+        oracle.assert_bitwise(got, oracle.dequantize(codes, scale_inv, dtype), f"dequantize, {scale_inv!r}")
+
+
+@pytest.mark.parametrize("m, n", [(1, 1), (7, 9), (128, 128), (16, 8), (130, 264), (217, 41), (1000, 1000), (4096, 97)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_shapes(m, n, dtype):
+    fmt = oracle.E4M3
+    x = random_values((m, n), dtype, m)
+    scale = np.float32(3)
+    assert_all_bitwise(ops.quantize(x, scale, fmt.dtype), oracle.quantize(x, scale, fmt), "quantize")
+    got = ops.quantize_transpose(x, scale, fmt.dtype)
+    assert_all_bitwise(got, oracle.quantize_transpose(x, scale, fmt), "quantize_transpose")
+    oracle.assert_bitwise(ops.amax(x), oracle.amax(x), "amax")
+    codes = oracle.quantize(x, scale, fmt)[0]
+    oracle.assert_bitwise(ops.dequantize(codes, scale, dtype), oracle.dequantize(codes, scale, dtype), "dequantize")
+
+
+@pytest.mark.parametrize("groups, size", [(3, 1000), (7, 40_000), (5000, 3)])
+def test_groups(groups, size):
+    fmt = oracle.E5M2
+    x = random_values((groups, size), oracle.BF16, groups)
+    scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
+    data, top = jax.vmap(lambda x, s: ops.quantize(x, s, fmt.dtype))(x, scales)
+    for i in (0, 1, groups // 2, groups - 1):
+        assert_all_bitwise((data[i], top[i]), oracle.quantize(x[i], scales[i], fmt), f"group {i}")
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    """The last elements of a tensor that 32-bit offsets do not reach."""
+    size = 2**31 + 4096 + 5
+    x = jnp.ones((size,), jnp.bfloat16).at[-1].set(-3)
+    data, top = ops.quantize(x, np.float32(2), jnp.float8_e4m3fn)
+    assert float(top) == 3 and float(data[-1]) == -6
+    assert bool(jnp.all(data[-5000:-1].astype(jnp.float32) == 2))
+
+
+# --------------------------------------------------------------------------------------------------------------- GEMM
+
+
+@pytest.mark.parametrize("m, n, k", [(16, 32, 48), (256, 512, 1024), (1000, 520, 300), (17, 33, 65)])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
+def test_product(m, n, k, out_dtype, precise):
+    for a_format, b_format in itertools.product(FORMATS, FORMATS):
+        a, b = random_codes((m, k), a_format, 1), random_codes((n, k), b_format, 2)
+        a_scale, b_scale = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
+        got = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype, precise=precise)
+        eps = oracle.PRECISE if precise else FAST
+        oracle.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype, eps_acc=eps).check(got)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bias_and_accumulator(out_dtype, accumulate):
+    m, n, k = 64, 96, 128
+    a, b = random_codes((m, k), oracle.E4M3, 1), random_codes((n, k), oracle.E4M3, 2)
+    rng = np.random.default_rng(3)
+    bias = rng.standard_normal(n).astype(oracle.F16 if out_dtype == oracle.F16 else oracle.BF16)
+    accumulator = rng.standard_normal((m, n)).astype(np.float32) if accumulate else None
+    scales = (np.float32(2.0**-8), np.float32(2.0**-8))
+    for bias_or_none in (None, bias):
+        options = {"bias": bias_or_none, "accumulator": accumulator, "out_dtype": out_dtype}
+        got = ops.scaled_matmul(a, b, *scales, precise=True, **options)
+        oracle.scaled_matmul(a, b, *scales, **options).check(got)
+
+
+def test_accumulation_in_place():
+    """A donated accumulator: C and D are one buffer."""
+    a, b = random_codes((64, 128), oracle.E4M3, 1), random_codes((96, 128), oracle.E4M3, 2)
+    one = np.float32(2.0**-8)
+
+    @jax.jit
+    def four_times(accumulator):
+        def body(_, total):
+            return ops.scaled_matmul(a, b, one, one, accumulator=total, out_dtype=jnp.float32, precise=True)
+
+        return jax.lax.fori_loop(0, 4, body, accumulator)
+
+    exact = oracle.scaled_matmul(a, b, one, one)
+    error = np.abs(np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64) - 4 * exact.exact)
+    # Four products, each with the bound of one, and four additions of partial sums of at most four products.
+    assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
+
+
+@pytest.mark.parametrize("own_scales", [False, True])
+def test_batched_product(own_scales):
+    g, m, n, k = 3, 32, 48, 64
+    a, b = random_codes((g, m, k), oracle.E4M3, 1), random_codes((g, n, k), oracle.E5M2, 2)
+    scales = np.float32([0.5, 2, 3]) * np.float32(2.0**-9)
+    if not own_scales:
+        scales = np.full_like(scales, scales[0])
+
+    def product(a, b, s):
+        return ops.scaled_matmul(a, b, s, np.float32(2.0**-9), out_dtype=jnp.float32, precise=True)
+
+    if own_scales:
+        got = jax.vmap(product)(a, b, scales)
+    else:
+        got = jax.vmap(product, in_axes=(0, 0, None))(a, b, scales[0])
+    for i in range(g):
+        oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9)).check(got[i])
+
+
+# -------------------------------------------------------------------------------------------------- graphs and streams
+
+
+# XLA records custom calls that allow it into CUDA graphs, also when there is only one.
+GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+
+
+def chain(x, kernel, scale):
+    """Every op once."""
+    q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn)
+    k, k_top = ops.quantize(kernel, scale, jnp.float8_e4m3fn)
+    y = ops.scaled_matmul(q, k, 1 / scale, 1 / scale)
+    return q_t, top, k_top, y, ops.amax(y), ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
+
+
+def chain_inputs():
+    return random_values((256, 512), oracle.BF16, 1), random_values((384, 512), np.dtype(np.float32), 2), np.float32(4)
+
+
+def test_same_bytes_every_time():
+    """Repeated runs of one program, as XLA schedules them: with and without command buffers."""
+    inputs = chain_inputs()
+    plain = jax.jit(chain, compiler_options={"xla_gpu_enable_command_buffer": ""})
+    graph = jax.jit(chain, compiler_options=GRAPHS)
+    expected = [np.asarray(v) for v in plain(*inputs)]
+    for run in (plain, graph):
+        for _ in range(5):
+            assert_all_bitwise(run(*inputs), expected, "chain")
+
+
+def test_first_call_inside_a_graph():
+    """A GEMM of a new shape, whose plan is made while XLA captures."""
+    a, b = random_codes((48, 80), oracle.E4M3, 1), random_codes((112, 80), oracle.E4M3, 2)
+    one = np.float32(2.0**-8)
+
+    def product(a, b):
+        return ops.scaled_matmul(a, b, one, one, precise=True, out_dtype=jnp.float32)
+
+    run = jax.jit(product, compiler_options=GRAPHS)
+    for _ in range(3):
+        oracle.scaled_matmul(a, b, one, one).check(run(a, b))
+
+
+def test_threads():
+    """Programs from several host threads at once: shared handles and plans."""
+    inputs = chain_inputs()
+    run = jax.jit(chain)
+    expected = [np.asarray(v) for v in run(*inputs)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for outputs in pool.map(lambda _: [np.asarray(v) for v in run(*inputs)], range(64)):
+            assert_all_bitwise(outputs, expected, "chain")
+
+
+def test_two_streams():
+    """Independent chains in one program, which XLA may put on streams of their own."""
+    inputs = chain_inputs()
+    expected = [np.asarray(v) for v in jax.jit(chain)(*inputs)]
+    both = jax.jit(lambda x, kernel, scale: (chain(x, kernel, scale), chain(x, kernel, jnp.abs(scale))))
+    for outputs in both(*inputs):
+        assert_all_bitwise(outputs, expected, "chain")

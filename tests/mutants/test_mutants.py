@@ -1,0 +1,279 @@
+"""Every mutant of the package must make the oracle comparison fail; the package as it is must not.
+
+A mutant that survives here means that a check elsewhere proves nothing. Mutants replace a function of the package by
+one with a flaw that peers have had, then run the very comparisons of test_delayed_scaling.py and ops/cases.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from ops import cases
+from test_delayed_scaling import assert_step, scripted_run, training_step
+
+import jaxfp8
+from jaxfp8 import ops, scaling
+from jaxfp8.recipes import DelayedScalingQuantizer
+
+HISTORY = 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_traced():
+    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def compare_steps(recipe=None, options=None) -> None:
+    """A run with every event against the oracle: raises AssertionError at the first difference."""
+    recipe, options = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY), options or oracle.Options()
+    step, state, package_state = training_step(recipe), oracle.LayerState.init(HISTORY), jaxfp8.init_state(recipe)
+    for i, operands in enumerate(scripted_run(np.float32)):
+        expected = oracle.dense_step(*operands, state, options)
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        state, package_state = expected.state, got[-1]
+
+
+def compare_codes() -> None:
+    """quantize against the oracle over rounding boundaries and corner cases."""
+    for fmt in cases.FORMATS:
+        x = np.concatenate([oracle.rounding_probes(fmt), oracle.f32_corner_cases(), np.float32([1e30, -1e30])])
+        for scale in np.float32([1, 0.3, 2.0**126]):
+            cases.assert_quantized(ops.quantize(x, scale, cases.dtype_of(fmt)), x, scale, fmt)
+
+
+# --------------------------------------------------------------------------------------------------- mutants of a step
+
+
+def matmul_mutant(change):
+    """scaled_matmul with its arguments changed: `change(index of the product, a_scale_inv, b_scale_inv)`."""
+
+    def install(monkeypatch):
+        original, count = ops.scaled_matmul, [0]
+
+        def mutant(a, b, a_scale_inv, b_scale_inv, **options):
+            scales = change(count[0], a_scale_inv, b_scale_inv)
+            count[0] += 1
+            return original(a, b, *scales, **options)
+
+        monkeypatch.setattr(ops, "scaled_matmul", mutant)
+
+    return install
+
+
+def only(product, change):
+    """Applies `change` to one of the three products: 0 fprop, 1 dgrad, 2 wgrad."""
+    return matmul_mutant(lambda i, a, b: change(a, b) if i == product else (a, b))
+
+
+def quantizer_mutant(change):
+    """DelayedScalingQuantizer.quantize with its result changed: `change(qtensor, next state, x, state)`."""
+
+    def install(monkeypatch):
+        original = DelayedScalingQuantizer.quantize
+
+        def mutant(self, x, state, **options):
+            q, next_state = original(self, x, state, **options)
+            return change(q, next_state, x, state)
+
+        monkeypatch.setattr(DelayedScalingQuantizer, "quantize", mutant)
+
+    return install
+
+
+def scaling_mutant(name, replacement):
+    return lambda monkeypatch: monkeypatch.setattr(scaling, name, replacement)
+
+
+def swapped_formats(monkeypatch):
+    original = jaxfp8.DelayedScaling.quantizers
+
+    def mutant(self):
+        forward, _, backward = original(self)
+        return backward, backward, forward
+
+    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+
+
+def e4m3_for_everything(monkeypatch):
+    original = jaxfp8.DelayedScaling.quantizers
+    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3)
+
+
+def op_mutant(change, names=("quantize", "quantize_transpose")):
+    """Both quantizing ops with changed arguments: `change(x, scale) -> (x, scale)`."""
+
+    def install(monkeypatch):
+        for name in names:
+            original = getattr(ops, name)
+
+            def mutant(x, scale, dtype, original=original):
+                return original(*change(x, scale), dtype)
+
+            monkeypatch.setattr(ops, name, mutant)
+
+    return install
+
+
+def amax_after_scaling(monkeypatch):
+    for name in ("quantize", "quantize_transpose"):
+        original = getattr(ops, name)
+
+        def mutant(x, scale, dtype, original=original):
+            *data, amax = original(x, scale, dtype)
+            return *data, amax * jnp.reshape(scale, ())
+
+        monkeypatch.setattr(ops, name, mutant)
+
+
+def ones(*scales):
+    return tuple(jnp.ones_like(scale) for scale in scales)
+
+
+def with_history(next_state, history):
+    return dataclasses.replace(next_state, amax_history=history)
+
+
+STEP_MUTANTS = {
+    "fprop without a_scale_inv": only(0, lambda a, b: (*ones(a), b)),
+    "fprop without b_scale_inv": only(0, lambda a, b: (a, *ones(b))),
+    "dgrad without the scale of grad": only(1, lambda a, b: (*ones(a), b)),
+    "dgrad without the scale of kernel": only(1, lambda a, b: (a, *ones(b))),
+    "wgrad without one scale": only(2, lambda a, b: (*ones(a), b)),
+    "wgrad without the other scale": only(2, lambda a, b: (a, *ones(b))),
+    "scales rounded to bf16": matmul_mutant(
+        lambda i, *scales: tuple(s.astype(jnp.bfloat16).astype(jnp.float32) for s in scales)
+    ),
+    "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
+    "e4m3 and e5m2 swapped": swapped_formats,
+    "e4m3 for everything": e4m3_for_everything,
+    "stale scale_inv": quantizer_mutant(lambda q, nxt, x, state: (dataclasses.replace(q, scale_inv=state.scale), nxt)),
+    "stale stored scale": quantizer_mutant(lambda q, nxt, x, state: (q, dataclasses.replace(nxt, scale=state.scale))),
+    "scale stored instead of scale_inv": quantizer_mutant(
+        lambda q, nxt, x, state: (q, dataclasses.replace(nxt, scale=1 / nxt.scale))
+    ),
+    "the roll forgotten": quantizer_mutant(
+        lambda q, nxt, x, state: (q, with_history(nxt, state.amax_history.at[0].set(nxt.amax_history[0])))
+    ),
+    "rolled the other way": quantizer_mutant(
+        lambda q, nxt, x, state: (
+            q,
+            with_history(nxt, jnp.roll(state.amax_history, 1).at[0].set(nxt.amax_history[0])),
+        )
+    ),
+    "newest in the last slot": quantizer_mutant(
+        lambda q, nxt, x, state: (q, with_history(nxt, jnp.roll(nxt.amax_history, -1)))
+    ),
+    "inf recorded in the history": quantizer_mutant(
+        lambda q, nxt, x, state: (q, with_history(nxt, nxt.amax_history.at[0].set(scaling.abs_max(x))))
+    ),
+    "amax of this step in this step's scale": op_mutant(
+        lambda x, scale: (x, jnp.reshape(jnp.where(scaling.abs_max(x) > 0, 448 / scaling.abs_max(x), 1), scale.shape))
+    ),
+    "amax after scaling": amax_after_scaling,
+    "scale rounded to bf16 before quantizing": op_mutant(
+        lambda x, scale: (x, scale.astype(jnp.bfloat16).astype(jnp.float32))
+    ),
+    "bad values saturate": op_mutant(lambda x, scale: (jnp.nan_to_num(x), scale)),
+    "no clamp of the scale": lambda monkeypatch: monkeypatch.setattr(scaling, "MAX_SCALE", 2.0**127),
+}
+
+
+def test_the_package_itself_passes():
+    compare_steps()
+    compare_codes()
+
+
+@pytest.mark.parametrize("install", STEP_MUTANTS.values(), ids=STEP_MUTANTS)
+def test_mutant_of_a_step_is_caught(install, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare_steps()
+
+
+RECIPE_MUTANTS = {
+    "sum for max": ({"amax_compute_algo": lambda history: history.sum()}, oracle.Options()),
+    "mean for max": ({"amax_compute_algo": lambda history: history.mean()}, oracle.Options()),
+    "most_recent for max": ({"amax_compute_algo": "most_recent"}, oracle.Options()),
+    "max for most_recent": ({}, oracle.Options(amax_compute_algo="most_recent")),
+    "oldest for most_recent": (
+        {"amax_compute_algo": lambda history: history[1]},
+        oracle.Options(amax_compute_algo="most_recent"),
+    ),
+    "margin ignored": ({}, oracle.Options(margin=1)),
+    "margin of the wrong sign": ({"margin": -1}, oracle.Options(margin=1)),
+    "first step at scale 1": ({}, oracle.Options(first_step="current")),
+    "a history shorter by one": ({"amax_compute_algo": lambda history: history[:-1].max()}, oracle.Options()),
+}
+
+
+@pytest.mark.parametrize("keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS)
+def test_mutant_of_the_recipe_is_caught(keywords, options):
+    """The package runs another recipe than the oracle: no option may pass for another."""
+    with pytest.raises(AssertionError):
+        compare_steps(jaxfp8.DelayedScaling(amax_history_len=HISTORY, **keywords), options)
+
+
+# ------------------------------------------------------------------------------------------------ mutants of quantize
+
+
+def plain_cast(y, dtype):
+    return y.astype(dtype)
+
+
+def saturating_cast(y, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(y, -largest, largest).astype(dtype)
+
+
+def quantize_with(encode):
+    """quantize with another rounding; the amax stays right."""
+
+    def mutant(x, scale, dtype):
+        x = jnp.asarray(x)
+        return encode(x, jnp.float32(scale), dtype), ops.amax(x)
+
+    return mutant
+
+
+def truncated(x, scale, dtype):
+    """Drops the bits below the mantissa: rounds toward zero."""
+    keep = 23 - jnp.finfo(dtype).nmant
+    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) >> keep << keep
+    return saturating_cast(jax.lax.bitcast_convert_type(y, jnp.float32), dtype)
+
+
+def ties_away(x, scale, dtype):
+    shift = 23 - jnp.finfo(dtype).nmant
+    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) + jnp.uint32(1 << (shift - 1))
+    return saturating_cast(jax.lax.bitcast_convert_type(y >> shift << shift, jnp.float32), dtype)
+
+
+CODE_MUTANTS = {
+    "no saturation": quantize_with(lambda x, s, d: plain_cast(x * s, d)),
+    "Inf and NaN saturate": quantize_with(lambda x, s, d: saturating_cast(jnp.nan_to_num(x) * s, d)),
+    "Inf saturates": quantize_with(lambda x, s, d: saturating_cast(x * s, d)),
+    "rounded twice, through bf16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.bfloat16), d)),
+    "rounded twice, through f16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.float16), d)),
+    "truncated": quantize_with(truncated),
+    "ties away from zero": quantize_with(ties_away),
+    "divides by the inverse": quantize_with(lambda x, s, d: saturating_cast(x / (1 / s), d)),
+    "amax loses NaN": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.nanmax(jnp.abs(x))),
+    "amax without abs": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))),
+}
+
+
+@pytest.mark.parametrize("mutant", CODE_MUTANTS.values(), ids=CODE_MUTANTS)
+def test_mutant_of_quantize_is_caught(mutant):
+    """Each on inputs that are finite where that is not what the mutant is about, so that NaNs do not catch them all."""
+    with pytest.raises(AssertionError):
+        for fmt in cases.FORMATS:
+            for x in (oracle.rounding_probes(fmt), *np.float32([[1, 1e30], [-5, 1], [1, np.inf], [1, np.nan]])):
+                for scale in np.float32([1, 0.3]):
+                    cases.assert_quantized(mutant(x, scale, cases.dtype_of(fmt)), x, scale, fmt)

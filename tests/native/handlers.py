@@ -1,0 +1,216 @@
+"""Calls every CPU handler with good and with bad buffers; meant to run under sanitizers (tools/sanitize.sh).
+
+    python tests/native/handlers.py LIBRARY
+
+Good calls are compared, bit for bit, with numpy and ml_dtypes; bad ones must come back as INVALID_ARGUMENT. Needs only
+jax: the library is given by path, so that an instrumented build can be tested beside the installed one.
+"""
+
+import concurrent.futures
+import ctypes
+import itertools
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+
+F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+HIGH_PRECISION, FP8 = (BF16, F16, F32), (E4M3, E5M2)
+NAN_CODE = {E4M3: 0x7F, E5M2: 0x7E}
+NAN_BITS = {BF16: 0x7FC0, F16: 0x7E00, F32: 0x7FC00000}
+OPS = ("amax", "quantize", "quantize_transpose", "dequantize")
+
+passed = failed = 0
+
+
+def report(name, problem=None):
+    global passed, failed
+    if problem is None:
+        passed += 1
+    else:
+        failed += 1
+        print(f"{name}: {problem}", flush=True)
+
+
+def call(op, results, *operands, **attributes):
+    """A raw custom call; `results` are (shape, dtype)."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    return jax.ffi.ffi_call(f"jaxfp8_{op}_v1", shapes)(*operands, **attributes)
+
+
+def bits(array):
+    array = np.ascontiguousarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def codes_of(x, scale, dtype):
+    wide = x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        product = wide * scale
+        top = np.float32(ml_dtypes.finfo(dtype).max)
+        codes = bits(np.clip(product, -top, top).astype(dtype)).copy()
+    codes[~np.isfinite(wide) | np.isnan(product)] = NAN_CODE[dtype]
+    return codes
+
+
+def amax_of(x):
+    magnitude = np.abs(x.astype(np.float32))
+    magnitude = np.where(np.isnan(magnitude), np.float32(np.inf), magnitude)
+    return np.max(magnitude, axis=tuple(range(1, x.ndim)), initial=0)
+
+
+def values_of(data, scale_inv, dtype):
+    with np.errstate(all="ignore"):
+        values = (data.astype(np.float32) * scale_inv).astype(dtype)
+    result = bits(values).copy()
+    result[np.isnan(values.astype(np.float32))] = NAN_BITS[dtype]
+    return result
+
+
+def good(op, dtype, format, shape, scales, random):
+    """Calls `op` on random bits of `shape` = (g, ...) and compares."""
+    name = f"{op} {dtype.name} {format.name} {shape} scales {len(scales)}"
+    g = shape[0]
+    scale = scales.reshape(-1, *[1] * (len(shape) - 1)) if len(scales) == g else scales[0]
+    itemsize = format.itemsize if op == "dequantize" else dtype.itemsize
+    x = random.integers(0, 1 << 8 * itemsize, shape, f"u{itemsize}").view(format if op == "dequantize" else dtype)
+    if op == "amax":
+        got = call(op, [((g,), F32)], x)
+        want = [bits(amax_of(x))]
+    elif op == "quantize":
+        got = call(op, [(shape, format), ((g,), F32)], x, scales)
+        want = [codes_of(x, scale, format), bits(amax_of(x))]
+    elif op == "quantize_transpose":
+        transposed = (g, shape[2], shape[1])
+        got = call(op, [(shape, format), (transposed, format), ((g,), F32)], x, scales)
+        codes = codes_of(x, scale, format)
+        want = [codes, codes.swapaxes(1, 2), bits(amax_of(x))]
+    else:
+        got = call(op, [(shape, dtype)], x, scales)
+        want = [values_of(x, scale, dtype)]
+    wrong = [i for i, (g_, w) in enumerate(zip(got, want, strict=True)) if not np.array_equal(bits(g_), w)]
+    report(name, f"results {wrong} differ" if wrong else None)
+
+
+def good_calls():
+    random = np.random.default_rng(0)
+    spans = [(1, 0), (0, 5), (1, 1), (1, 63), (1, 64), (1, 65), (3, 1), (2, 77), (5, 129), (700, 3), (1, 70001)]
+    matrices = [(1, 0, 3), (1, 3, 0), (0, 2, 2), (1, 1, 1), (1, 1, 300), (1, 300, 1), (2, 63, 65), (3, 64, 64)]
+    matrices += [(2, 130, 515), (1, 128, 1024), (1, 257, 1031), (9, 5, 7)]
+    for op, dtype, format in itertools.product(OPS, HIGH_PRECISION, FP8):
+        for shape in matrices if op == "quantize_transpose" else spans:
+            scales = np.exp2(random.integers(-20, 20, shape[0])).astype(np.float32) * np.float32(1.1)
+            good(op, dtype, format, shape, scales, random)
+            good(op, dtype, format, shape, scales[:1] if scales.size else np.ones(1, np.float32), random)
+        if op != "amax":
+            shape = (5, 13, 17) if op == "quantize_transpose" else (5, 200)
+            scales = np.array([np.nan, np.inf, 0, -2, 2.0**-130], np.float32)
+            good(op, dtype, format, shape, scales, random)
+
+
+def large_calls():
+    """Sizes that are streamed and put into huge pages, with ragged ends."""
+    random = np.random.default_rng(1)
+    one = np.array([0.7], np.float32)
+    good("quantize", BF16, E4M3, (1, (1 << 24) + 77), one, random)
+    good("dequantize", F32, E5M2, (1, (1 << 22) + 77), one, random)
+    good("quantize_transpose", BF16, E5M2, (1, 2048, 2112), one, random)
+    good("quantize_transpose", F32, E4M3, (1, 2047, 2113), one, random)
+
+
+def concurrent_calls():
+    """Several handlers at once, each of which wants the thread pool: inside one program, and from several threads."""
+    x = np.random.default_rng(2).standard_normal((1, 400_000), np.float32)
+    one = np.ones(1, np.float32)
+    want = codes_of(x, np.float32(1), E4M3)
+
+    @jax.jit
+    def many(x):
+        calls = [call("quantize", [(x.shape, E4M3), ((1,), F32)], x + i, one)[0] for i in range(6)]
+        return calls[0]
+
+    def repeat(_):
+        return all(np.array_equal(bits(many(x)), want) for _ in range(10))
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        for result in threads.map(repeat, range(6)):
+            report("concurrent calls", None if result else "results differ")
+
+
+def bad_calls():
+    x, matrix, one = np.ones((2, 12), BF16), np.ones((2, 3, 4), F32), np.ones(1, np.float32)
+    data, amax = ((2, 12), E4M3), ((2,), F32)
+    matrix_data, matrix_t = ((2, 3, 4), E5M2), ((2, 4, 3), E5M2)
+    codes, out = np.ones((2, 12), E4M3), ((2, 12), BF16)
+    bad_scales = [np.ones(3, np.float32), np.ones((), np.float32), np.ones((1, 1), np.float32), np.ones(0, np.float32)]
+    bad_scales += [np.ones(1, BF16), np.ones(1, np.int32)]
+    bad_inputs = [x.astype(np.int32), x.astype(E4M3), x.astype(np.complex64), x.astype(bool), x[0], x[None]]
+    bad_amaxes = [((3,), F32), ((1,), F32), ((), F32), ((2, 1), F32), ((2,), BF16), ((2,), np.dtype(np.int32))]
+    bad_datas = [((2, 11), E4M3), ((2, 13), E4M3), ((24,), E4M3), ((12, 2), E4M3), ((2, 12), BF16), ((1, 12), E4M3)]
+
+    yield from (("amax", [amax], [bad], {}) for bad in bad_inputs)
+    yield from (("amax", [bad], [x], {}) for bad in bad_amaxes)
+    yield from (("quantize", [data, amax], [bad, one], {}) for bad in bad_inputs)
+    yield from (("quantize", [data, amax], [x, bad], {}) for bad in bad_scales)
+    yield from (("quantize", [bad, amax], [x, one], {}) for bad in bad_datas)
+    yield from (("quantize", [data, bad], [x, one], {}) for bad in bad_amaxes)
+
+    op = "quantize_transpose"
+    yield from ((op, [matrix_data, matrix_t, amax], [bad, one], {}) for bad in [matrix[0], matrix.astype(np.int8)])
+    yield from ((op, [matrix_data, matrix_t, amax], [matrix, bad], {}) for bad in bad_scales)
+    for bad in [((2, 4, 3), E5M2), ((3, 4), E5M2), ((2, 3, 5), E5M2), ((2, 3, 4), F32)]:
+        yield op, [bad, matrix_t, amax], [matrix, one], {}
+    for bad in [((2, 3, 4), E5M2), ((2, 4, 2), E5M2), ((1, 4, 3), E5M2), ((2, 4, 3), E4M3), ((2, 4, 3), F32)]:
+        yield op, [matrix_data, bad, amax], [matrix, one], {}
+    yield from ((op, [matrix_data, matrix_t, bad], [matrix, one], {}) for bad in bad_amaxes)
+
+    yield from (("dequantize", [out], [bad, one], {}) for bad in [x, codes[0], codes[None], codes.view(np.uint8)])
+    yield from (("dequantize", [out], [codes, bad], {}) for bad in bad_scales)
+    for bad in [((2, 11), BF16), ((24,), BF16), ((12, 2), BF16), ((2, 12), E4M3), ((2, 12), np.dtype(np.int16))]:
+        yield "dequantize", [bad], [codes, one], {}
+
+    extra = {"extra": np.int32(1)}
+    yield "amax", [amax], [x], extra
+    yield "quantize", [data, amax], [x, one], extra
+    yield op, [matrix_data, matrix_t, amax], [matrix, one], extra
+    yield "dequantize", [out], [codes, one], extra
+    # Too few and too many buffers.
+    yield "amax", [amax, amax], [x], {}
+    yield "quantize", [data, amax], [x], {}
+    yield "quantize", [data], [x, one], {}
+    yield "dequantize", [out], [codes, one, one], {}
+
+
+def check_bad_calls():
+    random = np.random.default_rng(3)
+    for op, results, operands, attributes in bad_calls():
+        described = f"{op} {results} {[(o.shape, o.dtype.name) for o in operands]} {attributes}"
+        try:
+            jax.block_until_ready(call(op, results, *operands, **attributes))
+            report(described, "was accepted")
+        except Exception as error:  # XLA's error type differs between releases
+            report(described, None if "INVALID_ARGUMENT" in str(error) else repr(error))
+        good("quantize", BF16, E4M3, (2, 77), np.ones(1, np.float32), random)
+
+
+def main():
+    library = ctypes.CDLL(sys.argv[1])
+    for op in OPS:
+        name = f"jaxfp8_{op}_v1"
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+    print(f"jax {jax.__version__}")
+    good_calls()
+    large_calls()
+    concurrent_calls()
+    check_bad_calls()
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

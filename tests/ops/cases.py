@@ -1,0 +1,77 @@
+"""The tables and comparisons that the op tests share."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from oracle import assert_bitwise as assert_bitwise
+
+FORMATS = tuple(oracle.FORMATS.values())
+FORMAT_IDS = tuple(oracle.FORMATS)
+INPUT_DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
+DTYPE_IDS = ("bf16", "f16", "f32")
+
+
+def _scales() -> np.ndarray:
+    rng = np.random.default_rng(7)
+    powers = 2.0 ** np.array([-126, -125, -64, -24, -16, -9, -7, -6, -3, -1, 0, 1, 4, 8, 15, 24, 64, 125, 126, 127])
+    scattered = 2.0 ** rng.uniform(-40, 40, 20)
+    near_one = np.nextafter(np.float32(1), np.float32([0, 2]))
+    return np.concatenate([powers, scattered, near_one, [np.finfo(np.float32).max]]).astype(np.float32)
+
+
+SCALES = _scales()  # every scale is a normal f32
+# Scales no recipe produces. Rules: finite x and infinite product saturate; 0 * inf and any NaN product give NaN.
+STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
+SHAPES = ((), (1,), (7,), (1, 1), (7, 5, 3), (217, 41), (4, 1, 9), (2, 3, 1, 5, 2), (4097,), (64, 128))
+EMPTY_SHAPES = ((0,), (0, 5), (3, 0), (2, 0, 4))
+MATRIX_SHAPES = ((1, 1), (1, 9), (9, 1), (217, 41), (64, 128), (33, 257), (130, 66))
+EMPTY_MATRIX_SHAPES = ((0, 5), (5, 0), (0, 0))
+
+
+def assert_quantized(got, x, scale, fmt: oracle.Format, what: str = "quantize") -> None:
+    """`got` is the (data, amax) of an op; compares both with the oracle."""
+    codes, top = oracle.quantize(x, scale, fmt)
+    assert_bitwise(got[0], codes, f"{what}: codes at scale {scale!r}")
+    assert_bitwise(got[1], top, f"{what}: amax at scale {scale!r}")
+
+
+def assert_transposed(got, x, scale, fmt: oracle.Format, what: str = "quantize_transpose") -> None:
+    """`got` is the (data, data_t, amax) of an op; compares all with the oracle."""
+    for value, expected, name in zip(
+        got, oracle.quantize_transpose(x, scale, fmt), ("data", "data_t", "amax"), strict=True
+    ):
+        assert_bitwise(value, expected, f"{what}: {name} at scale {scale!r}")
+
+
+def random_values(shape, dtype, seed: int = 0, spread: float = 4.0) -> np.ndarray:
+    """Normal values times a log-normal of `spread` octaves: some saturate, some flush to zero, most do neither."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * 2.0 ** (spread * rng.standard_normal(shape))
+    with np.errstate(over="ignore"):  # float16: an infinity among the inputs is welcome
+        return np.asarray(values, np.float32).astype(dtype)
+
+
+def random_codes(shape, fmt: oracle.Format, seed: int = 0) -> np.ndarray:
+    """Codes of normal values with amax near the largest value of the format."""
+    values = random_values(shape, np.float32, seed, spread=1.0)
+    return oracle.quantize(values, np.float32(fmt.max / 8), fmt)[0]
+
+
+def probes_for(scales, fmt: oracle.Format) -> np.ndarray:
+    """f32 `[scales, n]`: for every scale, x whose product with it lies on or next to a rounding boundary.
+
+    For a power of two the products are exactly the boundaries and their neighbours, wherever x is representable; for
+    the others x is the nearest f32 to boundary / scale and its two neighbours.
+    """
+    boundaries = oracle.rounding_probes(fmt).astype(np.float64)
+    rows = []
+    for scale in np.asarray(scales, np.float64):
+        with np.errstate(over="ignore", under="ignore"):
+            x = (boundaries / scale).astype(np.float32)
+            rows.append(np.concatenate([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))]))
+    return np.stack(rows)
+
+
+def dtype_of(fmt: oracle.Format):
+    """The dtype argument for the ops."""
+    return jnp.dtype(fmt.dtype)

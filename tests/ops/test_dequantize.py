@@ -1,0 +1,72 @@
+"""dequantize: all 256 codes of both formats, bitwise against the oracle, over scales and output dtypes."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+
+
+def check_rows(codes, scales, dtype, what):
+    run = jax.vmap(lambda scale_inv: ops.dequantize(codes, scale_inv, dtype))
+    out = np.asarray(run(scales))
+    for i, scale_inv in enumerate(scales):
+        cases.assert_bitwise(out[i], oracle.dequantize(codes, scale_inv, dtype), f"{what} {scale_inv!r}")
+
+
+@FORMATS
+@DTYPES
+def test_every_code_at_every_scale(implementation, dtype, fmt):
+    check_rows(oracle.all_codes(fmt), cases.SCALES, dtype, "scale_inv")
+
+
+@FORMATS
+@DTYPES
+def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt):
+    """XLA:CPU runs with flush-to-zero: products that are subnormal in f32, bf16 or f16, and subnormal scales."""
+    subnormal = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
+    rng = np.random.default_rng(23)
+    scales = np.concatenate([subnormal, np.float32(2.0 ** rng.uniform(-142, -110, 60)), np.float32([2.0**-24, 6e-9])])
+    check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
+
+
+@FORMATS
+@DTYPES
+def test_strange_scales(implementation, dtype, fmt):
+    check_rows(oracle.all_codes(fmt), cases.STRANGE_SCALES, dtype, "strange scale_inv")
+
+
+@FORMATS
+def test_shapes(implementation, fmt):
+    for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):
+        dtype = cases.INPUT_DTYPES[seed % 3]
+        codes = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        codes = np.asarray(codes).view(fmt.dtype)
+        scale_inv = np.float32([0.37]).reshape(((), (1,))[seed % 2])
+        got = ops.dequantize(codes, scale_inv, dtype)
+        cases.assert_bitwise(got, oracle.dequantize(codes, np.float32(0.37), dtype), f"dequantize of {shape}")
+
+
+@FORMATS
+def test_sliced_and_transposed_operands(implementation, fmt):
+    codes = np.random.default_rng(1).integers(0, 256, (66, 35), dtype=np.uint8).view(fmt.dtype)
+    views = {"transposed": lambda x: x.T, "sliced": lambda x: x[3:60, 1:30], "strided": lambda x: x[::2]}
+    for name, view in views.items():
+        got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(codes, np.float32(3))
+        cases.assert_bitwise(got, oracle.dequantize(view(codes), np.float32(3), np.float32), name)
+
+
+@FORMATS
+def test_round_trip_of_every_finite_code(implementation, fmt):
+    codes = oracle.all_codes(fmt)
+    codes = codes[np.isfinite(oracle.widen(codes))]
+    for scale in np.float32([1, 2.0**-20, 2.0**60]):
+        wide = ops.dequantize(codes, np.float32(1) / scale, np.float32)
+        again, _ = ops.quantize(wide, scale, cases.dtype_of(fmt))
+        cases.assert_bitwise(again, codes, f"round trip at {scale}")

@@ -1,0 +1,82 @@
+"""quantize_transpose: both layouts and amax bitwise against the oracle; the tiles' ragged edges included."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+
+
+def check_rows(x, scales, fmt, what):
+    """One call for all scales: x is `[m, n]` for every scale, or `[scales, m, n]`."""
+    shared = x.ndim == 2
+    run = jax.vmap(lambda x, scale: ops.quantize_transpose(x, scale, cases.dtype_of(fmt)), (None if shared else 0, 0))
+    outputs = [np.asarray(out) for out in run(x, scales)]
+    for i, scale in enumerate(scales):
+        cases.assert_transposed([out[i] for out in outputs], x if shared else x[i], scale, fmt, what)
+
+
+def as_matrix(values, rows: int) -> np.ndarray:
+    """`[..., n]` cut and folded to `[..., rows, n // rows]`."""
+    columns = values.shape[-1] // rows
+    return values[..., : rows * columns].reshape(*values.shape[:-1], rows, columns)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
+def test_every_half_code_at_every_scale(implementation, dtype, fmt):
+    check_rows(as_matrix(oracle.all_half_codes(dtype), 128), cases.SCALES, fmt, "every 16-bit code")
+
+
+@FORMATS
+def test_every_rounding_boundary_and_its_neighbours(implementation, fmt):
+    check_rows(as_matrix(cases.probes_for(cases.SCALES, fmt), 7), cases.SCALES, fmt, "rounding boundary")
+
+
+@FORMATS
+def test_f32_corner_cases_at_every_scale(implementation, fmt):
+    scales = np.concatenate([cases.SCALES, cases.STRANGE_SCALES])
+    check_rows(as_matrix(oracle.f32_corner_cases(2), 31), scales, fmt, "f32 corner case")
+
+
+@FORMATS
+def test_shapes(implementation, fmt):
+    scale = np.float32(0.77)
+    for seed, shape in enumerate(cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES):
+        x = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed)
+        got = ops.quantize_transpose(x, scale, cases.dtype_of(fmt))
+        cases.assert_transposed(got, x, scale, fmt, f"quantize_transpose of {shape}")
+
+
+@FORMATS
+@DTYPES
+def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
+    x = cases.random_values((67, 131), dtype, 3, spread=1)
+    x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = np.nan, np.inf, -np.inf, -np.nan, np.inf
+    got = ops.quantize_transpose(x, np.float32(2), cases.dtype_of(fmt))
+    cases.assert_transposed(got, x, np.float32(2), fmt)
+    assert np.isnan(oracle.widen(got[0])).sum() == np.isnan(oracle.widen(got[1])).sum() == 5
+
+
+@FORMATS
+def test_sliced_and_transposed_operands(implementation, fmt):
+    x = cases.random_values((66, 35), oracle.BF16, 11)
+    for name, view in {"transposed": lambda x: x.T, "sliced": lambda x: x[3:60, 1:30]}.items():
+        got = jax.jit(lambda x, s, view=view: ops.quantize_transpose(view(x), s, cases.dtype_of(fmt)))(x, np.float32(2))
+        cases.assert_transposed(got, view(x), np.float32(2), fmt, name)
+
+
+@FORMATS
+def test_agrees_with_quantize(implementation, fmt):
+    x = cases.random_values((513, 640), oracle.BF16, 19)
+    data, data_t, top = ops.quantize_transpose(x, np.float32(0.9), cases.dtype_of(fmt))
+    alone, alone_top = ops.quantize(x, np.float32(0.9), cases.dtype_of(fmt))
+    cases.assert_bitwise(data, alone, "data")
+    cases.assert_bitwise(data_t, np.asarray(alone).T, "data_t")
+    cases.assert_bitwise(top, alone_top, "amax")

@@ -1,0 +1,234 @@
+"""The raw CPU custom calls with bad operands: a clean INVALID_ARGUMENT that names op and operand, and a living process.
+
+The Python layer never sends these; an exported program from another version, or a mistake of ours, may. Each case is
+followed by a good call whose answer is checked: a handler that wrote before it checked would have corrupted something.
+"""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+F32, BF16, E4M3, E5M2 = np.dtype(np.float32), oracle.BF16, oracle.E4M3.dtype, oracle.E5M2.dtype
+
+
+@pytest.fixture(autouse=True)
+def cpu_custom_calls():
+    """The handlers under test are the CPU library's; fails with its message where it is not built."""
+    with jax.default_device(jax.devices("cpu")[0]), ops.implementation("ffi"):
+        yield
+
+
+def call(op, results, operands, **attributes):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    operands = [np.ones(shape, dtype) for shape, dtype in operands]
+    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxfp8_{op}_v1", shapes)(*operands, **attributes))
+
+
+# op -> (results, operands) of a good call, in the canonical form of common/README.md.
+GOOD = {
+    "amax": ([((2,), F32)], [((2, 12), BF16)]),
+    "quantize": ([((2, 12), E4M3), ((2,), F32)], [((2, 12), BF16), ((2,), F32)]),
+    "quantize_transpose": (
+        [((2, 3, 4), E5M2), ((2, 4, 3), E5M2), ((2,), F32)],
+        [((2, 3, 4), F32), ((1,), F32)],
+    ),
+    "dequantize": ([((2, 12), BF16)], [((2, 12), E4M3), ((1,), F32)]),
+}
+# op -> operand or result named in the message -> (place, index, bad specification)s.
+BAD = {
+    "amax": {
+        "x": [
+            ("operand", 0, ((2, 12), np.int32)),
+            ("operand", 0, ((2, 12), E4M3)),
+            ("operand", 0, ((2, 12), np.complex64)),
+            ("operand", 0, ((24,), BF16)),
+            ("operand", 0, ((2, 3, 4), BF16)),
+        ],
+        "amax": [
+            ("result", 0, ((3,), F32)),
+            ("result", 0, ((1,), F32)),
+            ("result", 0, ((2, 1), F32)),
+            ("result", 0, ((), F32)),
+            ("result", 0, ((2,), BF16)),
+            ("result", 0, ((2,), np.int32)),
+        ],
+    },
+    "quantize": {
+        "x": [
+            ("operand", 0, ((2, 12), np.int32)),
+            ("operand", 0, ((2, 12), E5M2)),
+            ("operand", 0, ((2, 12), bool)),
+            ("operand", 0, ((24,), BF16)),
+            ("operand", 0, ((), BF16)),
+        ],
+        "scale": [
+            ("operand", 1, ((3,), F32)),
+            ("operand", 1, ((0,), F32)),
+            ("operand", 1, ((), F32)),
+            ("operand", 1, ((2, 1), F32)),
+            ("operand", 1, ((2,), BF16)),
+            ("operand", 1, ((1,), np.int32)),
+        ],
+        "data": [
+            ("result", 0, ((2, 11), E4M3)),
+            ("result", 0, ((2, 13), E4M3)),
+            ("result", 0, ((12, 2), E4M3)),
+            ("result", 0, ((24,), E4M3)),
+            ("result", 0, ((2, 12), np.int8)),
+            ("result", 0, ((2, 12), F32)),
+        ],
+        "amax": [("result", 1, ((1,), F32)), ("result", 1, ((2, 12), F32)), ("result", 1, ((2,), BF16))],
+    },
+    "quantize_transpose": {
+        "x": [
+            ("operand", 0, ((2, 3, 4), np.uint8)),
+            ("operand", 0, ((2, 3, 4), E4M3)),
+            ("operand", 0, ((6, 4), F32)),
+            ("operand", 0, ((2, 3, 2, 2), F32)),
+        ],
+        "scale": [
+            ("operand", 1, ((3,), F32)),
+            ("operand", 1, ((), F32)),
+            ("operand", 1, ((2,), np.int32)),
+            ("operand", 1, ((2,), np.float16)),
+        ],
+        "data": [
+            ("result", 0, ((2, 4, 3), E5M2)),
+            ("result", 0, ((2, 12), E5M2)),
+            ("result", 0, ((2, 3, 5), E5M2)),
+            ("result", 0, ((2, 3, 4), np.uint8)),
+        ],
+        "data_t": [
+            ("result", 1, ((2, 3, 4), E5M2)),
+            ("result", 1, ((2, 4, 2), E5M2)),
+            ("result", 1, ((2, 12), E5M2)),
+            ("result", 1, ((2, 4, 3), E4M3)),
+        ],
+        "amax": [("result", 2, ((1,), F32)), ("result", 2, ((3,), F32)), ("result", 2, ((2,), np.int32))],
+    },
+    "dequantize": {
+        "data": [
+            ("operand", 0, ((2, 12), np.uint8)),
+            ("operand", 0, ((2, 12), BF16)),
+            ("operand", 0, ((24,), E4M3)),
+            ("operand", 0, ((2, 3, 4), E4M3)),
+        ],
+        "scale_inv": [
+            ("operand", 1, ((3,), F32)),
+            ("operand", 1, ((), F32)),
+            ("operand", 1, ((1,), BF16)),
+        ],
+        "out": [
+            ("result", 0, ((2, 11), BF16)),
+            ("result", 0, ((2, 13), BF16)),
+            ("result", 0, ((24,), BF16)),
+            ("result", 0, ((2, 12), np.int32)),
+            ("result", 0, ((2, 12), E4M3)),
+        ],
+    },
+}
+ROWS = [
+    (op, name, place, index, spec)
+    for op, names in BAD.items()
+    for name, rows in names.items()
+    for place, index, spec in rows
+]
+IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") for op, name, _, _, spec in ROWS]
+
+
+def assert_alive(op):
+    """A good call of the op, checked: ones quantize to ones."""
+    for out in call(op, *GOOD[op]):
+        np.testing.assert_array_equal(oracle.widen(out), np.ones(out.shape, np.float32))
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_good_call(op):
+    assert_alive(op)
+
+
+@pytest.mark.parametrize("op, name, place, index, spec", ROWS, ids=IDS)
+def test_bad_buffer_is_named(op, name, place, index, spec):
+    results, operands = (list(part) for part in GOOD[op])
+    (operands if place == "operand" else results)[index] = spec
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT.*\b{op}: {name}: expected .*got"):
+        call(op, results, operands)
+    assert_alive(op)
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_wrong_number_of_operands_and_results(op):
+    results, operands = GOOD[op]
+    bad_calls = {
+        "too many operands": (results, [*operands, ((1,), F32)]),
+        "too few operands": (results, operands[:-1]),
+        "too many results": ([*results, ((1,), F32)], operands),
+    }
+    if len(results) > 1:  # XLA removes a call without results before it can be refused
+        bad_calls["too few results"] = (results[:-1], operands)
+    for what, (bad_results, bad_operands) in bad_calls.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+            call(op, bad_results, bad_operands)
+            pytest.fail(f"{op}: accepted {what}")
+        assert_alive(op)
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_unknown_attribute_is_refused(op):
+    """A program that asks for something this handler does not know must not get something else in silence."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+        call(op, *GOOD[op], surprise=np.int32(1))
+    assert_alive(op)
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_no_elements(op):
+    """amax is 0 and nothing else is written, for no groups, empty groups and (for matrices) either empty side."""
+    rank = len(GOOD[op][1][0][0])
+    for dims in ((0, 5), (2, 0), (0, 0)) if rank == 2 else ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        g = dims[0]
+        results = [(dims, dtype) for _, dtype in GOOD[op][0]]
+        if op == "quantize_transpose":
+            results[1] = ((g, dims[2], dims[1]), results[1][1])
+        if op != "dequantize":
+            results[-1] = ((g,), F32)
+        operands = [(dims, GOOD[op][1][0][1]), *(((1,), F32) for _ in GOOD[op][1][1:])]
+        outputs = call(op, results, operands)
+        if op != "dequantize":
+            cases.assert_bitwise(outputs[-1], np.zeros(g, np.float32), f"{op} of {dims}: amax")
+        for out, (shape, _) in zip(outputs, results, strict=True):
+            assert out.shape == shape
+    assert_alive(op)
+
+
+@pytest.mark.parametrize("groups_of_scales", [1, 3])
+def test_groups_have_their_own_amax_and_scale(groups_of_scales):
+    x = cases.random_values((3, 37), oracle.BF16, 5)
+    scale = np.float32([0.5, 3, 2.0**-7])[:groups_of_scales]
+    shapes = [jax.ShapeDtypeStruct(x.shape, E4M3), jax.ShapeDtypeStruct((3,), F32)]
+    data, top = jax.ffi.ffi_call("jaxfp8_quantize_v1", shapes)(x, scale)
+    for i in range(3):
+        cases.assert_quantized((data[i], top[i]), x[i], scale[i % groups_of_scales], oracle.E4M3)
+
+
+def test_errors_inside_jit_next_to_good_calls():
+    """One bad call of a program fails the program, not the process; the same jitted good function still works."""
+
+    def good(x):
+        return ops.quantize(x, np.float32(2), E4M3)
+
+    def bad(x):
+        data, _ = good(x)
+        shapes = [jax.ShapeDtypeStruct((7,), F32)]
+        return jax.ffi.ffi_call("jaxfp8_amax_v1", shapes)(data.astype(F32))[0]
+
+    x = cases.random_values((9, 11), F32, 1)
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"amax: amax: expected"):
+            jax.block_until_ready(jax.jit(bad)(x))
+        cases.assert_quantized(jax.jit(good)(x), x, np.float32(2), oracle.E4M3)

@@ -1,0 +1,232 @@
+"""scaled_matmul: within the derived bound of the exact product of the codes; every shape, dtype and option."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+# (m, n, k): square, odd, single, tall, wide, long contraction; none a multiple of another's tile.
+SHAPES = ((1, 1, 1), (16, 16, 16), (17, 33, 49), (1, 65, 130), (129, 1, 7), (5, 3, 1000), (64, 48, 32))
+EMPTY_SHAPES = ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0))
+FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
+PAIR_IDS = tuple(f"{a.name}x{b.name}" for a, b in FORMAT_PAIRS)
+PAIRS = pytest.mark.parametrize("a_fmt, b_fmt", FORMAT_PAIRS, ids=PAIR_IDS)
+OUT_DTYPES = pytest.mark.parametrize("out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+# Scales of operands whose codes fill the format: products come out near 1, so that no dtype over- or underflows.
+A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-3)
+
+
+def eps_acc(implementation: str, precise: bool) -> float:
+    """Fast accumulation exists on Hopper only; everywhere else the sum is in f32 whatever `precise` says."""
+    return oracle.FAST_HOPPER if implementation == "cuda" and not precise else oracle.PRECISE
+
+
+def operands(m, n, k, a_fmt, b_fmt, seed=0):
+    return cases.random_codes((m, k), a_fmt, seed), cases.random_codes((n, k), b_fmt, seed + 1)
+
+
+def check(implementation, a, b, a_inv, b_inv, *, precise=False, out_dtype=oracle.BF16, **terms):
+    got = ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=out_dtype, precise=precise, **terms)
+    assert got.dtype == out_dtype
+    expected = oracle.scaled_matmul(
+        a, b, a_inv, b_inv, out_dtype=out_dtype, eps_acc=eps_acc(implementation, precise), **terms
+    )
+    expected.check(got, f"{a.shape} x {b.shape} {a.dtype} {b.dtype} -> {out_dtype}")
+    return got
+
+
+@PAIRS
+def test_shapes(implementation, a_fmt, b_fmt):
+    """Every shape and output dtype, as one program."""
+    b_inv = np.float32(B_INV / 64 if b_fmt is oracle.E5M2 else B_INV)
+    pairs = [operands(m, n, k, a_fmt, b_fmt, seed) for seed, (m, n, k) in enumerate(SHAPES)]
+    rows = [(a, b, dtype) for a, b in pairs for dtype in cases.INPUT_DTYPES]
+
+    @jax.jit
+    def products(pairs, a_inv, b_inv):
+        return [ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=d) for a, b in pairs for d in cases.INPUT_DTYPES]
+
+    for (a, b, dtype), got in zip(rows, products(pairs, A_INV, b_inv), strict=True):
+        assert got.dtype == dtype
+        expected = oracle.scaled_matmul(
+            a, b, A_INV, b_inv, out_dtype=dtype, eps_acc=eps_acc(implementation, precise=False)
+        )
+        expected.check(got, f"{a.shape} x {b.shape} -> {dtype}")
+
+
+@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("with_accumulator", [False, True], ids=["", "accumulator"])
+@OUT_DTYPES
+def test_bias_and_accumulator(implementation, precise, with_bias, with_accumulator, out_dtype):
+    m, n, k = 33, 17, 70
+    a, b = operands(m, n, k, oracle.E4M3, oracle.E5M2)
+    terms = {}
+    if with_bias:
+        terms["bias"] = np.float32(np.linspace(-9, 5, n)).astype(out_dtype)
+    if with_accumulator:
+        terms["accumulator"] = cases.random_values((m, n), np.float32, 4, spread=1)
+    got = check(implementation, a, b, A_INV, np.float32(B_INV / 64), precise=precise, out_dtype=out_dtype, **terms)
+    if terms:  # the control: the terms are large enough for their absence to be out of bound
+        without = oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype)
+        with pytest.raises(AssertionError, match="out of bound"):
+            without.check(got)
+
+
+@OUT_DTYPES
+def test_empty_operands_give_zeros(implementation, out_dtype):
+    for m, n, k in EMPTY_SHAPES:
+        a, b = np.zeros((m, k), oracle.E4M3.dtype), np.zeros((n, k), oracle.E5M2.dtype)
+        got = ops.scaled_matmul(a, b, A_INV, B_INV, out_dtype=out_dtype)
+        cases.assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k}")
+
+
+def test_empty_contraction_keeps_bias_and_accumulator(implementation):
+    a, b = np.zeros((3, 0), oracle.E4M3.dtype), np.zeros((4, 0), oracle.E4M3.dtype)
+    bias = np.float32([1, -2, 3, 0.5])
+    accumulator = np.arange(12, dtype=np.float32).reshape(3, 4)
+    got = ops.scaled_matmul(a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32)
+    cases.assert_bitwise(got, accumulator + bias, "K = 0")
+
+
+def test_default_output_is_bf16(implementation):
+    a, b = operands(4, 5, 6, oracle.E4M3, oracle.E4M3)
+    got = ops.scaled_matmul(a, b, A_INV, B_INV)
+    assert got.dtype == jnp.bfloat16
+    oracle.scaled_matmul(a, b, A_INV, B_INV, out_dtype=oracle.BF16, eps_acc=eps_acc(implementation, False)).check(got)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["f32[]", "f32[1]"])
+def test_scale_shapes(implementation, shape):
+    a, b = operands(4, 5, 6, oracle.E4M3, oracle.E4M3)
+    check(implementation, a, b, A_INV.reshape(shape), B_INV.reshape(shape), out_dtype=np.dtype(np.float32))
+
+
+def test_scales_are_not_rounded(implementation):
+    """Scales in bf16 would be off by up to 2**-9; the f32 bound is 2**12 times tighter."""
+    a, b = operands(16, 16, 32, oracle.E4M3, oracle.E4M3)
+    a_inv, b_inv = np.float32(1 + 2.0**-9), np.float32(1 + 2.0**-9)
+    check(implementation, a, b, a_inv, b_inv, precise=True, out_dtype=np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("k", [128, 4096])
+def test_float16_scales_before_it_casts(implementation, k):
+    """448 * 448 * 128 is 392 times float16's largest number; the scaled sum is an ordinary one."""
+    a = np.full((3, k), 448, oracle.E4M3.dtype)
+    b = np.full((5, k), 448, oracle.E4M3.dtype)
+    inv = np.float32(1 / 448)
+    got = check(implementation, a, b, inv, inv, out_dtype=oracle.F16, precise=True)
+    np.testing.assert_allclose(np.asarray(got, np.float32), k, rtol=2.0**-11)
+
+
+@PAIRS
+def test_the_largest_and_smallest_codes(implementation, a_fmt, b_fmt):
+    """Rows of the largest, the smallest subnormal and mixed codes: exact products, so f32 results are exact too."""
+    smallest = oracle.all_codes(a_fmt)[1], oracle.all_codes(b_fmt)[1]
+    a = np.array([[a_fmt.max] * 2, [smallest[0]] * 2, [a_fmt.max, smallest[0]], [-a_fmt.max, a_fmt.max]], a_fmt.dtype)
+    b = np.array([[b_fmt.max] * 2, [smallest[1]] * 2, [b_fmt.max, -smallest[1]]], b_fmt.dtype)
+    got = ops.scaled_matmul(a, b, np.float32(0.5), np.float32(0.25), out_dtype=np.float32, precise=True)
+    products = oracle.scaled_matmul(a, b, 0.5, 0.25, out_dtype=np.float32)
+    products.check(got)
+    exact = a.astype(np.float64)[:, None] * b.astype(np.float64)[None]
+    one_rounding = np.float32(exact.sum(-1) / 8)  # two terms: a single f32 addition
+    cases.assert_bitwise(got, one_rounding, "two-term products")
+
+
+@OUT_DTYPES
+def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
+    a, b = operands(20, 18, 40, oracle.E4M3, oracle.E5M2)
+    a[3, 7] = b[11, 0] = np.nan
+    got = check(implementation, a, b, A_INV, np.float32(B_INV / 64), out_dtype=out_dtype)
+    got = np.isnan(np.asarray(got, np.float32))
+    wanted = np.zeros((20, 18), bool)
+    wanted[3], wanted[:, 11] = True, True
+    np.testing.assert_array_equal(got, wanted)
+
+
+@PAIRS
+def test_vmap_over_operands_and_scales(implementation, a_fmt, b_fmt):
+    m, n, k, batch = 6, 7, 33, 3
+    a, b = cases.random_codes((batch, m, k), a_fmt, 1), cases.random_codes((batch, n, k), b_fmt, 2)
+    a_inv = np.float32([0.01, 0.02, 0.5])
+    b_inv = np.float32([0.3, 1e-3, 0.7])
+    one = np.float32(0.1)
+
+    def product(a, b, a_inv, b_inv):
+        return ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=np.float32, precise=True)
+
+    table = {
+        "all": ((0, 0, 0, 0), (a, b, a_inv, b_inv)),
+        "a": ((0, None, None, None), (a, b[0], one, one)),
+        "b": ((None, 0, None, None), (a[0], b, one, one)),
+        "a_scale_inv": ((None, None, 0, None), (a[0], b[0], a_inv, one)),
+        "b_scale_inv": ((None, None, None, 0), (a[0], b[0], one, b_inv)),
+        "a and b_scale_inv": ((0, None, None, 0), (a, b[0], one, b_inv)),
+        "a at axis 1": ((1, 0, 0, None), (a.swapaxes(0, 1), b, a_inv, one)),
+    }
+    for name, (axes, batched) in table.items():
+        for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
+            got = np.asarray(run(*batched))
+            for i in range(batch):
+                member = [x if axis is None else np.take(x, i, axis) for x, axis in zip(batched, axes, strict=True)]
+                oracle.scaled_matmul(*member, out_dtype=np.float32).check(got[i], f"vmap {name}, member {i}")
+
+
+def test_vmap_over_bias_and_accumulator(implementation):
+    a, b = operands(6, 7, 33, oracle.E4M3, oracle.E4M3)
+    bias = cases.random_values((3, 7), np.float32, 1, spread=1)
+    accumulator = cases.random_values((3, 6, 7), np.float32, 2, spread=1)
+
+    def product(bias, accumulator):
+        return ops.scaled_matmul(a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32)
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        arguments = [value if axis == 0 else value[0] for value, axis in zip((bias, accumulator), axes, strict=True)]
+        got = np.asarray(jax.vmap(product, axes)(*arguments))
+        for i in range(3):
+            expected = oracle.scaled_matmul(
+                a,
+                b,
+                A_INV,
+                B_INV,
+                bias=bias[i if axes[0] == 0 else 0],
+                accumulator=accumulator[i if axes[1] == 0 else 0],
+                eps_acc=eps_acc(implementation, False),
+            )
+            expected.check(got[i], f"vmap {axes}, member {i}")
+
+
+def test_sliced_and_transposed_operands(implementation):
+    a, b = cases.random_codes((40, 31), oracle.E4M3, 1), cases.random_codes((40, 29), oracle.E4M3, 2)
+
+    @jax.jit
+    def product(a, b):
+        return ops.scaled_matmul(a.T, b[:, 3:20].T, A_INV, B_INV, out_dtype=np.float32, precise=True)
+
+    got = product(a, b)
+    oracle.scaled_matmul(a.T, b[:, 3:20].T, A_INV, B_INV).check(got)
+
+
+def test_xla_pattern_is_within_the_bound_too():
+    """implementation("xla") leaves the GEMM to XLA: same formula, same bound on CPU."""
+    a, b = operands(17, 33, 70, oracle.E4M3, oracle.E5M2)
+    inv = np.float32(B_INV / 64)
+    with ops.implementation("xla"):
+        got = ops.scaled_matmul(a, b, A_INV, inv, out_dtype=np.float32, precise=True)
+    oracle.scaled_matmul(a, b, A_INV, inv).check(got)
+
+
+def test_the_bound_rejects_bf16_operand_scaling():
+    """Negative control: scaling the operands in bf16 before the product, as a dequantize-first GEMM would, is seen."""
+    a, b = operands(17, 33, 70, oracle.E4M3, oracle.E5M2)
+    wide_a = oracle.dequantize(a, A_INV, oracle.BF16).astype(np.float32)
+    wide_b = oracle.dequantize(b, np.float32(B_INV / 64), oracle.BF16).astype(np.float32)
+    with pytest.raises(AssertionError, match="out of bound"):
+        oracle.scaled_matmul(a, b, A_INV, np.float32(B_INV / 64)).check(wide_a @ wide_b.T)

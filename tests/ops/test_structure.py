@@ -1,0 +1,166 @@
+"""What the ops and a layer lower to: which custom calls, how many products, how many passes over each operand.
+
+The CUDA half needs no CUDA library: lowering writes names into a program and loads nothing.
+"""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from jaxfp8 import ops
+
+from . import cases
+
+X = np.ones((6, 10), oracle.BF16)
+S = np.float32(1)
+E4M3 = cases.dtype_of(oracle.E4M3)
+CODES = np.ones((6, 10), oracle.E4M3.dtype)
+OPS = {
+    "amax": (ops.amax, (X,)),
+    "quantize": (lambda x, s: ops.quantize(x, s, E4M3), (X, S)),
+    "quantize_transpose": (lambda x, s: ops.quantize_transpose(x, s, E4M3), (X, S)),
+    "dequantize": (lambda x, s: ops.dequantize(x, s, jnp.bfloat16), (CODES, S)),
+    "scaled_matmul": (lambda a, b, s: ops.scaled_matmul(a, b, s, s), (CODES, CODES, S)),
+}
+TABLE = pytest.mark.parametrize("op", OPS)
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+
+
+def custom_calls(text: str) -> Counter:
+    """The jaxfp8 custom calls of a StableHLO program, by op."""
+    return Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
+
+
+def dense_step(x, kernel, grad, state):
+    def product(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+
+    y, vjp = jax.vjp(product, x, kernel, state)
+    return y, vjp(grad)
+
+
+def dense_arguments():
+    shapes = ((32, 48), (48, 64), (32, 64))
+    return *(np.ones(shape, oracle.BF16) for shape in shapes), jaxfp8.init_state(RECIPE)
+
+
+@pytest.fixture
+def cuda_custom_calls(monkeypatch):
+    """Lowers as where the CUDA library is installed; what was traced before or after is forgotten."""
+    if not jaxfp8.has_cuda_kernels():
+        monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def cuda_text(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@TABLE
+def test_ffi_lowers_to_its_custom_call_on_cpu(op):
+    function, arguments = OPS[op]
+    with ops.implementation("ffi"):
+        calls = custom_calls(jax.jit(function).lower(*arguments).as_text())
+    # There is no CPU GEMM: the product widens both operands and leaves the rest to XLA.
+    assert calls == ({"dequantize": 2} if op == "scaled_matmul" else {op: 1})
+
+
+@TABLE
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_no_custom_calls_elsewhere(op, name, cuda_custom_calls):
+    function, arguments = OPS[op]
+    with ops.implementation(name):
+        assert "jaxfp8_" not in jax.jit(function).lower(*arguments).as_text()
+        assert "jaxfp8_" not in cuda_text(function, *arguments)
+    with ops.implementation(name):
+        assert "jaxfp8_" not in jax.jit(dense_step).lower(*dense_arguments()).as_text()
+
+
+@TABLE
+def test_default_lowers_to_its_custom_call_on_cuda(op, cuda_custom_calls):
+    function, arguments = OPS[op]
+    assert custom_calls(cuda_text(function, *arguments)) == {op: 1}
+
+
+@TABLE
+def test_vmap_stays_one_custom_call(op):
+    """A batch becomes groups of the same call, not a loop of calls."""
+    function, arguments = OPS[op]
+    batched = [np.stack([argument] * 3) for argument in arguments]
+    with ops.implementation("ffi"):
+        text = jax.jit(jax.vmap(jax.vmap(function))).lower(*(np.stack([b] * 2) for b in batched)).as_text()
+    assert custom_calls(text) == ({"dequantize": 2} if op == "scaled_matmul" else {op: 1})
+    assert "stablehlo.while" not in text
+
+
+def test_tpu_gets_the_reference():
+    function, arguments = OPS["quantize"]
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+    assert "jaxfp8_" not in text and "f8E4M3FN" in text
+
+
+def assert_one_pass_over_each_operand(text: str, operands) -> None:
+    """At most one quantizing call reads a tensor of each operand's size, and there are as many calls as operands."""
+    reads = Counter()
+    for line in text.splitlines():
+        if re.search(r"custom_call @jaxfp8_(quantize|amax)", line):
+            first = re.search(r":\s*\(tensor<([0-9x]+)x\w+>", line).group(1)
+            reads[int(np.prod([int(n) for n in first.split("x")]))] += 1
+    assert reads == Counter(operand.size for operand in operands)
+
+
+def test_dense_step_on_cpu():
+    """Three products, three quantize passes, nothing read twice."""
+    arguments = dense_arguments()
+    with ops.implementation("ffi"):
+        text = jax.jit(dense_step).lower(*arguments).as_text()
+    assert_one_pass_over_each_operand(text, arguments[:3])
+    assert custom_calls(text)["dequantize"] == 6
+    assert text.count("stablehlo.dot_general") == 3
+
+
+def test_dense_step_on_cuda(cuda_custom_calls):
+    arguments = dense_arguments()
+    text = cuda_text(dense_step, *arguments)
+    calls = custom_calls(text)
+    assert calls["scaled_matmul"] == 3
+    assert_one_pass_over_each_operand(text, arguments[:3])
+    assert set(calls) <= {"scaled_matmul", "quantize", "quantize_transpose"}
+    assert "stablehlo.dot_general" not in text
+    # What leaves the layer in high precision is y, dx, dkernel; the operands of each product are FP8.
+    products = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]
+    formats = sorted(tuple(re.findall(r"f8E\dM\d(?:FN)?", line.split("->")[0].split(" : ")[-1])) for line in products)
+    assert sorted(map(sorted, formats)) == [["f8E4M3FN", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"], ["f8E4M3FN", "f8E5M2"]]
+
+
+def test_forward_alone_on_cuda_quantizes_once_each(cuda_custom_calls):
+    x, kernel, _, state = dense_arguments()
+
+    def forward(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+
+    text = cuda_text(forward, x, kernel, state)
+    assert custom_calls(text)["scaled_matmul"] == 1
+    assert_one_pass_over_each_operand(text, (x, kernel))
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_precise_reaches_the_handler(precise, cuda_custom_calls):
+    text = cuda_text(lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES)
+    (line,) = (line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line)
+    assert f"precise = {str(precise).lower()}" in line
+
+
+def test_names_carry_a_version():
+    """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler with another contract."""
+    with ops.implementation("ffi"):
+        text = jax.jit(OPS["quantize"][0]).lower(X, S).as_text()
+    assert re.search(r"@jaxfp8_quantize_v1\b", text)

@@ -1,0 +1,363 @@
+"""The oracle: what every op and one delayed-scaling step must give, in numpy and ml_dtypes alone.
+
+It shares no code with the package and imports nothing of JAX, so a wrong rule cannot be wrong in both places. The
+rules are those of docs/numerics.md; `test_formats.py` checks the oracle itself against a third, exact source (the
+midpoints of the 256 codes, rational quotients).
+
+Convention: `scale` multiplies to quantize, `scale_inv = 1 / scale` to dequantize. A *stored* scale is a `scale_inv`.
+Numpy keeps f32 subnormals (no flush to zero), which is what the rules ask for.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+F32 = np.float32
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F16 = np.dtype(np.float16)
+SCALE_MAX = F32(2.0**126)  # keeps 1 / scale a normal f32
+SCALE_MIN = F32(2.0**-126)  # keeps 1 / scale finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """An FP8 format: its ml_dtypes dtype, its largest value and its one NaN code."""
+
+    name: str
+    dtype: np.dtype
+    max: float
+    nan_code: int
+
+
+E4M3 = Format("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 448.0, 0x7F)
+E5M2 = Format("e5m2", np.dtype(ml_dtypes.float8_e5m2), 57344.0, 0x7E)
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def all_codes(fmt: Format) -> np.ndarray:
+    """The 256 codes, in order."""
+    return np.arange(256, dtype=np.uint8).view(fmt.dtype)
+
+
+def all_half_codes(dtype) -> np.ndarray:
+    """The 65,536 values of a 16-bit float dtype, NaNs and infinities included, in order of their bits."""
+    return np.arange(65536, dtype=np.uint16).view(dtype)
+
+
+def bits(values) -> np.ndarray:
+    """The bytes of an array as unsigned integers: what 'bitwise equal' compares."""
+    values = np.asarray(values)
+    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").reshape(values.shape)
+
+
+def assert_bitwise(got, expected, what: str) -> None:
+    """Raises AssertionError unless shape, dtype and every byte agree; says where the first difference is."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
+    assert got.dtype == expected.dtype, f"{what}: dtype {got.dtype}, expected {expected.dtype}"
+    different = bits(got) != bits(expected)
+    if different.any():
+        first = np.unravel_index(np.argmax(different), different.shape)
+        raise AssertionError(
+            f"{what}: {different.sum()} of {different.size} differ; first at {first}: got {got[first]!r} "
+            f"({bits(got)[first]:#x}), expected {expected[first]!r} ({bits(expected)[first]:#x})"
+        )
+
+
+def widen(x) -> np.ndarray:
+    """x as f32, exactly; signalling NaNs do not warn."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(x).astype(F32)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ops
+
+
+def amax(x) -> np.float32:
+    """max |x| as f32; 0 for an empty array; NaN counts as +inf."""
+    x = np.asarray(x)
+    if x.size == 0:
+        return F32(0)
+    magnitude = np.abs(widen(x))
+    return F32(np.where(np.isnan(magnitude), F32(np.inf), magnitude).max())
+
+
+def encode(y, fmt: Format) -> np.ndarray:
+    """f32 -> codes: nearest even, saturating (infinities too), NaN without sign."""
+    y = np.asarray(y)
+    if y.dtype != F32:
+        raise TypeError(f"encode: y: expected float32, got {y.dtype}")
+    with np.errstate(invalid="ignore"):
+        codes = np.array(np.clip(y, F32(-fmt.max), F32(fmt.max)).astype(fmt.dtype))
+    codes.view(np.uint8)[np.isnan(y)] = fmt.nan_code
+    return codes
+
+
+def quantize(x, scale, fmt: Format) -> tuple[np.ndarray, np.float32]:
+    """(codes, amax): one f32 multiplication, one rounding. A non-finite x becomes the NaN code."""
+    wide = widen(x)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        y = wide * F32(scale)
+    y = np.where(np.isfinite(wide), y, F32(np.nan)).astype(F32)
+    return encode(y, fmt), amax(x)
+
+
+def quantize_transpose(x, scale, fmt: Format) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """(codes, codes transposed, amax) of a matrix."""
+    data, top = quantize(x, scale, fmt)
+    return data, np.ascontiguousarray(data.T), top
+
+
+def dequantize(codes, scale_inv, dtype) -> np.ndarray:
+    """codes * scale_inv in f32, rounded once to `dtype`; every NaN is the quiet positive one of `dtype`."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        wide = widen(codes) * F32(scale_inv)
+        out = np.array(wide.astype(dtype))
+    out[np.isnan(wide)] = np.array(np.nan, dtype=dtype)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------- delayed scaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `DelayedScaling` that change numbers."""
+
+    margin: int = 0
+    amax_compute_algo: str | Callable = "max"
+    first_step: str = "unit"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of one quantizer: `amax_history` f32 (H,), slot 0 newest; `scale` f32 scalar, a scale_inv."""
+
+    amax_history: np.ndarray
+    scale: np.float32
+
+    @staticmethod
+    def init(length: int) -> "State":
+        return State(np.zeros(length, F32), F32(1))
+
+
+def clean_history(history) -> np.ndarray:
+    """The history as it is read: f32, entries that are negative or not finite count as 0."""
+    history = np.asarray(history).astype(F32)
+    return np.where(np.isfinite(history) & (history > 0), history, F32(0)).astype(F32)
+
+
+def _usable(value) -> bool:
+    return value is not None and bool(np.isfinite(value) and value > 0)
+
+
+def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
+    """FP8_MAX / a / 2**margin correctly rounded to f32, clamped to [2**-126, 2**126].
+
+    The quotient is formed in f64: rounding it twice is harmless (53 >= 2 * 24 + 2 bits) and dividing by 2**margin is
+    exact, so this is `(FP8_MAX / a) / 2**margin` in f32, and any other order of the two, where those do not overflow on
+    the way. margin is an integer.
+    """
+    quotient = np.float64(fmt.max) / np.float64(a) / 2.0**margin
+    return F32(min(max(quotient, float(SCALE_MIN)), float(SCALE_MAX)))
+
+
+def select_scale(state: State, fmt: Format, options: Options = Options(), current_amax=None) -> np.float32:
+    """The scale of this step, from the stored history and scale (and the tensor in hand for first_step="current")."""
+    history = clean_history(state.amax_history)
+    algorithm = options.amax_compute_algo
+    if algorithm == "max":
+        a = history.max()
+    elif algorithm == "most_recent":
+        a = history[0]
+    else:
+        a = F32(algorithm(history))
+    if not _usable(a) and options.first_step == "current" and not history.any():
+        a = current_amax
+    if _usable(a):
+        return amax_to_scale(a, fmt, options.margin)
+    stored = np.asarray(state.scale).astype(F32).reshape(())
+    if not _usable(stored):
+        return F32(1)
+    with np.errstate(over="ignore"):  # 1 / subnormal
+        return F32(min(max(F32(1) / stored, SCALE_MIN), SCALE_MAX))
+
+
+def next_state(state: State, scale, amax_now) -> State:
+    """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is not finite); s' = 1 / scale."""
+    history = np.roll(clean_history(state.amax_history), -1)
+    history[0] = amax_now if np.isfinite(amax_now) else F32(0)
+    return State(history, F32(1) / F32(scale))
+
+
+def step(x, state: State, fmt: Format, options: Options = Options()):
+    """One quantizer, one step: (codes, scale, next state)."""
+    scale = select_scale(state, fmt, options, amax(x))
+    codes, top = quantize(x, scale, fmt)
+    return codes, scale, next_state(state, scale, top)
+
+
+# -------------------------------------------------------------------------------------------------------------- GEMM
+
+# Unit roundoffs (half a unit in the last place) and half the smallest subnormal; f32 and bf16 results below 2**-126
+# may be flushed to zero by XLA:CPU, so their absolute term is that whole smallest normal.
+_UNIT_ROUNDOFF = {np.dtype(F32): 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}
+_ABSOLUTE = {np.dtype(F32): 2.0**-126, BF16: 2.0**-126, F16: 2.0**-25}
+PRECISE = 2.0**-24
+FAST_HOPPER = 2.0**-14
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """An exact product: `exact` in f64 (after scales, bias, accumulator) and the allowed absolute error `bound`."""
+
+    exact: np.ndarray
+    bound: np.ndarray
+
+    def check(self, got, what: str = "product") -> None:
+        """Raises AssertionError unless `got` is within the bound, NaN exactly where the exact product is NaN."""
+        got = np.asarray(got)
+        assert got.shape == self.exact.shape, f"{what}: shape {got.shape}, expected {self.exact.shape}"
+        limit = float(ml_dtypes.finfo(got.dtype).max)
+        # Where a result may round past the largest value of its dtype, an infinity of that sign is right as well.
+        may_overflow = np.abs(self.exact) + self.bound > limit
+        wide = got.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            good = np.abs(wide - self.exact) <= self.bound
+            good |= (wide == self.exact) | (np.isnan(wide) & np.isnan(self.exact))
+            good |= may_overflow & np.isinf(wide) & (np.sign(wide) == np.sign(self.exact))
+        if not good.all():
+            worst = np.unravel_index(np.argmin(good), good.shape)
+            raise AssertionError(
+                f"{what}: {(~good).sum()} of {good.size} out of bound; first at {worst}: got {wide[worst]!r}, exact "
+                f"{self.exact[worst]!r}, bound {self.bound[worst]!r}"
+            )
+
+
+def scaled_matmul(a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, eps_acc=PRECISE):
+    """a `[m, k]`, b `[n, k]` codes -> Product of (a @ b.T) * a_scale_inv * b_scale_inv (+ bias) (+ accumulator).
+
+    FP8 products have at most 8 significant bits; f64 sums them with errors of 2**-53, far below every tolerance.
+
+    The bound, with u = 2**-24:
+      - the sum: K exact products and at most K additions, each with relative error eps_acc on a partial sum of at most
+        S = sum|a_k b_k|: error <= K eps_acc S / (1 - K eps_acc) (Higham, Accuracy and Stability, eq. 3.5);
+      - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it once more (u): 2u |s| S;
+      - each of bias and accumulator is one more f32 addition: u times the magnitude of the partial result, at most
+        R = |s| S + |bias| + |accumulator|;
+      - s below 2**-126 may be flushed: 2**-126 S more, and nothing where s is an ordinary number;
+      - the final rounding to out_dtype: eps_out times the magnitude of the result (already in error by the above), plus
+        half the smallest subnormal.
+    """
+    a64, b64 = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
+    k = a64.shape[1]
+    s = float(np.asarray(a_scale_inv, np.float64).reshape(())) * float(np.asarray(b_scale_inv, np.float64).reshape(()))
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = (a64 @ b64.T) * s
+        total = np.abs(a64) @ np.abs(b64).T
+        magnitude = total * abs(s)
+        growth = k * eps_acc
+        bound = magnitude * (growth / (1 - growth) + 2 * PRECISE)
+        if abs(s) < 2.0**-126:
+            bound = bound + total * 2.0**-126
+        for term in (bias, accumulator):
+            if term is not None:
+                term = np.asarray(term).astype(np.float64)
+                exact = exact + term
+                magnitude = magnitude + np.abs(term)
+                bound = bound + PRECISE * magnitude
+        out_dtype = np.dtype(out_dtype)
+        eps_out = _UNIT_ROUNDOFF[out_dtype]
+        # A factor 1 + 2**-10 covers the products of the small terms above, each below 2**-10 for K <= 2**12.
+        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + _ABSOLUTE[out_dtype]
+    return Product(exact, bound)
+
+
+# ------------------------------------------------------------------------------------------------------------- layer
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """The three quantizers of a layer."""
+
+    input: State
+    kernel: State
+    output_grad: State
+
+    @staticmethod
+    def init(length: int) -> "LayerState":
+        return LayerState(*(State.init(length) for _ in range(3)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseStep:
+    """All a Dense layer's step gives: codes, scales, the three products, the next state."""
+
+    codes: dict[str, np.ndarray]
+    scales: dict[str, np.float32]
+    y: Product
+    dgrad: Product
+    wgrad: Product
+    state: LayerState
+
+
+def dense_step(
+    x,
+    kernel,
+    grad,
+    state: LayerState,
+    options: Options = Options(),
+    *,
+    forward: Format = E4M3,
+    backward: Format = E5M2,
+    out_dtype=F32,
+    dgrad_dtype=F32,
+    wgrad_dtype=F32,
+) -> DenseStep:
+    """One forward and backward of y = x @ kernel: fprop = x @ kernel, dgrad = grad @ kernel.T, wgrad = x.T @ grad.
+
+    x `[m, k]`, kernel `[k, n]`, grad `[m, n]` in the dtypes in which they are quantized.
+    """
+    x_codes, x_scale, x_state = step(x, state.input, forward, options)
+    k_codes, k_scale, k_state = step(kernel, state.kernel, forward, options)
+    g_codes, g_scale, g_state = step(grad, state.output_grad, backward, options)
+    x_inv, k_inv, g_inv = x_state.scale, k_state.scale, g_state.scale
+    return DenseStep(
+        codes={"input": x_codes, "kernel": k_codes, "output_grad": g_codes},
+        scales={"input": x_scale, "kernel": k_scale, "output_grad": g_scale},
+        y=scaled_matmul(x_codes, k_codes.T, x_inv, k_inv, out_dtype=out_dtype),
+        dgrad=scaled_matmul(g_codes, k_codes, g_inv, k_inv, out_dtype=dgrad_dtype),
+        wgrad=scaled_matmul(x_codes.T, g_codes.T, x_inv, g_inv, out_dtype=wgrad_dtype),
+        state=LayerState(x_state, k_state, g_state),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- test inputs
+
+
+def rounding_probes(fmt: Format) -> np.ndarray:
+    """f32 values at which rounding to `fmt` can go wrong, all exact.
+
+    Every finite code, the midpoint of every two neighbours and of the largest value and its would-be successor, each
+    with its f32 neighbours on both sides, in both signs; zeros.
+    """
+    finite = all_codes(fmt).astype(np.float64)
+    ladder = np.unique(np.abs(finite[np.isfinite(finite)]))
+    last_step = ladder[-1] - ladder[-2]
+    ladder = np.append(ladder, [ladder[-1] + last_step])
+    points = np.concatenate([ladder, (ladder[:-1] + ladder[1:]) / 2]).astype(F32)
+    points = np.concatenate([points, np.nextafter(points, F32(0)), np.nextafter(points, F32(np.inf))])
+    return np.unique(bits(np.concatenate([points, -points]))).view(F32)
+
+
+def f32_corner_cases(seed: int = 0) -> np.ndarray:
+    """Zeros, subnormals, the smallest and largest numbers, infinities, NaNs of several payloads, random bits."""
+    fixed = [0x00000000, 0x00000001, 0x00000002, 0x003FFFFF, 0x00400000, 0x007FFFFF, 0x00800000, 0x00800001]
+    fixed += [0x3F800000, 0x7F7FFFFF, 0x7F000000, 0x7F800000, 0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF]
+    fixed = np.array(fixed, np.uint32)
+    rng = np.random.default_rng(seed)
+    anything = rng.integers(0, 2**32, 8192, dtype=np.uint32)
+    subnormal = rng.integers(0, 2**23, 1024, dtype=np.uint32) | (rng.integers(0, 2, 1024, dtype=np.uint32) << 31)
+    return np.concatenate([fixed, fixed | np.uint32(0x80000000), anything, subnormal]).view(F32)

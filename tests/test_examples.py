@@ -1,0 +1,124 @@
+"""The examples, run as a user runs them, at tiny size; and what makes their comparison fair."""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def run_language_model(folder, *options):
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }  # one device, as a user has
+    command = [sys.executable, EXAMPLES / "language_model.py", *options]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def language_model(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
+        yield importlib.import_module("language_model")
+
+
+def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
+    run = run_language_model(tmp_path, "--tiny", "--control", "--seeds", "2", "--json", "out.json")
+    assert run.returncode == 0, run.stderr
+    assert "8/8" in run.stderr and "jaxfp8=" in run.stderr  # the progress bar, with losses
+
+    lines = run.stdout.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines}
+    assert lines[0].split()[:3] == ["arm", "validation", "loss"]
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert set(results) == {"bf16", "jaxfp8", "flax", "control"}
+    for arm, result in results.items():
+        mean, difference, ms, *seeds = table[arm]
+        assert math.isclose(float(mean), np.mean([float(loss) for loss in seeds]), abs_tol=1e-4)
+        assert len(seeds) == 2 and all(0 < float(loss) < 5 for loss in seeds)  # log(103 characters) is 4.6
+        assert (difference == "-") == (arm == "bf16")
+        assert float(ms) == pytest.approx(result["median_ms_per_step"], abs=0.06) and float(ms) > 0
+    assert "PASS" not in run.stdout and "FAIL" not in run.stdout  # four steps prove nothing
+
+    picture = (tmp_path / "language_model.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
+
+
+def test_language_model_runs_a_subset_of_arms(tmp_path):
+    run = run_language_model(tmp_path, "--tiny", "--arms", "jaxfp8", "--out", "here.png")
+    assert run.returncode == 0, run.stderr
+    assert "flax" not in run.stdout and (tmp_path / "here.png").exists()
+
+
+@pytest.mark.parametrize("options", [("--steps", "1"), ("--seeds", "0"), ("--arms", "int4")])
+def test_language_model_refuses(tmp_path, options):
+    run = run_language_model(tmp_path, *options)
+    assert run.returncode == 2 and options[0] in run.stderr
+
+
+def test_arms_start_from_the_same_weights_and_batches(language_model):
+    arms = language_model.ARMS | language_model.CONTROL
+    optimizer = language_model.make_optimizer(10)
+    states = {
+        name: language_model.create_state(language_model.LanguageModel(50, cls), 3, optimizer)
+        for name, cls in arms.items()
+    }
+    for name, state in states.items():
+        jax.tree.map(np.testing.assert_array_equal, state.params["params"], states["bf16"].params["params"])
+        # The optimizer, its clipping and its weight decay see the parameters and nothing else.
+        assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(states["bf16"].opt_state)), name
+
+    first, again = (list(language_model.Corpus().random_batches(3, 4, 2, 8)) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+    other = list(language_model.Corpus().random_batches(4, 4, 2, 8))
+    assert not np.array_equal(first, other)
+
+
+def test_control_is_fp8_with_scale_one(language_model):
+    """Values that e4m3 holds pass unchanged, larger ones saturate at 448: nothing was scaled."""
+    x = np.array([[0.5, 1000.0]], np.float32)
+    kernel = np.eye(2, dtype=np.float32)
+    module = language_model.UnscaledFp8DotGeneral()
+    y = module.apply({}, x, kernel, (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(y, [[0.5, 448.0]])
+
+
+PROOF = {"jaxfp8": 0.01, "flax": 0.008, "control": 1.4}
+
+
+@pytest.mark.parametrize(
+    "differences, passes",
+    [
+        ({}, True),
+        ({"jaxfp8": -0.01}, True),
+        ({"jaxfp8": 0.021, "flax": 0.03}, False),
+        ({"jaxfp8": 0.014}, False),  # 0.006 worse than Flax
+        ({"control": 0.1}, False),
+        ({"jaxfp8": math.nan}, False),
+        ({"control": math.nan}, False),
+    ],
+)
+def test_full_proof_sets_the_exit_status(language_model, monkeypatch, capsys, tmp_path, differences, passes):
+    report = importlib.import_module("_report")
+
+    def trained(models, *_):
+        def run(name):
+            loss = 1.3 + ({"bf16": 0.0} | PROOF | differences)[name]
+            scales = [(1, {("block0/qkv", operand): 1.0 for operand in report.OPERANDS})]
+            return report.Run(step_ms=[9.0, 1.0], train_losses=[4.0, loss], validation=[(2, loss)], scales=scales)
+
+        return {name: run(name) for name in models}
+
+    monkeypatch.setattr(language_model, "train", trained)
+    options = ["--steps", "1000", "--seeds", "3", "--control", "--out", str(tmp_path / "proof.png")]
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
+    assert language_model.main() == (0 if passes else 1)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS: " if passes else "FAIL: ")
