@@ -58,7 +58,7 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
 
 
 def fastest(candidates, *, keep: int, turns: int = 3) -> dict:
-    """The `keep` fastest candidates of a short first round, so that the long one does not spend its time on the rest."""
+    """The `keep` fastest candidates of a short first round, so that the long one spends no time on the others."""
     timings = interleaved(candidates, turns=turns, warmups=1)
     names = sorted(candidates, key=lambda name: min(timings[name].seconds))[:keep]
     return {name: candidates[name] for name in names}

@@ -28,6 +28,6 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_amax_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cpu::AmaxHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()    // x
-                                  .Ret<xla::ffi::AnyBuffer>()    // amax
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                   .Attrs());

@@ -33,7 +33,7 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_dequantize_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cpu::DequantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()    // data
-                                  .Arg<xla::ffi::AnyBuffer>()    // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()    // out
+                                  .Arg<xla::ffi::AnyBuffer>()  // data
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale_inv
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
                                   .Attrs());

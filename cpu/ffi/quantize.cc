@@ -34,8 +34,8 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v1, jaxfp8::cpu::QuantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()    // x
-                                  .Arg<xla::ffi::AnyBuffer>()    // scale
-                                  .Ret<xla::ffi::AnyBuffer>()    // data
-                                  .Ret<xla::ffi::AnyBuffer>()    // amax
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                   .Attrs());

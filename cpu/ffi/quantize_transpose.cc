@@ -42,9 +42,9 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v1, jaxfp8::cpu::QuantizeTransposeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()    // x
-                                  .Arg<xla::ffi::AnyBuffer>()    // scale
-                                  .Ret<xla::ffi::AnyBuffer>()    // data
-                                  .Ret<xla::ffi::AnyBuffer>()    // data_t
-                                  .Ret<xla::ffi::AnyBuffer>()    // amax
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                   .Attrs());

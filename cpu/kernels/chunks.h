@@ -72,9 +72,9 @@ class SpanChunks {
   int64_t groups_per_chunk_;
 };
 
-// Cuts `groups` matrices [m, n] into panels of at most kRows x kColumns. Panels follow each other along a row of panels;
-// a row further down begins further right, so that lanes that start in different rows also start in different columns
-// (which are rows of the transposed result).
+// Cuts `groups` matrices [m, n] into panels of at most kRows x kColumns. They follow each other along a row of panels;
+// a row further down begins further right, so that lanes that start in different rows also start in different columns,
+// which are rows of the transposed result.
 class PanelChunks {
  public:
   // The codes of a panel stay in the cache until they are transposed. Its rows fill two lines of each column of the

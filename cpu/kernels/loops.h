@@ -85,8 +85,8 @@ void DequantizeSpan(const uint8_t* data, float scale_inv, void* out, int64_t siz
   if (store == Store::kStreamed) Blocks::Fence();
 }
 
-// Asks for what QuantizeTransposePanel reads kRowsAhead rows from now: the hardware prefetches along a row, but a row of
-// a panel is too short for it to get going. After the last row comes the panel to the right, which is the next chunk.
+// Asks for what QuantizeTransposePanel reads kRowsAhead rows from now: the hardware prefetches along a row, but a
+// panel's rows are too short for it to get going. After the last row comes the panel to the right, the next chunk.
 // Forced inline: a call of a function that does nothing but prefetch is one that GCC removes.
 template <class In>
 __attribute__((always_inline)) inline void PrefetchAhead(const Panel& panel, int64_t row) {

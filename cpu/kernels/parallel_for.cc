@@ -1,7 +1,7 @@
 // Chunks are claimed from an atomic counter, by the caller and by scheduled tasks.
 //
-// XLA runs handlers on threads of the very pool they schedule on. A handler that waits for its *tasks* deadlocks as soon
-// as every thread of the pool is such a handler. Here the caller waits only for *chunks that a running thread has
+// XLA runs handlers on threads of the very pool they schedule on. A handler that waits for its *tasks* deadlocks as
+// soon as every thread of the pool is such a handler. Here the caller waits only for *chunks that a running thread has
 // claimed*: with no thread free it does all the work itself. A task that starts late finds nothing to claim; it touches
 // only the shared counter, never `body`, which may be gone by then.
 #include "cpu/kernels/parallel_for.h"

@@ -13,7 +13,7 @@ from pathlib import Path
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SELECTION = "test_shapes or test_groups or test_bias_and_accumulator or test_batched_product"
 # Only our own kernels: cuBLAS and XLA are not under test. memcheck looks at all.
-OWN_KERNELS = ["--kernel-name", "regex:jaxfp8"]
+OWN_KERNELS = ["--kernel-name", "kns=jaxfp8"]
 
 
 def main() -> int:

@@ -180,7 +180,7 @@ void CheckSpans(std::mt19937& random) {
           CHECK(std::equal(expected.begin(), expected.end(), data.data()));
           CHECK(data.GuardsIntact());
           inverse(codes.data(), 3.0f, out.data(), size, store);
-          CHECK(memcmp(out.data(), decoded.data(), size * sizeof(In)) == 0);
+          CHECK(size == 0 || memcmp(out.data(), decoded.data(), size * sizeof(In)) == 0);
           CHECK(out.GuardsIntact());
         }
       }

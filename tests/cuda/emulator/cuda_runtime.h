@@ -1,7 +1,9 @@
 // A CUDA runtime for the tests: the part that cuda/ uses, running kernels on the host, one block after the other.
 //
-// Every CUDA thread is a fiber. It runs until it waits for its block (__syncthreads) or its warp (__reduce_max_sync), or
-// ends; emulator.cc schedules them, in one of two orders so that a missing barrier shows. Shared memory is static memory.
+// Every CUDA thread is a fiber. It runs until it ends or waits, for its block (__syncthreads) or its warp
+// (__reduce_max_sync). Warps run as far ahead of each other as barriers let them, in one of two orders, so that a
+// missing barrier shows. Shared memory is static memory.
+//
 // What this cannot show: speed, memory ordering, and whether the instructions do what ptx.h says they do.
 #ifndef JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_
 #define JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_

@@ -1,7 +1,7 @@
-// A stand-in for libcublasLt.so.13: the functions that the GEMM calls, by cuBLASLt's documented rules, with three loops.
+// A stand-in for libcublasLt.so.13: the functions that the GEMM calls, by cuBLASLt's documented rules, in three loops.
 //
-// It multiplies what the descriptors say, whatever they say, so a swapped operand, a wrong leading dimension or a missing
-// scale gives wrong numbers. f32 outputs only.
+// It multiplies what the descriptors say, whatever they say, so a swapped operand, a wrong leading dimension or a
+// missing scale gives wrong numbers. f32 outputs only.
 #include <cublasLt.h>
 
 #include <atomic>
@@ -129,8 +129,9 @@ cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* out, cudaDataT
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) { return Destroy(layout); }
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute,
-                                                const void* value, size_t bytes) {
+cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
+                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
+                                                size_t bytes) {
   return Set(layout, attribute, value, bytes);
 }
 
