@@ -1,9 +1,10 @@
 """The timing protocol of every benchmark: candidates take turns, and a time is a median over the turns.
 
 Turns make drift of the machine (clock, neighbours) hit all candidates alike, so ratios of one run can be trusted where
-times of two runs cannot. A call is timed until its results are ready, and its results are freed before the next call:
-the allocator may hand the same pages out again ("warm heap"). Above 32 MiB glibc returns them to the system instead,
-and every call, ours and the peers', pays for fresh pages.
+times of two runs cannot. A turn is two calls, of which the second is timed: XLA gives a program's temporary memory back
+only after its results are ready, and that should slow nobody but the candidate itself. A call is timed until its
+results are ready, and they are freed before the next call, so that the allocator can hand out the same pages again
+("warm heap"). Above 32 MiB glibc returns them to the system instead, and every call pays for fresh pages.
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class Timing:
         return (high - low) / self.median
 
 
-def _once(call) -> float:
+def _turn(call) -> float:
+    jax.block_until_ready(call())
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
@@ -53,12 +55,16 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
     seconds = {name: [] for name in candidates}
     for _ in range(turns):
         for name, call in candidates.items():
-            seconds[name].append(_once(call))
+            seconds[name].append(_turn(call))
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-def fastest(candidates, *, keep: int, turns: int = 3) -> dict:
-    """The `keep` fastest candidates of a short first round, so that the long one spends no time on the others."""
+def shortlist(candidates, *, keep: int, turns: int = 3):
+    """A short first round, so that the long one spends no time on slow candidates.
+
+    Returns:
+        The `keep` fastest candidates, and name -> seconds of the best turn of each.
+    """
     timings = interleaved(candidates, turns=turns, warmups=1)
-    names = sorted(candidates, key=lambda name: min(timings[name].seconds))[:keep]
-    return {name: candidates[name] for name in names}
+    best = {name: min(timing.seconds) for name, timing in timings.items()}
+    return {name: candidates[name] for name in sorted(best, key=best.get)[:keep]}, best

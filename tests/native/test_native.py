@@ -1,0 +1,63 @@
+"""The C++ tests of the CPU kernels, built here, and every handler with good and bad buffers in a process of its own."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import jaxfp8
+
+ROOT = pathlib.Path(__file__).parents[2]
+CMAKE = shutil.which("cmake", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("cmake")
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def run(*command):
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, f"{command}\n{result.stdout[-4000:]}{result.stderr[-4000:]}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """A build folder with the C++ tests."""
+    if not (CMAKE and COMPILER):
+        pytest.skip("needs cmake and a C++ compiler")
+    folder = tmp_path_factory.mktemp("native")
+    options = ["-DJAXFP8_CUDA=OFF", "-DJAXFP8_NATIVE_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    run(CMAKE, "-S", ROOT, "-B", folder, *options)
+    run(CMAKE, "--build", folder, "--parallel", "2")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels"])
+def test_program(build, name):
+    assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
+
+
+def test_only_handlers_are_exported(build):
+    if not shutil.which("nm") or sys.platform == "darwin":
+        pytest.skip("needs nm of GNU binutils")
+    lines = run("nm", "-D", "--defined-only", build / "cpu" / "libjaxfp8_cpu.so").splitlines()
+    exported = {line.split()[-1] for line in lines}
+    assert exported == {f"jaxfp8_{op}_v1" for op in ("amax", "quantize", "quantize_transpose", "dequantize")}
+
+
+def test_instruction_sets_share_no_code(build):
+    """A function that the linker may take from any object must not come from one compiled for a newer processor."""
+    if not shutil.which("nm") or sys.platform == "darwin":
+        pytest.skip("needs nm of GNU binutils")
+    for path in build.rglob("blocks_avx*.o"):
+        weak = [line for line in run("nm", "-C", path).splitlines() if line[17:18] in "WVu"]
+        assert not weak, f"{path.name}: {weak}"
+
+
+def test_handlers_in_a_process_of_their_own():
+    # An editable install has two folders: the sources and what was built.
+    libraries = [pathlib.Path(folder) / "_lib" / "libjaxfp8_cpu.so" for folder in jaxfp8.__path__]
+    library = next(filter(pathlib.Path.exists, libraries), None)
+    if library is None:
+        pytest.skip("the CPU library is not installed")
+    assert ", 0 failed" in run(sys.executable, ROOT / "tests" / "native" / "handlers.py", library)
