@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,7 +27,6 @@ import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 from _memcpy import Memcpy  # noqa: E402
 
-import jaxfp8  # noqa: E402
 from jaxfp8 import ops  # noqa: E402
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -168,7 +168,9 @@ def environment(heap: str) -> dict:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jax.lib.__version__,
-        "jaxfp8": getattr(jaxfp8, "__version__", "unknown"),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
         "heap": heap,
     }
 
