@@ -9,6 +9,7 @@ depends on all that was freed before. See README.md for how to read the table.
 import argparse
 import concurrent.futures
 import dataclasses
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -160,6 +161,7 @@ def cpu_model() -> str:
 
 
 def environment(heap: str) -> dict:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "command": " ".join(["python", *sys.argv]),
         "cpu": cpu_model(),
