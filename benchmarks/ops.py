@@ -169,10 +169,8 @@ def environment(heap: str) -> dict:
         "system": platform.platform(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "commit": commit.stdout.strip(),
         "heap": heap,
     }
 
