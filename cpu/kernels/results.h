@@ -10,9 +10,9 @@ namespace jaxfp8::cpu {
 
 // Call before the first write to a result of this many bytes.
 //
-// XLA hands out a result above 32 MiB in pages that the process has never touched. Taking them from the system 4 KiB at
-// a time costs several times what the kernel does; in huge pages it costs less than the kernel. A hint: the contents
-// stay, and systems without huge pages ignore it.
+// A result above 32 MiB comes in pages that the process has never touched. Taking them from the system 4 KiB at a time
+// costs ten times what the kernel does; in huge pages, about as much as the kernel. A hint: the contents stay, and
+// systems without huge pages ignore it.
 void PrepareResult(void* data, int64_t bytes);
 
 // Spans are written in order, so the cache keeps up until it overflows; the bytes are those of the result.
