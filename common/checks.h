@@ -12,6 +12,7 @@
 #include <sstream>
 #include <string>
 
+#include "common/dispatch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxfp8 {
@@ -24,6 +25,10 @@ namespace ffi = ::xla::ffi;
       return error;                                               \
     }                                                             \
   } while (false)
+
+// Before XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ...): everything else in the library is hidden.
+#define JAXFP8_EXPORT_HANDLER(name) \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame)
 
 // One buffer of a handler and the name its errors give it.
 struct Operand {
@@ -111,6 +116,29 @@ inline ffi::Error CheckNoAttributes(const char* op, const ffi::Dictionary& attri
   if (attributes.size() == 0) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": expected no attributes, got " +
                                      std::to_string(attributes.size()));
+}
+
+// A result that is f32[groups].
+inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
+  return CheckShape(amax, {groups});
+}
+
+// x: of `rank`, and small enough that neither it nor a result of the same shape overflows 64 bits.
+inline ffi::Error CheckInput(const Operand& x, size_t rank) {
+  JAXFP8_RETURN_IF_ERROR(CheckRank(x, rank));
+  return CheckSize(x, sizeof(float));
+}
+
+// Of a dtype that has passed CheckHighPrecision or CheckFp8.
+inline Dtype ToDtype(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::BF16: return Dtype::kBF16;
+    case ffi::DataType::F16: return Dtype::kF16;
+    case ffi::DataType::F8E4M3FN: return Dtype::kE4M3;
+    case ffi::DataType::F8E5M2: return Dtype::kE5M2;
+    default: return Dtype::kF32;
+  }
 }
 
 }  // namespace jaxfp8

@@ -1,4 +1,4 @@
-"""Test session set-up: eight CPU devices, strict promotion, markers; before JAX is imported."""
+"""Test session set-up: eight CPU devices and strict promotion, before JAX is imported."""
 
 import os
 import pathlib
@@ -15,11 +15,6 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU that JAX can see; skipped with a reason elsewhere")
-    config.addinivalue_line("markers", "slow: a heavy exhaustive product; deselect with -m 'not slow'")
 
 
 def gpu_devices() -> list:

@@ -1,4 +1,4 @@
-// What every handler needs: XLA's dtypes and thread pool in the launchers' terms, and exported symbols.
+// What every handler needs: XLA's thread pool and the scales in the launchers' terms.
 #ifndef JAXFP8_CPU_FFI_SUPPORT_H_
 #define JAXFP8_CPU_FFI_SUPPORT_H_
 
@@ -7,13 +7,8 @@
 #include <utility>
 
 #include "common/checks.h"
-#include "common/dispatch.h"
 #include "cpu/kernels/scales.h"
 #include "cpu/kernels/task_pool.h"
-
-// Before XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ...): everything else in the library is hidden.
-#define JAXFP8_EXPORT_HANDLER(name) \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame)
 
 namespace jaxfp8::cpu {
 
@@ -28,32 +23,9 @@ class XlaTaskPool final : public TaskPool {
   ffi::ThreadPool& pool_;
 };
 
-// Of a dtype that has passed CheckHighPrecision or CheckFp8.
-inline Dtype ToDtype(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::BF16: return Dtype::kBF16;
-    case ffi::DataType::F16: return Dtype::kF16;
-    case ffi::DataType::F8E4M3FN: return Dtype::kE4M3;
-    case ffi::DataType::F8E5M2: return Dtype::kE5M2;
-    default: return Dtype::kF32;
-  }
-}
-
 // Of a buffer that has passed CheckScale.
 inline Scales ToScales(ffi::AnyBuffer buffer) {
   return {static_cast<const float*>(buffer.untyped_data()), buffer.dimensions()[0]};
-}
-
-// A result that is f32[groups].
-inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
-  return CheckShape(amax, {groups});
-}
-
-// x: of `rank`, and small enough that neither it nor a result of the same shape overflows 64 bits.
-inline ffi::Error CheckInput(const Operand& x, size_t rank) {
-  JAXFP8_RETURN_IF_ERROR(CheckRank(x, rank));
-  return CheckSize(x, sizeof(float));
 }
 
 }  // namespace jaxfp8::cpu
