@@ -7,6 +7,8 @@
 
 from . import linen as linen, ops as ops
 from ._dot_general import dot_general as dot_general
+from ._product import FP8StateWarning as FP8StateWarning
+from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
 from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
 from .linen import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, Fp8DotGeneral as Fp8DotGeneral
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels

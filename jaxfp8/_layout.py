@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +29,24 @@ class Layout:
     def sizes(self, dims) -> tuple[int, ...]:
         return tuple(self.shape[d] for d in dims)
 
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """The dimensions that become g, rows and cols."""
+        return (self.batch, self.contract, self.free) if self.contract_first else (self.batch, self.free, self.contract)
+
     def to_matrices(self, x):
         """`x` as `[g, rows, cols]`."""
-        first, second = (self.contract, self.free) if self.contract_first else (self.free, self.contract)
-        x = jnp.transpose(x, self.batch + first + second)
-        return x.reshape(*(math.prod(self.sizes(dims)) for dims in (self.batch, first, second)))
+        x = jnp.transpose(x, sum(self._groups, ()))
+        return x.reshape([math.prod(self.sizes(dims)) for dims in self._groups])
+
+    def from_matrices(self, x):
+        """What `to_matrices` was given."""
+        order = sum(self._groups, ())
+        return jnp.transpose(x.reshape(self.sizes(order)), np.argsort(order))
 
 
-def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
-    """The layouts of both operands of `jax.lax.dot_general`.
+def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """The layouts of both operands of `jax.lax.dot_general`, and the shape of the result.
 
     Raises:
         ValueError: the dimension numbers do not fit the shapes.
@@ -56,7 +66,7 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     pairs = sorted(zip(x_contract, kernel_contract, strict=True))
     x = _layout("x", x_shape, x_batch, [p[0] for p in pairs])
     kernel = _layout("kernel", kernel_shape, kernel_batch, [p[1] for p in pairs])
-    return x, kernel
+    return x, kernel, (*x.sizes(x.batch), *x.sizes(x.free), *kernel.sizes(kernel.free))
 
 
 def _layout(name, shape, batch, contract) -> Layout:

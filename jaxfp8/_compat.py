@@ -1,0 +1,146 @@
+"""The only place that touches private JAX names: a float32 whose addition in autodiff is max, with neutral element 0.
+
+Autodiff adds the cotangents of a value that is used more than once, and what it calls for that is a rule of the value's
+dtype. `jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Where a JAX version has dropped
+or changed it, `MAX_DTYPE` is None and `shared` falls back to what public names can do.
+"""
+
+import dataclasses
+import weakref
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive, set_current_trace
+from jax.interpreters import ad, batching, mlir
+
+try:
+    from jax._src import ad_util, core, dtypes, earray
+    from jax._src.interpreters import pxla
+
+    class _MaxType(jax.dtypes.extended):
+        """For `jax.dtypes.issubdtype`."""
+
+    class _MaxRules:
+        """What JAX asks an extended dtype. Values are stored as float32."""
+
+        allow_conversion = False
+
+        @staticmethod
+        def physical_element_aval(dtype):
+            del dtype
+            return jax.ShapeDtypeStruct((), jnp.float32)
+
+        @staticmethod
+        def tangent_dtype(dtype):
+            return dtype
+
+        @staticmethod
+        def add(dtype, x, y):
+            del dtype
+            return to_max(lax.max(from_max(x), from_max(y)))
+
+        @staticmethod
+        def zero(dtype):
+            del dtype
+            return to_max(jnp.float32(0))
+
+        @staticmethod
+        def full(shape, fill_value, dtype):
+            del dtype
+            return to_max(lax.full(shape, fill_value, jnp.float32))
+
+        @staticmethod
+        def global_sharded_result_handler(aval, out_sharding, committed):
+            physical = core.physical_aval(aval)
+            handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
+            return handler.wrap(lambda x: earray.EArray(aval, x))
+
+    @dataclasses.dataclass(frozen=True)
+    class _MaxDtype(dtypes.ExtendedDType):
+        _rules: type = _MaxRules
+        type: type = _MaxType
+        name: str = "float32_max"
+        itemsize: int = 4
+
+        def __repr__(self) -> str:
+            return self.name
+
+    MAX_DTYPE = _MaxDtype()
+
+    def _add_concrete(x, y):
+        return _MaxRules.add(None, x, y) if x.dtype == MAX_DTYPE else _other_adder(x, y)
+
+    # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
+    _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
+    ad_util.raw_jaxval_adders[earray.EArray] = _add_concrete
+except (ImportError, AttributeError):
+    MAX_DTYPE = None
+
+
+class _Cast(Primitive):
+    """A linear change of dtype. JAX's own conversion of extended dtypes has no working transpose."""
+
+    def __init__(self, name, dtype, lower, transpose):
+        super().__init__(name)
+        self.def_abstract_eval(lambda x: x.update(dtype=dtype, weak_type=False))
+        self.def_impl(jax.jit(self.bind))
+        mlir.register_lowering(self, lower)
+        ad.deflinear2(self, transpose)
+        batching.defvectorized(self)
+
+
+class _MemoizedCast(_Cast):
+    """A cast that gives one value the same result wherever it is used, so that all cotangents meet there.
+
+    Casting an outer value inside a loop body, a branch or a rematerialized function happens outside, where the value
+    is from. Traces hold their tracers weakly and so does this memo: a result that died was not used.
+    """
+
+    _memo = weakref.WeakKeyDictionary()  # of traces: {id(x): (weakref(x), weakref(result))}
+
+    def bind_with_trace(self, trace, args, *rest):
+        (x,) = args
+        if not isinstance(x, jax.core.Tracer):
+            return super().bind_with_trace(trace, args, *rest)
+        with set_current_trace(x._trace):
+            memo = self._memo.setdefault(x._trace, {})
+            source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
+            if source is not x or result is None:
+                result = super().bind_with_trace(x._trace, args, *rest)
+                memo[id(x)] = weakref.ref(x), weakref.ref(result)
+        return result
+
+
+def _nothing():
+    return None
+
+
+_from_max_p = _Cast(
+    "from_max",
+    jnp.dtype(jnp.float32),
+    lambda ctx, x: [x],
+    lambda ct, x: [to_max(ct)],
+)
+_to_max_p = _MemoizedCast(
+    "to_max",
+    MAX_DTYPE,
+    # Trainers may have cast the tree: what is stored in a narrower dtype is read as f32.
+    mlir.lower_fun(lambda x: x.astype(jnp.float32), multiple_results=False),
+    lambda ct, x: [from_max(ct).astype(x.aval.dtype)],
+)
+
+
+def is_max(x) -> bool:
+    """Whether `x` is an array of the max dtype."""
+    return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
+
+
+def to_max(x):
+    """A float array as the max dtype."""
+    return _to_max_p.bind(x)
+
+
+def from_max(x):
+    """Back to float32."""
+    return _from_max_p.bind(x)

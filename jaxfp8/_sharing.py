@@ -1,0 +1,119 @@
+"""Uses of one state combine by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from . import _compat
+from ._state_tree import partition
+
+
+def shared(state):
+    """`state` as f32, such that the cotangents of all uses of its leaves meet in a max."""
+
+    def use(leaf):
+        if _compat.is_max(leaf):
+            return _compat.from_max(leaf)
+        if _compat.MAX_DTYPE is not None and isinstance(leaf, jax.core.Tracer):
+            return _compat.from_max(_compat.to_max(leaf))
+        return jnp.asarray(leaf).astype(jnp.float32)
+
+    return jax.tree.map(use, state)
+
+
+def max_grad(tree):
+    """Casts FP8 state so that autodiff combines its cotangents by max, not by sum; for the top of a loss function.
+
+    `dot_general` does this by itself for values that a scan, a branch or a rematerialized function closes over. The
+    cast at the top also covers state that goes through function boundaries as an argument, where autodiff would add
+    what comes back: `jax.checkpoint(f)(state, x)`, a jitted function called twice, the carry of a scan.
+
+        def loss(variables, batch):
+            variables = jaxfp8.max_grad(variables)
+            ...
+
+    Casted leaves have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32.
+
+    Args:
+        tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
+            inside. Other leaves are not touched, and neither is what is not being differentiated.
+
+    Returns:
+        The same tree.
+
+    Raises:
+        NotImplementedError: this JAX version lacks what it takes; use `jaxfp8.fork` and the carry.
+    """
+    if _compat.MAX_DTYPE is None:
+        raise NotImplementedError(
+            f"max_grad: JAX {jax.__version__} has no extended dtypes of the kind jaxfp8 knows; thread the state through "
+            "the carry of your loops with jaxfp8.fork, and please report the version"
+        )
+
+    def cast(leaf, is_state_leaf):
+        tracked = is_state_leaf and isinstance(leaf, jax.core.Tracer) and not _compat.is_max(leaf)
+        return _compat.to_max(leaf) if tracked else leaf
+
+    return jax.tree.map(cast, tree, partition(tree))
+
+
+def value_and_grad(loss_fn, argnums=0, has_aux=False):
+    """`jax.value_and_grad` for arguments with FP8 state inside: state is right in any loop.
+
+    Args:
+        loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
+        argnums: as JAX's: an int or a tuple of ints, the arguments to differentiate.
+        has_aux: as JAX's.
+
+    Returns:
+        A function of the same arguments that returns `(value, gradients)`, the gradient of FP8 state being its next
+        state in float32.
+    """
+
+    @functools.wraps(loss_fn)
+    def loss_with_shared_state(*args, **kwargs):
+        wanted = (argnums,) if isinstance(argnums, int) else argnums
+        wanted = {n % len(args) for n in wanted}
+        out = loss_fn(*(max_grad(arg) if i in wanted else arg for i, arg in enumerate(args)), **kwargs)
+        return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
+
+    return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux)
+
+
+def grad(loss_fn, argnums=0, has_aux=False):
+    """`jax.grad` for arguments with FP8 state inside; see `jaxfp8.value_and_grad`."""
+    value_and_gradients = value_and_grad(loss_fn, argnums, has_aux)
+
+    @functools.wraps(loss_fn)
+    def gradients_of(*args, **kwargs):
+        value, gradients = value_and_gradients(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradients_of
+
+
+@jax.custom_vjp
+def fork(state):
+    """Two handles of one state whose cotangents combine by max; for programs that thread their state by hand.
+
+        def body(carry, x):
+            state, total = carry
+            state, used = jaxfp8.fork(state)
+            return (state, total + f(x, used)), None
+
+    It needs nothing but public JAX and works where `max_grad` does not.
+
+    Args:
+        state: a tree of float arrays.
+
+    Returns:
+        `(state, state)`.
+    """
+    return state, state
+
+
+fork.defvjp(
+    lambda state: ((state, state), None),
+    lambda _, cotangents: (jax.tree.map(jnp.maximum, *cotangents),),
+)

@@ -1,0 +1,119 @@
+"""Which leaves of a tree are quantizer state, whatever holds them: dicts, Flax and NNX variables, dataclasses.
+
+A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
+(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. A `scale` on its own, as normalization
+layers have it, is a parameter. What else lies below the key `_overwrite_with_gradient`, or in a `DotGeneralState`, is
+state of a user's own quantizer.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from .recipes import DotGeneralState
+
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+_HISTORY, _SCALE = "amax_history", "scale"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """Where the two leaves of one quantizer are.
+
+    Attributes:
+        name: its path, for messages: `Dense_0/Fp8DotGeneral_0/input`.
+        amax_history, scale: positions in `StateTree.leaves`.
+    """
+
+    name: str
+    amax_history: int
+    scale: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTree:
+    """A flat tree with its quantizers found.
+
+    Attributes:
+        treedef: of the whole tree.
+        leaves: all leaves, parameters included, in the order of `jax.tree.leaves`.
+        paths: a tuple of strings for each leaf, the same whether NNX variables are boxed or pure.
+        quantizers: every pair, in the order of its history.
+        others: positions of the state leaves that belong to no pair.
+    """
+
+    treedef: Any
+    leaves: list
+    paths: list[tuple[str, ...]]
+    quantizers: list[Quantizer]
+    others: list[int]
+
+    def positions(self) -> list[int]:
+        """Positions of all state leaves, ascending."""
+        pairs = (i for q in self.quantizers for i in (q.amax_history, q.scale))
+        return sorted([*pairs, *self.others])
+
+    def replace(self, values: dict[int, Any]):
+        """The tree with some leaves replaced; a value may be a subtree."""
+        return self.treedef.unflatten([values.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def by_path(self) -> dict[tuple[str, ...], Any]:
+        """All leaves by their path."""
+        return dict(zip(self.paths, self.leaves, strict=True))
+
+    def name(self, position: int) -> str:
+        """The path of a leaf, for messages."""
+        return "/".join(self.paths[position])
+
+
+def flatten(tree) -> StateTree:
+    """Flattens any pytree and finds its quantizer state.
+
+    Args:
+        tree: a state collection, a variables dict, an NNX state or module, a `DotGeneralState`, or a pytree that mixes
+            parameters with any of these.
+    """
+    leaves, paths, in_product = [], [], []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_product)[0]:
+        for rest, inner in jax.tree_util.tree_flatten_with_path(leaf)[0] if _is_product(leaf) else [((), leaf)]:
+            leaves.append(inner)
+            paths.append(_names((*path, *rest)))
+            in_product.append(_is_product(leaf))
+    quantizers = _pairs(paths)
+    paired = {i for q in quantizers for i in (q.amax_history, q.scale)}
+    others = [
+        i for i, path in enumerate(paths) if i not in paired and (in_product[i] or OVERWRITE_WITH_GRADIENT in path)
+    ]
+    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, others)
+
+
+def partition(tree):
+    """The tree with True for every leaf that is quantizer state and False for every parameter."""
+    found = flatten(tree)
+    state = set(found.positions())
+    return found.treedef.unflatten([i in state for i in range(len(found.leaves))])
+
+
+def _is_product(x) -> bool:
+    return isinstance(x, DotGeneralState)
+
+
+def _names(path) -> tuple[str, ...]:
+    keys = list(path)
+    if isinstance(keys[-1] if keys else None, jax.tree_util.GetAttrKey) and keys[-1].name == "value":
+        keys.pop()  # the box of an NNX variable
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
+
+
+def _pairs(paths) -> list[Quantizer]:
+    where = {path: i for i, path in enumerate(paths)}
+    found = []
+    for i, path in enumerate(paths):
+        prefix = path[-1].removesuffix(_HISTORY) if path else ""
+        if not path or prefix == path[-1] or (prefix and not prefix.endswith("_")):
+            continue
+        scale = where.get((*path[:-1], prefix + _SCALE))
+        if scale is not None:
+            found.append(Quantizer("/".join(filter(None, (*path[:-1], prefix.rstrip("_")))), i, scale))
+    return found
