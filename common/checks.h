@@ -5,6 +5,7 @@
 #ifndef JAXFP8_COMMON_CHECKS_H_
 #define JAXFP8_COMMON_CHECKS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -13,6 +14,7 @@
 #include <string>
 
 #include "common/dispatch.h"
+#include "common/scale.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxfp8 {
@@ -77,12 +79,14 @@ inline ffi::Error CheckRank(const Operand& operand, size_t rank) {
   return Mismatch(operand, "rank " + std::to_string(rank));
 }
 
-inline ffi::Error CheckShape(const Operand& operand, std::initializer_list<int64_t> dims) {
+inline ffi::Error CheckShape(const Operand& operand, ffi::Span<const int64_t> dims) {
   const ffi::Span<const int64_t> got = operand.buffer.dimensions();
-  bool same = got.size() == dims.size();
-  for (size_t i = 0; same && i < dims.size(); ++i) same = got[i] == dims.begin()[i];
-  if (same) return ffi::Error::Success();
-  return Mismatch(operand, Describe(operand.buffer.element_type(), {dims.begin(), dims.size()}));
+  if (std::equal(got.begin(), got.end(), dims.begin(), dims.end())) return ffi::Error::Success();
+  return Mismatch(operand, Describe(operand.buffer.element_type(), dims));
+}
+
+inline ffi::Error CheckShape(const Operand& operand, std::initializer_list<int64_t> dims) {
+  return CheckShape(operand, ffi::Span<const int64_t>(dims.begin(), dims.size()));
 }
 
 // A scale is f32 with one element for all groups, or one for each.
@@ -124,10 +128,25 @@ inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
   return CheckShape(amax, {groups});
 }
 
+// [g, ...]: any shape in a group, and small enough as above.
+inline ffi::Error CheckGrouped(const Operand& x) {
+  if (x.buffer.dimensions().size() < 2) return Mismatch(x, "rank 2 or more");
+  return CheckSize(x, sizeof(float));
+}
+
 // x: of `rank`, and small enough that neither it nor a result of the same shape overflows 64 bits.
 inline ffi::Error CheckInput(const Operand& x, size_t rank) {
   JAXFP8_RETURN_IF_ERROR(CheckRank(x, rank));
   return CheckSize(x, sizeof(float));
+}
+
+// An attribute that is divided by or into: not 0, not subnormal.
+inline ffi::Error CheckPositiveNormal(const char* op, const char* name, float value) {
+  if (IsPositiveNormal(value)) return ffi::Error::Success();
+  std::ostringstream got;
+  got << value;
+  return ffi::Error::InvalidArgument(std::string(op) + ": " + name +
+                                     ": expected a positive normal F32, got " + got.str());
 }
 
 // Of a dtype that has passed CheckHighPrecision or CheckFp8.

@@ -5,12 +5,14 @@
 `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
 """
 
-from . import linen as linen, ops as ops
+from . import convert as convert, linen as linen, nnx as nnx, ops as ops, train as train
 from ._dot_general import dot_general as dot_general
+from ._einsum import einsum as einsum
 from ._product import FP8StateWarning as FP8StateWarning
 from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
+from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
-from .linen import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, Fp8DotGeneral as Fp8DotGeneral
+from .linen import Fp8DotGeneral as Fp8DotGeneral
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
     DelayedScaling as DelayedScaling,
@@ -18,3 +20,4 @@ from .recipes import (
     init_state as init_state,
 )
 from .tensor import QTensor as QTensor
+from .train import accumulate_gradients as accumulate_gradients, update_state as update_state

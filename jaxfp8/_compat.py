@@ -14,6 +14,8 @@ from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 
+from .ops._primitive import compiled
+
 try:
     from jax._src import ad_util, core, dtypes, earray
     from jax._src.interpreters import pxla
@@ -84,7 +86,7 @@ class _Cast(Primitive):
     def __init__(self, name, dtype, lower, transpose):
         super().__init__(name)
         self.def_abstract_eval(lambda x: x.update(dtype=dtype, weak_type=False))
-        self.def_impl(jax.jit(self.bind))
+        self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
         batching.defvectorized(self)

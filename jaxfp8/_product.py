@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import ops
 from ._layout import layouts
+from .ops._primitive import compiled
 from .recipes import DotGeneralState
 
 # Names for rematerialization policies (checkpoint_policies.py).
@@ -63,10 +64,7 @@ class Plan:
         """`a @ b.T` of `(codes, scale_inv)` pairs, or its transpose `b @ a.T`."""
         (a, a_scale_inv), (b, b_scale_inv) = (b, a) if swap else (a, b)
 
-        def matmul(a, b):
-            return ops.scaled_matmul(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, precise=name in self.precise)
-
-        return matmul(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(matmul)(a, b)
+        return ops.scaled_matmul(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, precise=name in self.precise)
 
 
 def product(plan: Plan, x, kernel, state: DotGeneralState):
@@ -254,7 +252,7 @@ def _only_reverse(*args, **params):
 
 _product_p = Primitive("fp8_product")
 _product_p.def_abstract_eval(_abstract)
-_product_p.def_impl(jax.jit(_primal, static_argnames=("plan", "tree")))
+_product_p.def_impl(compiled(_product_p))
 mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=False))
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp

@@ -47,8 +47,8 @@ def max_grad(tree):
     """
     if _compat.MAX_DTYPE is None:
         raise NotImplementedError(
-            f"max_grad: JAX {jax.__version__} has no extended dtypes of the kind jaxfp8 knows; thread the state through "
-            "the carry of your loops with jaxfp8.fork, and please report the version"
+            f"max_grad: JAX {jax.__version__} has no extended dtypes of the kind jaxfp8 knows; thread the state "
+            "through the carry of your loops with jaxfp8.fork, and please report the version"
         )
 
     def cast(leaf, is_state_leaf):

@@ -3,6 +3,9 @@
 Two things differ between platforms and are avoided here. XLA's CPU threads treat subnormal floats as zero: amaxes are
 compared and reduced as integers, because the bits of non-negative floats sort like the floats. XLA's GPU compiler emits
 a division that is off by up to 2 ulp (`div.full.f32`): quotients are rounded by integer arithmetic.
+
+Constants are written out in the shape of their operand: one operation each in the program, where jnp's promotion takes
+three.
 """
 
 import jax.numpy as jnp
@@ -24,14 +27,15 @@ def _bits(x):
 
 def positive_finite(x):
     """`0 < x < inf`, subnormals included."""
-    bits = _bits(x)
-    return (bits > 0) & (bits < _INF_BITS)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
+    below_zero = bits - np.full(bits.shape, 1, np.uint32)  # 0 wraps around
+    return lax.lt(below_zero, np.full(bits.shape, _INF_BITS - 1, np.uint32))
 
 
 def clean(x):
     """f32 view of stored state in which an entry that is negative or not finite is 0."""
     x = x.astype(jnp.float32)
-    return jnp.where(positive_finite(x), x, jnp.float32(0))
+    return lax.select(positive_finite(x), x, np.zeros(x.shape, np.float32))
 
 
 def abs_max(x, axis=None):
@@ -44,22 +48,13 @@ def abs_max(x, axis=None):
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
 
 
-def divide(x, y):
-    """`x / y` correctly rounded, for positive normal f32 x and y with a normal quotient."""
+def round_quotient(x, y, approximate=lax.div):
+    """`x / y` correctly rounded for positive normal f32 x and y with a normal quotient.
 
-    def default(x, y):
-        return round_quotient(x, y, lambda x, y: x / y)
-
-    # Behind the barrier XLA cannot turn the inverse of a quotient, a / (b / c), into a * c / b: other bits.
-    return lax.optimization_barrier(lax.platform_dependent(x, y, cpu=lambda x, y: x / y, default=default))
-
-
-def round_quotient(x, y, approximate):
-    """`x / y` correctly rounded, from an `approximate` division of numbers in [1, 2) that is off by a few ulp.
-
-    The quotient of the significands is an integer of 24 bits, up to rounding. With an estimate of it, the remainder is
-    a small integer that 32 bits hold although the products do not: they wrap around and the difference is exact. A
-    quotient of two floats is never halfway between two floats, so there are no ties.
+    `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
+    of 24 bits, up to rounding. With an estimate of it, the remainder is a small integer that 32 bits hold although the
+    products do not: they wrap around and the difference is exact. A quotient of two floats is never halfway between two
+    floats, so there are no ties.
     """
     x_bits, y_bits = _bits(x), _bits(y)
     x_int, y_int = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT for bits in (x_bits, y_bits))
@@ -78,18 +73,17 @@ def round_quotient(x, y, approximate):
     return lax.bitcast_convert_type((exponent << 23) + (quotient - _HIDDEN_BIT), jnp.float32)
 
 
-def inverse(scale):
-    """`1 / scale` for a scale in [2**-126, 2**126]."""
-    return divide(jnp.ones_like(scale), scale)
+def scale_numerator(fp8_max: float, margin: float) -> np.float32:
+    """`fp8_max / 2**margin`: with the power of two in the numerator a scale takes one division and one rounding."""
+    return np.float32(fp8_max * 2.0**-margin)
 
 
-def amax_to_scale(amax, fp8_max: float, margin: float, stored):
-    """The scale that maps `amax` to `fp8_max / 2**margin`; the one that `stored` stands for where there is no amax.
+def amax_to_scale(amax, stored, numerator: np.float32):
+    """`(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or the one that `stored` stands for.
 
-    `fp8_max / amax / 2**margin` if `0 < amax < inf`, else `1 / stored` if `0 < stored < inf`, else 1; clamped to
-    [2**-126, 2**126]. The power of two is folded into the numerator: one division, one rounding.
+    `numerator / amax` if `0 < amax < inf`, else `1 / stored` if `0 < stored < inf`, else 1; clamped to
+    [2**-126, 2**126].
     """
-    numerator = np.float32(fp8_max * 2.0**-margin)
     # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
     # bound, out of the division: they count as 2**-126.
     smallest = max(float(numerator) / MAX_SCALE, float(np.finfo(np.float32).tiny))
@@ -99,12 +93,23 @@ def amax_to_scale(amax, fp8_max: float, margin: float, stored):
     stored_in_range = jnp.where(positive_finite(stored), stored_in_range, jnp.float32(1))
 
     has_amax = positive_finite(amax)
-    return divide(jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range))
+    scale = round_quotient(
+        jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range)
+    )
+    return scale, round_quotient(jnp.ones_like(scale), scale)
 
 
 def push_history(history, amax):
-    """`history` with its oldest entry dropped and `amax` in slot 0; an amax that is not finite is recorded as 0.
+    """A clean `history` with its oldest entry dropped and `amax` in slot 0; one that is not finite is recorded as 0.
 
-    The stored order is TransformerEngine's picture *before rotation*: slot 0 newest, slot 1 oldest.
+    The stored order is TransformerEngine's picture *before rotation*: slot 0 newest, slot 1 oldest. The amax enters
+    last and alone, so that XLA can move its all-reduce out of a loop over layers.
+
+    Args:
+        history: f32 `[H]`.
+        amax: f32[] as `abs_max` gives it, not negative.
     """
-    return jnp.roll(history, -1).at[0].set(clean(amax))
+    length = history.shape[0]
+    rolled = lax.concatenate([lax.slice(history, (1,), (length,)), lax.slice(history, (0,), (1,))], 0)
+    newest = lax.select(lax.lt(amax, np.float32(np.inf)), amax, np.float32(0))
+    return lax.dynamic_update_slice(rolled, newest.reshape(1), (np.int32(0),))

@@ -1,4 +1,4 @@
-// jaxfp8_dequantize_v1: data fp8 [g, n], scale_inv f32 [1] or [g] -> out [g, n].
+// jaxfp8_dequantize_v1: data fp8 [g, ...], scale_inv f32 [1] or [g] -> out of that shape.
 #include "cpu/kernels/dequantize.h"
 
 #include "cpu/ffi/support.h"
@@ -12,13 +12,13 @@ ffi::Error DequantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("dequantize", attributes));
   const Operand data_operand{"dequantize", "data", data};
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(data_operand, 2));
+  JAXFP8_RETURN_IF_ERROR(CheckGrouped(data_operand));
   const int64_t groups = data.dimensions()[0];
-  const int64_t size = data.dimensions()[1];
+  const int64_t size = groups == 0 ? 0 : static_cast<int64_t>(data.element_count()) / groups;
   const Operand out_operand{"dequantize", "out", *out};
   JAXFP8_RETURN_IF_ERROR(CheckScale({"dequantize", "scale_inv", scale_inv}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, {groups, size}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, data.dimensions()));
 
   XlaTaskPool tasks(pool);
   Dequantize(tasks, ToDtype(data.element_type()), ToDtype(out->element_type()),

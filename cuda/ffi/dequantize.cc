@@ -1,4 +1,4 @@
-// jaxfp8_dequantize_v1: data fp8 [g, n], scale_inv f32 [1] or [g] -> out [g, n].
+// jaxfp8_dequantize_v1: data fp8 [g, ...], scale_inv f32 [1] or [g] -> out of that shape.
 #include "cuda/kernels/dequantize.h"
 
 #include "cuda/ffi/support.h"
@@ -11,13 +11,13 @@ ffi::Error DequantizeHandler(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyB
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("dequantize", attributes));
   const Operand data_operand{"dequantize", "data", data};
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(data_operand, 2));
+  JAXFP8_RETURN_IF_ERROR(CheckGrouped(data_operand));
   const int64_t groups = data.dimensions()[0];
-  const int64_t size = data.dimensions()[1];
+  const int64_t size = groups == 0 ? 0 : static_cast<int64_t>(data.element_count()) / groups;
   const Operand out_operand{"dequantize", "out", *out};
   JAXFP8_RETURN_IF_ERROR(CheckScale({"dequantize", "scale_inv", scale_inv}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, {groups, size}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, data.dimensions()));
 
   DequantizeParams params = {};
   params.format = ToDtype(data.element_type());

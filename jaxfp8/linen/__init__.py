@@ -1,3 +1,7 @@
 """Flax Linen: adapters that hold quantizer state in the `_overwrite_with_gradient` collection, and nothing else."""
 
-from ._dot_general import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, Fp8DotGeneral as Fp8DotGeneral
+from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from ._dense import Dense as Dense
+from ._dot_general import Fp8DotGeneral as Fp8DotGeneral
+from ._einsum import Fp8Einsum as Fp8Einsum
+from ._train_state import TrainState as TrainState

@@ -1,18 +1,12 @@
 """Fp8DotGeneral: the `dot_general_cls` of Linen layers."""
 
-from typing import Any
-
-import jax.numpy as jnp
 from flax import linen as nn
 
 from .._dot_general import dot_general
-from ..formats import E4M3, E5M2, HYBRID
-from ..recipes import DelayedScaling, DotGeneralState, QuantizerState, init_state
-
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+from ._state import Fp8Module
 
 
-class Fp8DotGeneral(nn.Module):
+class Fp8DotGeneral(Fp8Module):
     """FP8 products for any Linen layer that takes a `dot_general_cls`; a plain swap for `nn.Fp8DotGeneral`.
 
         nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
@@ -31,43 +25,15 @@ class Fp8DotGeneral(nn.Module):
         ValueError: e4m3_dtype and e5m2_dtype are not a format of ours.
     """
 
-    recipe: Any = None
-    amax_history_length: int = 1024
-    e4m3_dtype: Any = jnp.float8_e4m3fn
-    e5m2_dtype: Any = jnp.float8_e5m2
-
     @nn.compact
     def __call__(self, x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        recipe = self.recipe if self.recipe is not None else self._recipe_of_fields()
-        initial = init_state(recipe)
-
-        def stored(name):
-            init: QuantizerState = getattr(initial, name)
-            return QuantizerState(
-                amax_history=self.variable(
-                    OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", lambda: init.amax_history
-                ).value,
-                scale=self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", lambda: init.scale).value,
-            )
-
         return dot_general(
             x,
             kernel,
             dimension_numbers,
-            recipe=recipe,
-            state=DotGeneralState(stored("input"), stored("kernel"), stored("output_grad")),
+            **self.recipe_and_state(),
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
-        )
-
-    def _recipe_of_fields(self) -> DelayedScaling:
-        wanted = (jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype))
-        for fp8_format in (HYBRID, E4M3, E5M2):
-            if (fp8_format.dtype, fp8_format.backward_dtype) == wanted:
-                return DelayedScaling(amax_history_len=self.amax_history_length, fp8_format=fp8_format)
-        raise ValueError(
-            "Fp8DotGeneral: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn or float8_e5m2 forward and backward, got "
-            f"{wanted[0].name} and {wanted[1].name}"
         )

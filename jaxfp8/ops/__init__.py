@@ -3,6 +3,8 @@ bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequ
 """
 
 from ._amax import amax as amax
+from ._amax_history import push_history as push_history, read_history as read_history
+from ._amax_to_scale import amax_to_scale as amax_to_scale
 from ._dequantize import dequantize as dequantize
 from ._implementation import implementation as implementation
 from ._quantize import quantize as quantize

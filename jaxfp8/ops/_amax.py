@@ -1,14 +1,10 @@
 """amax: the largest magnitude of an array."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from .. import scaling
 from . import _checks, _ffi
-from ._implementation import by_platform
-from ._transforms import grouped, not_differentiable
+from ._primitive import grouped_op
 
 
 def amax(x):
@@ -25,21 +21,23 @@ def amax(x):
     Raises:
         TypeError: x has another dtype; or the op is differentiated.
     """
-    return _amax(_checks.high_precision("amax", "x", x))
+    x = _checks.high_precision("amax", "x", x)
+    return _groups(x.reshape(1, -1))[0].reshape(())
 
 
-@functools.partial(jax.jit, inline=True)
-@not_differentiable("amax")
-def _amax(x):
-    return _groups(x.reshape(1, -1)).reshape(())
+def _results(x):
+    return [((x.shape[0],), jnp.float32)]
 
 
 def _reference(x):
-    return scaling.abs_max(x, axis=1)
+    return (scaling.abs_max(x, axis=1),)
 
 
 def _custom_call(x):
-    return _ffi.call("amax", [((x.shape[0],), jnp.float32)], x)[0]
+    return _ffi.call("amax", _results(x), x)
 
 
-_groups = grouped(by_platform(_reference, cpu=_custom_call, cuda=_custom_call))
+# x `[g, n]` -> f32 `[g]`.
+_groups = grouped_op(
+    "amax", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False,)
+)

@@ -51,9 +51,10 @@ def scale(op: str, name: str, x):
     return x.reshape(1)
 
 
-def rank(op: str, name: str, x, wanted: int):
-    if x.ndim != wanted:
-        raise ValueError(f"{op}: {name}: expected rank {wanted}, got {_describe(x)}")
+def matrices(op: str, name: str, x):
+    """A matrix, or several: rank 2 or more."""
+    if x.ndim < 2:
+        raise ValueError(f"{op}: {name}: expected rank 2 or more, got {_describe(x)}")
     return x
 
 

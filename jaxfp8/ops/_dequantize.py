@@ -1,13 +1,8 @@
 """dequantize: from FP8, times the inverse scale."""
 
-import functools
-
-import jax
-
 from . import _checks, _ffi
-from ._implementation import by_platform
+from ._primitive import grouped_op
 from ._reference import decode
-from ._transforms import grouped, not_differentiable
 
 
 def dequantize(data, scale_inv, dtype):
@@ -29,26 +24,24 @@ def dequantize(data, scale_inv, dtype):
     """
     data = _checks.fp8("dequantize", "data", data)
     scale_inv = _checks.scale("dequantize", "scale_inv", scale_inv)
-    return _dequantize(data, scale_inv, _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION))
+    dtype = _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION)
+    return dequantize_groups(data.reshape(1, -1), scale_inv, dtype=dtype)[0].reshape(data.shape)
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _dequantize(data, scale_inv, dtype):
-    @not_differentiable("dequantize")
-    def run(data, scale_inv):
-        return _groups(dtype)(data.reshape(1, -1), scale_inv).reshape(data.shape)
-
-    return run(data, scale_inv)
+def _results(data, scale_inv, dtype):
+    del scale_inv
+    return [(data.shape, dtype)]
 
 
-@functools.cache
-def _groups(dtype):
-    """Canonical form: data `[g, n]`, scale_inv f32 `[1]` or `[g]` -> `[g, n]` of `dtype`."""
+def _reference(data, scale_inv, dtype):
+    return (decode(data, scale_inv.reshape(-1, *[1] * (data.ndim - 1)), dtype),)
 
-    def reference(data, scale_inv):
-        return decode(data, scale_inv[:, None], dtype)
 
-    def custom_call(data, scale_inv):
-        return _ffi.call("dequantize", [(data.shape, dtype)], data, scale_inv)[0]
+def _custom_call(data, scale_inv, dtype):
+    return _ffi.call("dequantize", _results(data, scale_inv, dtype), data, scale_inv)
 
-    return grouped(by_platform(reference, cpu=custom_call, cuda=custom_call))
+
+# data `[g, ...]`, scale_inv f32 `[1]` or `[g]` -> `[g, ...]` of `dtype`.
+dequantize_groups = grouped_op(
+    "dequantize", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False, True)
+)

@@ -16,8 +16,8 @@ import numpy as np
 
 # An editable install has two folders: the sources and what was built.
 _LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
-_ELEMENTWISE = ("amax", "quantize", "quantize_transpose", "dequantize")
-_TARGETS = {"cpu": _ELEMENTWISE, "CUDA": (*_ELEMENTWISE, "scaled_matmul")}
+_ON_BOTH = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize")
+_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, "scaled_matmul")}
 _VERSION = 1
 
 
@@ -65,10 +65,10 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         results: `(shape, dtype)` of each result.
         *operands: arrays in the canonical form of common/README.md.
         aliases: operand index -> result index of buffers updated in place.
-        **attributes: Python bools; passed with an explicit NumPy type.
+        **attributes: Python bools, or NumPy scalars; handlers see an explicit type.
     """
     return jax.ffi.ffi_call(
         target_name(op),
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
         input_output_aliases=aliases,
-    )(*operands, **{name: np.bool_(value) for name, value in attributes.items()})
+    )(*operands, **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()})

@@ -3,7 +3,6 @@
 import contextlib
 
 import jax
-from jax import lax
 
 from . import _ffi
 
@@ -41,21 +40,3 @@ def implementation(name: str):
 def selected() -> str | None:
     """The name given to the innermost `implementation`, or None."""
     return _context.value
-
-
-def by_platform(reference, *, cpu, cuda):
-    """A function of arrays that runs `cpu` or `cuda` where their library is loaded and `reference` elsewhere."""
-
-    def run(*operands):
-        choice = selected()
-        branches = {}
-        if _ffi.has_cpu_kernels:
-            branches["cpu"] = cpu
-        if _ffi.has_cuda_kernels():
-            branches["cuda"] = cuda
-        if choice in ("reference", "xla") or not branches:
-            return reference(*operands)
-        default = None if choice == "ffi" else reference
-        return lax.platform_dependent(*operands, default=default, **branches)
-
-    return run

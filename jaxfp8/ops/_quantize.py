@@ -1,16 +1,12 @@
 """quantize: to FP8 with a given scale, and the amax, in one read."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from .. import scaling
 from ..formats import FP8_DTYPES
 from . import _checks, _ffi
-from ._implementation import by_platform
+from ._primitive import grouped_op
 from ._reference import encode
-from ._transforms import grouped, not_differentiable
 
 
 def quantize(x, scale, dtype):
@@ -38,27 +34,25 @@ def quantize(x, scale, dtype):
     """
     x = _checks.high_precision("quantize", "x", x)
     scale = _checks.scale("quantize", "scale", scale)
-    return _quantize(x, scale, _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES))
+    dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
+    data, amax = _groups(x.reshape(1, -1), scale, dtype=dtype)
+    return data.reshape(x.shape), amax.reshape(())
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _quantize(x, scale, dtype):
-    @not_differentiable("quantize")
-    def run(x, scale):
-        data, amax = _groups(dtype)(x.reshape(1, -1), scale)
-        return data.reshape(x.shape), amax.reshape(())
-
-    return run(x, scale)
+def _results(x, scale, dtype):
+    del scale
+    return [(x.shape, dtype), ((x.shape[0],), jnp.float32)]
 
 
-@functools.cache
-def _groups(dtype):
-    """Canonical form: x `[g, n]`, scale f32 `[1]` or `[g]` -> data `[g, n]`, amax f32 `[g]`."""
+def _reference(x, scale, dtype):
+    return encode(x, scale[:, None], dtype), scaling.abs_max(x, axis=1)
 
-    def reference(x, scale):
-        return encode(x, scale[:, None], dtype), scaling.abs_max(x, axis=1)
 
-    def custom_call(x, scale):
-        return tuple(_ffi.call("quantize", [(x.shape, dtype), ((x.shape[0],), jnp.float32)], x, scale))
+def _custom_call(x, scale, dtype):
+    return _ffi.call("quantize", _results(x, scale, dtype), x, scale)
 
-    return grouped(by_platform(reference, cpu=custom_call, cuda=custom_call))
+
+# x `[g, n]`, scale f32 `[1]` or `[g]` -> data `[g, n]`, amax f32 `[g]`.
+_groups = grouped_op(
+    "quantize", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False, True)
+)

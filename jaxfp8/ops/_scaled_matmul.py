@@ -1,18 +1,16 @@
 """scaled_matmul: the FP8 GEMM, both operands with the contracting dimension last."""
 
 import dataclasses
-import functools
+import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from . import _checks, _ffi
-from ._dequantize import dequantize
-from ._implementation import by_platform, selected
-from ._transforms import merge_scale, merge_tensor, not_differentiable, split_groups
+from ._dequantize import dequantize_groups
+from ._implementation import selected
+from ._primitive import grouped_op
 
 # What cuBLASLt may use while it multiplies; 32 MiB is its advice for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
@@ -20,6 +18,7 @@ _WORKSPACE_BYTES = 32 * 2**20
 _ALIGNMENT = 16
 
 _E5M2 = np.dtype(jnp.float8_e5m2)
+_ONE = np.ones((1,), np.float32)
 
 
 def scaled_matmul(
@@ -29,45 +28,48 @@ def scaled_matmul(
 
     Equivalent to, in f32 and rounded once at the end:
 
-        ((a @ b.T) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
+        ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
     On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
     accumulation. With `K` products, `|error| <= K * eps * sum(|a_k b_k|)` before the last rounding,
     `eps = 2**-24`; about `2**-14` on Hopper with fast accumulation.
 
     Args:
-        a: float8_e4m3fn or float8_e5m2 `[m, k]`.
-        b: float8_e4m3fn or float8_e5m2 `[n, k]`.
+        a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
+        b: float8_e4m3fn or float8_e5m2 `[..., n, k]`.
         a_scale_inv: f32[] or f32[1].
         b_scale_inv: f32[] or f32[1].
-        bias: bfloat16, float16 or float32 `[n]`, added to every row.
-        accumulator: f32 `[m, n]`, added; with `out_dtype` float32 the GPU may add in place.
+        bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
+        accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add in place.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off (it exists on Hopper and Ada only).
 
     Returns:
-        `[m, n]` of `out_dtype`.
+        `[..., m, n]` of `out_dtype`.
 
     Raises:
         TypeError: an argument has another dtype; or the op is differentiated.
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a = _checks.rank(op, "a", _checks.fp8(op, "a", a), 2)
-    b = _checks.rank(op, "b", _checks.fp8(op, "b", b), 2)
-    if a.shape[1] != b.shape[1]:
+    a = _checks.matrices(op, "a", _checks.fp8(op, "a", a))
+    b = _checks.matrices(op, "b", _checks.fp8(op, "b", b))
+    *leading, m, k = a.shape
+    n = b.shape[-2]
+    if b.shape != (*leading, n, k):
+        needed = ", ".join(map(str, (*leading, "n", k)))
         raise ValueError(
-            f"{op}: b: expected [n, k] with k = {a.shape[1]} as in a, got {b.shape}; both operands have the "
+            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got {b.shape}; both operands have the "
             "contracting dimension last"
         )
     operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
     if bias is not None:
-        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (b.shape[0],)))
+        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, n)))
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
             raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}")
-        operands.append(_checks.shape(op, "accumulator", accumulator, (a.shape[0], b.shape[0])))
+        operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, m, n)))
     if not isinstance(precise, (bool, np.bool_)):
         raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
     spec = _Spec(
@@ -75,8 +77,15 @@ def scaled_matmul(
         precise=bool(precise),
         has_bias=bias is not None,
         has_accumulator=accumulator is not None,
+        rewritten_by_xla=selected() == "xla",
     )
-    return _scaled_matmul(spec, *operands)
+    g = math.prod(leading)
+    tensors = (2, 2, None, None, *([1] if spec.has_bias else []), 2)  # how many dimensions belong to the matrix
+    operands = [
+        x if rank is None else x.reshape(g, *x.shape[x.ndim - rank :])
+        for x, rank in zip(operands, tensors, strict=False)
+    ]
+    return _groups(*operands, spec=spec)[0].reshape(*leading, m, n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +96,7 @@ class _Spec:
     precise: bool
     has_bias: bool
     has_accumulator: bool
+    rewritten_by_xla: bool
 
     def split(self, operands):
         """`(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
@@ -96,52 +106,10 @@ class _Spec:
         return (*operands[:4], bias, accumulator)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _scaled_matmul(spec, a, b, a_scale_inv, b_scale_inv, *rest):
-    @not_differentiable("scaled_matmul")
-    def run(a, b, a_scale_inv, b_scale_inv, *rest):
-        return _groups(spec)(a[None], b[None], a_scale_inv, b_scale_inv, *(x[None] for x in rest))[0]
-
-    return run(a, b, a_scale_inv, b_scale_inv, *rest)
-
-
-@functools.cache
-def _groups(spec):
-    """Canonical form: a `[g, m, k]`, b `[g, n, k]`, scales `[1]` or `[g]`, bias `[g, n]`, accumulator `[g, m, n]`."""
-
-    def default(*operands):
-        matmul = _convert_multiply_dot if selected() == "xla" else _widened
-        return matmul(spec, *spec.split(operands))
-
-    def cpu(*operands):
-        # bfloat16 has half of f32's bytes, and newer processors multiply it natively.
-        return _widened(spec, *spec.split(operands), widen=lambda codes: dequantize(codes, 1.0, jnp.bfloat16))
-
-    def cuda(*operands):
-        return _cublaslt(spec, *spec.split(operands))
-
-    call = custom_vmap(by_platform(default, cpu=cpu, cuda=cuda))
-
-    @call.def_vmap
-    def _(axis_size, in_batched, *operands):
-        a, b = operands[:2]
-        groups, m = a.shape[1:3] if in_batched[0] else a.shape[:2]
-        if groups == 1 and in_batched[0] and not any(in_batched[1:]) and not spec.has_accumulator:
-            # One b for the whole batch: a single taller GEMM.
-            out = call(a.reshape(1, axis_size * m, a.shape[3]), b, *operands[2:])
-            return out.reshape(axis_size, 1, m, b.shape[1]), True
-        merged = [
-            merge_scale(axis_size, batched, x, groups) if i in (2, 3) else merge_tensor(axis_size, batched, x)
-            for i, (x, batched) in enumerate(zip(operands, in_batched, strict=True))
-        ]
-        return split_groups(axis_size, groups, call(*merged)), True
-
-    return call
-
-
 def _finish(spec, product, a_scale_inv, b_scale_inv, bias, accumulator):
     """Scales, adds and rounds an f32 product `[g, m, n]`."""
-    out = product * (a_scale_inv * b_scale_inv)[:, None, None]
+    scale_inv = a_scale_inv * b_scale_inv
+    out = product * lax.broadcast_in_dim(scale_inv, (scale_inv.shape[0], *product.shape[1:]), (0,))
     if bias is not None:
         out = out + bias[:, None, :].astype(jnp.float32)
     if accumulator is not None:
@@ -151,9 +119,11 @@ def _finish(spec, product, a_scale_inv, b_scale_inv, bias, accumulator):
 
 def _dot(a, b):
     """`[g, m, k]` by `[g, n, k]` in f32."""
-    if a.shape[0] == 1:  # XLA:CPU multiplies matrices faster than batches of one
-        return lax.dot_general(a[0], b[0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)[None]
-    return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    if a.shape[0] > 1:
+        return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    # Not a batch of one: XLA:CPU multiplies matrices faster.
+    out = lax.dot_general(a, b, (((2,), (2,)), ((), ())), preferred_element_type=jnp.float32)
+    return out.reshape(1, a.shape[1], b.shape[1])
 
 
 def _to_f32(codes):
@@ -170,8 +140,7 @@ def _convert_multiply_dot(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulato
     """The pattern that XLA's GPU compiler rewrites to an FP8 GEMM: convert, multiply by the scale, dot."""
     a = a.astype(jnp.float32) * a_scale_inv[:, None, None]
     b = b.astype(jnp.float32) * b_scale_inv[:, None, None]
-    one = jnp.ones((1,), jnp.float32)
-    return _finish(spec, _dot(a, b), one, one, bias, accumulator)
+    return _finish(spec, _dot(a, b), _ONE, _ONE, bias, accumulator)
 
 
 def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
@@ -214,5 +183,49 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     out = out[:, :m, :n]
     if finished:
         return out
-    one = jnp.ones((1,), jnp.float32)
-    return _finish(spec, out, one, one, bias, accumulator)
+    return _finish(spec, out, _ONE, _ONE, bias, accumulator)
+
+
+def _results(a, b, *rest, spec):
+    del rest
+    return [((a.shape[0], a.shape[1], b.shape[1]), spec.out_dtype)]
+
+
+def _reference(*operands, spec):
+    matmul = _convert_multiply_dot if spec.rewritten_by_xla else _widened
+    return (matmul(spec, *spec.split(operands)),)
+
+
+def _cpu(*operands, spec):
+    one = jnp.asarray(_ONE)
+
+    def widen(codes):  # bfloat16 has half of f32's bytes, and newer processors multiply it natively
+        return dequantize_groups(codes, one, dtype=np.dtype(jnp.bfloat16))[0]
+
+    return (_widened(spec, *spec.split(operands), widen=widen),)
+
+
+def _cuda(*operands, spec):
+    return (_cublaslt(spec, *spec.split(operands)),)
+
+
+def _taller(run, operands, batched, *, spec):
+    """One b for the whole batch: a single taller GEMM."""
+    a, b = operands[:2]
+    if not batched[0] or any(batched[1:]) or spec.has_accumulator or a.shape[1] != 1:
+        return None
+    size, _, m, k = a.shape
+    (out,) = run(a.reshape(1, size * m, k), b, *operands[2:])
+    return [out.reshape(size, 1, m, b.shape[1])], [0]
+
+
+# a `[g, m, k]`, b `[g, n, k]`, scales f32 `[1]` or `[g]`, bias `[g, n]`, accumulator `[g, m, n]` -> `[g, m, n]`.
+_groups = grouped_op(
+    "scaled_matmul",
+    results=_results,
+    reference=_reference,
+    cpu=_cpu,
+    cuda=_cuda,
+    is_scale=(False, False, True, True, False, False),
+    merge=_taller,
+)

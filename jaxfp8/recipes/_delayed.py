@@ -111,35 +111,26 @@ class DelayedScalingQuantizer:
         Returns:
             The codes and the next state.
         """
-        history = scaling.clean(state.amax_history)
-        scale = self._scale(x, history, state.scale)
+        history, amax = self._window(state.amax_history)
+        if self.first_step == "current":
+            is_empty = ~jnp.any(scaling.positive_finite(history))
+            amax = jax.lax.cond(is_empty, lambda: ops.amax(x).reshape(1), lambda: amax)
+        scale, scale_inv = ops.amax_to_scale(
+            amax, state.scale.reshape(1), fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
+        )
         if transpose:
-            data, data_t, amax = _over_groups(ops.quantize_transpose, x, scale, self.fp8_dtype)
+            data, data_t, amax = ops.quantize_transpose(x, scale, self.fp8_dtype)
         else:
             data, amax = ops.quantize(x, scale, self.fp8_dtype)
             data_t = None
-        scale_inv = scaling.inverse(scale).reshape(1)
-        next_state = QuantizerState(amax_history=scaling.push_history(history, scaling.abs_max(amax)), scale=scale_inv)
+        next_state = QuantizerState(amax_history=ops.push_history(history, amax), scale=scale_inv)
         return QTensor(data, scale_inv, data_t), next_state
 
-    def _scale(self, x, history, stored):
-        amax = self._amax(history)
-        if self.first_step == "current":
-            is_empty = ~jnp.any(scaling.positive_finite(history))
-            amax = jax.lax.cond(is_empty, lambda: ops.amax(x), lambda: amax)
-        return scaling.amax_to_scale(amax, fp8_max(self.fp8_dtype), self.margin, stored.reshape(()))
-
-    def _amax(self, history):
-        if callable(self.amax_compute_algo):
-            return jnp.asarray(self.amax_compute_algo(history), jnp.float32).reshape(())
+    def _window(self, history):
+        """The clean history, and the amax f32[1] that the scale comes from."""
+        history, largest = ops.read_history(history)
+        if self.amax_compute_algo == "max":
+            return history, largest
         if self.amax_compute_algo == "most_recent":
-            return history[0]
-        return scaling.abs_max(history)
-
-
-def _over_groups(op, x, scale, dtype):
-    """A rank-2 op on every group of `x`, without the vmap where there is one group."""
-    if x.shape[0] == 1:
-        *data, amax = op(x[0], scale, dtype)
-        return *(d[None] for d in data), amax
-    return jax.vmap(lambda group: op(group, scale, dtype))(x)
+            return history, history[:1]
+        return history, jnp.asarray(self.amax_compute_algo(history), jnp.float32).reshape(1)

@@ -14,7 +14,7 @@ import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
-KERNELS = ("amax", "quantize", "quantize_transpose", "dequantize")
+KERNELS = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize")
 FLAGS = "-std=c++17 -O2 -shared -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 
 # The order of jaxfp8::Dtype.
@@ -91,7 +91,7 @@ class Emulated:
         self.library.emulator_configure(multiprocessors, int(backwards))
 
     def _launch(self, op, *arguments):
-        arguments = [a if isinstance(a, ctypes.c_void_p) else ctypes.c_int64(a) for a in arguments]
+        arguments = [a if isinstance(a, (ctypes.c_void_p, ctypes.c_float)) else ctypes.c_int64(a) for a in arguments]
         assert getattr(self.library, f"launch_{op}")(*arguments) == 0, f"{op}: launch failed or blocks hang"
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
 
@@ -99,6 +99,14 @@ class Emulated:
         x_buffer, top = _Buffer(x.shape, x.dtype, shift, x), _Buffer(x.shape[:1], np.float32)
         self._launch("amax", _DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
+
+    def amax_to_scale(self, amax, stored, numerator, shift=0):
+        buffers = [_Buffer(amax.shape, np.float32, shift, values) for values in (amax, stored)]
+        results = [_Buffer(amax.shape, np.float32, shift) for _ in range(2)]
+        amax_pointer, stored_pointer, *result_pointers = (buffer.pointer for buffer in [*buffers, *results])
+        numerator = ctypes.c_float(numerator)
+        self._launch("amax_to_scale", amax_pointer, stored_pointer, numerator, *result_pointers, amax.size)
+        return tuple(buffer.result(name) for buffer, name in zip(results, ("scale", "scale_inv"), strict=True))
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
         scale = np.atleast_1d(np.float32(scale))

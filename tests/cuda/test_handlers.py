@@ -8,13 +8,15 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from ops.test_raw_targets import GOOD as ELEMENTWISE_GOOD, ROWS as ELEMENTWISE_ROWS
+from ops.test_raw_targets import ATTRIBUTES, GOOD as ELEMENTWISE_GOOD, ROWS as ELEMENTWISE_ROWS
 
 from . import emulated
 
 F32, BF16, E4M3, E5M2 = np.dtype(np.float32), oracle.BF16, oracle.E4M3.dtype, oracle.E5M2.dtype
 U8 = np.dtype(np.uint8)
 FLAGS = {"precise": False, "has_bias": True, "has_accumulator": True}
+
+DEFAULTS = ATTRIBUTES | {"scaled_matmul": FLAGS}
 
 # op -> (results, operands) of a good call, in the canonical form of common/README.md.
 GOOD = ELEMENTWISE_GOOD | {
@@ -61,9 +63,8 @@ def handlers(tmp_path_factory):
 def call(op, results, operands, **attributes):
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     operands = [np.ones(*x) if isinstance(x, tuple) else x for x in operands]
-    attributes = {name: np.bool_(value) for name, value in attributes.items()}
-    if op == "scaled_matmul":
-        attributes = {name: np.bool_(value) for name, value in FLAGS.items()} | attributes
+    attributes = DEFAULTS.get(op, {}) | attributes
+    attributes = {name: np.bool_(v) if isinstance(v, bool) else v for name, v in attributes.items()}
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.block_until_ready(jax.ffi.ffi_call(f"emulated_cuda_{op}", shapes)(*operands, **attributes))
 
@@ -116,6 +117,20 @@ def test_operand_count_follows_the_attributes(has_bias, has_accumulator):
 def test_unknown_attribute_is_refused(op):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
         call(op, *GOOD[op], surprise=True)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0**-127, np.inf, np.nan])
+def test_bad_numerator_is_named(value):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="amax_to_scale: numerator: expected a positive normal F32"):
+        call("amax_to_scale", *GOOD["amax_to_scale"], numerator=np.float32(value))
+    assert_alive("amax_to_scale")
+
+
+def test_scale_arguments_arrive_in_their_places():
+    amax, stored = np.float32([7, 0]), np.float32([5, 3])
+    scale, scale_inv = call("amax_to_scale", GOOD["amax_to_scale"][0], [amax, stored], numerator=np.float32(448))
+    oracle.assert_bitwise(scale, np.float32([64, 1 / np.float32(3)]), "scale")
+    oracle.assert_bitwise(scale_inv, 1 / np.float32([64, 1 / np.float32(3)]), "scale_inv")
 
 
 @pytest.mark.parametrize("own_scales", [False, True])

@@ -13,7 +13,8 @@ import jaxfp8
 # An editable install has several folders.
 LIBRARIES = [Path(folder, "_lib", "libjaxfp8_cuda.so") for folder in jaxfp8.__path__]
 LIBRARY = next(filter(Path.exists, LIBRARIES), None)
-TARGETS = sorted(f"jaxfp8_{op}_v1" for op in ("amax", "quantize", "quantize_transpose", "dequantize", "scaled_matmul"))
+OPS = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize", "scaled_matmul")
+TARGETS = sorted(f"jaxfp8_{op}_v1" for op in OPS)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"the CUDA library was not built: no {LIBRARIES[0]}")
 

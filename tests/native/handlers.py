@@ -23,7 +23,8 @@ E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 HIGH_PRECISION, FP8 = (BF16, F16, F32), (E4M3, E5M2)
 NAN_CODE = {E4M3: 0x7F, E5M2: 0x7E}
 NAN_BITS = {BF16: 0x7FC0, F16: 0x7E00, F32: 0x7FC00000}
-OPS = ("amax", "quantize", "quantize_transpose", "dequantize")
+ELEMENTWISE = ("amax", "quantize", "quantize_transpose", "dequantize")
+OPS = (*ELEMENTWISE, "amax_to_scale")
 
 passed = failed = 0
 
@@ -102,7 +103,7 @@ def good_calls():
     spans = [(1, 0), (0, 5), (1, 1), (1, 63), (1, 64), (1, 65), (3, 1), (2, 77), (5, 129), (700, 3), (1, 70001)]
     matrices = [(1, 0, 3), (1, 3, 0), (0, 2, 2), (1, 1, 1), (1, 1, 300), (1, 300, 1), (2, 63, 65), (3, 64, 64)]
     matrices += [(2, 130, 515), (1, 128, 1024), (1, 257, 1031), (9, 5, 7)]
-    for op, dtype, format in itertools.product(OPS, HIGH_PRECISION, FP8):
+    for op, dtype, format in itertools.product(ELEMENTWISE, HIGH_PRECISION, FP8):
         for shape in matrices if op == "quantize_transpose" else spans:
             scales = np.exp2(random.integers(-20, 20, shape[0])).astype(np.float32) * np.float32(1.1)
             good(op, dtype, format, shape, scales, random)
@@ -111,6 +112,35 @@ def good_calls():
             shape = (5, 13, 17) if op == "quantize_transpose" else (5, 200)
             scales = np.array([np.nan, np.inf, 0, -2, 2.0**-130], np.float32)
             good(op, dtype, format, shape, scales, random)
+
+
+def scales_of(amax, stored, numerator):
+    """Divisions in f64, rounded once more to f32: that is the correctly rounded quotient (53 >= 2 * 24 + 2 bits)."""
+    low, high = 2.0**-126, 2.0**126
+    with np.errstate(all="ignore"):
+        has_amax = (amax > 0) & (amax < np.inf)
+        has_stored = (stored > 0) & (stored < np.inf)
+        smallest, largest = max(numerator / high, low), min(numerator / low, float(np.finfo(F32).max))
+        from_amax = np.float64(numerator) / np.clip(amax.astype(np.float64), smallest, largest)
+        from_stored = np.where(has_stored, 1 / np.clip(stored.astype(np.float64), low, high), 1)
+        scale = np.where(has_amax, from_amax, from_stored).astype(F32)
+        return scale, (1 / scale.astype(np.float64)).astype(F32)
+
+
+def scale_calls():
+    """Every exponent, both signs, subnormals, zeros, infinities and NaN, in either operand; XLA's threads flush."""
+    random = np.random.default_rng(4)
+    strange = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000], np.uint32)
+    strange = np.concatenate([strange, strange | np.uint32(1 << 31)])
+    for numerator in np.float32([448, 57344, 448 * 2.0**-20, 57344 * 2.0**30, 448 * 2.0**-64, 57344 * 2.0**64, 3.99]):
+        every = np.arange(1 << 9, dtype=np.uint32).repeat(8) << 23 | random.integers(0, 1 << 23, 1 << 12, np.uint32)
+        stored = np.concatenate([random.permutation(every), strange, np.tile(strange, strange.size)])
+        amax = np.concatenate([every, strange, np.repeat(strange, strange.size)])
+        for size in (0, 1, 7, amax.size):
+            a, s = amax[amax.size - size :].view(F32), stored[amax.size - size :].view(F32)
+            got = call("amax_to_scale", [((size,), F32)] * 2, a, s, numerator=numerator)
+            same = all(np.array_equal(bits(g), bits(w)) for g, w in zip(got, scales_of(a, s, numerator), strict=True))
+            report(f"amax_to_scale {numerator} [{size}]", None if same else "results differ")
 
 
 def large_calls():
@@ -174,6 +204,21 @@ def bad_calls():
     for bad in [((2, 11), BF16), ((24,), BF16), ((12, 2), BF16), ((2, 12), E4M3), ((2, 12), np.dtype(np.int16))]:
         yield "dequantize", [bad], [codes, one], {}
 
+    two, numerator = np.ones(2, np.float32), {"numerator": np.float32(448)}
+    for bad in [x, two[0], two.astype(BF16), two.astype(np.int32), two.astype(np.float16)]:
+        yield "amax_to_scale", [amax, amax], [bad, two], numerator
+    for bad in [one, np.ones(3, np.float32), two[None], two.astype(BF16)]:
+        yield "amax_to_scale", [amax, amax], [two, bad], numerator
+    for bad in bad_amaxes:
+        yield "amax_to_scale", [bad, amax], [two, two], numerator
+        yield "amax_to_scale", [amax, bad], [two, two], numerator
+    for value in np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan]):
+        yield "amax_to_scale", [amax, amax], [two, two], {"numerator": value}
+    # Other values than in any good call: jit's cache takes equal numbers of different types for the same attribute.
+    for attributes in [{}, {"numerator": np.float64(5)}, {"numerator": np.int32(6)}, {"extra": np.float32(448)}]:
+        yield "amax_to_scale", [amax, amax], [two, two], attributes
+    yield "amax_to_scale", [amax, amax], [two, two], numerator | {"extra": np.int32(1)}
+
     extra = {"extra": np.int32(1)}
     yield "amax", [amax], [x], extra
     yield "quantize", [data, amax], [x, one], extra
@@ -184,6 +229,9 @@ def bad_calls():
     yield "quantize", [data, amax], [x], {}
     yield "quantize", [data], [x, one], {}
     yield "dequantize", [out], [codes, one, one], {}
+    yield "amax_to_scale", [amax], [two, two], numerator
+    yield "amax_to_scale", [amax, amax], [two], numerator
+    yield "amax_to_scale", [amax, amax], [two, two, two], numerator
 
 
 def check_bad_calls():
@@ -205,6 +253,7 @@ def main():
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
     print(f"jax {jax.__version__}")
     good_calls()
+    scale_calls()
     large_calls()
     concurrent_calls()
     check_bad_calls()

@@ -10,6 +10,7 @@ import pytest
 import jaxfp8
 
 ROOT = pathlib.Path(__file__).parents[2]
+OPS = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize")
 CMAKE = shutil.which("cmake", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("cmake")
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
@@ -32,7 +33,7 @@ def build(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels"])
+@pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels", "amax_to_scale"])
 def test_program(build, name):
     assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
 
@@ -42,7 +43,7 @@ def test_only_handlers_are_exported(build):
         pytest.skip("needs nm of GNU binutils")
     lines = run("nm", "-D", "--defined-only", build / "cpu" / "libjaxfp8_cpu.so").splitlines()
     exported = {line.split()[-1] for line in lines}
-    assert exported == {f"jaxfp8_{op}_v1" for op in ("amax", "quantize", "quantize_transpose", "dequantize")}
+    assert exported == {f"jaxfp8_{op}_v1" for op in OPS}
 
 
 def test_instruction_sets_share_no_code(build):

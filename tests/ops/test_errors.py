@@ -63,6 +63,10 @@ def quantize_transpose(x=X, scale=S, dtype=E4M3):
     return ops.quantize_transpose(x, scale, dtype)
 
 
+def amax_to_scale(amax=S, stored=S):
+    return ops.amax_to_scale(amax, stored, fp8_max=448.0)
+
+
 def dequantize(data=A, scale_inv=S, dtype=np.float32):
     return ops.dequantize(data, scale_inv, dtype)
 
@@ -83,16 +87,19 @@ def _table():
         table += rows(op, "scale", SCALES_OF_WRONG_DTYPE, TypeError)
         table += rows(op, "scale", SCALES_OF_WRONG_SHAPE, ValueError)
         table += rows(op, "dtype", NOT_FP8_DTYPES, TypeError)
-    ranks = {"rank 0": S, "rank 1": X[0], "rank 3": X[None]}
+    ranks = {"rank 0": S, "rank 1": X[0]}
     table += rows(quantize_transpose, "x", ranks, ValueError)
+    for argument in ("amax", "stored"):
+        table += rows(amax_to_scale, argument, SCALES_OF_WRONG_DTYPE, TypeError)
+        table += rows(amax_to_scale, argument, SCALES_OF_WRONG_SHAPE, ValueError)
     table += rows(dequantize, "data", NOT_FP8, TypeError)
     table += rows(dequantize, "scale_inv", SCALES_OF_WRONG_DTYPE, TypeError)
     table += rows(dequantize, "scale_inv", SCALES_OF_WRONG_SHAPE, ValueError)
     table += rows(dequantize, "dtype", NOT_HIGH_PRECISION_DTYPES, TypeError)
     for argument in ("a", "b"):
         table += rows(scaled_matmul, argument, NOT_FP8, TypeError)
-        table += rows(scaled_matmul, argument, {"rank 1": A[0], "rank 3": A[None]}, ValueError)
-    table += rows(scaled_matmul, "b", {"other k": B[:, :5]}, ValueError)
+        table += rows(scaled_matmul, argument, {"rank 1": A[0]}, ValueError)
+    table += rows(scaled_matmul, "b", {"other k": B[:, :5], "rank 3 beside rank 2": B[None]}, ValueError)
     for argument in ("a_scale_inv", "b_scale_inv"):
         table += rows(scaled_matmul, argument, SCALES_OF_WRONG_DTYPE, TypeError)
         table += rows(scaled_matmul, argument, SCALES_OF_WRONG_SHAPE, ValueError)

@@ -23,7 +23,12 @@ def cpu_custom_calls():
         yield
 
 
+# What a good call must say beside its buffers.
+ATTRIBUTES = {"amax_to_scale": {"numerator": np.float32(1)}}
+
+
 def call(op, results, operands, **attributes):
+    attributes = ATTRIBUTES.get(op, {}) | attributes
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     operands = [np.ones(shape, dtype) for shape, dtype in operands]
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxfp8_{op}_v1", shapes)(*operands, **attributes))
@@ -38,6 +43,7 @@ GOOD = {
         [((2, 3, 4), F32), ((1,), F32)],
     ),
     "dequantize": ([((2, 12), BF16)], [((2, 12), E4M3), ((1,), F32)]),
+    "amax_to_scale": ([((2,), F32), ((2,), F32)], [((2,), F32), ((2,), F32)]),
 }
 # op -> operand or result named in the message -> (place, index, bad specification)s.
 BAD = {
@@ -116,7 +122,6 @@ BAD = {
             ("operand", 0, ((2, 12), np.uint8)),
             ("operand", 0, ((2, 12), BF16)),
             ("operand", 0, ((24,), E4M3)),
-            ("operand", 0, ((2, 3, 4), E4M3)),
         ],
         "scale_inv": [
             ("operand", 1, ((3,), F32)),
@@ -130,6 +135,22 @@ BAD = {
             ("result", 0, ((2, 12), np.int32)),
             ("result", 0, ((2, 12), E4M3)),
         ],
+    },
+    "amax_to_scale": {
+        "amax": [
+            ("operand", 0, ((2,), BF16)),
+            ("operand", 0, ((2,), np.int32)),
+            ("operand", 0, ((), F32)),
+            ("operand", 0, ((2, 1), F32)),
+        ],
+        "stored": [
+            ("operand", 1, ((1,), F32)),
+            ("operand", 1, ((3,), F32)),
+            ("operand", 1, ((2, 1), F32)),
+            ("operand", 1, ((2,), BF16)),
+        ],
+        "scale": [("result", 0, ((1,), F32)), ("result", 0, ((3,), F32)), ("result", 0, ((2,), np.int32))],
+        "scale_inv": [("result", 1, ((1,), F32)), ("result", 1, ((1, 2), F32)), ("result", 1, ((2,), BF16))],
     },
 }
 ROWS = [
@@ -186,7 +207,22 @@ def test_unknown_attribute_is_refused(op):
     assert_alive(op)
 
 
-@pytest.mark.parametrize("op", GOOD)
+@pytest.mark.parametrize("value", [0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
+def test_bad_numerator_is_named(value):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="amax_to_scale: numerator: expected a positive normal F32"):
+        call("amax_to_scale", *GOOD["amax_to_scale"], numerator=np.float32(value))
+    assert_alive("amax_to_scale")
+
+
+# Not the number of a good call: jit's cache takes 1.0 of one type for 1.0 of another.
+@pytest.mark.parametrize("value", [np.float64(5), np.int32(6), np.float16(7)])
+def test_numerator_of_another_type_is_refused(value):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+        call("amax_to_scale", *GOOD["amax_to_scale"], numerator=value)
+    assert_alive("amax_to_scale")
+
+
+@pytest.mark.parametrize("op", [op for op in GOOD if op != "amax_to_scale"])
 def test_no_elements(op):
     """amax is 0 and nothing else is written, for no groups, empty groups and (for matrices) either empty side."""
     rank = len(GOOD[op][1][0][0])
@@ -204,6 +240,11 @@ def test_no_elements(op):
         for out, (shape, _) in zip(outputs, results, strict=True):
             assert out.shape == shape
     assert_alive(op)
+
+
+def test_no_scales():
+    results, operands = ([((0,), F32)] * 2, [((0,), F32)] * 2)
+    assert [out.shape for out in call("amax_to_scale", results, operands)] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("groups_of_scales", [1, 3])

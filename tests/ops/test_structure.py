@@ -23,6 +23,7 @@ E4M3 = cases.dtype_of(oracle.E4M3)
 CODES = np.ones((6, 10), oracle.E4M3.dtype)
 OPS = {
     "amax": (ops.amax, (X,)),
+    "amax_to_scale": (lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0), (S, S)),
     "quantize": (lambda x, s: ops.quantize(x, s, E4M3), (X, S)),
     "quantize_transpose": (lambda x, s: ops.quantize_transpose(x, s, E4M3), (X, S)),
     "dequantize": (lambda x, s: ops.dequantize(x, s, jnp.bfloat16), (CODES, S)),
@@ -111,7 +112,7 @@ def assert_one_pass_over_each_operand(text: str, operands) -> None:
     """At most one quantizing call reads a tensor of each operand's size, and there are as many calls as operands."""
     reads = Counter()
     for line in text.splitlines():
-        if re.search(r"custom_call @jaxfp8_(quantize|amax)", line):
+        if re.search(r"custom_call @jaxfp8_(quantize|quantize_transpose|amax)_v", line):
             first = re.search(r":\s*\(tensor<([0-9x]+)x\w+>", line).group(1)
             reads[int(np.prod([int(n) for n in first.split("x")]))] += 1
     assert reads == Counter(operand.size for operand in operands)
@@ -133,7 +134,7 @@ def test_dense_step_on_cuda(cuda_custom_calls):
     calls = custom_calls(text)
     assert calls["scaled_matmul"] == 3
     assert_one_pass_over_each_operand(text, arguments[:3])
-    assert set(calls) <= {"scaled_matmul", "quantize", "quantize_transpose"}
+    assert set(calls) <= {"scaled_matmul", "quantize", "quantize_transpose", "amax_to_scale"}
     assert "stablehlo.dot_general" not in text
     # What leaves the layer in high precision is y, dx, dkernel; the operands of each product are FP8.
     products = [line for line in text.splitlines() if "@jaxfp8_scaled_matmul" in line]

@@ -2,6 +2,7 @@
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
 #include "cuda/kernels/amax.h"
+#include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/dequantize.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
@@ -12,6 +13,11 @@ using jaxfp8::Dtype;
 
 EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);
+}
+
+EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float numerator, float* scale, float* scale_inv,
+                                int64_t count) {
+  return jaxfp8::cuda::LaunchAmaxToScale({amax, stored, numerator, scale, scale_inv, count}, nullptr);
 }
 
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,

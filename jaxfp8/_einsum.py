@@ -1,0 +1,158 @@
+"""einsum in FP8: an equation of two operands becomes one dot_general, and `x` stays the input whatever its order.
+
+`jnp.einsum` may swap its operands before it calls its `_dot_general` hook; then the kernel would be quantized with the
+input's state. So the equation is read here.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ._dot_general import dot_general
+from .ops import _checks
+
+
+def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_element_type=None):
+    """`jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
+
+    Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated
+    labels (a diagonal) and dimensions of size 1 that broadcast.
+
+    A label that only one operand has and that the output lacks is summed over before that operand is quantized, in f32
+    and without rounding the sum to the operand's dtype. The amax recorded is that of the sum.
+
+    Args:
+        eqn: for example `"bqd,dhk->bqhk"`; labels are letters.
+        x: bfloat16, float16 or float32; the `input`, in the first place of the equation.
+        kernel: bfloat16, float16 or float32; in the second place. A float32 kernel gets its gradient in float32.
+        recipe: for example `DelayedScaling()`.
+        state: `init_state(recipe)`, or what the last step returned. Its cotangent is the next state.
+        precision: as in `dot_general`.
+        preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
+
+    Returns:
+        The product, its dimensions in the order of the output's labels.
+
+    Raises:
+        TypeError: a dtype, as in `dot_general`.
+        ValueError: the equation is malformed or does not fit the shapes; and as in `dot_general`.
+    """
+    x = _checks.high_precision("einsum", "x", x)
+    kernel = _checks.high_precision("einsum", "kernel", kernel)
+    if preferred_element_type is None:
+        with jax.numpy_dtype_promotion("standard"):
+            preferred_element_type = jnp.result_type(x, kernel)
+    x_labels, kernel_labels, out_labels = _parse(eqn, x.ndim, kernel.ndim)
+    is_empty = 0 in x.shape or 0 in kernel.shape
+
+    x, x_labels = _diagonals(eqn, "x", x, x_labels)
+    kernel, kernel_labels = _diagonals(eqn, "kernel", kernel, kernel_labels)
+    x_sizes = dict(zip(x_labels, x.shape, strict=True))
+    kernel_sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
+    sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
+    if is_empty:  # before a sum over nothing makes zeros that would count as seen: the state is not touched
+        dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
+        return jnp.zeros([sizes[label] for label in out_labels], dtype)
+    # Where only one of two has size 1, the label is the other's alone.
+    shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
+    x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
+    kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, {*shared, *out_labels})
+
+    batch = [label for label in shared if label in out_labels]
+    contract = [label for label in shared if label not in out_labels]
+    y = dot_general(
+        x,
+        kernel,
+        (
+            ([x_labels.index(label) for label in contract], [kernel_labels.index(label) for label in contract]),
+            ([x_labels.index(label) for label in batch], [kernel_labels.index(label) for label in batch]),
+        ),
+        recipe=recipe,
+        state=state,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
+    return jnp.transpose(y, [y_labels.index(label) for label in out_labels])
+
+
+def _error(eqn, message):
+    return ValueError(f"einsum: eqn: {message}, got {eqn!r}")
+
+
+def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], list[str]]:
+    """The labels of x, kernel and the output, one a dimension; those of an ellipsis are `...1`, `...2` from its end."""
+    if not isinstance(eqn, str):
+        raise TypeError(f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}")
+    inputs, arrow, output = eqn.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if len(operands) != 2 or "," in output:
+        raise _error(eqn, "expected two operands, separated by one comma, and one output")
+    ellipses = [
+        _ellipsis(eqn, name, term, ndim)
+        for name, term, ndim in zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
+    ]
+    x_labels, kernel_labels = (_expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True))
+    longest = max(ellipses, key=len)
+    labels = x_labels + kernel_labels
+    if not arrow:
+        letters = sorted(label for label in labels if labels.count(label) == 1 and label not in longest)
+        return x_labels, kernel_labels, longest + letters
+    out_labels = _expand(eqn, output, longest)
+    for label in out_labels:
+        if out_labels.count(label) > 1:
+            raise _error(eqn, f"expected each label of the output once, {label!r} is there more often")
+        if label not in labels:
+            raise _error(eqn, f"expected the labels of the output among those of the operands, {label!r} is not")
+    return x_labels, kernel_labels, out_labels
+
+
+def _ellipsis(eqn, name, term, ndim) -> list[str]:
+    """The labels that the ellipsis of `term` stands for; none where it has no ellipsis."""
+    letters = len(term.replace("...", "", 1))
+    if letters > ndim or (letters < ndim and "..." not in term):
+        raise _error(eqn, f"expected a label for each of the {ndim} dimensions of {name}, {term!r} has {letters}")
+    return [f"...{i}" for i in range(ndim - letters, 0, -1)]
+
+
+def _expand(eqn, term, ellipsis: list[str]) -> list[str]:
+    before, dots, after = term.partition("...")
+    for letter in before + after:
+        if not letter.isalpha():
+            raise _error(eqn, f"expected letters and at most one '...' an operand, {term!r} has {letter!r}")
+    return [*before, *(ellipsis if dots else ()), *after]
+
+
+def _diagonals(eqn, name, value, labels):
+    """`value` with one dimension for each label: the diagonal over the dimensions that share one."""
+    while repeated := [label for label in labels if labels.count(label) > 1]:
+        first = labels.index(repeated[0])
+        second = labels.index(repeated[0], first + 1)
+        if value.shape[first] != value.shape[second]:
+            raise _error(
+                eqn, f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}"
+            )
+        value = jnp.diagonal(value, axis1=first, axis2=second)
+        labels = [label for d, label in enumerate(labels) if d not in (first, second)] + [repeated[0]]
+    return value, labels
+
+
+def _broadcast_sizes(eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int]) -> dict[str, int]:
+    """The size of each label, after broadcasting."""
+    sizes = {**x_sizes, **kernel_sizes}
+    for label in x_sizes.keys() & kernel_sizes.keys():
+        pair = (x_sizes[label], kernel_sizes[label])
+        if pair[0] != pair[1] and 1 not in pair:
+            raise _error(eqn, f"expected one size (or 1) for {label!r}, x has {pair[0]} and kernel {pair[1]}")
+        sizes[label] = pair[1] if pair[0] == 1 else pair[0]
+    return sizes
+
+
+def _reduce(value, labels, sizes, kept):
+    """`value` without the dimensions that broadcast, and summed in f32 over the labels that are not `kept`."""
+    broadcast = [d for d, label in enumerate(labels) if value.shape[d] < sizes[label]]
+    value = jnp.squeeze(value, axis=tuple(broadcast))
+    labels = [label for d, label in enumerate(labels) if d not in broadcast]
+    summed = [d for d, label in enumerate(labels) if label not in kept]
+    if summed:
+        value = jnp.sum(value.astype(jnp.float32), axis=tuple(summed))
+    return value, [label for label in labels if label in kept]

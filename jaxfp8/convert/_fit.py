@@ -1,0 +1,116 @@
+"""State that has to fit a changed model: another history length, layers that are new in FP8."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _tree
+from ._tree import OVERWRITE_WITH_GRADIENT
+
+_HISTORY = "amax_history"
+
+
+def resize_history(tree: Any, amax_history_len: int) -> Any:
+    """Every amax history of `tree` with another length; the newest entries are kept.
+
+    Slot 0 is the newest entry, slot 1 the oldest and the last slot the second newest. So `[5, 2, 3, 4]` becomes
+    `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six: what is new counts as older than the oldest, is the first
+    to be dropped, and 0 means that nothing was recorded.
+
+    Args:
+        tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a variables dict, one collection of
+            it, a `DotGeneralState`, a whole TrainState. What has another name is kept as it is.
+        amax_history_len: the new length, at least 1. Give the recipe the same.
+
+    Returns:
+        The same tree.
+
+    Raises:
+        ValueError: the length is below 1, or the tree has no history.
+        TypeError: the length is not an int.
+    """
+    if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
+        raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
+    if amax_history_len < 1:
+        raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
+    found = False
+
+    def resize(path, leaf):
+        nonlocal found
+        if not any(_name(key).endswith(_HISTORY) for key in path):
+            return leaf
+        found = True
+        return _resize(leaf, amax_history_len)
+
+    resized = jax.tree_util.tree_map_with_path(resize, tree)
+    if not found:
+        raise ValueError("resize_history: tree: expected arrays named ..._amax_history or .amax_history, found none")
+    return resized
+
+
+def _resize(history, length):
+    """`[..., H]` -> `[..., length]`."""
+    kept = min(history.shape[-1], length) - 1  # beside the newest: the last slots
+    newest, others = history[..., :1], history[..., history.shape[-1] - kept :]
+    gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
+    return jnp.concatenate([newest, gap, others], axis=-1)
+
+
+def _name(key) -> str:
+    return str(getattr(key, "key", getattr(key, "name", "")))
+
+
+def merge_state(variables: Mapping, restored: Mapping) -> dict:
+    """A checkpoint's variables with FP8 state that fits the model as it is now.
+
+    Other collections are those of the checkpoint. Of the state, a module that the checkpoint lacks (a bfloat16
+    checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized. Numbers
+    are not judged: state is read such that what is not finite counts as absent.
+
+    Args:
+        variables: of the model as it is now: `model.init(...)`.
+        restored: what the checkpoint holds, in its own shapes.
+
+    Returns:
+        Nested dicts; state is float32.
+
+    Raises:
+        ValueError: the checkpoint has state for a module that the model does not have in FP8, or stacked differently.
+        TypeError: an argument is not a dict, or a leaf is not a floating array.
+    """
+    where = "merge_state"
+    for name, value in (("variables", variables), ("restored", restored)):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{where}: {name}: expected a dict of variables, got {type(value).__name__}")
+    merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
+    for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
+        unknown = sorted(set(module) - set(merged.get(path, {})))
+        if unknown:
+            raise ValueError(
+                f"{where}: restored: {_tree.at(path, unknown[0])}: the model has no such state, it has "
+                f"{sorted(_tree.at(p) for p in merged)}. State of other libraries goes through from_flax or "
+                "from_transformer_engine; drop from the checkpoint what the model no longer has in FP8"
+            )
+        merged[path] = merged[path] | {
+            name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
+        }
+    state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
+    return {**variables, **restored, **state}
+
+
+def _fit(where, name, initial, leaf):
+    if leaf.dtype != initial.dtype:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"{where}: restored: {name}: expected a floating dtype, got {leaf.dtype}")
+        leaf = leaf.astype(initial.dtype)
+    is_history = name.endswith(_HISTORY)
+    if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.shape[-1:] != (0,):
+        return leaf if leaf.shape == initial.shape else _resize(leaf, initial.shape[-1])
+    if leaf.shape != initial.shape:
+        raise ValueError(
+            f"{where}: restored: {name}: expected shape {tuple(initial.shape)}"
+            f"{' up to the history length' if is_history else ''}, got {tuple(leaf.shape)}"
+        )
+    return leaf

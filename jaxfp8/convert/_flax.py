@@ -1,0 +1,130 @@
+"""Flax's own FP8 classes: the same variables under other module names."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from . import _tree
+from ._tree import OVERWRITE_WITH_GRADIENT
+
+_OURS = "Fp8DotGeneral"
+_FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
+_OTHER_FORMATS = "NANOOFp8DotGeneralOp"
+
+
+def from_flax(variables: Mapping, *, swapped: Iterable[str] = ()) -> dict:
+    """State of `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for our classes of these names.
+
+    Flax and we store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
+    names of modules differ:
+
+        Flax                                                       here
+        <layer>/Fp8DirectDotGeneralOp_0 (nn.Fp8DotGeneral)         <layer>/Fp8DotGeneral_0
+        <layer>/Fp8DotGeneralOp_0                                  <layer>/Fp8DotGeneral_0
+        <layer>/Fp8Einsum_0, and any name the user has given       the same
+
+    **Einsum.** `nn.Fp8Einsum` stores the kernel's amaxes as `input_…` and those of x as `kernel_…` wherever
+    `jnp.einsum` exchanges the operands: when the output has the kernel's own dimensions before those of x, as in
+    `"bsd,edf->ebsf"`. We keep x in `input_…` whatever the equation. The tree does not tell the equation, so name
+    these modules in `swapped`.
+
+    Args:
+        variables: all variables of a model (other collections are kept as they are), or its
+            `_overwrite_with_gradient` collection alone. Leaves may be stacked (`nn.scan`, `nn.vmap`).
+        swapped: regular expressions; modules whose "/"-joined path one of them matches in full have `input` and
+            `kernel` exchanged.
+
+    Returns:
+        Nested dicts with state in float32 (a tree that was cast to bfloat16 is widened).
+
+    Raises:
+        ValueError: no FP8 state, an incomplete module, two modules that would get one name, a pattern that matches
+            nothing, or NANOO state: its scales refer to the fnuz formats of AMD.
+        TypeError: `variables` is not a dict, or a leaf is not a floating array.
+    """
+
+    def rename(path):
+        if not path:
+            return path
+        name, number = _split(path[-1])
+        if name == _OTHER_FORMATS:
+            raise ValueError(
+                f"from_flax: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
+                "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "
+                "empty state"
+            )
+        return (*path[:-1], _OURS + number) if name in _FLAX else path
+
+    return _convert("from_flax", variables, rename, swapped)
+
+
+def to_flax(variables: Mapping, *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()) -> dict:
+    """The inverse of `from_flax`.
+
+    Args:
+        variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
+        name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is `nn.Fp8DotGeneral`, or the older
+            `"Fp8DotGeneralOp"`.
+        swapped: as for `from_flax`; paths of our tree.
+
+    Returns:
+        Nested dicts.
+
+    Raises:
+        ValueError, TypeError: as `from_flax`; `name` is neither of the two.
+    """
+    if name not in _FLAX:
+        raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
+
+    def rename(path):
+        if not path:
+            return path
+        ours, number = _split(path[-1])
+        return (*path[:-1], name + number) if ours == _OURS else path
+
+    return _convert("to_flax", variables, rename, swapped)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """`"Fp8DotGeneral_0"` -> `("Fp8DotGeneral", "_0")`."""
+    return re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")
+
+
+def _convert(where, variables, rename, swapped):
+    if isinstance(swapped, str):
+        raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
+
+    def convert(modules: _tree.Modules) -> _tree.Modules:
+        unused = set(swapped)
+        converted: _tree.Modules = {}
+        found = False
+        for path, module in modules.items():
+            others = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
+            if others:
+                _tree.insert(where, converted, path, others)
+            if len(others) == len(module):
+                continue
+            found = True
+            state = {operand: _tree.quantizer(where, path, module, operand) for operand in _tree.OPERANDS}
+            matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
+            unused -= matching
+            if matching:
+                state["input"], state["kernel"] = state["kernel"], state["input"]
+            flat = {
+                f"{operand}_{leaf}": value
+                for operand, pair in state.items()
+                for leaf, value in zip(_tree.LEAVES, pair, strict=True)
+            }
+            _tree.insert(where, converted, rename(path), flat)
+        if not found:
+            raise ValueError(
+                f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or that "
+                f"collection itself, got {sorted(variables)}"
+            )
+        if unused:
+            raise ValueError(
+                f"{where}: swapped: {sorted(unused)} match no module; there are "
+                f"{sorted(_tree.at(path) for path in modules)}"
+            )
+        return converted
+
+    return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), OVERWRITE_WITH_GRADIENT, convert)

@@ -1,0 +1,236 @@
+"""TransformerEngine's Flax state: scales that multiply to quantize, and histories *after* their rotation.
+
+With amaxes 1, 2, 3, 4, 5 and H = 4, after the last step (`f` is FP8_MAX / amax / 2**margin):
+
+             history              scale
+    here     [5, 2, 3, 4]         that of step 5, inverted: 1 / f(4)
+    there    [0, 3, 4, 5]         that of step 6: f(5)
+
+TransformerEngine has already computed the next scale and dropped the oldest amax, which we do when the state is read.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import scaling
+from ..formats import fp8_max
+from ..recipes import DelayedScaling, DelayedScalingQuantizer
+from . import _tree
+from ._tree import OVERWRITE_WITH_GRADIENT
+
+_FP8_METAS = "fp8_metas"
+_OURS = "Fp8DotGeneral"
+_WRAPPER = "TEWrapper_dot_general"
+_NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
+
+
+def from_transformer_engine(variables: Mapping, recipe: DelayedScaling | None = None) -> dict:
+    """State of TransformerEngine's Flax modules (2.4 and later, delayed scaling) for `Fp8DotGeneral`.
+
+        TransformerEngine                                   here, in `_overwrite_with_gradient`
+        collection fp8_metas (its modules):
+          <layer>/{x,kernel,grad}_{amax_history,scale}        <layer>/Fp8DotGeneral_0/{input,kernel,output_grad}_{…}
+          <layer>/{x,kernel,grad}_1_{…} (LayerNormMLP)        <layer>/Fp8DotGeneral_1/{…}
+        collection _overwrite_with_gradient (make_dot_general_cls):
+          <layer>/TEWrapper_dot_general_0/{x,kernel,grad}_…   <layer>/Fp8DotGeneral_0/{…}
+
+        scale         multiplies to quantize; the next step's   1 / scale, which multiplies to dequantize
+        amax_history  [0, a_2, …, a_N], after rotation          [a_N, a_1, a_2, …], before rotation: slot 0 newest,
+                                                                slot 1 oldest
+
+    The next step has bitwise TransformerEngine's scale, and so have all later ones. The oldest amax `a_1` is no longer
+    in its history; where it set the scale, an amax that gives that very scale takes its slot, which is the next to be
+    dropped. Three exceptions. An Inf in its history freezes its scale and counts as 0 here. A scale larger than its
+    history allows (frozen at an Inf, or of another recipe) is left for the one that the history gives. A scale of
+    "most_recent" whose newest amax is 0 may be off by an ulp, because we store its inverse.
+
+    Layers keep their paths. Modules of other names, and parameters, are for the caller to rename.
+
+    Args:
+        variables: all variables of a model (collections without state are kept as they are), or one collection alone.
+            Leaves may be stacked.
+        recipe: that of the run, for its `margin`, `amax_compute_algo` and `fp8_format`; without one `DelayedScaling()`.
+
+    Returns:
+        Nested dicts with state in float32.
+
+    Raises:
+        ValueError: no state, an unknown or a missing variable, shapes that do not fit, or a history whose slot 0 is
+            not 0, as TransformerEngine keeps it between steps.
+        TypeError: `variables` is not a dict, a leaf is not a floating array, or the recipe is not delayed scaling.
+    """
+    where = "from_transformer_engine"
+    quantizers = _quantizers(where, recipe)
+
+    def convert(modules: _tree.Modules) -> _tree.Modules:
+        converted: _tree.Modules = {}
+        for path, module in modules.items():
+            for postfix in _postfixes(where, path, module):
+                state = {}
+                for theirs, ours in _NAMES.items():
+                    history, scale = _tree.quantizer(where, path, module, theirs + postfix)
+                    _expect_rotated(_tree.at(path, theirs + postfix), history)
+                    state |= _named(ours, _before_rotation(quantizers[ours], jnp.asarray(history), jnp.asarray(scale)))
+                _tree.insert(where, converted, _our_path(path, postfix), state)
+        if not converted:
+            raise ValueError(
+                f"{where}: variables: expected a collection {_FP8_METAS!r} or {OVERWRITE_WITH_GRADIENT!r} with FP8 "
+                f"state, or one of them itself, got {sorted(variables)}"
+            )
+        return converted
+
+    sources = (_FP8_METAS, OVERWRITE_WITH_GRADIENT)
+    return _tree.convert_state(where, variables, sources, OVERWRITE_WITH_GRADIENT, convert)
+
+
+def to_transformer_engine(
+    variables: Mapping, recipe: DelayedScaling | None = None, *, collection: str = _FP8_METAS
+) -> dict:
+    """The inverse of `from_transformer_engine`: its next step has the scale that ours would have.
+
+    Histories and scales that came from TransformerEngine go back to the bit, but for the exceptions named there.
+
+    Args:
+        variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
+        recipe: that of the run; without one `DelayedScaling()`.
+        collection: `"fp8_metas"` for TransformerEngine's own modules, `"_overwrite_with_gradient"` for Flax layers
+            with a `make_dot_general_cls` class.
+
+    Returns:
+        Nested dicts. Entries of a history that are negative or not finite become 0.
+
+    Raises:
+        ValueError: no state, a module that is not an `Fp8DotGeneral_<n>`, or a collection of another name.
+        TypeError: as `from_transformer_engine`.
+    """
+    where = "to_transformer_engine"
+    quantizers = _quantizers(where, recipe)
+    if collection not in (_FP8_METAS, OVERWRITE_WITH_GRADIENT):
+        raise ValueError(
+            f"{where}: collection: expected {_FP8_METAS!r} or {OVERWRITE_WITH_GRADIENT!r}, got {collection!r}"
+        )
+
+    def convert(modules: _tree.Modules) -> _tree.Modules:
+        converted: _tree.Modules = {}
+        layers = [path[:-1] for path in modules]
+        for path, module in modules.items():
+            match = re.fullmatch(rf"{_OURS}_(\d+)", path[-1]) if path else None
+            if match is None:
+                raise ValueError(
+                    f"{where}: {_tree.at(path) or 'variables'}: expected modules named {_OURS}_<n>, in a layer of "
+                    "TransformerEngine's; drop or rename this one"
+                )
+            state = {}
+            # A layer with one product has no postfix, as DenseGeneral; with several they are _0, _1, as LayerNormMLP.
+            is_wrapped = collection == OVERWRITE_WITH_GRADIENT
+            postfix = "" if is_wrapped or layers.count(path[:-1]) == 1 else f"_{match[1]}"
+            for theirs, ours in _NAMES.items():
+                history, scale = _tree.quantizer(where, path, module, ours)
+                after = _after_rotation(quantizers[ours], jnp.asarray(history), jnp.asarray(scale))
+                state |= _named(theirs + postfix, after)
+            target = (*path[:-1], f"{_WRAPPER}_{match[1]}") if is_wrapped else path[:-1]
+            _tree.insert(where, converted, target, state)
+        if not converted:
+            raise ValueError(
+                f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or that "
+                f"collection itself, got {sorted(variables)}"
+            )
+        return converted
+
+    return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), collection, convert)
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def _quantizers(where, recipe) -> dict[str, DelayedScalingQuantizer]:
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(
+            f"{where}: recipe: expected DelayedScaling, the one recipe for which TransformerEngine keeps state, got "
+            f"{type(recipe).__name__}"
+        )
+    return dict(zip(_tree.OPERANDS, recipe.quantizers(), strict=True))
+
+
+def _postfixes(where, path, module) -> list[str]:
+    """The products of one module of TransformerEngine: `[""]`, or `["_0", "_1"]`."""
+    postfixes = []
+    for name in module:
+        match = re.fullmatch(r"(?:x|kernel|grad)(|_\d+)_(?:scale|amax_history)", name)
+        if match is None:
+            raise ValueError(
+                f"{where}: {_tree.at(path, name)}: expected variables named {{x,kernel,grad}}[_<n>]_{{amax_history,"
+                "scale}, as TransformerEngine 2.4 and later has them for delayed scaling"
+            )
+        if match[1] not in postfixes:
+            postfixes.append(match[1])
+    return postfixes
+
+
+def _our_path(path, postfix) -> tuple[str, ...]:
+    name = path[-1] if path else ""
+    if re.fullmatch(rf"{_WRAPPER}_\d+", name) and not postfix:
+        return (*path[:-1], name.replace(_WRAPPER, _OURS))
+    return (*path, _OURS + (postfix or "_0"))
+
+
+def _named(prefix, pair) -> dict:
+    return {f"{prefix}_{leaf}": value for leaf, value in zip(_tree.LEAVES, pair, strict=True)}
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def _expect_rotated(name, history):
+    newest = np.asarray(history)[..., 0]
+    if newest.any():
+        raise ValueError(
+            f"from_transformer_engine: {name}_amax_history: expected 0 in slot 0, where TransformerEngine puts the "
+            f"next amax, got {newest.max()}; is this state already in the layout of jaxfp8?"
+        )
+
+
+def _next_scale(quantizer, history, scale_inv):
+    """The scale `[..., 1]` of the next step, from our stored history `[..., H]` and scale `[..., 1]`."""
+    algo = quantizer.amax_compute_algo
+    history = scaling.clean(history)
+    if callable(algo):
+        amax = jnp.vectorize(lambda h: jnp.asarray(algo(h), jnp.float32).reshape(()), signature="(h)->()")(history)
+    else:
+        amax = history[..., 0] if algo == "most_recent" else scaling.abs_max(history, axis=-1)
+    return scaling.amax_to_scale(amax[..., None], scale_inv, _numerator(quantizer))[0]
+
+
+def _numerator(quantizer):
+    return scaling.scale_numerator(fp8_max(quantizer.fp8_dtype), quantizer.margin)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _after_rotation(quantizer, history, scale_inv):
+    """Our `(history, scale_inv)` as TransformerEngine's `(history, scale)`."""
+    rotated = jnp.roll(scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
+    return rotated, _next_scale(quantizer, history, scale_inv)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _before_rotation(quantizer, rotated, scale):
+    """TransformerEngine's `(history, scale)` as our `(history, scale_inv)`."""
+    usable = scaling.positive_finite(scale)
+    scale = jnp.where(usable, jnp.clip(scale, scaling.MIN_SCALE, scaling.MAX_SCALE), jnp.float32(1))
+    scale_inv = scaling.round_quotient(jnp.ones_like(scale), scale)
+    history = jnp.roll(rotated, 1, axis=-1)  # the dropped amax's slot, the oldest, gets slot 0's zero
+
+    # Where that does not give the scale, the dropped amax did, or another one with the same quotient: with f(a) for
+    # FP8_MAX / a / 2**margin rounded to float32, f(f(f(a))) = f(a) for every a, so f(scale) will do.
+    dropped = scaling.round_quotient(jnp.full_like(scale, _numerator(quantizer)), scale)
+    candidate = history.at[..., 1 % history.shape[-1]].set(dropped[..., 0])
+    unit = jnp.ones_like(scale)
+    explained = _next_scale(quantizer, history, unit) == scale
+    explains = usable & (_next_scale(quantizer, candidate, unit) == scale)
+    return jnp.where(~explained & explains, candidate, history), scale_inv

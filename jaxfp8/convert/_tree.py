@@ -1,0 +1,109 @@
+"""Where quantizer state sits in a tree of variables: modules by path, and in a module its leaves by name.
+
+A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, a path being a tuple of names.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+
+OPERANDS = ("input", "kernel", "output_grad")
+LEAVES = ("amax_history", "scale")
+STATE = tuple(f"{operand}_{leaf}" for operand in OPERANDS for leaf in LEAVES)
+
+Path = tuple[str, ...]
+Modules = dict[Path, dict[str, object]]
+
+
+def convert_state(where: str, variables: Mapping, sources: Iterable[str], target: str, convert: Callable) -> dict:
+    """Applies `convert(modules) -> modules` to the collections `sources` of `variables`, which become `target`.
+
+    Other collections stay as they are. Without any of the sources, `variables` is the bare collection.
+    """
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"{where}: variables: expected a dict of variables or of one collection, got {type(variables).__name__}; "
+            "of a TrainState pass `.params`"
+        )
+    present = [name for name in sources if name in variables]
+    if not present:
+        return nested(convert(modules_of(where, variables)))
+    modules: Modules = {}
+    for name in present:
+        for path, module in modules_of(where, variables[name]).items():
+            insert(where, modules, path, module)
+    rest = {name: collection for name, collection in variables.items() if name not in present}
+    return {**rest, target: nested(convert(modules))}
+
+
+def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
+    """The modules of a collection that hold arrays."""
+    leaves = {name: value for name, value in collection.items() if not isinstance(value, Mapping)}
+    for name, leaf in leaves.items():
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(f"{where}: {at(path, name)}: expected an array, got {type(leaf).__name__}")
+    modules: Modules = {path: leaves} if leaves else {}
+    for name, value in collection.items():
+        if isinstance(value, Mapping):
+            modules |= modules_of(where, value, (*path, name))
+    return modules
+
+
+def nested(modules: Modules) -> dict:
+    """The inverse of `modules_of`."""
+    tree: dict = {}
+    for path, module in modules.items():
+        node = tree
+        for name in path:
+            node = node.setdefault(name, {})
+        node.update(module)
+    return tree
+
+
+def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
+    """Adds leaves to the module at `path`; ValueError where one is there already."""
+    there = modules.setdefault(path, {})
+    for name in module:
+        if name in there:
+            raise ValueError(
+                f"{where}: {at(path, name)}: two quantizers would get this name; rename one module before converting"
+            )
+    there.update(module)
+
+
+def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
+    """`(amax_history [..., H], scale [..., 1])` of one quantizer, checked and in float32."""
+    history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
+    if history.ndim < 1 or history.shape[-1] < 1:
+        raise ValueError(
+            f"{where}: {at(path, prefix)}_amax_history: expected shape (..., H) with H >= 1, got {history.shape}"
+        )
+    expected = (*history.shape[:-1], 1)
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"{where}: {at(path, prefix)}_scale: expected shape {expected} beside a history of shape {history.shape}, "
+            f"got {tuple(scale.shape)}"
+        )
+    return history, scale
+
+
+def _leaf(where, path, module, name):
+    if name not in module:
+        raise ValueError(
+            f"{where}: {at(path, name)}: missing; the module has {sorted(module)}. Drop the module from the tree to "
+            "start it with empty state"
+        )
+    leaf = module[name]
+    if leaf.dtype == np.float32:
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise TypeError(f"{where}: {at(path, name)}: expected a floating dtype, got {leaf.dtype}")
+    return leaf.astype(np.float32)
+
+
+def at(path: Path, name: str = "") -> str:
+    """A path as messages and patterns have it."""
+    return "/".join((*path, name) if name else path)

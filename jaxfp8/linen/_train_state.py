@@ -1,0 +1,70 @@
+"""TrainState: Flax's, with quantizer state that is stored by `update_state` and collections that stay."""
+
+import dataclasses
+
+import optax
+from flax import core
+from flax.training import train_state
+
+from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..train import _steps
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` for variables with FP8 state.
+
+        variables = model.init(key, x)
+        train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+        grads = jax.grad(lambda variables: loss(train.apply_fn(variables, x)))(train.params)
+        train = train.apply_gradients(grads=grads)
+
+    `params` is the parameters alone, as in Flax, or a whole variables dict: `params`, `_overwrite_with_gradient` and
+    any others. Then `tx` sees the collection `params` only, and `opt_state` is as Flax's; quantizer state becomes
+    `jaxfp8.update_state(old, gradient)`; every other collection stays what it is. With `optax.MultiSteps` in `tx` the
+    state of the mini-steps combines by max, is kept in `opt_state` and stored in the step that MultiSteps takes. A step
+    that `optax.apply_if_finite` rejects leaves the state as it was.
+    """
+
+    def apply_gradients(self, *, grads, **kwargs):
+        """One step.
+
+        Args:
+            grads: the gradient with respect to `params`, or to some of its collections, or to the parameters alone.
+                Gradients of collections other than `params` and `_overwrite_with_gradient` are ignored.
+            **kwargs: new values of fields, or of collections: `batch_stats=updated["batch_stats"]`.
+
+        Returns:
+            The next TrainState.
+
+        Raises:
+            ValueError: the state in `grads` was summed, averaged, clipped or unscaled (outside of `jit`).
+        """
+        if not _is_variables(self.params):
+            return super().apply_gradients(grads=grads, **kwargs)
+        of_params = grads["params"] if "params" in grads else grads
+        params = self.params["params"]
+        updates, opt_state = self.tx.update(of_params, _steps.inner(self.opt_state), params)
+        changed = {"params": optax.apply_updates(params, updates)}
+        if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
+            old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))
+            state, opt_state = _steps.finish(old, new, self.opt_state, opt_state, updates)
+            changed |= state
+        else:
+            opt_state = _steps.keep(self.opt_state, opt_state)
+        fields = {field.name for field in dataclasses.fields(self)}
+        changed |= {name: kwargs.pop(name) for name in list(kwargs) if name in self.params and name not in fields}
+        variables = core.copy(self.params, changed)
+        return self.replace(step=self.step + 1, params=variables, opt_state=opt_state, **kwargs)
+
+    @classmethod
+    def create(cls, *, apply_fn, params, tx, **kwargs):
+        """A TrainState at step 0 with the optimizer state that `tx` makes of the parameters."""
+        train = super().create(
+            apply_fn=apply_fn, params=params["params"] if _is_variables(params) else params, tx=tx, **kwargs
+        )
+        return train.replace(params=params, opt_state=_steps.begin(train.opt_state, params))
+
+
+def _is_variables(params) -> bool:
+    """Whether `params` is a variables dict: more than the collection `params`."""
+    return isinstance(params, (dict, core.FrozenDict)) and "params" in params and len(params) > 1

@@ -1,0 +1,11 @@
+"""Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and the step that stores it."""
+
+from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
+from ._training import (
+    Optimizer as Optimizer,
+    grad as grad,
+    max_grad as max_grad,
+    update_state as update_state,
+    value_and_grad as value_and_grad,
+)
+from ._variables import OverwriteWithGradient as OverwriteWithGradient, trainable as trainable

@@ -1,0 +1,108 @@
+"""Fp8DotGeneral and Fp8Einsum: modules to pass to NNX layers in place of `lax.dot_general` and `jnp.einsum`."""
+
+import sys
+
+from flax import nnx
+
+from .._dot_general import dot_general
+from .._einsum import einsum
+from ..recipes import DelayedScaling, DotGeneralState, QuantizerState, init_state
+from ._variables import OverwriteWithGradient
+
+OPERANDS = ("input", "kernel", "output_grad")
+
+
+class _Fp8Product(nnx.Module):
+    """The state of one product: for each operand `{name}_amax_history` and `{name}_scale`, as Linen names them."""
+
+    def __init__(self, recipe=None):
+        _not_inside_a_call(type(self).__name__)
+        self.recipe = DelayedScaling() if recipe is None else recipe
+        initial = init_state(self.recipe)
+        for name in OPERANDS:
+            quantizer = getattr(initial, name)
+            setattr(self, f"{name}_amax_history", OverwriteWithGradient(quantizer.amax_history))
+            setattr(self, f"{name}_scale", OverwriteWithGradient(quantizer.scale))
+
+    def _state(self) -> DotGeneralState:
+        def read(name):
+            return QuantizerState(
+                amax_history=getattr(self, f"{name}_amax_history").get_value(),
+                scale=getattr(self, f"{name}_scale").get_value(),
+            )
+
+        return DotGeneralState(*map(read, OPERANDS))
+
+
+class Fp8DotGeneral(_Fp8Product):
+    """FP8 products for any NNX layer that takes a `dot_general`.
+
+        nnx.Linear(64, 256, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=rngs)
+        nnx.MultiHeadAttention(..., qkv_dot_general=Fp8DotGeneral(), out_dot_general=Fp8DotGeneral(), rngs=rngs)
+
+    An instance holds the state of one product. Layers that share an instance share its scales: each amax is the
+    maximum over all of them. NNX calls a `dot_general_cls` anew in every forward pass, so an object made there could
+    keep nothing; it is refused. The state is in `OverwriteWithGradient` variables, which the forward pass only reads
+    and the training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
+
+    Args:
+        recipe: how operands become FP8; without one `jaxfp8.DelayedScaling()`.
+
+    Raises:
+        TypeError: made by a layer in its forward pass (`dot_general_cls=`).
+    """
+
+    def __call__(self, x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+        """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
+        return dot_general(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=self.recipe,
+            state=self._state(),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+
+class Fp8Einsum(_Fp8Product):
+    """FP8 products for `nnx.Einsum`, and for any code that calls an einsum of two operands.
+
+        nnx.Einsum("bld,dhk->blhk", (64, 4, 16), einsum_op=jaxfp8.nnx.Fp8Einsum(recipe), rngs=rngs)
+
+    State, arguments and errors are those of `Fp8DotGeneral`.
+    """
+
+    def __call__(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
+        """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
+        if out_sharding is not None:
+            raise ValueError("Fp8Einsum: out_sharding: expected None; constrain the result's sharding instead")
+        return einsum(
+            eqn,
+            x,
+            kernel,
+            recipe=self.recipe,
+            state=self._state(),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        )
+
+
+_FORWARD = nnx.LinearGeneral.__call__.__code__
+
+
+def _not_inside_a_call(name):
+    """Refuses `dot_general_cls=Fp8DotGeneral`, which would train with scale 1 and an empty history for ever.
+
+    The layer makes the object itself, without an argument that could tell, so the callers are asked.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _FORWARD:
+            raise TypeError(
+                f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
+                f"instance, dot_general={name}(recipe), or set it on the finished layer: "
+                f"model.query.dot_general = {name}(recipe)"
+            )
+        frame = frame.f_back

@@ -1,0 +1,122 @@
+"""Training NNX models: gradients in which shared state combines by max, and the step that stores the next state."""
+
+import contextlib
+import functools
+
+import jax
+from flax import nnx
+
+from .. import _compat
+from .._sharing import max_grad as _max_grad
+from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..train import optimizer, update_state as _update_state
+from ._variables import OverwriteWithGradient, trainable
+
+
+def value_and_grad(f, *, argnums=0, has_aux=False):
+    """`nnx.value_and_grad` that is right for FP8 models: of parameters and state, and shared state combines by max.
+
+        loss, grads = jaxfp8.nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)  # a jaxfp8.nnx.Optimizer
+
+    Args:
+        f: a function of NNX modules, states and arrays that returns a loss f32[], or `(loss, aux)`.
+        argnums: which arguments to differentiate: ints, where a module's parameters and FP8 state are meant, or
+            `nnx.DiffState(argnum, filter)`, whose filter should let `OverwriteWithGradient` through.
+        has_aux: whether `f` returns `(loss, aux)`.
+
+    Returns:
+        A function of f's arguments that returns the value and the gradients, as `nnx.value_and_grad` does. The
+        gradient of an `OverwriteWithGradient` variable is its next value.
+    """
+    return nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+
+
+def grad(f, *, argnums=0, has_aux=False):
+    """`value_and_grad` without the value."""
+    return nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+
+
+@contextlib.contextmanager
+def max_grad(*tree):
+    """While it lasts, all uses of the FP8 state in `tree` combine by max; for use at the top of a loss.
+
+    A layer that is called twice needs nothing. What needs this is state that enters an inner `nnx.remat`, `nnx.jit`,
+    `nnx.cond` or `nnx.scan` with its module and is used again outside or in another call: JAX would add up what the
+    calls give. `value_and_grad` and `grad` do it by themselves.
+
+        def loss_fn(model, x):
+            with jaxfp8.nnx.max_grad(model):
+                return jnp.mean(model(x) ** 2)
+
+    Args:
+        *tree: modules, or anything that holds them. Their state is as before afterwards: plain f32.
+    """
+    variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, OverwriteWithGradient)]
+    values = [variable.get_value() for variable in variables]
+    cast = _max_grad({OVERWRITE_WITH_GRADIENT: values})[OVERWRITE_WITH_GRADIENT]
+    for variable, value in zip(variables, cast, strict=True):
+        variable.set_value(value)
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, values, strict=True):
+            variable.set_value(value)
+
+
+def _with_max_grad(f):
+    if isinstance(getattr(f, "__self__", None), nnx.Module):
+        return f  # a bound method, which NNX refuses by name; wrapped, its module would be a constant
+
+    @functools.wraps(f)
+    def wrapped(*args, **kwargs):
+        with max_grad(args, kwargs):
+            out = f(*args, **kwargs)
+        if any(map(_compat.is_max, jax.tree.leaves(out))):  # state that was read on the way
+            out = jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
+        return out
+
+    return wrapped
+
+
+def _with_state(argnums):
+    """Ints mean parameters to NNX; here they mean parameters and FP8 state."""
+    if not (nnx.set_graph_mode.current_value() and nnx.set_graph_updates.current_value()):
+        return argnums  # tree mode: modules are pytrees, and all of them is differentiated
+    if isinstance(argnums, int):
+        return nnx.DiffState(argnums, trainable)
+    return argnums if isinstance(argnums, nnx.DiffState) else tuple(map(_with_state, argnums))
+
+
+def update_state(model, grads) -> None:
+    """Stores the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
+
+    State that was not used in this step, or whose gradient is not finite, stays as it is. Parameters are left alone,
+    so this goes beside any optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
+
+    Args:
+        model: an NNX module; changed in place.
+        grads: what `value_and_grad` returned for it.
+
+    Raises:
+        ValueError: `grads` has no state, or not what a step gives; see `jaxfp8.update_state`.
+    """
+    old, new = (nnx.state(tree, OverwriteWithGradient) for tree in (model, grads))
+    nnx.update(model, _update_state(old, new))
+
+
+class Optimizer(nnx.Optimizer):
+    """`nnx.Optimizer` that also stores the next FP8 state; the transformation sees parameters only.
+
+        optimizer = jaxfp8.nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    The same as `nnx.Optimizer(model, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable)`: see there for steps that
+    `tx` skips or accumulates. The gradients must be of parameters and state, as `value_and_grad` gives them.
+
+    Args:
+        model, tx, wrt: as in `nnx.Optimizer`; `wrt` says which parameters train.
+        **options: as in `nnx.Optimizer`.
+    """
+
+    def __init__(self, model, tx, *, wrt=nnx.Param, **options):
+        super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), **options)

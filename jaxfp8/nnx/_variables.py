@@ -1,0 +1,19 @@
+"""OverwriteWithGradient: the NNX variable whose gradient is its next value."""
+
+from flax import nnx
+
+from .._state_tree import OVERWRITE_WITH_GRADIENT
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """Quantizer state: one amax history f32 `(H,)` or one scale f32 `(1,)`. The forward pass only reads it.
+
+    Linen's name for it is the collection `_overwrite_with_gradient`; `nnx.bridge` translates in both directions.
+    """
+
+
+# overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
+nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+
+trainable = nnx.Any(nnx.Param, OverwriteWithGradient)
+"""The filter of all that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`."""

@@ -1,0 +1,61 @@
+"""amax_to_scale: the scale of a tensor, and its inverse, from an amax or from what is stored."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from .. import scaling
+from . import _checks, _ffi
+from ._primitive import grouped_op
+
+
+def amax_to_scale(amax, stored, *, fp8_max: float, margin: float = 0.0):
+    """The scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
+
+    Equivalent to, in f32, each division rounded correctly and the scale clamped to [2**-126, 2**126]:
+
+        scale = fp8_max / amax / 2**margin     if 0 < amax < inf
+                1 / stored                     else if 0 < stored < inf
+                1                              else
+        scale_inv = 1 / scale
+
+    Args:
+        amax: f32[] or f32[1].
+        stored: f32[] or f32[1], a `scale_inv`; what counts where there is no amax.
+        fp8_max: largest value of the FP8 format, 448 or 57344.
+        margin: headroom in powers of two, -64 to 64.
+
+    Returns:
+        `(scale, scale_inv)`, both f32[1].
+
+    Raises:
+        TypeError: amax or stored is not float32; or the op is differentiated.
+        ValueError: amax or stored has another shape.
+    """
+    amax = _checks.scale("amax_to_scale", "amax", amax)
+    stored = _checks.scale("amax_to_scale", "stored", stored)
+    return tuple(_groups(amax, stored, numerator=scaling.scale_numerator(fp8_max, margin)))
+
+
+def _results(amax, stored, numerator):
+    del stored, numerator
+    return [(amax.shape, jnp.float32)] * 2
+
+
+def _reference(amax, stored, numerator):
+    return scaling.amax_to_scale(amax, stored, numerator)
+
+
+def _custom_call(amax, stored, numerator):
+    stored = jnp.broadcast_to(stored, amax.shape)
+    return _ffi.call("amax_to_scale", _results(amax, stored, numerator), amax, stored, numerator=np.float32(numerator))
+
+
+# amax f32 `[g]`, stored f32 `[1]` or `[g]` -> scale f32 `[g]`, scale_inv f32 `[g]`.
+_groups = grouped_op(
+    "amax_to_scale",
+    results=_results,
+    reference=_reference,
+    cpu=_custom_call,
+    cuda=_custom_call,
+    is_scale=(False, True),
+)

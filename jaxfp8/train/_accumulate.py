@@ -1,0 +1,68 @@
+"""accumulate_gradients: parameters add, quantizer state combines by max."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _state_tree, scaling
+
+
+def accumulate_gradients(acc, grads, *, weight=None):
+    """Adds the gradients of one more microbatch.
+
+        acc = jaxfp8.accumulate_gradients(acc, grads)                # None or zeros at the start
+        acc = jaxfp8.accumulate_gradients(acc, grads, weight=1 / n)  # the mean of n microbatches
+
+    Gradients of parameters add. State combines by elementwise max: 0 is neutral, all microbatches ran on the same old
+    state, so the result is one step of it with the amax of them all. Never divide the sum as a whole: that would
+    divide the state too; `weight` multiplies the gradients of parameters alone.
+
+    Args:
+        acc: the sum so far, in the structure of `grads`; None or zeros (`jax.tree.map(jnp.zeros_like, ...)`, to carry
+            it through `lax.scan`) for none. Its dtypes are kept.
+        grads: gradients of one microbatch: a dict with `params` and `_overwrite_with_gradient`, an NNX state, or any
+            tree that mixes parameters with `DotGeneralState`. State entries that are negative or not finite count as 0.
+        weight: a number or scalar array.
+
+    Returns:
+        The sum, in the structure of `grads`.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+    found = _state_tree.flatten(grads)
+    if acc is None:
+        so_far = [jnp.zeros_like(leaf) for leaf in found.leaves]
+    else:
+        before = _state_tree.flatten(acc)
+        if before.paths != found.paths:
+            odd = sorted({"/".join(path) for path in set(before.paths) ^ set(found.paths)})
+            raise ValueError(
+                f"accumulate_gradients: acc: expected the structure of grads, got a tree that differs at {odd[:3]}; "
+                "start with None, or with zeros like the gradients"
+            )
+        so_far = before.leaves
+    state = set(found.positions())
+    total = [
+        maximum(a, g) if i in state else _add(a, g, weight)
+        for i, (a, g) in enumerate(zip(so_far, found.leaves, strict=True))
+    ]
+    return found.treedef.unflatten(total)
+
+
+def _add(acc, grad, weight):
+    if jnp.result_type(grad) == jax.dtypes.float0:
+        return grad
+    grad = jnp.asarray(grad)
+    if weight is not None:
+        grad = grad * jnp.asarray(weight).astype(grad.dtype)
+    return acc + grad.astype(jnp.result_type(acc))
+
+
+def maximum(acc, grad):
+    """Elementwise max of non-negative floats; as integers, because XLA's CPU threads take subnormal floats for 0."""
+    if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
+        return jnp.maximum(acc, grad)
+    dtype = jnp.result_type(acc)
+    bits = (lax.bitcast_convert_type(scaling.clean(jnp.asarray(x)), jnp.int32) for x in (acc, grad))
+    return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32).astype(dtype)

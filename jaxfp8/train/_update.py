@@ -1,0 +1,201 @@
+"""update_state: the next state from the old one and what the gradient returned, with a check of what happened to it.
+
+Only one number per quantizer is new in a step, the amax in slot 0. The rest of the history is the old one, rolled; so
+whatever multiplied the state on its way (a sum over uses, a mean, clipping, unscaling) shows in it and can be undone.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from .. import _state_tree, scaling
+
+# A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were summed change it by 100 %.
+_TOLERANCE = 0.01
+_EXACT = 1e-4  # of a quotient of two floats, or of its logarithm, with room for fast approximations
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def update_state(old, new):
+    """The state to use in the next step.
+
+    For each quantizer, and for each row where state is stacked (layers of a scan, experts, ensemble members):
+
+        h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax is slot 0 of `new`
+        s' = the scale of `new`
+
+    A row that was not touched (the new scale is 0) or is not finite keeps its old value. The state returned is clean:
+    old history entries that are negative or not finite become 0, an old scale that cannot be becomes 1.
+
+    The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
+    1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
+    raises. Under a trace it is made safe instead: slot 0 becomes `amax / min(c, 1)`, which is no less than the true
+    amax, and the scale `s' / c`; `jax.experimental.checkify.checkify` around the step reports it with the message of
+    the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
+    other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
+
+    Args:
+        old: the state this step ran on: a state collection, a `DotGeneralState`, a variables dict, an NNX state, or a
+            tree that mixes any of these with parameters. History f32 `(..., H)`, scale f32 `(..., 1)`.
+        new: the gradient with respect to `old`, in the same structure. State that is absent from it is untouched.
+
+    Returns:
+        `old` with its quantizer state replaced and in the dtypes of `old`; all other leaves are those of `old`.
+
+    Raises:
+        ValueError: state was summed, averaged, clipped or unscaled (outside of `jit`); shapes differ; `new` holds no
+            state.
+    """
+    before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
+    positions = before.positions()
+    if positions and not any(before.paths[i] in gradient for i in positions):
+        raise ValueError(
+            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
+            "a tree without them; take the gradient with respect to the state as well"
+        )
+    values, factors = {}, {}
+    for q in before.quantizers:
+        pair = q.amax_history, q.scale
+        now = [before.leaves[i] for i in pair]
+        then = [gradient.get(before.paths[i]) for i in pair]
+        if any(leaf is None for leaf in then):
+            continue
+        _check_shapes(q.name, now, then)
+        values[q.amax_history], values[q.scale], *factors[q.name] = _next_quantizer(*now, *then)
+    for i in before.others:
+        leaf = gradient.get(before.paths[i])
+        if leaf is not None and leaf.dtype != jax.dtypes.float0:
+            values[i] = _next_other(before.leaves[i], leaf)
+    _check_factors(factors)
+    return before.replace(values)
+
+
+def _slot_axis(history_shape, scale_shape) -> int | None:
+    """The axis of the history; all others are rows. None where the two shapes do not fit."""
+    if len(history_shape) != len(scale_shape) or not history_shape:
+        return None
+    differ = [i for i, (h, s) in enumerate(zip(history_shape, scale_shape, strict=True)) if h != s]
+    if not differ:
+        return -1  # H = 1
+    return differ[0] if len(differ) == 1 and scale_shape[differ[0]] == 1 else None
+
+
+def _check_shapes(name, old, new):
+    for which, (history, scale) in (("old", old), ("new", new)):
+        if _slot_axis(history.shape, scale.shape) is None:
+            raise ValueError(
+                f"update_state: {which}: {name}: expected a history (..., H) and a scale (..., 1), got shapes "
+                f"{history.shape} and {scale.shape}"
+            )
+    if old[0].shape != new[0].shape or old[1].shape != new[1].shape:
+        raise ValueError(
+            f"update_state: new: {name}: expected the shapes of old, {old[0].shape} and {old[1].shape}, got "
+            f"{new[0].shape} and {new[1].shape}; pass the gradient with respect to old"
+        )
+
+
+@jax.jit
+def _next_quantizer(old_history, old_scale, new_history, new_scale):
+    """The next state of all rows of one quantizer.
+
+    Returns:
+        (history, scale, factors, worst): what each row was multiplied by on its way, and the most telling of them.
+    """
+    axis = _slot_axis(old_history.shape, old_scale.shape)
+    rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
+    history, stored, new_history, new_scale = rows  # [..., H] and [..., 1]
+    history = scaling.clean(history)
+    stored = jnp.where(scaling.positive_finite(stored), stored, jnp.float32(1))
+    rolled = jnp.roll(history, -1, axis=-1)
+    amax = new_history[..., :1]
+
+    # Two reductions of one shape, which is all that does not fuse into one kernel.
+    expected, found = (scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
+    touched = jnp.isfinite(found) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
+    amax = scaling.clean(amax)
+    is_empty = ~scaling.positive_finite(expected) & ~scaling.positive_finite(rolled[..., :1])
+    by_scale = jnp.where(is_empty, _factor_of_scale(stored, new_scale, amax), jnp.float32(1))
+    by_tail = jnp.sign(new_scale) * found / jnp.maximum(expected, _TINY)
+    factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
+
+    as_made = jnp.abs(factor - 1) <= _TOLERANCE
+    usable = touched & (factor > 0) & jnp.isfinite(factor)
+    divisor = jnp.where(usable & ~as_made, factor, jnp.float32(1))
+    # A sum of amaxes is already above each of them.
+    bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
+    amax = jnp.where(as_made, amax, bound)  # a division by 1 may flush a subnormal
+    scale = jnp.where(as_made, new_scale, new_scale / divisor)
+    scale = jnp.where(usable & scaling.positive_finite(scale), scale, stored)
+
+    # Written like scaling.push_history, so that XLA can combine the reductions of amaxes that lead here.
+    history = jnp.where(usable, rolled.at[..., :1].set(amax), history)
+    most, least = jnp.max(factor), jnp.min(factor)
+    return (
+        _cast(jnp.moveaxis(history, -1, axis), old_history.dtype),
+        _cast(jnp.moveaxis(scale, -1, axis), old_scale.dtype),
+        factor,
+        jnp.where(most > 1 + _TOLERANCE, most, least),
+    )
+
+
+def _factor_of_scale(old, new, amax):
+    """What the scale of a quantizer with an empty history was multiplied by, where that is beyond doubt; else 1.
+
+    Beyond doubt are whole numbers (uses that were summed) and small powers of two (loss scaling that was undone). Any
+    other scale may be what the recipe meant: `first_step="current"` takes it from the tensor and a callable
+    `amax_compute_algo` may have a floor. A current scale may look like one of these factors too, but then `amax / new`
+    is an FP8_MAX over `2**margin`: 7 times a power of two, or of its root.
+    """
+    ratio = new / old
+    doublings, halves = jnp.log2(ratio), 2 * jnp.log2(amax / (7 * new))
+    is_sum = (ratio > 1.5) & (jnp.abs(ratio - jnp.round(ratio)) < _EXACT * ratio)
+    is_unscaled = (doublings < -0.5) & (doublings > -64) & (jnp.abs(doublings - jnp.round(doublings)) < _EXACT)
+    is_current = jnp.abs(halves - jnp.round(halves)) < _EXACT
+    return jnp.where((is_sum | is_unscaled | (ratio < 0)) & ~is_current, ratio, jnp.float32(1))
+
+
+def _next_other(old, new):
+    """State of a user's own quantizer: overwritten unless the gradient is all zero or not finite."""
+    is_touched = jnp.all(jnp.isfinite(new)) & jnp.any(new != 0)
+    return jnp.where(is_touched, _cast(new, jnp.asarray(old).dtype), old)
+
+
+def _cast(x, dtype):
+    """`x` in a dtype of stored state; numbers that a narrow one does not hold become its largest."""
+    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(dtype)
+    return jnp.minimum(x, jnp.asarray(jnp.finfo(dtype).max, x.dtype)).astype(dtype)
+
+
+_FOUND = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
+_REMEDIES = (
+    "Uses of one state must combine by max: take the gradient with jaxfp8.value_and_grad, or cast the state with "
+    "jaxfp8.max_grad at the top of the loss, and add microbatches with jaxfp8.accumulate_gradients. Keep "
+    "`_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: jaxfp8.train.optimizer and "
+    "jaxfp8.linen.TrainState do"
+)
+
+
+def _check_factors(factors):
+    """Raises for a factor that is not 1, or leaves a check for checkify where there is no value to look at.
+
+    Args:
+        factors: for each quantizer's name the factors of its rows and the worst of them.
+    """
+    visible = {}
+    for name, (factor, worst) in factors.items():
+        if isinstance(factor, jax.core.Tracer):
+            cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
+            message = _FOUND.format(name=name, factor="{factor}", cause=cause) + _REMEDIES
+            checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
+        # Values of other processes cannot be seen, and one process must not raise alone.
+        elif factor.is_fully_addressable or factor.is_fully_replicated:
+            visible[name] = factor
+    for name, factor in zip(visible, jax.device_get(list(visible.values())), strict=True):
+        bad = ~(np.abs(factor - 1) <= _TOLERANCE)
+        if bad.any():
+            worst = factor[bad][0]
+            row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
+            cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
+            raise ValueError(_FOUND.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)

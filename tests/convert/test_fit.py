@@ -1,0 +1,124 @@
+"""State that has to fit a changed model: another history length, layers that the checkpoint lacks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from jaxfp8 import convert
+
+from .cases import OWG, assert_same_tree, state_leaves
+
+
+def histories(length, amaxes):
+    """The history after each step of a run, by the oracle."""
+    state, after = oracle.State.init(length), []
+    for amax in amaxes:
+        state = oracle.next_state(state, np.float32(1), np.float32(amax))
+        after.append(state.amax_history)
+    return after
+
+
+def by_age(history):
+    """Newest first."""
+    return [history[0], *history[:0:-1]]
+
+
+def resized(history, length):
+    return np.asarray(convert.resize_history({"input_amax_history": history}, length)["input_amax_history"])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+@pytest.mark.parametrize("new_length", [1, 2, 3, 8, 13])
+def test_resized_as_if_the_run_had_had_that_length(length, new_length):
+    """At every step: shorter, it is the history of the short run. Longer, it is that of the long run until the first
+    amax is dropped, and from then on its newest `length` entries; once the zeros have left, the long run's again."""
+    amaxes = np.arange(1, 31, dtype=np.float32)
+    runs = {n: histories(n, amaxes) for n in (length, new_length)}
+    for t, (old, new) in enumerate(zip(runs[length], runs[new_length], strict=True)):
+        got = resized(old, new_length)
+        assert got.dtype == np.float32
+        known = min(length, new_length)
+        assert by_age(got) == by_age(new)[:known] + [0] * (new_length - known), f"step {t}"
+        if new_length <= length or t < length:
+            oracle.assert_bitwise(got, new, f"step {t}")
+        state = oracle.State(got, np.float32(1))
+        for later in range(t + 1, min(t + 1 + new_length, len(amaxes))):
+            state = oracle.next_state(state, np.float32(1), amaxes[later])
+        if t + new_length < len(amaxes):
+            oracle.assert_bitwise(state.amax_history, runs[new_length][t + new_length], f"{new_length} steps later")
+
+
+def test_resize_finds_histories_in_any_tree():
+    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
+    state = jaxfp8.init_state(recipe)
+    got = convert.resize_history({"state": state, "step": 7, "layer": {"x_amax_history": jnp.ones((2, 3))}}, 5)
+    assert got["state"].kernel.amax_history.shape == (5,) and got["state"].kernel.scale.shape == (1,)
+    assert got["step"] == 7 and got["layer"]["x_amax_history"].tolist() == [[1, 0, 0, 1, 1]] * 2
+    assert jax.tree.structure(got["state"]) == jax.tree.structure(jaxfp8.init_state(recipe))
+
+
+@pytest.mark.parametrize(
+    "tree, length, error, match",
+    [
+        ({"input_amax_history": np.zeros(3)}, 0, ValueError, "at least 1, got 0"),
+        ({"input_amax_history": np.zeros(3)}, 2.0, TypeError, "expected an int"),
+        ({"kernel": np.zeros(3)}, 2, ValueError, "found none"),
+    ],
+)
+def test_errors_of_resize_history(tree, length, error, match):
+    with pytest.raises(error, match=f"resize_history: .*{match}"):
+        convert.resize_history(tree, length)
+
+
+# ------------------------------------------------------------------------------------------------------- changed models
+
+
+def model_variables(seed=6, length=4, layers=("Dense_0", "Dense_1"), lead=()):
+    rng = np.random.default_rng(seed)
+    return {
+        "params": {layer: {"kernel": rng.normal(size=(2, 2)).astype(np.float32)} for layer in layers},
+        OWG: {layer: {"Fp8DotGeneral_0": state_leaves(seed + i, length, lead)} for i, layer in enumerate(layers)},
+    }
+
+
+def test_merge_keeps_what_the_checkpoint_has():
+    new, old = model_variables(seed=7), model_variables(seed=8)
+    assert_same_tree(convert.merge_state(new, old), old, "same model")
+    bf16 = {"params": old["params"], "batch_stats": {"mean": np.ones(2, np.float32)}}
+    assert_same_tree(convert.merge_state(new, bf16), {**bf16, OWG: new[OWG]}, "bfloat16 checkpoint, FP8 model")
+    assert_same_tree(convert.merge_state({"params": new["params"]}, bf16), bf16, "no FP8 anywhere")
+    one = {**old, OWG: {"Dense_1": old[OWG]["Dense_1"]}}
+    expected = {**old, OWG: {"Dense_0": new[OWG]["Dense_0"], "Dense_1": old[OWG]["Dense_1"]}}
+    assert_same_tree(convert.merge_state(new, one), expected, "a layer that is new in FP8")
+
+
+def test_merge_fits_length_and_dtype():
+    new, old = model_variables(seed=7, length=6, lead=(2,)), model_variables(seed=8, length=4, lead=(2,))
+    expected = convert.resize_history(old, 6)
+    assert_same_tree(convert.merge_state(new, old), expected, "a longer history")
+    narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])
+    got = convert.merge_state(new, {**old, OWG: narrow})[OWG]
+    assert_same_tree(got, convert.resize_history(jax.tree.map(oracle.widen, narrow), 6), "cast to bfloat16")
+
+
+def test_errors_of_merge_state():
+    new = model_variables()
+    flax = convert.to_flax(model_variables())
+    with pytest.raises(ValueError, match="merge_state: restored: Dense_0/Fp8DirectDotGeneralOp_0/.*from_flax"):
+        convert.merge_state(new, flax)
+    with pytest.raises(ValueError, match="Dense_1/Fp8DotGeneral_0/input_amax_history: the model has no such state"):
+        convert.merge_state(model_variables(layers=("Dense_0",)), new)
+    with pytest.raises(ValueError, match=r"input_amax_history: expected shape \(4,\) up to .*, got \(2, 4\)"):
+        convert.merge_state(new, model_variables(lead=(2,)))
+    bad = model_variables()
+    bad[OWG]["Dense_0"]["Fp8DotGeneral_0"]["kernel_scale"] = np.ones(2, np.float32)
+    with pytest.raises(ValueError, match=r"kernel_scale: expected shape \(1,\), got \(2,\)"):
+        convert.merge_state(new, bad)
+    bad[OWG]["Dense_0"]["Fp8DotGeneral_0"]["kernel_scale"] = np.ones(1, np.int8)
+    with pytest.raises(TypeError, match="kernel_scale: expected a floating dtype, got int8"):
+        convert.merge_state(new, bad)
+    with pytest.raises(TypeError, match="merge_state: restored: .*list"):
+        convert.merge_state(new, [])

@@ -1,0 +1,191 @@
+"""linen.Dense: nn.Dense's parameters, but the f32 kernel is quantized as it is and its gradient comes in f32."""
+
+import dataclasses
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax.training.train_state import TrainState
+
+import jaxfp8
+from jaxfp8.linen._dense import Dense
+
+from .probes import OWG, RECIPE, assert_state
+
+M, K, N = 9, 14, 11
+BIAS = nn.initializers.normal(0.5)
+F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
+
+
+def operands(seed, dtype):
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((M, K)) * 2.0 ** rng.integers(-3, 4)).astype(np.float32).astype(dtype)
+    return x, (rng.standard_normal((M, N)) * 1e-2).astype(np.float32).astype(dtype)
+
+
+def with_bias(product, bias, dtype):
+    """`round(round(product) + bias)`: the sum is rounded to f32, then to dtype; dtype may be f32."""
+    exact = product.exact + bias.astype(np.float64)
+    bound = product.bound + oracle.PRECISE * (np.abs(exact) + product.bound)
+    unit = {F32: 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}[dtype]
+    return oracle.Product(exact, bound + unit * (np.abs(exact) + bound))
+
+
+def sum_of_rows(grad):
+    """The bias gradient summed in f32: M - 1 additions, each rounds a partial sum of at most sum |grad|."""
+    wide = grad.astype(np.float64)
+    return oracle.Product(wide.sum(axis=0), M * oracle.PRECISE * np.abs(wide).sum(axis=0))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_steps(dtype):
+    """Five steps: the state says that the kernel was quantized from f32, the bounds that its gradient is f32."""
+    layer = Dense(N, recipe=RECIPE, dtype=dtype, bias_init=BIAS)
+    x, grad = operands(0, dtype)
+    variables = layer.init(jax.random.key(0), x)
+
+    @jax.jit
+    def step(variables, x, grad):
+        y, vjp = jax.vjp(layer.apply, variables, x)
+        return y, *vjp(grad)
+
+    state = oracle.LayerState.init(RECIPE.amax_history_len)
+    for i in range(5):
+        x, grad = operands(i, dtype)
+        kernel, bias = (np.asarray(variables["params"][name]) for name in ("kernel", "bias"))
+        assert not np.array_equal(kernel, kernel.astype(BF16).astype(F32)), "the f32 kernel is no bf16 kernel"
+        y, gradient, dx = step(variables, x, grad)
+        expected = oracle.dense_step(x, kernel, grad, state, out_dtype=dtype, dgrad_dtype=dtype, wgrad_dtype=F32)
+        assert_state(gradient[OWG]["Fp8DotGeneral_0"], expected.state, f"step {i}")
+        assert (y.dtype, dx.dtype) == (dtype, dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {F32}
+        with_bias(expected.y, bias, dtype).check(y, f"step {i} y")
+        expected.dgrad.check(dx, f"step {i} dgrad")
+        expected.wgrad.check(gradient["params"]["kernel"], f"step {i} wgrad")
+        sum_of_rows(grad).check(gradient["params"]["bias"], f"step {i} bias gradient")
+        params = jax.tree.map(lambda p, g: p - g, variables["params"], gradient["params"])
+        variables, state = {"params": params, OWG: gradient[OWG]}, expected.state
+
+
+def program(layer):
+    x, grad = operands(0, BF16)
+    variables = layer.init(jax.random.key(0), x)
+    step = jax.jit(lambda variables, x, grad: jax.vjp(layer.apply, variables, x)[1](grad))
+    return step.lower(variables, x, grad).as_text()
+
+
+def kernel_conversions(text):
+    """Conversions of an array of the kernel's shape, `(from, to)`, in a StableHLO program."""
+    of_kernel = rf"stablehlo\.convert [^\n]*tensor<{K}x{N}x(\w+)>\) -> tensor<{K}x{N}x(\w+)>"
+    return set(re.findall(of_kernel, text))
+
+
+def test_no_copy_of_the_kernel_in_the_compute_dtype():
+    """nn.Dense rounds the kernel to bf16 and its gradient as well; here nothing of its shape is ever bf16."""
+    theirs = nn.Dense(N, dtype=BF16, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
+    ours = Dense(N, recipe=RECIPE, dtype=BF16)
+    assert kernel_conversions(program(theirs)) >= {("f32", "bf16"), ("bf16", "f32")}
+    text = program(ours)
+    assert kernel_conversions(text) == set()
+    assert f"tensor<{K}x{N}xbf16>" not in text and f"tensor<{K}x{N}xf32>" in text
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_parameters_are_those_of_nn_dense(use_bias):
+    x = operands(0, F32)[0]
+    make = {"use_bias": use_bias, "bias_init": BIAS}
+    theirs = nn.Dense(N, dot_general_cls=jaxfp8.Fp8DotGeneral, **make).init(jax.random.key(3), x)
+    ours = Dense(N, **make).init(jax.random.key(3), x)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        oracle.assert_bitwise(leaf, other, jax.tree_util.keystr(path))
+
+
+def test_fields_are_those_of_nn_dense():
+    """With their defaults; what is not here is what the recipe replaces."""
+    theirs = {f.name: f for f in dataclasses.fields(nn.Dense)}
+    ours = {f.name: f for f in dataclasses.fields(Dense)}
+    assert set(ours) - set(theirs) == {"recipe"}
+    assert set(theirs) - set(ours) == {"dot_general", "dot_general_cls", "promote_dtype"}
+    for name in (set(ours) & set(theirs)) - {"kernel_init", "bias_init", "features"}:
+        assert ours[name].default == theirs[name].default, name
+
+
+@pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [None, F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("x_dtype", [F32, BF16, F16, np.dtype(np.int32)], ids=str)
+def test_dtypes_are_those_of_nn_dense(x_dtype, dtype, param_dtype):
+    x = jax.ShapeDtypeStruct((M, K), x_dtype)
+    options = {"dtype": dtype, "param_dtype": param_dtype}
+    with jax.numpy_dtype_promotion("standard"):  # nn.Dense promotes
+        y, _ = jax.eval_shape(nn.Dense(N, **options).init_with_output, jax.random.key(0), x)
+    got, variables = jax.eval_shape(Dense(N, recipe=RECIPE, **options).init_with_output, jax.random.key(0), x)
+    assert (got.shape, got.dtype) == (y.shape, y.dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables["params"])} == {param_dtype}
+
+
+@pytest.mark.parametrize("x_dtype, dtype", [(F32, BF16), (BF16, F32), (BF16, F16), (np.dtype(np.int32), None)], ids=str)
+def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
+    """Narrowed where the compute dtype is narrower; a wider one changes no code."""
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((M, K)) * 20).astype(F32).astype(x_dtype)
+    layer = Dense(N, recipe=RECIPE, dtype=dtype, use_bias=False)
+    variables = layer.init(jax.random.key(0), x)
+    arrives = x.astype(dtype or F32)
+    state = jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, x).astype(F32))))(variables)[OWG]["Fp8DotGeneral_0"]
+    assert state["input_amax_history"][0] == oracle.amax(arrives)
+    codes, _ = oracle.quantize(arrives, 1, oracle.E4M3)
+    kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3)
+    oracle.scaled_matmul(codes, kernel_codes.T, 1, 1, out_dtype=dtype or F32).check(layer.apply(variables, x))
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, 3, K), (0, K)], ids=str)
+def test_any_rank(shape):
+    layer = Dense(N, recipe=RECIPE, bias_init=BIAS)
+    x = np.ones(shape, F32)
+    y, variables = layer.init_with_output(jax.random.key(0), x)
+    assert y.shape == (*shape[:-1], N)
+    kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3)
+    product = oracle.scaled_matmul(np.ones((y.size // N, K), oracle.E4M3.dtype), kernel_codes.T, 1, 1)
+    with_bias(product, np.asarray(variables["params"]["bias"]), F32).check(np.asarray(y).reshape(-1, N))
+
+
+def test_options_reach_the_product():
+    x = operands(0, F32)[0]
+    with pytest.raises(ValueError, match="precision"):
+        Dense(N, recipe=RECIPE, precision="bfloat16").init(jax.random.key(0), x)
+    history = Dense(N).init(jax.random.key(0), x)[OWG]["Fp8DotGeneral_0"]["input_amax_history"]
+    assert history.shape == (jaxfp8.DelayedScaling().amax_history_len,)
+
+
+def test_trains_in_flax_train_state():
+    """Flax's TrainState unmodified: the state is stored, and the loss falls to what FP8 rounding leaves."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((32, 4)).astype(F32)
+    target = x @ rng.standard_normal((4, 3)).astype(F32) + np.float32([[1, -2, 3]])
+    layer = Dense(3, recipe=RECIPE, dtype=BF16)
+    train = TrainState.create(apply_fn=layer.apply, params=layer.init(jax.random.key(0), x), tx=optax.sgd(0.2))
+
+    @jax.jit
+    def step(train):
+        def loss(variables):
+            return jnp.mean((train.apply_fn(variables, x).astype(F32) - target) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(train.params)
+        return train.apply_gradients(grads=gradients), value
+
+    losses = []
+    for _ in range(60):
+        train, value = step(train)
+        losses.append(float(value))
+    # e4m3 rounds each operand by at most 2**-4 of itself, so the products by 2**-3: at most 2**-6 of the variance.
+    assert losses[-1] < 2.0**-6 * losses[0]
+    state = train.params[OWG]["Fp8DotGeneral_0"]
+    assert state["input_amax_history"][0] == oracle.amax(x.astype(BF16))
+    assert train.params["params"]["kernel"].dtype == F32

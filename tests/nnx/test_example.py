@@ -1,0 +1,73 @@
+"""examples/nnx_language_model.py, run as a user runs it, at tiny size; and what makes its comparison fair."""
+
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfp8.nnx
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def run(folder, *options):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as a user
+    command = [sys.executable, EXAMPLES / "nnx_language_model.py", *options]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
+        yield importlib.import_module("nnx_language_model")
+
+
+def test_prints_a_table(tmp_path):
+    done = run(tmp_path, "--tiny")
+    assert done.returncode == 0, done.stderr
+    table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
+    for arm in ("bf16", "jaxfp8"):
+        loss, _, ms, _ = table[arm]
+        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+
+
+@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
+def test_refuses(tmp_path, options):
+    done = run(tmp_path, *options)
+    assert done.returncode == 2 and options[0] in done.stderr
+
+
+def test_arms_start_from_the_same_weights_and_train(example):
+    """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
+    arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
+    params = {name: nnx.to_pure_dict(nnx.state(model, nnx.Param)) for name, (model, _) in arms.items()}
+    jax.tree.map(np.testing.assert_array_equal, params["bf16"], params["jaxfp8"])
+    sizes = {len(jax.tree.leaves(nnx.state(optimizer))) for _, optimizer in arms.values()}
+    assert len(sizes) == 1, "the optimizer sees parameters alone"
+
+    model, optimizer = arms["jaxfp8"]
+    batches = np.random.default_rng(0).integers(0, 50, (2, 2, 17))
+    for batch in batches:
+        assert np.isfinite(example.train_step(model, optimizer, batch))
+    state = nnx.to_pure_dict(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient))
+    histories = [leaf for leaf in jax.tree.leaves(state) if leaf.shape != (1,)]
+    assert len(histories) == 3 * 4 * example.LAYERS
+    assert all(history[0] > 0 and history[-1] > 0 and not history[1:-1].any() for history in histories)
+    # That is roll(-1): slot 0 newest, the one before at the end.
+
+
+def test_the_example_needs_no_more_than_one_argument(example):
+    """A module in one place and NNX's default in the other: the rest of the model is the same."""
+    fp8, bf16 = (
+        example.create(make, 50, seed=0, steps=4)[0] for make in (example.ARMS["jaxfp8"], example.ARMS["bf16"])
+    )
+    assert isinstance(fp8.blocks[0].up.dot_general, jaxfp8.nnx.Fp8DotGeneral)
+    assert bf16.blocks[0].up.dot_general is nnx.Linear(2, 2, rngs=nnx.Rngs(0)).dot_general

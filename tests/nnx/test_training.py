@@ -1,0 +1,199 @@
+"""The training step: parameters go to optax, state is overwritten exactly, and what goes wrong says so."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.nnx
+import jaxfp8.train
+from jaxfp8.nnx import OverwriteWithGradient
+
+from .cases import H, K, M, N, assert_plain, assert_state, expected_state, linear, operands, use
+
+# Everything that would ruin state that it got to see.
+HARSH = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.5))
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Optax mixes step counts and floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def by_hand(layer, tx):
+    optimizer = nnx.Optimizer(layer, tx, wrt=nnx.Param)
+
+    def update(layer, gradients):
+        optimizer.update(layer, gradients)
+        jaxfp8.nnx.update_state(layer, gradients)
+
+    return update
+
+
+OPTIMIZERS = {
+    "jaxfp8.nnx.Optimizer": lambda layer, tx: jaxfp8.nnx.Optimizer(layer, tx, wrt=nnx.Param).update,
+    "wrt state too": lambda layer, tx: jaxfp8.nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable).update,
+    "nnx.Optimizer and train.optimizer": lambda layer, tx: (
+        nnx.Optimizer(layer, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable).update
+    ),
+    "nnx.Optimizer and update_state": by_hand,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_five_steps(make):
+    """State is the oracle's; parameters get what optax gives them where there is no FP8 state at all."""
+    layer, state = linear(), oracle.LayerState.init(H)
+    update = make(layer, HARSH)
+    params = {"kernel": layer.kernel.get_value()}
+    opt_state = HARSH.init(params)
+    for i in range(5):
+        (x,), (grad,) = operands(i, 1)
+        state = oracle.dense_step(x, np.asarray(layer.kernel.get_value()), grad, state).state
+        gradients = jaxfp8.nnx.grad(use)(layer, x, grad)
+        update(layer, gradients)
+        updates, opt_state = HARSH.update({"kernel": gradients["kernel"].get_value()}, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        assert_state(layer.dot_general, state, f"step {i}")
+        oracle.assert_bitwise(layer.kernel.get_value(), params["kernel"], f"step {i}: kernel")
+    assert_plain(layer)
+
+
+def test_loop_under_jit():
+    """The loop of the documentation, with the optimizer as an argument; the optimizer holds nothing of the state."""
+    layer, state = linear(), oracle.LayerState.init(H)
+    optimizer = jaxfp8.nnx.Optimizer(layer, HARSH)
+    plain = nnx.Optimizer(layer, HARSH, wrt=nnx.Param)
+    assert len(jax.tree.leaves(nnx.state(optimizer))) == len(jax.tree.leaves(nnx.state(plain)))
+
+    @nnx.jit
+    def step(layer, optimizer, x, grad):
+        loss, gradients = jaxfp8.nnx.value_and_grad(use)(layer, x, grad)
+        optimizer.update(layer, gradients)
+        return loss
+
+    for i in range(5):
+        (x,), (grad,) = operands(i, 1)
+        state = oracle.dense_step(x, np.asarray(layer.kernel.get_value()), grad, state).state
+        assert np.isfinite(step(layer, optimizer, x, grad))
+        assert_state(layer.dot_general, state, f"step {i}")
+    assert optimizer.step.get_value() == 5
+
+
+@pytest.mark.parametrize("how", ["MultiSteps", "accumulate_gradients"])
+def test_microbatches_make_one_entry(how):
+    """The max over the microbatches, once per optimizer step."""
+    layer, state = linear(), oracle.LayerState.init(H)
+    tx = optax.MultiSteps(optax.sgd(1e-3), 3) if how == "MultiSteps" else optax.sgd(1e-3)
+    optimizer = jaxfp8.nnx.Optimizer(layer, tx)
+
+    @nnx.jit
+    def step(layer, optimizer, xs, grads):
+        total = None
+        for x, grad in zip(xs, grads, strict=True):
+            gradients = jaxfp8.nnx.grad(use)(layer, x, grad)
+            if how == "MultiSteps":
+                optimizer.update(layer, gradients)
+            else:
+                total = jaxfp8.train.accumulate_gradients(total, gradients, weight=1 / 3)
+        if total is not None:
+            optimizer.update(layer, total)
+
+    for i in range(2):
+        xs, grads = operands(i, 3)
+        kernel = np.asarray(layer.kernel.get_value())
+        step(layer, optimizer, xs, grads)
+        state = expected_state([(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state)
+        assert_state(layer.dot_general, state, f"step {i}")
+        assert not np.array_equal(kernel, layer.kernel.get_value())
+
+
+def test_layers_that_did_not_run_keep_their_state():
+    layers = nnx.List(linear(seed) for seed in range(2))
+    optimizer = jaxfp8.nnx.Optimizer(layers, optax.sgd(0.1))
+    (x,), (grad,) = operands(0, 1)
+    kernel = np.asarray(layers[0].kernel.get_value())
+    optimizer.update(layers, jaxfp8.nnx.grad(lambda layers: use(layers[0], x, grad))(layers))
+    assert_state(layers[0].dot_general, oracle.dense_step(x, kernel, grad, oracle.LayerState.init(H)).state, "ran")
+    assert_state(layers[1].dot_general, oracle.LayerState.init(H), "did not")
+
+
+def test_not_finite():
+    """A NaN in x never enters the state, and the model is back the step after."""
+    layer, state = linear(), oracle.LayerState.init(H)
+    for bad in (False, True, False):
+        (x,), (grad,) = operands(0, 1)
+        x[0, 0] = np.nan if bad else x[0, 0]
+        kernel = np.asarray(layer.kernel.get_value())
+        jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
+        state = oracle.dense_step(x, kernel, grad, state).state
+        assert_state(layer.dot_general, state, f"bad: {bad}")
+
+
+def test_argnums():
+    """Ints and DiffStates, several of them, among arrays."""
+    first, second = linear(0), linear(1)
+    (x,), (grad,) = operands(0, 1)
+    loss = lambda x, first, second: use(first, x, grad) + use(second, x, grad)  # noqa: E731
+    value, (dx, of_first, of_second) = jaxfp8.nnx.value_and_grad(
+        loss, argnums=(0, 1, nnx.DiffState(2, OverwriteWithGradient))
+    )(x, first, second)
+    assert value.shape == () and dx.shape == x.shape
+    assert set(of_first) == {"kernel", "dot_general"} and set(of_second) == {"dot_general"}
+    state = oracle.LayerState.init(H)
+    for layer, gradients in ((first, of_first), (second, of_second)):
+        kernel = np.asarray(layer.kernel.get_value())
+        jaxfp8.nnx.update_state(layer, gradients)
+        assert_state(layer.dot_general, oracle.dense_step(x, kernel, grad, state).state, "argnums")
+
+
+def test_models_without_fp8():
+    """The same training step, for the bf16 baseline."""
+    layer = nnx.Linear(K, N, rngs=nnx.Rngs(0))
+    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1))
+    before = np.asarray(layer.kernel.get_value())
+    gradients = jaxfp8.nnx.grad(lambda layer: layer(jnp.ones((M, K))).sum())(layer)
+    optimizer.update(layer, gradients)
+    jaxfp8.nnx.update_state(layer, gradients)
+    assert not np.array_equal(before, layer.kernel.get_value())
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+def test_gradient_of_parameters_alone_warns():
+    layer = linear()
+    (x,), (grad,) = operands(0, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients = nnx.grad(use)(layer, x, grad)
+    assert [w.category for w in caught] == [jaxfp8.FP8StateWarning]
+    before = nnx.to_pure_dict(nnx.state(layer))
+    for update in (jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1)).update, jaxfp8.nnx.update_state):
+        with pytest.raises(ValueError, match="update_state.*input_amax_history.*gradient with respect to the state"):
+            update(layer, gradients)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(layer)))
+
+
+def test_bound_methods_are_refused_as_by_nnx():
+    with pytest.raises(ValueError, match="bound method"):
+        jaxfp8.nnx.grad(linear().__call__)(jnp.ones((M, K)))
+
+
+def test_summed_state_is_found():
+    """NNX's own grad adds what two rematerialized calls give; once there is a history, nothing goes in unnoticed."""
+    layer = linear()
+    xs, grads = operands(0, 2)
+    loss = lambda layer: sum(nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True))  # noqa: E731
+    jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(loss)(layer))
+    summed = nnx.grad(loss, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(layer)
+    with pytest.raises(ValueError, match="2 times"):
+        jaxfp8.nnx.update_state(layer, summed)

@@ -1,0 +1,84 @@
+"""A Dense layer whose every training step numpy can replay: the loss is `sum(y * grad)`, so `grad` is known."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+import jaxfp8
+
+M, K, N, HISTORY = 6, 8, 5, 4
+OPERANDS = ("input", "kernel", "output_grad")
+OWG = "_overwrite_with_gradient"
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+LAYER = nn.Dense(N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
+
+
+def variables():
+    """First variables of the layer."""
+    return LAYER.init(jax.random.key(0), np.ones((M, K), np.float32))
+
+
+def batch(seed: int, size: float = 1.0):
+    """(x, grad) of one microbatch; sizes vary, so that sums, means and maxima of amaxes differ."""
+    rng = np.random.default_rng(seed)
+    size = size * 2.0 ** rng.uniform(-3, 3)
+    x, grad = rng.standard_normal((M, K)) * size, rng.standard_normal((M, N)) * size / 100
+    return x.astype(np.float32), grad.astype(np.float32)
+
+
+def loss(variables, x, grad):
+    """The loss whose gradient with respect to the layer's output is `grad`."""
+    return jnp.vdot(LAYER.apply(variables, x), grad)
+
+
+gradient = jax.jit(jax.grad(loss))
+
+
+def state_of(variables) -> dict[str, np.ndarray]:
+    """The six leaves of the layer's state."""
+    return jax.tree.map(np.asarray, dict(variables[OWG]["Fp8DotGeneral_0"]))
+
+
+def kernel_of(variables) -> np.ndarray:
+    return np.asarray(variables["params"]["kernel"])
+
+
+def first() -> oracle.LayerState:
+    return oracle.LayerState.init(HISTORY)
+
+
+def step(state: oracle.LayerState, kernel, batches) -> oracle.LayerState:
+    """One optimizer step over microbatches: one roll, slot 0 the largest of their amaxes."""
+    states = [oracle.dense_step(x, kernel, grad, state).state for x, grad in batches]
+    largest = {
+        name: oracle.State(
+            np.max([getattr(s, name).amax_history for s in states], axis=0), getattr(states[0], name).scale
+        )
+        for name in OPERANDS
+    }
+    return oracle.LayerState(**largest)
+
+
+def assert_state(got, expected: oracle.LayerState, what: str) -> None:
+    """The stored variables are the expected ones, bitwise."""
+    stored = state_of(got)
+    for name in OPERANDS:
+        wanted = getattr(expected, name)
+        oracle.assert_bitwise(stored[f"{name}_amax_history"], wanted.amax_history, f"{what}: {name} history")
+        oracle.assert_bitwise(stored[f"{name}_scale"], wanted.scale.reshape(1), f"{what}: {name} scale")
+
+
+def run(advance, train, variables_of, batches, steps: int = 6):
+    """Calls `train = advance(train, batch)` and compares the state after each with the replay."""
+    state = first()
+    for i in range(steps):
+        kernel = kernel_of(variables_of(train))
+        train = advance(train, *batches[i])
+        state = step(state, kernel, [batches[i]])
+        assert_state(variables_of(train), state, f"step {i}")
+        assert not np.array_equal(kernel, kernel_of(variables_of(train))), "the kernel trains"
+    return train

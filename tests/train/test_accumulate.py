@@ -1,0 +1,128 @@
+"""Gradient accumulation: one history entry a step, the max over the microbatches, bitwise; parameters add."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+from jaxfp8.train import accumulate_gradients, update_state
+
+from . import replay
+
+MICROBATCHES = 3
+STEPS = 5
+
+
+def microbatches(step: int):
+    return [replay.batch(10 * step + i) for i in range(MICROBATCHES)]
+
+
+def in_a_python_loop(variables, batches):
+    total = None
+    for x, grad in batches:
+        total = accumulate_gradients(total, replay.gradient(variables, x, grad))
+    return total
+
+
+@jax.jit
+def in_a_scan(variables, batches):
+    def body(total, batch):
+        return accumulate_gradients(total, jax.grad(replay.loss)(variables, *batch)), None
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, variables), stacked)[0]
+
+
+@pytest.mark.parametrize("accumulate", [in_a_python_loop, in_a_scan])
+def test_training_with_microbatches(accumulate):
+    """Steps of SGD on sums of microbatch gradients end in the replayed state; sums of amaxes would be up to 3 times."""
+    variables, state = replay.variables(), replay.first()
+    for i in range(STEPS):
+        batches = microbatches(i)
+        total = accumulate(variables, batches)
+        kernel = replay.kernel_of(variables)
+        # Each gradient is within its product's bound; the sum of three rounds twice, partial sums being no larger than
+        # the sum of the magnitudes.
+        products = [oracle.dense_step(x, kernel, grad, state).wgrad for x, grad in batches]
+        exact, magnitude = sum(p.exact for p in products), sum(np.abs(p.exact) + p.bound for p in products)
+        bound = sum(p.bound for p in products) + 2 * 2.0**-24 * magnitude * (1 + 2.0**-20)
+        assert (np.abs(replay.kernel_of(total) - exact) <= bound).all()
+        state = replay.step(state, kernel, batches)
+        variables = update_state(variables, total)
+        replay.assert_state(variables, state, f"step {i}")
+        variables["params"] = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], total["params"])
+
+
+def test_the_mean_is_of_parameters_alone():
+    variables, batches = replay.variables(), microbatches(0)
+    mean = None
+    for batch in batches:
+        mean = accumulate_gradients(mean, replay.gradient(variables, *batch), weight=0.25)
+    total = in_a_python_loop(variables, batches)
+    oracle.assert_bitwise(replay.kernel_of(mean), replay.kernel_of(total) * np.float32(0.25), "a power of two is exact")
+    for name, leaf in replay.state_of(total).items():
+        oracle.assert_bitwise(replay.state_of(mean)[name], leaf, name)
+    state = replay.step(replay.first(), replay.kernel_of(variables), batches)
+    warm = update_state(variables, total)
+    replay.assert_state(warm, state, "first step")
+    # The mistake that `weight` is there for.
+    divided = jax.tree.map(lambda g: g / MICROBATCHES, in_a_python_loop(warm, batches))
+    with pytest.raises(ValueError, match="0.3333 times.*averaged"):
+        update_state(warm, divided)
+
+
+def quantizer(history, scale):
+    return {"input_amax_history": np.float32(history), "input_scale": np.float32([scale])}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_max_is_clean(transform):
+    """Zero is neutral, subnormals count, and what is not finite or is negative never wins."""
+    accumulate = transform(accumulate_gradients)
+    tiny = np.float32(1e-42)
+    first = quantizer([1, 0, np.nan, tiny], 0.5)
+    second = quantizer([np.inf, 2, 3, 0], 0.5)
+    expected = quantizer([1, 2, 3, tiny], 0.5)
+    for a, b in ((first, second), (second, first)):
+        got = accumulate(a, b)
+        for name, leaf in expected.items():
+            oracle.assert_bitwise(got[name], leaf, name)
+    got = accumulate(quantizer(np.zeros(4), 0), quantizer([-1, -np.inf, 2, 0], -0.5))
+    oracle.assert_bitwise(got["input_amax_history"], np.float32([0, 0, 2, 0]), "negative")
+    oracle.assert_bitwise(got["input_scale"], np.float32([0]), "negative scale")
+
+
+def test_nan_gradients_of_parameters_stay_visible():
+    got = accumulate_gradients({"w": np.float32([1, 2])}, {"w": np.float32([np.nan, 1])})
+    assert np.isnan(got["w"][0]) and got["w"][1] == 3
+
+
+def test_containers():
+    """Trees that mix parameters with DotGeneralState, NNX states, None leaves, accumulators of a wider dtype."""
+    recipe = jaxfp8.DelayedScaling(amax_history_len=2)
+    ones = jax.tree.map(jnp.ones_like, jaxfp8.init_state(recipe))
+    mixed = {"w": jnp.ones(2, jnp.bfloat16), "fp8": ones, "frozen": None}
+    got = accumulate_gradients(accumulate_gradients(None, mixed), mixed)
+    assert jax.tree.structure(got) == jax.tree.structure(mixed)
+    assert got["w"].tolist() == [2, 2] and {float(x) for leaf in jax.tree.leaves(got["fp8"]) for x in leaf} == {1.0}
+
+    wide = {**mixed, "w": jnp.zeros(2, jnp.float32)}
+    assert accumulate_gradients(wide, mixed)["w"].dtype == jnp.float32
+
+    state = nnx.State(
+        {
+            "dot": nnx.State({k: nnx.Variable(jnp.asarray(v)) for k, v in quantizer([1, 2], 1).items()}),
+            "w": nnx.Param(jnp.ones(2)),
+        }
+    )
+    got = accumulate_gradients(state, state)
+    assert isinstance(got["w"], nnx.Param) and got["w"].get_value().tolist() == [2, 2]
+    assert got["dot"]["input_amax_history"].get_value().tolist() == [1, 2]
+
+
+def test_structures_that_differ():
+    with pytest.raises(ValueError, match=r"accumulate_gradients: acc: .*\['b', 'c'\]"):
+        accumulate_gradients({"a": 1.0, "b": 1.0}, {"a": 1.0, "c": 1.0})

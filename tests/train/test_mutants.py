@@ -1,0 +1,94 @@
+"""Trainers with the flaws that peers have: each must turn a test of this folder red."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxfp8.train import _accumulate, _optimizer, _steps, _update
+
+from . import test_accumulate, test_optimizer, test_train_state, test_update_state
+
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_traced():
+    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def scan():
+    test_accumulate.test_training_with_microbatches(test_accumulate.in_a_scan)
+
+
+def mean():
+    test_accumulate.test_the_mean_is_of_parameters_alone()
+
+
+def mini_steps():
+    test_optimizer.test_multi_steps(test_optimizer.MULTI_STEPS["alone"], 3)
+
+
+def clipped():
+    test_optimizer.test_state_is_overwritten_and_out_of_reach(test_optimizer.TRANSFORMATIONS["clip, weight decay"])
+
+
+def rows():
+    test_update_state.test_rows_decide_for_themselves(jax.jit(_update.update_state))
+
+
+def unscaled():
+    test_update_state.test_safe_under_jit(2.0**-16)
+
+
+def summed():
+    test_update_state.test_raises_outside_of_jit(2)
+
+
+largest = _accumulate.maximum
+
+
+def stored_as_it_comes(old_history, old_scale, new_history, new_scale):
+    return new_history.astype(old_history.dtype), new_scale.astype(old_scale.dtype), jnp.ones(()), jnp.ones(())
+
+
+def add_the_difference(self, leaf):
+    value = lax.bitcast_convert_type(self.bits ^ _optimizer._sign(self.dtype), self.dtype)
+    return leaf + (value - leaf)
+
+
+MUTANTS = {
+    "sum for max": (_accumulate, "maximum", lambda a, g: a + g, scan),
+    "sum for max over mini-steps": (_steps, "maximum", lambda a, g: a + g, mini_steps),
+    "the last microbatch wins": (_accumulate, "maximum", lambda a, g: g, scan),
+    "state divided by n": (_accumulate, "maximum", lambda a, g: largest(a, g / 3), mean),
+    "a roll for every microbatch": (_steps, "_any_differs", lambda *_: jnp.array(True), mini_steps),
+    "state only of the last mini-step": (_steps, "maximum", lambda a, g: g, mini_steps),
+    "untouched rows overwritten": (_update, "_next_quantizer", stored_as_it_comes, rows),
+    "history stored as it comes": (_update, "_next_quantizer", stored_as_it_comes, unscaled),
+    "every factor is tolerated": (_update, "_TOLERANCE", 1e9, unscaled),
+    "nothing is reported": (_update, "_check_factors", lambda factors: None, summed),
+    "a difference is added": (
+        _optimizer.Overwrite,
+        "__radd__",
+        add_the_difference,
+        test_optimizer.test_overwrite_is_exact,
+    ),
+    "the optimizer sees state": (_optimizer, "_without_state", lambda tree: tree, clipped),
+    "state of a rejected step": (
+        _steps,
+        "_rejected",
+        lambda *_: jnp.array(False),
+        test_train_state.test_rejected_steps_roll_back,
+    ),
+}
+
+
+@pytest.mark.parametrize("owner, name, mutant, check", MUTANTS.values(), ids=MUTANTS)
+def test_mutants_are_seen(monkeypatch, owner, name, mutant, check):
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        check()

@@ -1,0 +1,377 @@
+"""A bare optax loop around `jaxfp8.train.optimizer`: parameters as optax trains them, state as numpy replays it."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+from jaxfp8 import train
+
+from . import replay
+
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+
+BATCHES = [replay.batch(i) for i in range(8)]
+
+
+def bare_loop(tx, compiled=True):
+    """`advance((variables, opt_state), x, grad)`: what everyone writes."""
+
+    def advance(train, x, grad):
+        variables, opt_state = train
+        grads = jax.grad(replay.loss)(variables, x, grad)
+        updates, opt_state = tx.update(grads, opt_state, variables)
+        return optax.apply_updates(variables, updates), opt_state
+
+    return jax.jit(advance) if compiled else advance
+
+
+def start(tx):
+    variables = replay.variables()
+    return variables, tx.init(variables)
+
+
+def shapes(tree) -> set:
+    return {leaf.shape for leaf in jax.tree.leaves(tree)}
+
+
+STATE_SHAPES = {(replay.HISTORY,), (1,)}
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "clip, weight decay": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2, weight_decay=0.5)),
+    "trace and ema": lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda i: 0.01 / (1 + i)),
+    "multi_transform": lambda: optax.multi_transform(
+        {"all": optax.adam(1e-2), "none": optax.set_to_zero()},
+        lambda params: jax.tree.map(lambda _: "all", params),
+    ),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)), optax.sgd(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_state_is_overwritten_and_out_of_reach(make):
+    """State bitwise as replayed; parameters bitwise as by the transformation alone; no slots for state."""
+    tx = train.optimizer(make())
+    alone, alone_state = make(), None
+    advance, state = bare_loop(tx), replay.first()
+    now = start(tx)
+    assert not shapes(now[1]) & STATE_SHAPES
+    params, alone_state = now[0]["params"], alone.init(now[0]["params"])
+    update_alone = jax.jit(lambda g, s, p: (lambda u, s: (optax.apply_updates(p, u), s))(*alone.update(g, s, p)))
+    for i, batch in enumerate(BATCHES[:5]):
+        grads = replay.gradient(now[0], *batch)
+        state = replay.step(state, replay.kernel_of(now[0]), [batch])
+        now = advance(now, *batch)
+        replay.assert_state(now[0], state, f"step {i}")
+        params, alone_state = update_alone(grads["params"], alone_state, params)
+        np.testing.assert_allclose(replay.kernel_of(now[0]), params["kernel"], rtol=1e-5, atol=1e-6)
+        params = now[0]["params"]
+    assert not shapes(now[1]) & STATE_SHAPES
+
+
+def test_eager_and_tree_map():
+    """Without jit, across a jit boundary, with NumPy parameters, and where people add updates themselves."""
+    tx = train.optimizer(optax.sgd(0.1))
+    replay.run(bare_loop(tx, compiled=False), start(tx), lambda t: t[0], BATCHES, 3)
+    update = jax.jit(tx.update)
+
+    def advance(now, x, grad):
+        variables, opt_state = now
+        updates, opt_state = update(replay.gradient(variables, x, grad), opt_state, variables)
+        return jax.tree.map(lambda p, u: p + u, variables, updates), opt_state
+
+    replay.run(advance, start(tx), lambda t: t[0], BATCHES, 3)
+    variables, opt_state = start(tx)
+    replay.run(advance, (jax.tree.map(np.asarray, variables), opt_state), lambda t: t[0], BATCHES, 1)
+
+
+def test_overwrite_is_exact():
+    """What a difference of floats cannot do: 1e8 to 1e-8, subnormals, zeros, NaN in the leaf that is replaced."""
+    values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
+    leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
+    for wrap in (jnp.asarray, np.asarray):
+        update = train._optimizer.Overwrite.of(values)
+        oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
+        oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
+        oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")
+        zeroed = jax.tree.map(jnp.zeros_like, update)
+        oracle.assert_bitwise(wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf")
+
+
+def test_params_are_required():
+    tx = train.optimizer(optax.sgd(0.1))
+    variables, opt_state = start(tx)
+    with pytest.raises(ValueError, match="train.optimizer: update: params: expected the parameters.*got None"):
+        tx.update(variables, opt_state)
+
+
+@pytest.mark.parametrize("after", [optax.scale(-1.0), optax.clip_by_global_norm(1.0), optax.trace(0.9)])
+def test_transformations_after_it_are_named(after):
+    tx = optax.chain(train.optimizer(optax.sgd(0.1)), after)
+    variables, opt_state = start(tx)
+    with pytest.raises((TypeError, ValueError)):  # ours, or optax that finds no array
+        bare_loop(tx)((variables, opt_state), *BATCHES[0])
+    with pytest.raises(TypeError, match="wrap last"):
+        bare_loop(optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0)))((variables, opt_state), *BATCHES[0])
+
+
+def test_clipping_outside_is_repaired_under_jit():
+    """`chain(clip, optimizer(...))` clips state too: the tail is exact, slot 0 and scale within 2**-21 (rounding)."""
+    tx = optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1)))
+    advance, state = bare_loop(tx), replay.first()
+    good = train.optimizer(optax.sgd(0.1))
+    now = bare_loop(good)(start(good), *BATCHES[0])  # a history to compare with
+    state = replay.step(state, replay.kernel_of(start(good)[0]), [BATCHES[0]])
+    now = now[0], tx.init(now[0])
+    eager = bare_loop(tx, compiled=False)
+    with pytest.raises(ValueError, match="averaged, clipped or unscaled.*train.optimizer"):
+        eager(now, *BATCHES[1])
+    for batch in BATCHES[1:4]:
+        state = replay.step(state, replay.kernel_of(now[0]), [batch])
+        now = advance(now, *batch)
+        stored = replay.state_of(now[0])
+        for name in replay.OPERANDS:
+            wanted = getattr(state, name)
+            np.testing.assert_allclose(stored[f"{name}_amax_history"], wanted.amax_history, rtol=3 * 2.0**-21)
+            np.testing.assert_allclose(stored[f"{name}_scale"], [wanted.scale], rtol=3 * 2.0**-21)
+
+
+# -------------------------------------------------------------------------------------------------------- accumulation
+
+MULTI_STEPS = {
+    "alone": lambda k: optax.MultiSteps(optax.sgd(0.1), k),
+    "as a transformation": lambda k: optax.MultiSteps(optax.adam(1e-2), k).gradient_transformation(),
+    "in a chain": lambda k: optax.chain(
+        optax.clip(1.0), optax.MultiSteps(optax.sgd(0.1), k, use_grad_mean=False).gradient_transformation()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MULTI_STEPS.values(), ids=MULTI_STEPS)
+@pytest.mark.parametrize("k", [1, 3])
+def test_multi_steps(make, k):
+    """One history entry for k mini-steps, their max; in between the state stays, bit by bit."""
+    tx = train.optimizer(make(k))
+    advance, state, now = bare_loop(tx), replay.first(), start(tx)
+    for i in range(3):
+        batches = [replay.batch(100 * i + j) for j in range(k)]
+        kernel = replay.kernel_of(now[0])
+        for j, batch in enumerate(batches):
+            replay.assert_state(now[0], state, f"step {i}, before mini-step {j}")
+            now = advance(now, *batch)
+        state = replay.step(state, kernel, batches)
+        replay.assert_state(now[0], state, f"step {i}")
+        assert not np.array_equal(kernel, replay.kernel_of(now[0]))
+
+
+def test_multi_steps_that_skip():
+    """A mini-step that MultiSteps skips never happened: not in the count, not in the max."""
+    multi = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
+    tx = train.optimizer(multi)
+    advance, now = bare_loop(tx), start(tx)
+    kernel = replay.kernel_of(now[0])
+    small, large = replay.batch(0, 0.01), replay.batch(1, 100.0)
+    spoiled = large[0].copy(), large[1].copy()
+    spoiled[1][0, 0] = np.inf
+    for batch in (small, spoiled, replay.batch(2, 0.01)):
+        now = advance(now, *batch)
+    replay.assert_state(now[0], replay.step(replay.first(), kernel, [small, replay.batch(2, 0.01)]), "the two")
+
+
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
+def spoil(batch):
+    """The batch with an Inf in x, which makes the gradient of the kernel NaN."""
+    x, grad = batch[0].copy(), batch[1]
+    x[0, 0] = np.inf
+    return x, grad
+
+
+GUARDS = {
+    "inside": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "in a chain": lambda: optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.sgd(0.1), 3)),
+}
+
+
+@pytest.mark.parametrize("make", GUARDS.values(), ids=GUARDS)
+def test_rejected_steps_roll_back(make):
+    """Parameters and state stay together, bitwise; the next good step goes on from there."""
+    tx = train.optimizer(make())
+    advance, now, state = bare_loop(tx), start(tx), replay.first()
+    for i, batch in enumerate(BATCHES[:5]):
+        if i in (0, 2, 3):
+            before = now[0]
+            now = advance(now, *spoil(batch))
+            jax.tree.map(functools.partial(oracle.assert_bitwise, what="rejected"), now[0], before)
+        state = replay.step(state, replay.kernel_of(now[0]), [batch])
+        now = advance(now, *batch)
+        replay.assert_state(now[0], state, f"step {i}")
+
+
+def test_guard_that_gives_up():
+    """After too many rejections the update goes through; the state it brings is clean."""
+    tx = train.optimizer(optax.apply_if_finite(optax.sgd(0.1), 1))
+    advance, now = bare_loop(tx), start(tx)
+    kernel = replay.kernel_of(now[0])
+    bad = spoil(BATCHES[0])
+    now = advance(now, *bad)
+    replay.assert_state(now[0], replay.first(), "rejected")
+    now = advance(now, *bad)
+    assert np.isnan(replay.kernel_of(now[0])).any()
+    replay.assert_state(now[0], replay.step(replay.first(), kernel, [bad]), "given up")
+
+
+def test_guard_around_accumulation():
+    """The rejected mini-step is not in the max and not in the count."""
+    tx = optax.apply_if_finite(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), 5)
+    tx = train.optimizer(tx)
+    advance, now = bare_loop(tx), start(tx)
+    kernel = replay.kernel_of(now[0])
+    now = advance(advance(now, *BATCHES[0]), *spoil(BATCHES[1]))
+    replay.assert_state(now[0], replay.first(), "rejected")
+    now = advance(now, *BATCHES[2])
+    replay.assert_state(now[0], replay.step(replay.first(), kernel, [BATCHES[0], BATCHES[2]]), "the two good ones")
+
+
+def test_accumulation_around_a_guard():
+    """The sum of all mini-steps is rejected, and their state with it; a rejection long ago says nothing."""
+    tx = train.optimizer(optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.1), 5), 2))
+    advance, now = bare_loop(tx), start(tx)
+    kernel = replay.kernel_of(now[0])
+    now = advance(advance(now, *BATCHES[0]), *spoil(BATCHES[1]))
+    replay.assert_state(now[0], replay.first(), "rejected")
+    # Optax empties the spoiled sum by multiplying it by 0, which leaves the NaN in it; empty it for good.
+    multi = now[1].inner
+    now = now[0], now[1]._replace(inner=multi._replace(acc_grads=jax.tree.map(jnp.zeros_like, multi.acc_grads)))
+    now = advance(now, *BATCHES[2])
+    replay.assert_state(now[0], replay.first(), "half a step")
+    now = advance(now, *BATCHES[3])
+    replay.assert_state(now[0], replay.step(replay.first(), kernel, BATCHES[2:4]), "the two good ones")
+
+
+def test_updates_zeroed_by_hand():
+    """`where(finite, update, 0)`, as skipping is often written, leaves the state as it was."""
+    tx = train.optimizer(optax.sgd(0.1))
+    variables, opt_state = start(tx)
+
+    @jax.jit
+    def advance(variables, opt_state, x, grad, finite):
+        updates, opt_state = tx.update(jax.grad(replay.loss)(variables, x, grad), opt_state, variables)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates)
+        return optax.apply_updates(variables, updates)
+
+    got = advance(variables, opt_state, *BATCHES[0], False)
+    jax.tree.map(functools.partial(oracle.assert_bitwise, what="skipped"), got, variables)
+    got = advance(variables, opt_state, *BATCHES[0], True)
+    replay.assert_state(got, replay.step(replay.first(), replay.kernel_of(variables), BATCHES[:1]), "taken")
+
+
+# ---------------------------------------------------------------------------------------------------------- containers
+
+
+class StateVariable(nnx.Variable):
+    """Stands for whatever type of NNX variable holds the state."""
+
+
+class NnxDense(nnx.Module):
+    def __init__(self, kernel):
+        self.kernel = nnx.Param(kernel)
+        for name in replay.OPERANDS:
+            setattr(self, f"{name}_amax_history", StateVariable(jnp.zeros(replay.HISTORY)))
+            setattr(self, f"{name}_scale", StateVariable(jnp.ones(1)))
+
+    def __call__(self, x):
+        parts = (
+            jaxfp8.recipes.QuantizerState(
+                getattr(self, f"{name}_amax_history").get_value(), getattr(self, f"{name}_scale").get_value()
+            )
+            for name in replay.OPERANDS
+        )
+        state = jaxfp8.DotGeneralState(*parts)
+        return jaxfp8.dot_general(
+            x, self.kernel.get_value(), (((1,), (0,)), ((), ())), recipe=replay.RECIPE, state=state
+        )
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_nnx_optimizer(k):
+    """`nnx.Optimizer` over parameters and state: bitwise the replay, with and without MultiSteps."""
+    wrt = nnx.Any(nnx.Param, StateVariable)
+    inner = optax.adam(1e-2) if k is None else optax.MultiSteps(optax.adam(1e-2), k)
+    model = NnxDense(replay.variables()["params"]["kernel"])
+    optimizer = nnx.Optimizer(model, train.optimizer(inner), wrt=wrt)
+
+    @nnx.jit
+    def advance(model, optimizer, x, grad):
+        grads = nnx.grad(lambda m: jnp.vdot(m(x), grad), argnums=nnx.DiffState(0, wrt))(model)
+        optimizer.update(model, grads)
+
+    state = replay.first()
+    for i in range(3):
+        kernel = np.asarray(model.kernel.get_value())
+        batches = BATCHES[2 * i : 2 * i + (k or 1)]
+        for batch in batches:
+            advance(model, optimizer, *batch)
+        state = replay.step(state, kernel, batches)
+        for name in replay.OPERANDS:
+            history, scale = (getattr(model, f"{name}_{leaf}").get_value() for leaf in ("amax_history", "scale"))
+            oracle.assert_bitwise(history, getattr(state, name).amax_history, f"step {i}: {name}")
+            oracle.assert_bitwise(scale, getattr(state, name).scale.reshape(1), f"step {i}: {name}")
+
+
+class EqxDense(eqx.Module):
+    kernel: jax.Array
+    fp8: jaxfp8.DotGeneralState
+    activation: object = jnp.tanh
+
+    def __call__(self, x):
+        return jaxfp8.dot_general(x, self.kernel, (((1,), (0,)), ((), ())), recipe=replay.RECIPE, state=self.fp8)
+
+
+def test_equinox():
+    """A module that holds a DotGeneralState and a function: `train.apply_updates` is Equinox's, and overwrites."""
+    tx = train.optimizer(optax.adam(1e-2))
+    model = EqxDense(replay.variables()["params"]["kernel"], jaxfp8.init_state(replay.RECIPE))
+    opt_state = tx.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def advance(model, opt_state, x, grad):
+        grads = eqx.filter_grad(lambda m: jnp.vdot(m(x), grad))(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return train.apply_updates(model, updates), opt_state
+
+    state = replay.first()
+    for i, batch in enumerate(BATCHES[:4]):
+        kernel = np.asarray(model.kernel)
+        model, opt_state = advance(model, opt_state, *batch)
+        state = replay.step(state, kernel, [batch])
+        for name in replay.OPERANDS:
+            got, wanted = getattr(model.fp8, name), getattr(state, name)
+            oracle.assert_bitwise(got.amax_history, wanted.amax_history, f"step {i}: {name}")
+            oracle.assert_bitwise(got.scale, wanted.scale.reshape(1), f"step {i}: {name}")
+        assert not np.array_equal(kernel, model.kernel)
+    assert model.activation is jnp.tanh
+
+
+def test_trees_without_state():
+    """A model in high precision trains as without the wrapper."""
+    layer = nn.Dense(3)
+    params = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
+    grads = jax.tree.map(jnp.ones_like, params)
+    results = []
+    for tx in (optax.adam(0.1), train.optimizer(optax.adam(0.1))):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        results.append(optax.apply_updates(params, updates))
+    jax.tree.map(functools.partial(oracle.assert_bitwise, what="updated"), *results)

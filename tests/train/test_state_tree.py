@@ -1,0 +1,96 @@
+"""Which leaves count as quantizer state, in every container that people keep variables in."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import freeze
+
+import jaxfp8
+from jaxfp8 import _state_tree
+
+from . import replay
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=3)
+
+
+class StateVariable(nnx.Variable):
+    """Stands for whatever type of NNX variable holds the state."""
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self):
+        self.kernel = nnx.Param(jnp.ones((2, 2)))
+        self.scale = nnx.Param(jnp.ones(2))
+        self.input_amax_history, self.input_scale = StateVariable(jnp.zeros(3)), StateVariable(jnp.ones(1))
+
+
+class EqxLayer(eqx.Module):
+    weight: jax.Array
+    fp8: jaxfp8.DotGeneralState
+    activation: object
+
+
+def nnx_model():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([NnxLayer(), NnxLayer()])
+
+    return Model()
+
+
+NORM = {"params": {"LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)}, "Dense_0": {"kernel": jnp.ones((2, 2))}}}
+COLLECTION = {"Dense_0": {"input_amax_history": jnp.zeros(3), "input_scale": jnp.ones(1)}}
+CONTAINERS = {
+    "variables": (lambda: {**NORM, replay.OWG: COLLECTION}, ["_overwrite_with_gradient/Dense_0/input"], 3),
+    "frozen variables": (
+        lambda: freeze({**NORM, replay.OWG: COLLECTION}),
+        ["_overwrite_with_gradient/Dense_0/input"],
+        3,
+    ),
+    "collection": (lambda: COLLECTION, ["Dense_0/input"], 0),
+    "only a norm": (lambda: NORM, [], 3),
+    "scale and bias side by side": (lambda: {"x_scale": 1.0, "x_history": 2.0, "amax": 3.0}, [], 3),
+    "a name that ends alike": (lambda: {"myamax_history": 1.0, "myscale": 2.0}, [], 2),
+    "DotGeneralState": (lambda: jaxfp8.init_state(RECIPE), ["input", "kernel", "output_grad"], 0),
+    "one quantizer": (lambda: jaxfp8.init_state(RECIPE).input, [""], 0),
+    "nnx state": (lambda: nnx.state(nnx_model()), ["layers/0/input", "layers/1/input"], 4),
+    "nnx pure": (lambda: nnx.as_pure(nnx.state(nnx_model())), ["layers/0/input", "layers/1/input"], 4),
+    "nnx module": (nnx_model, ["layers/0/input", "layers/1/input"], 4),
+    "equinox": (
+        lambda: [EqxLayer(jnp.ones(2), jaxfp8.init_state(RECIPE), jax.nn.relu)],
+        ["0/fp8/input", "0/fp8/kernel", "0/fp8/output_grad"],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("make, names, parameters", CONTAINERS.values(), ids=CONTAINERS)
+def test_quantizers_are_found(make, names, parameters):
+    tree = make()
+    found = _state_tree.flatten(tree)
+    assert [q.name for q in found.quantizers] == names
+    for q in found.quantizers:
+        assert found.leaves[q.amax_history].shape == (3,) and found.leaves[q.scale].shape == (1,)
+    mask = jax.tree.leaves(_state_tree.partition(tree))
+    assert mask.count(True) == 2 * len(names) and mask.count(False) == parameters
+    assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
+
+
+def test_leaves_are_in_the_order_of_jax():
+    """Positions are those of jax.tree.leaves, also where a DotGeneralState is in between."""
+    tree = {"b": jaxfp8.init_state(RECIPE), "a": 1.0, "c": [2.0, None, jaxfp8.init_state(RECIPE)]}
+    for ours, theirs in zip(_state_tree.flatten(tree).leaves, jax.tree.leaves(tree), strict=True):
+        assert ours is theirs
+
+
+def test_state_of_own_quantizers():
+    """What has no pair is state below the collection's key and inside a DotGeneralState, and nowhere else."""
+    tree = {replay.OWG: {"Dense_0": {"linear_input_count": np.zeros(2)}}, "params": {"linear_input_count": np.zeros(2)}}
+    found = _state_tree.flatten(tree)
+    assert [found.name(i) for i in found.positions()] == ["_overwrite_with_gradient/Dense_0/linear_input_count"]
+    custom = jaxfp8.DotGeneralState(input={"count": np.zeros(2)}, kernel=(), output_grad=None)
+    found = _state_tree.flatten({"w": np.ones(2), "fp8": custom})
+    assert [found.name(i) for i in found.positions()] == ["fp8/input/count"]

@@ -1,0 +1,217 @@
+"""linen.TrainState, and Flax's own with our layers: five steps and the bad days, bitwise against the replay."""
+
+import functools
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax.core import freeze
+from flax.training import dynamic_scale, train_state
+
+import jaxfp8
+from jaxfp8.linen._train_state import TrainState
+
+from . import replay
+
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+
+BATCHES = [replay.batch(i) for i in range(8)]
+
+
+@jax.jit
+def advance(train, x, grad):
+    return train.apply_gradients(grads=jax.grad(replay.loss)(train.params, x, grad))
+
+
+def create(cls=TrainState, tx=None, params=None):
+    tx = optax.adamw(1e-2, weight_decay=0.1) if tx is None else tx
+    return cls.create(apply_fn=replay.LAYER.apply, params=replay.variables() if params is None else params, tx=tx)
+
+
+@pytest.mark.parametrize("cls", [train_state.TrainState, TrainState])
+def test_five_steps(cls):
+    """Flax's class as it is, and ours: state as replayed, parameters trained, tx sees parameters only."""
+    train = replay.run(advance, create(cls), lambda t: t.params, BATCHES, 5)
+    assert train.step == 5
+    assert {leaf.shape for leaf in jax.tree.leaves(train.opt_state)} == {(), (replay.K, replay.N)}
+
+
+def test_interchange_with_flax():
+    """The same fields and the same optimizer state: checkpoints of one load into the other, and training agrees."""
+    ours, theirs = create(), create(train_state.TrainState)
+    for batch in BATCHES[:3]:
+        ours, theirs = advance(ours, *batch), advance(theirs, *batch)
+    same = functools.partial(oracle.assert_bitwise, what="leaf")
+    jax.tree.map(same, flax.serialization.to_state_dict(ours), flax.serialization.to_state_dict(theirs))
+    loaded = flax.serialization.from_bytes(create(), flax.serialization.to_bytes(theirs))
+    jax.tree.map(same, advance(loaded, *BATCHES[3]).params, advance(theirs, *BATCHES[3]).params)
+
+
+@pytest.mark.parametrize("wrap", [dict, freeze])
+def test_other_collections_stay(wrap):
+    """batch_stats and whatever else is there keeps its values, its place and its container."""
+    extra = {"batch_stats": {"mean": np.float32([1, 2])}, "cache": {"index": np.int32(3)}}
+    train = create(params=wrap({**replay.variables(), **extra}))
+    step = jax.jit(
+        lambda train, x, grad, **new: train.apply_gradients(
+            grads=jax.grad(replay.loss)({k: train.params[k] for k in ("params", replay.OWG)}, x, grad), **new
+        )
+    )
+    got = step(train, *BATCHES[0])
+    assert jax.tree.structure(got.params) == jax.tree.structure(train.params)
+    oracle.assert_bitwise(got.params["batch_stats"]["mean"], extra["batch_stats"]["mean"], "batch_stats")
+    oracle.assert_bitwise(got.params["cache"]["index"], extra["cache"]["index"], "cache")
+    replay.assert_state(got.params, replay.step(replay.first(), replay.kernel_of(train.params), BATCHES[:1]), "state")
+    got = step(train, *BATCHES[0], batch_stats={"mean": np.float32([5, 6])})
+    assert got.params["batch_stats"]["mean"].tolist() == [5, 6]
+
+
+def test_gradients_of_other_collections_are_ignored():
+    train = create(params={**replay.variables(), "batch_stats": {"mean": jnp.ones(2)}})
+    grads = {**replay.gradient(train.params, *BATCHES[0])}
+    assert "batch_stats" in grads
+    grads["batch_stats"] = {"mean": jnp.full(2, 9.0)}
+    assert train.apply_gradients(grads=grads).params["batch_stats"]["mean"].tolist() == [1, 1]
+
+
+def test_gradients_of_parameters_alone():
+    """State without a gradient stays as it is: inference scales, frozen calibration."""
+    for tx in (optax.sgd(0.1), optax.MultiSteps(optax.sgd(0.1), 1)):
+        train = advance(create(tx=tx), *BATCHES[0])
+        grads = replay.gradient(train.params, *BATCHES[1])
+        for given in ({"params": grads["params"]}, grads["params"]):
+            got = train.apply_gradients(grads=given)
+            assert not np.array_equal(replay.kernel_of(got.params), replay.kernel_of(train.params))
+            for name, leaf in replay.state_of(train.params).items():
+                oracle.assert_bitwise(replay.state_of(got.params)[name], leaf, name)
+            assert jax.tree.structure(got) == jax.tree.structure(train)
+
+
+def test_without_state_it_is_flax():
+    layer = nn.Dense(3)
+    for params in (lambda v: v, lambda v: v["params"]):
+        variables = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
+        results = []
+        for cls in (TrainState, train_state.TrainState):
+            train = cls.create(apply_fn=layer.apply, params=params(variables), tx=optax.adam(0.1))
+            train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
+            results.append((train.params, train.opt_state))
+        jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), *results)
+
+
+def test_layers_that_were_not_used():
+    """A zero cotangent is not stored: the state of an unused layer stays; Flax's class stores scale 0."""
+
+    class TwoLayers(nn.Module):
+        @nn.compact
+        def __call__(self, x, both=True):
+            make = functools.partial(nn.Dense, 5, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
+            y = make(name="used")(x)
+            return y + make(name="unused")(x) if both else y
+
+    model, x = TwoLayers(), BATCHES[0][0]
+    train = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(0.1))
+    step = jax.jit(
+        lambda train, both: train.apply_gradients(
+            grads=jax.grad(lambda v: jnp.sum(model.apply(v, x, both) ** 2))(train.params)
+        ),
+        static_argnums=1,
+    )
+    train = step(train, True)
+    later = step(train, False)
+    before, after = (t.params[replay.OWG] for t in (train, later))
+    jax.tree.map(functools.partial(oracle.assert_bitwise, what="unused"), after["unused"], before["unused"])
+    assert after["used"]["Fp8DotGeneral_0"]["input_amax_history"][-1] > 0, "the used layer's history rolled"
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_multi_steps(k):
+    """One history entry for k mini-steps, kept in opt_state until MultiSteps takes the step."""
+    train, state = create(tx=optax.MultiSteps(optax.adam(1e-2), k)), replay.first()
+    for i in range(3):
+        batches, kernel = [replay.batch(100 * i + j) for j in range(k)], replay.kernel_of(train.params)
+        for j, batch in enumerate(batches):
+            replay.assert_state(train.params, state, f"step {i}, before mini-step {j}")
+            train = advance(train, *batch)
+        state = replay.step(state, kernel, batches)
+        replay.assert_state(train.params, state, f"step {i}")
+
+
+def test_rejected_steps_roll_back():
+    train = create(tx=optax.apply_if_finite(optax.adam(1e-2), 3))
+    train = advance(train, *BATCHES[0])
+    bad = BATCHES[1][0].copy(), BATCHES[1][1]
+    bad[0][0, 0] = np.nan
+    after = advance(train, *bad)
+    jax.tree.map(functools.partial(oracle.assert_bitwise, what="rejected"), after.params, train.params)
+    state = replay.step(
+        replay.step(replay.first(), replay.kernel_of(create().params), BATCHES[:1]),
+        replay.kernel_of(after.params),
+        BATCHES[2:3],
+    )
+    replay.assert_state(advance(after, *BATCHES[2]).params, state, "next good step")
+
+
+def test_dynamic_scale():
+    """Flax's loss scaling divides the whole tree by 65536: state is bitwise as if it had not, and skips roll back."""
+    train, state = create(), replay.first()
+    scaler = dynamic_scale.DynamicScale(scale=65536.0)
+
+    def scaled_step(train, scaler, x, grad):
+        scaler, finite, _, grads = scaler.value_and_grad(lambda v: replay.loss(v, x, grad))(train.params)
+        stepped = train.apply_gradients(grads=grads)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        return stepped.replace(params=jax.tree.map(keep, stepped.params, train.params)), scaler
+
+    compiled = jax.jit(scaled_step)
+    for i, (x, grad) in enumerate(BATCHES[:5]):
+        if i == 3:
+            bad = x.copy()
+            bad[0, 0] = np.inf
+            skipped, scaler = compiled(train, scaler, bad, grad)
+            jax.tree.map(functools.partial(oracle.assert_bitwise, what="skipped"), skipped.params, train.params)
+            assert scaler.scale == 32768
+        loss_scale = np.float32(scaler.scale)
+        state = replay.step(state, replay.kernel_of(train.params), [(x, grad * loss_scale)])
+        train, scaler = compiled(train, scaler, x, grad)
+        replay.assert_state(train.params, state, f"step {i}")
+    with pytest.raises(ValueError, match="unscaled"):
+        scaled_step(train, scaler, *BATCHES[5])
+
+
+def test_cast_of_the_tree_to_bfloat16():
+    """Trainers that cast all gradients: tails stay exact, slot 0 and scale are within bf16's 2**-8."""
+    train, state = create(), replay.first()
+    for x, grad in BATCHES[:5]:
+        state = replay.step(state, replay.kernel_of(train.params), [(x, grad)])
+        grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), replay.gradient(train.params, x, grad))
+        train = train.apply_gradients(grads=grads)
+        stored = replay.state_of(train.params)
+        for name in replay.OPERANDS:
+            assert stored[f"{name}_scale"].dtype == np.float32
+            np.testing.assert_allclose(stored[f"{name}_amax_history"], getattr(state, name).amax_history, rtol=2.0**-8)
+            np.testing.assert_allclose(stored[f"{name}_scale"], [getattr(state, name).scale], rtol=2.0**-7)
+
+
+def test_stored_state_in_bfloat16():
+    """A checkpoint cast to bf16 trains on: state keeps its dtype and every number is the replay's, rounded."""
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), advance(create(), *BATCHES[0]).params[replay.OWG])
+    train = create(params={**replay.variables(), replay.OWG: cast})
+    stored = replay.state_of(train.params)
+    state = oracle.LayerState(
+        *(
+            oracle.State(stored[f"{n}_amax_history"].astype(np.float32), stored[f"{n}_scale"].astype(np.float32)[0])
+            for n in replay.OPERANDS
+        )
+    )
+    expected = replay.step(state, replay.kernel_of(train.params), BATCHES[1:2])
+    got = replay.state_of(advance(train, *BATCHES[1]).params)
+    for name in replay.OPERANDS:
+        wanted = getattr(expected, name)
+        oracle.assert_bitwise(got[f"{name}_amax_history"], wanted.amax_history.astype(oracle.BF16), name)
+        oracle.assert_bitwise(got[f"{name}_scale"], wanted.scale.reshape(1).astype(oracle.BF16), name)

@@ -1,0 +1,400 @@
+"""update_state against numpy: the overwrite is exact, and what happened to state on its way is seen and undone."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from flax.core import freeze
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8
+from jaxfp8.train import update_state
+
+from . import replay
+
+H = 4
+F32 = np.float32
+FP8_MAX = 512  # a power of two in the place of 448: sums and means of scales are exact
+
+
+def pair(history, scale):
+    return {"input_amax_history": np.asarray(history, F32), "input_scale": np.asarray(scale, F32).reshape(-1)}
+
+
+def old_state():
+    """A window that saw three steps; its largest entry is in the tail of the next one."""
+    return pair([2.5, 0, 1.75, 0.5], 2.5 / FP8_MAX)
+
+
+def made(old, amax=3.25):
+    """What the gradient returns for one step on `old`."""
+    history = np.roll(oracle.clean_history(old["input_amax_history"]), -1)
+    history[0] = amax
+    top = old["input_amax_history"].max()
+    return pair(history, top / FP8_MAX if top > 0 else old["input_scale"])
+
+
+def times(factor, tree):
+    return jax.tree.map(lambda x: (x * F32(factor)).astype(x.dtype), tree)
+
+
+def assert_same(got, expected, what=""):
+    for name, leaf in expected.items():
+        oracle.assert_bitwise(got[name], leaf, f"{what}{name}")
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "jit"])
+def update(request):
+    return jax.jit(update_state) if request.param else update_state
+
+
+# --------------------------------------------------------------------------------------------------------- overwriting
+
+
+def test_overwrites_exactly(update):
+    """Any amax, scale and history that a step can give arrives bit by bit, subnormals and extremes included."""
+    rng = np.random.default_rng(0)
+    for amax in [0.0, 1e-45, 1e-38, 3e38, *rng.lognormal(0, 20, 20)]:
+        old = pair(rng.lognormal(0, 10, H), rng.lognormal(0, 10))
+        new = made(old, F32(amax))
+        assert_same(update(old, new), new, f"amax {amax}: ")
+    old = pair(np.zeros(H), 1)
+    assert_same(update(old, made(old)), made(old), "first step: ")
+
+
+def test_rows_decide_for_themselves(update):
+    """Stacked state: rows that were not touched or are not finite keep the old value, the others take the new one."""
+    rng = np.random.default_rng(1)
+    old = pair(rng.lognormal(0, 2, (6, H)), np.ones(6))
+    old["input_scale"] = old["input_scale"].reshape(6, 1)
+    rows = [made({k: v[i] for k, v in old.items()}, F32(i)) for i in range(6)]
+    new = {k: np.stack([row[k] for row in rows]) for k in old}
+    expected = {k: v.copy() for k, v in new.items()}
+    for row in (1, 3, 4):
+        for k in old:
+            expected[k][row] = old[k][row]
+    new["input_amax_history"][1], new["input_scale"][1] = 0, 0  # not touched
+    new["input_amax_history"][3, 2] = np.nan
+    new["input_scale"][4] = np.inf
+    assert_same(update(old, new), expected)
+
+    stacked_behind = lambda tree: {k: np.ascontiguousarray(v.T) for k, v in tree.items()}  # noqa: E731
+    assert_same(update(stacked_behind(old), stacked_behind(new)), stacked_behind(expected), "history first: ")
+    deep = lambda tree: {k: v.reshape(2, 3, -1) for k, v in tree.items()}  # noqa: E731
+    assert_same(update(deep(old), deep(new)), deep(expected), "two leading axes: ")
+
+
+def test_untouched_by_the_scale_alone(update):
+    """The scale decides: a history of zeros with a scale is a step that saw nothing but zeros."""
+    old = pair([0, 2, 0, 0], 2 / FP8_MAX)
+    assert_same(update(old, pair([0, 0, 0, 0], 2 / FP8_MAX)), pair(np.zeros(H), 2 / FP8_MAX))
+    assert_same(update(old, pair(np.zeros(H), 0)), old)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -3.0, 0.0])
+def test_old_state_that_cannot_be(update, bad):
+    """It is read as dot_general reads it, and the state returned is clean, touched or not."""
+    old = pair([1.5, 7, bad, 0.25], bad)
+    clean = pair(oracle.clean_history(old["input_amax_history"]), 1)
+    new = made(clean)
+    assert_same(update(old, new), new, "touched: ")
+    assert_same(update(old, pair(np.zeros(H), 0)), clean, "untouched: ")
+
+
+def test_dtype_of_the_old_state(update):
+    """bf16 state stays bf16, and numbers that a narrow dtype does not hold stay finite."""
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        old = {k: v.astype(dtype) for k, v in old_state().items()}
+        new = made({k: v.astype(F32) for k, v in old.items()}, F32(3.4e38))
+        with np.errstate(over="ignore"):
+            expected = {k: v.astype(dtype) for k, v in new.items()}
+        expected["input_amax_history"][0] = ml_dtypes.finfo(dtype).max
+        assert_same(update(old, new), expected)
+
+
+def test_history_of_length_one(update):
+    """No tail: the amax is taken as it comes, untouched rows stay."""
+    old = pair([3.0], 3 / FP8_MAX)
+    assert_same(update(old, pair([5.0], 3 / FP8_MAX)), pair([5.0], 3 / FP8_MAX))
+    assert_same(update(old, pair([0.0], 0)), old)
+
+
+def test_containers_and_what_is_not_state(update):
+    """Parameters come back as they were, never as their gradients; the container is that of old."""
+    old, new = old_state(), made(old_state())
+    variables = {"params": {"kernel": np.ones(2, F32), "scale": np.ones(1, F32)}, replay.OWG: {"Dense_0": old}}
+    grads = {"params": {"kernel": np.full(2, 9, F32), "scale": np.full(1, 9, F32)}, replay.OWG: {"Dense_0": new}}
+    for wrap in (dict, freeze):
+        got = update(wrap(variables), wrap(grads))
+        assert type(got) is type(wrap(variables))
+        assert_same(got["params"], variables["params"])
+        assert_same(got[replay.OWG]["Dense_0"], new)
+    assert_same(update(variables[replay.OWG], grads[replay.OWG])["Dense_0"], new, "collection: ")
+
+    box = lambda tree: nnx.State({"dot": nnx.State({k: nnx.Variable(jnp.asarray(v)) for k, v in tree.items()})})  # noqa: E731
+    got = update(box(old), box(new))
+    assert_same({k: v.get_value() for k, v in got["dot"].items()}, new, "nnx: ")
+
+    recipe = jaxfp8.DelayedScaling(amax_history_len=H)
+    state = jaxfp8.init_state(recipe)
+    product = lambda state: jnp.sum(  # noqa: E731
+        jaxfp8.dot_general(jnp.ones((2, 3)), jnp.ones((3, 2)), (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+    )
+    gradient = jax.grad(product)(state)
+    got = update({"w": jnp.ones(2), "fp8": state}, {"w": jnp.zeros(2), "fp8": gradient})
+    jax.tree.map(lambda g, e: oracle.assert_bitwise(g, e, "DotGeneralState"), got["fp8"], gradient)
+    oracle.assert_bitwise(got["w"], np.ones(2, F32), "w")
+
+
+def test_state_of_own_quantizers(update):
+    """Overwritten as a whole, unless it is all zero or not finite."""
+    old = {replay.OWG: {"count": np.float32([1, 2])}}
+    for new, expected in (([3, 0], [3, 0]), ([0, 0], [1, 2]), ([3, np.nan], [1, 2])):
+        got = update(old, {replay.OWG: {"count": np.float32(new)}})
+        oracle.assert_bitwise(got[replay.OWG]["count"], np.float32(expected), f"{new}")
+
+
+def test_trees_that_do_not_fit():
+    old = old_state()
+    with pytest.raises(ValueError, match="update_state: new: expected the gradient of input_amax_history"):
+        update_state(old, {"kernel": np.ones(2, F32)})
+    with pytest.raises(ValueError, match=r"update_state: new: input: .*\(4,\)"):
+        update_state(old, pair(np.zeros(8), 1))
+    with pytest.raises(ValueError, match=r"update_state: old: input: .*history \(..., H\)"):
+        update_state(pair(np.zeros((2, 4)), 1), pair(np.zeros((2, 4)), 1))
+
+
+def test_layers_without_a_gradient_are_untouched():
+    """A frozen layer's state may be absent from the gradient."""
+    old = {"a": old_state(), "b": old_state()}
+    got = update_state(old, {"a": made(old_state())})
+    assert_same(got["a"], made(old_state()))
+    assert_same(got["b"], old_state())
+
+
+# ----------------------------------------------------------------------------------------------------- what is detected
+
+# A sum over 2, 3, 90 uses; means over fewer uses than microbatches, loss scaling, clipping.
+SUMS, SHRUNK = (2, 3, 90.24), (0.5, 1 / 3, 2.0**-16, 0.0317)
+
+
+def in_layer(state):
+    return {"block": {"Dense_0": state, "Dense_1": old_state()}}
+
+
+@pytest.mark.parametrize("factor", [*SUMS, *SHRUNK])
+def test_raises_outside_of_jit(factor):
+    """The message names the quantizer, the factor, the cause and the remedy."""
+    old = in_layer(old_state())
+    good = {"block": {"Dense_0": made(old_state()), "Dense_1": made(old_state())}}
+    update_state(old, good)
+    bad = {"block": {"Dense_0": times(factor, made(old_state())), "Dense_1": made(old_state())}}
+    cause, remedy = ("summed", "max_grad") if factor > 1 else ("averaged, clipped or unscaled", "train.optimizer")
+    with pytest.raises(
+        ValueError, match=f"update_state: block/Dense_0/input: .* {F32(factor):.4g} times .*{cause}.*{remedy}"
+    ):
+        update_state(old, bad)
+
+
+@pytest.mark.parametrize("factor", [2, 8, 0.5, 2.0**-16])
+def test_first_step_is_seen_by_its_scale(factor):
+    old = pair(np.zeros(H), 1)
+    with pytest.raises(ValueError, match=f"{factor:.4g} times"):
+        update_state(old, times(factor, made(old)))
+    got = jax.jit(update_state)(old, times(factor, made(old)))
+    expected = made(old)
+    if factor > 1:
+        expected["input_amax_history"][0] *= factor  # a bound
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("factor", [*SUMS, *SHRUNK])
+def test_safe_under_jit(factor):
+    """The tail is exact; slot 0 is no less than the amax and the sum is no more than it came; the scale is divided.
+
+    Rounding: factor * tail, factor * amax, their ratio and the quotient are four roundings of 2**-24 each, and the
+    reciprocal steps of a compiler two more: below 2**-21 in all.
+    """
+    old, new = old_state(), made(old_state())
+    got = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(factor, new)))
+    oracle.assert_bitwise(got["input_amax_history"][1:], new["input_amax_history"][1:], "tail")
+    bound = new["input_amax_history"][0] * max(factor, 1)
+    assert abs(got["input_amax_history"][0] / bound - 1) < 2.0**-21
+    assert abs(got["input_scale"][0] / new["input_scale"][0] - 1) < 2.0**-21
+
+
+def test_next_good_step_is_exact():
+    """Nothing of a bad step but its bound in one slot of the window is left."""
+    old = old_state()
+    once = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(2.0**-16, made(old))))
+    assert_same(once, made(old), "a power of two is undone bit by bit: ")
+    assert_same(update_state(once, made(once, 1.0)), made(once, 1.0))
+
+
+def test_rows_are_named_and_repaired_alone():
+    old = {k: np.stack([v, v, v]) for k, v in old_state().items()}
+    new = {k: np.stack([v, 4 * v, v]) for k, v in made(old_state()).items()}
+    with pytest.raises(ValueError, match=r"input, row \(1,\): the new state is 4 times"):
+        update_state(old, new)
+    got = jax.jit(update_state)(old, new)
+    for row, slot in ((0, 3.25), (1, 13.0), (2, 3.25)):
+        expected = made(old_state(), slot)
+        assert_same({k: v[row] for k, v in got.items()}, expected, f"row {row}: ")
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, -0.01])
+def test_state_that_was_lost(factor):
+    """A tail of zeros or of negative numbers says nothing about the amax: the old state stays, and it is reported."""
+    old = old_state()
+    new = times(factor, made(old))
+    if factor == 0:
+        new["input_scale"] = np.float32([0.01])  # not untouched
+    with pytest.raises(ValueError, match="update_state: input"):
+        update_state(old, new)
+    assert_same(jax.jit(update_state)(old, new), old)
+
+
+def test_checkify_reports_under_jit():
+    """The same message, without host callbacks in programs that do not ask for it."""
+    old = in_layer(old_state())
+    good = {"block": {"Dense_0": made(old_state()), "Dense_1": made(old_state())}}
+    checked = jax.jit(checkify.checkify(update_state))
+    error, got = checked(old, good)
+    assert error.get() is None
+    assert_same(got["block"]["Dense_0"], made(old_state()))
+    good["block"]["Dense_0"] = times(3, good["block"]["Dense_0"])
+    error, _ = checked(old, good)
+    assert "update_state: block/Dense_0/input: the new state is 3" in error.get() and "max_grad" in error.get()
+    text = jax.jit(update_state).lower(old, good).as_text()
+    assert "callback" not in text and "custom_call" not in text.replace("@Sharding", "")
+
+
+def test_casts_of_the_tree_pass():
+    """bf16 moves a number by 2**-9: the tail is the exact one again, slot 0 and the scale are rounded."""
+    old = old_state()
+    new = made(old, 3.257)
+    rounded = {k: v.astype(ml_dtypes.bfloat16) for k, v in new.items()}
+    got = jax.tree.map(np.asarray, update_state(old, rounded))
+    oracle.assert_bitwise(got["input_amax_history"][1:], new["input_amax_history"][1:], "tail")
+    assert got["input_amax_history"][0] == F32(rounded["input_amax_history"][0])
+    assert got["input_scale"][0] == F32(rounded["input_scale"][0])
+
+
+# ---------------------------------------------------------------------------------------------- programs that are fine
+
+
+def floor(history):
+    return jnp.maximum(history.max(), 1e-3)
+
+
+RECIPES = [
+    jaxfp8.DelayedScaling(**{"amax_history_len": H, **options})
+    for options in (
+        {},
+        {"first_step": "current"},
+        {"first_step": "current", "margin": 2},
+        {"first_step": "current", "margin": 0.5, "fp8_format": jaxfp8.E5M2},
+        {"amax_compute_algo": "most_recent"},
+        {"amax_compute_algo": floor},
+        {"amax_history_len": 1},
+        {"amax_history_len": 2},
+    )
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_no_false_alarm(recipe):
+    """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of the data."""
+
+    @jax.jit
+    def gradient(state, x, kernel):
+        product = lambda state: jnp.sum(  # noqa: E731
+            jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state) * jnp.float32(1 / 3)
+        )
+        return jax.grad(product)(state)
+
+    for size in (1e-36, 1e-7, 1.0, 1e4, 1e30):
+        rng = np.random.default_rng(3)
+        state = jaxfp8.init_state(recipe)
+        for i in range(H + 2):
+            x, kernel = ((rng.standard_normal((3, 3)) * size).astype(F32) for _ in range(2))
+            if i == 2:
+                x[0, 0], kernel[:] = np.inf, 0
+            new = gradient(state, x, kernel)
+            got = update_state(state, new)
+            for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(new), strict=True):
+                oracle.assert_bitwise(ours, theirs, f"size {size}, step {i}")
+            state = got
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("reduce, factor", [("pmean", 1), ("psum", 8)])
+def test_reduced_over_devices(reduce, factor):
+    """State that all devices agree on survives pmean; psum is seen, in shard_map and after it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    old, new = old_state(), made(old_state())
+
+    def reduced(new):
+        return jax.tree.map(lambda x: getattr(jax.lax, reduce)(x, "data"), new)
+
+    def mapped(fn, vma, arguments):
+        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P(),) * arguments, out_specs=P(), check_vma=vma))
+
+    expected = made(old_state(), 3.25 * factor)
+    for vma in (False, True):
+        to_device = lambda x: jax.lax.pcast(x, "data", to="varying") if vma else x  # noqa: E731, B023
+        step = mapped(lambda o, n: update_state(o, reduced(jax.tree.map(to_device, n))), vma, 2)  # noqa: B023
+        assert_same(step(old, new), expected, f"inside, check_vma={vma}: ")
+        outside = mapped(lambda n: reduced(jax.tree.map(to_device, n)), vma, 1)(new)  # noqa: B023
+        if factor == 1:
+            assert_same(update_state(old, outside), expected)
+        else:
+            with pytest.raises(ValueError, match="8 times"):
+                update_state(old, outside)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_rows(kind):
+    """Pipeline stages: rows live on different devices and are updated there."""
+    mesh = jax.make_mesh((8,), ("pipe",), axis_types=(jax.sharding.AxisType[kind],))
+    sharding = jax.sharding.NamedSharding(mesh, P("pipe"))
+    old = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in old_state().items()}
+    new = {k: np.stack([v * (i + 1) for i in range(8)]) for k, v in made(old_state()).items()}
+    placed = [jax.tree.map(lambda x: jax.device_put(x, sharding), tree) for tree in (old, new)]
+    with jax.set_mesh(mesh):
+        step = jax.jit(update_state)
+        assert_same(step(*placed), new)
+        assert all(leaf.sharding.is_equivalent_to(sharding, leaf.ndim) for leaf in jax.tree.leaves(step(*placed)))
+        text = step.lower(*placed).compile().as_text()
+        assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+        with pytest.raises(ValueError, match="8 times"):
+            update_state(placed[0], times(8, placed[1]))
+
+
+def test_scan_vmap_remat():
+    """update_state inside of other transforms gives what it gives outside."""
+    old = {k: np.stack([v * (i + 1) for i in range(3)]) for k, v in old_state().items()}
+    new = {k: np.stack([v * (i + 1) for i in range(3)]) for k, v in made(old_state()).items()}
+    assert_same(jax.vmap(update_state)(old, new), new, "vmap: ")
+    assert_same(jax.lax.map(lambda pair: update_state(*pair), (old, new)), new, "scan: ")
+    assert_same(jax.checkpoint(update_state)(old, new), new, "remat: ")
+    amaxes = np.float32(list(itertools.islice(itertools.cycle([1.0, 4.0, 2.0]), 7)))
+
+    def step(state, amax):
+        history = jnp.roll(state["input_amax_history"], -1).at[0].set(amax)
+        return update_state(state, {"input_amax_history": history, "input_scale": jnp.float32([0.5])}), None
+
+    got, _ = jax.lax.scan(step, pair(np.zeros(H), 0.5), amaxes)
+    expected = np.zeros(H, F32)
+    for amax in amaxes:
+        expected = np.roll(expected, -1)
+        expected[0] = amax
+    assert_same(got, pair(expected, 0.5), "a loop: ")
