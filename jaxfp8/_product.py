@@ -116,8 +116,8 @@ def _forward_with_residuals(plan, x, kernel, state):
     x_last, x_first = _views(q_x, x_layout.contract_first)
     kernel_last, kernel_first = _views(q_kernel, kernel_layout.contract_first)
     y = plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
-    kept = checkpoint_name((x_first, kernel_first), RESIDUAL_NAME)
-    return y, (*kept, next_input, next_kernel, state.output_grad)
+    # The next states as well: without them a policy that keeps the codes would quantize again for an amax.
+    return y, checkpoint_name((x_first, kernel_first, next_input, next_kernel, state.output_grad), RESIDUAL_NAME)
 
 
 def _backward(plan, x_shape, kernel_shape, wanted, residuals, grad):

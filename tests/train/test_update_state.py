@@ -308,7 +308,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+@pytest.mark.parametrize("recipe", RECIPES, ids=[f"recipe{i}" for i in range(len(RECIPES))])
 def test_no_false_alarm(recipe):
     """Steps as dot_general makes them pass bitwise, whatever the recipe and the size of the data."""
 

@@ -1,0 +1,21 @@
+"""Policies for `jax.checkpoint` and `nn.remat`: what of an FP8 product is kept for the backward pass.
+
+    nn.remat(Block, policy=jaxfp8.checkpoint_policies.save_fp8_residuals)
+
+JAX's own `dots_saveable` and its kin see no FP8 product. The values carry names instead, for `jax.checkpoint_policies`:
+`RESIDUAL_NAME` is on the FP8 codes of input and kernel, their scales and next states, `OUTPUT_NAME` on results.
+"""
+
+import jax
+
+from ._product import OUTPUT_NAME as OUTPUT_NAME, RESIDUAL_NAME as RESIDUAL_NAME
+
+# The backward GEMMs read what is kept, a byte for each element of input and kernel. Where the result itself is needed
+# again, for a nonlinearity after it, operands are quantized and multiplied once more.
+save_fp8_residuals = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
+
+# Only operands are quantized once more.
+save_gemm_outputs = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME)
+
+# Nothing of a product runs again.
+save_fp8_residuals_and_gemm_outputs = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME, OUTPUT_NAME)

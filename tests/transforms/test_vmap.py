@@ -1,0 +1,287 @@
+"""vmap: a shared state sees the whole batch as one product, a batched state is one state a member."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from transforms import cases
+
+B, C = 3, 2
+DTYPES = pytest.mark.parametrize("dtype", [np.dtype(np.float32), oracle.BF16], ids=["f32", "bf16"])
+
+
+def gradients(function, x, kernel, state, grad):
+    """(y, dx, dkernel, next state) of a vmapped product."""
+
+    @jax.jit
+    def step(x, kernel, state, grad):
+        y, vjp = jax.vjp(function, x, kernel, state)
+        return y, *vjp(grad)
+
+    return step(x, kernel, state, grad)
+
+
+def dense(x, kernel, grad, state) -> oracle.DenseStep:
+    return oracle.dense_step(x, kernel, grad, state, out_dtype=x.dtype, dgrad_dtype=x.dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("in_axis, out_axis", [(0, 0), (1, 2), (-1, 1)])
+def test_batch_of_x(in_axis, out_axis, dtype):
+    """grad of vmap: one product, one state, the kernel's gradient summed."""
+    x, kernel, grad = cases.operands(B, dtype=dtype)
+    state = cases.oracle_state()
+    expected = cases.one_product(x, kernel, grad, state)
+    y, dx, dkernel, got = gradients(
+        jax.vmap(cases.product, in_axes=(in_axis, None, None), out_axes=out_axis),
+        np.moveaxis(x, 0, in_axis),
+        kernel,
+        cases.pack(state),
+        np.moveaxis(grad, 0, out_axis),
+    )
+    cases.assert_state(got, expected.state)
+    expected.y.check(np.moveaxis(y, out_axis, 0).reshape(-1, cases.N))
+    expected.dgrad.check(np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K))
+    expected.wgrad.check(dkernel)
+
+
+@DTYPES
+def test_gradients_per_example(dtype):
+    """vmap of grad is grad of each example, the state's gradient included: the caller takes the max over examples."""
+    x, kernel, grad = cases.operands(B, dtype=dtype)
+    state = cases.oracle_state()
+    packed = cases.pack(state)
+
+    def loss(x, kernel, state, grad):
+        return jnp.sum((cases.product(x, kernel, state) * grad).astype(jnp.float32))
+
+    per_example = jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, None, None, 0))
+    dx, dkernel, got = jax.jit(per_example)(x, kernel, packed, grad)
+    steps = [dense(x[i], kernel, grad[i], state) for i in range(B)]
+    cases.assert_state(got, [step.state for step in steps])
+    together = jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), got)
+    cases.assert_state(together, cases.one_product(x, kernel, grad, state).state)
+    for i, expected in enumerate(steps):
+        expected.dgrad.check(dx[i], f"dgrad of example {i}")
+        expected.wgrad.check(dkernel[i], f"wgrad of example {i}")
+
+
+@pytest.mark.parametrize("in_axis, out_axis", [(0, 0), (2, 1)])
+def test_batch_of_kernels(in_axis, out_axis):
+    """One x, many kernels, one state: the gradient of x is summed, the kernel's amax is that of all kernels."""
+    x, kernels, _ = cases.operands(kernels=(B,))
+    grads = cases.operands(B, seed=1)[2]
+    state = cases.oracle_state()
+    steps = [dense(x, kernel, grad, state) for kernel, grad in zip(kernels, grads, strict=True)]
+    y, dx, dkernels, got = gradients(
+        jax.vmap(cases.product, in_axes=(None, in_axis, None), out_axes=out_axis),
+        x,
+        np.moveaxis(kernels, 0, in_axis),
+        cases.pack(state),
+        np.moveaxis(grads, 0, out_axis),
+    )
+    cases.assert_state(got, cases.merged([step.state for step in steps]))
+    for i, step in enumerate(steps):
+        step.y.check(np.moveaxis(y, out_axis, 0)[i], f"y {i}")
+        step.wgrad.check(np.moveaxis(dkernels, in_axis, 0)[i], f"wgrad {i}")
+    # One sum over N columns of all kernels, each kernel with the scale of the shared state.
+    codes = {name: np.concatenate([step.codes[name] for step in steps], axis=1) for name in ("kernel", "output_grad")}
+    inverse = {name: getattr(steps[0].state, name).scale for name in codes}
+    total = oracle.scaled_matmul(codes["output_grad"], codes["kernel"], inverse["output_grad"], inverse["kernel"])
+    total.check(dx, "dgrad")
+
+
+def test_experts_that_share_a_state():
+    """x and kernel both batched: a grouped product, each group with the one scale."""
+    x, kernels, grads = cases.operands(B, kernels=(B,))
+    state = cases.oracle_state()
+    steps = [dense(*member, state) for member in zip(x, kernels, grads, strict=True)]
+    y, dx, dkernels, got = gradients(
+        jax.vmap(cases.product, in_axes=(0, 0, None)), x, kernels, cases.pack(state), grads
+    )
+    cases.assert_state(got, cases.merged([step.state for step in steps]))
+    for i, step in enumerate(steps):
+        step.y.check(y[i], f"y {i}")
+        step.dgrad.check(dx[i], f"dgrad {i}")
+        step.wgrad.check(dkernels[i], f"wgrad {i}")
+
+
+@DTYPES
+@pytest.mark.parametrize("kernel_is_shared", [False, True])
+def test_ensemble(kernel_is_shared, dtype):
+    """A state for each member: nothing is reduced over the members, but for the gradient of a shared kernel."""
+    x, kernels, grads = cases.operands(B, kernels=(B,), dtype=dtype)
+    states = [cases.oracle_state(seed) for seed in range(B)]
+    kernels = np.stack([kernels[0]] * B) if kernel_is_shared else kernels
+    steps = [dense(*member) for member in zip(x, kernels, grads, states, strict=True)]
+    y, dx, dkernels, got = gradients(
+        jax.vmap(cases.product, in_axes=(0, None if kernel_is_shared else 0, 0)),
+        x,
+        kernels[0] if kernel_is_shared else kernels,
+        cases.pack(states),
+        grads,
+    )
+    cases.assert_state(got, [step.state for step in steps])
+    for i, step in enumerate(steps):
+        step.y.check(y[i], f"y {i}")
+        step.dgrad.check(dx[i], f"dgrad {i}")
+        if not kernel_is_shared:
+            step.wgrad.check(dkernels[i], f"wgrad {i}")
+    if kernel_is_shared:
+        exact = sum(step.wgrad.exact for step in steps)
+        # B - 1 additions of terms that are in error by their bounds already.
+        size = sum(np.abs(step.wgrad.exact) + step.wgrad.bound for step in steps)
+        bound = sum(step.wgrad.bound for step in steps) + (B - 1) * 2.0**-24 * size * (1 + 2.0**-10)
+        oracle.Product(exact, bound).check(dkernels, "wgrad")
+
+
+def nested(outer_axis, inner_axis):
+    """The state's axis in each of two vmaps, None where it is shared."""
+    return jax.vmap(jax.vmap(cases.product, in_axes=(0, None, inner_axis)), in_axes=(0, None, outer_axis))
+
+
+@pytest.mark.parametrize("through", ["vmap", "scan"])
+def test_shared_in_batched(through):
+    """An ensemble of members, each mapped over its own batch."""
+    x, kernel, grad = cases.operands(B, C)
+    states = [cases.oracle_state(seed) for seed in range(B)]
+
+    def scanned(x, kernel, state):
+        return jax.lax.scan(lambda c, x: (c, cases.product(x, kernel, state)), 0, x)[1]
+
+    function = nested(0, None) if through == "vmap" else jax.vmap(scanned, in_axes=(0, None, 0))
+    y, dx, _, got = gradients(function, x, kernel, cases.pack(states), grad)
+    steps = [cases.one_product(x[i], kernel, grad[i], states[i]) for i in range(B)]
+    cases.assert_state(got, [step.state for step in steps])
+    for i, step in enumerate(steps):
+        step.y.check(y[i].reshape(-1, cases.N), f"y {i}")
+        step.dgrad.check(dx[i].reshape(-1, cases.K), f"dgrad {i}")
+
+
+def test_batched_in_shared():
+    """Examples outside, members inside: member j sees x[:, j]."""
+    x, kernel, grad = cases.operands(C, B)
+    states = [cases.oracle_state(seed) for seed in range(B)]
+    y, dx, _, got = gradients(nested(None, 0), x, kernel, cases.pack(states), grad)
+    steps = [cases.one_product(x[:, j], kernel, grad[:, j], states[j]) for j in range(B)]
+    cases.assert_state(got, [step.state for step in steps])
+    for j, step in enumerate(steps):
+        step.y.check(y[:, j].reshape(-1, cases.N), f"y {j}")
+        step.dgrad.check(dx[:, j].reshape(-1, cases.K), f"dgrad {j}")
+
+
+def test_batched_in_batched():
+    x, kernel, grad = cases.operands(B, C)
+    states = [[cases.oracle_state(C * i + j) for j in range(C)] for i in range(B)]
+    y, dx, _, got = gradients(nested(0, 0), x, kernel, cases.pack(states), grad)
+    steps = [[dense(x[i, j], kernel, grad[i, j], states[i][j]) for j in range(C)] for i in range(B)]
+    cases.assert_state(got, [[step.state for step in row] for row in steps])
+    for i in range(B):
+        for j in range(C):
+            steps[i][j].y.check(y[i, j])
+            steps[i][j].dgrad.check(dx[i, j])
+
+
+@pytest.mark.parametrize("state_axis, out_axes", [(1, 0), (-1, 1)])
+def test_the_axis_of_the_state(state_axis, out_axes):
+    """The members' axis of the state comes back where it was."""
+    x, kernel, grad = cases.operands(B)
+    states = [cases.oracle_state(seed) for seed in range(B)]
+    packed = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, state_axis), cases.pack(states))
+    function = jax.vmap(cases.product, in_axes=(0, None, state_axis), out_axes=out_axes)
+    *_, got = gradients(function, x, kernel, packed, np.moveaxis(grad, 0, out_axes))
+    got = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, state_axis, 0), got)
+    cases.assert_state(got, [dense(x[i], kernel, grad[i], states[i]).state for i in range(B)])
+
+
+def test_called_twice_by_each_member():
+    """Two uses of a member's state meet in a max before the members are stacked."""
+    x, kernel, grad = cases.operands(2, B)
+    states = [cases.oracle_state(seed) for seed in range(B)]
+
+    def loss(states):
+        over_members = jax.vmap(
+            lambda first, second, state: jnp.stack([cases.product(x, kernel, state) for x in (first, second)])
+        )
+        return jnp.sum(over_members(*x, states) * np.swapaxes(grad, 0, 1))
+
+    got = jax.jit(jax.grad(loss))(cases.pack(states))
+    steps = [cases.one_product(x[:, i], kernel, grad[:, i], states[i]) for i in range(B)]
+    cases.assert_state(got, [step.state for step in steps])
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["where", "cond"])
+def test_a_predicate_for_each_member(by_hand):
+    """vmap turns cond into select: all rows go through both branches.
+
+    Written with `jnp.where`, both states see the amax of all of x, and `output_grad` that of the selected rows, the
+    other gradients being zero. JAX's rule for cond copies what the branches close over for each member, so that copies
+    of one state come back to be added: that is refused, because what JAX has for it is a sum.
+    """
+    x, kernel, grad = cases.operands(B)
+    selected = np.array([True, False, True])
+    state = cases.oracle_state()
+
+    def loss(states):
+        def one(x, selected):
+            branches = [lambda x, state=state: cases.product(x, kernel, state) for state in states]
+            if by_hand:
+                return jnp.where(selected, *(branch(x) for branch in branches))
+            return jax.lax.cond(selected, *branches, x)
+
+        return jnp.sum(jax.vmap(one)(x, selected) * grad)
+
+    step = jax.jit(jax.grad(loss))
+    if not by_hand:
+        with pytest.raises(TypeError, match="float32_max"):
+            step((cases.pack(state),) * 2)
+        return
+    got = step((cases.pack(state),) * 2)
+    for i, rows in enumerate((selected, ~selected)):
+        masked = np.where(rows[:, None, None], grad, np.float32(0))
+        cases.assert_state(got[i], cases.one_product(x, kernel, masked, state).state, f"branch {i}")
+
+
+# -------------------------------------------------------------------------------------------------------- structure
+
+
+def dots(function, *arguments) -> list[str]:
+    """The result types of the products that a gradient lowers to, as `4x6`."""
+    with jaxfp8.ops.implementation("reference"):
+        text = jax.jit(function).lower(*arguments).as_text()
+    assert "stablehlo.while" not in text, "a loop would hide products"
+    return sorted(re.findall(r"stablehlo\.dot_general.*-> tensor<([0-9x]+)x\w+>", text))
+
+
+@pytest.mark.parametrize("vectors", [False, True], ids=["matrices", "vectors"])
+def test_a_batch_with_a_shared_state_is_three_products(vectors):
+    """fprop, dgrad and wgrad of all rows; the kernel's gradient is one matrix, not one for each member."""
+    x, kernel, grad = cases.operands(B)
+    product = jax.vmap(cases.product, in_axes=(0, None, None))
+    product = jax.vmap(product, in_axes=(0, None, None)) if vectors else product
+
+    def loss(x, kernel, state):
+        return jnp.sum(product(x, kernel, state) * grad)
+
+    got = dots(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernel, cases.pack(cases.oracle_state()))
+    rows, k, n = B * cases.ROWS, cases.K, cases.N
+    sizes = sorted(int(np.prod([int(d) for d in shape.split("x")])) for shape in got)
+    assert sizes == sorted([rows * n, rows * k, k * n]), got
+
+
+@pytest.mark.parametrize("state_axis", [None, 0], ids=["experts", "ensemble"])
+def test_a_batch_of_kernels_is_three_grouped_products(state_axis):
+    x, kernels, grad = cases.operands(B, kernels=(B,))
+    states = [cases.oracle_state(seed) for seed in range(B)]
+    packed = cases.pack(states if state_axis == 0 else states[0])
+
+    def loss(x, kernels, state):
+        return jnp.sum(jax.vmap(cases.product, in_axes=(0, 0, state_axis))(x, kernels, state) * grad)
+
+    got = dots(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernels, packed)
+    assert len(got) == 3, got
