@@ -12,6 +12,7 @@ import argparse
 import functools
 import sys
 import time
+import warnings
 from typing import Any
 
 import _report
@@ -165,6 +166,8 @@ def main():
     args = parse_arguments()
     corpus = Corpus()
     arms = {name: ARMS[name] for name in args.arms} | (CONTROL if args.control else {})
+    if args.control:  # its state is not updated, that is the point
+        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
     models = {name: LanguageModel(len(corpus.vocabulary), cls) for name, cls in arms.items()}
     optimizer = make_optimizer(args.steps)
     validation = corpus.validation_batches(16, LENGTH, limit=2 if args.tiny else None)

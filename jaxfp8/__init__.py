@@ -5,7 +5,14 @@
 `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
 """
 
-from . import checkpoint_policies as checkpoint_policies, convert as convert, linen as linen, nnx as nnx, ops as ops, train as train
+from . import (
+    checkpoint_policies as checkpoint_policies,
+    convert as convert,
+    linen as linen,
+    nnx as nnx,
+    ops as ops,
+    train as train,
+)
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
 from ._product import FP8StateWarning as FP8StateWarning
@@ -17,6 +24,7 @@ from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
     DelayedScaling as DelayedScaling,
     DotGeneralState as DotGeneralState,
+    QuantizerState as QuantizerState,
     init_state as init_state,
 )
 from .tensor import QTensor as QTensor

@@ -15,6 +15,7 @@ class Fp8DotGeneral(Fp8Module):
     State is in the collection `_overwrite_with_gradient`, under Flax's names: for each of `input`, `kernel` and
     `output_grad` an `{name}_amax_history` f32 `(H,)`, slot 0 newest, and a `{name}_scale` f32 `(1,)`,
     `amax / FP8_MAX`. The gradient with respect to the collection is its next value; Flax's `TrainState` stores it.
+    Applied to variables without the collection, the module takes its scales from the tensors at hand.
 
     Attributes:
         recipe: how operands become FP8; without one `DelayedScaling(amax_history_len=amax_history_length)` in the

@@ -19,8 +19,15 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     def recipe_and_state(self) -> dict:
-        """The keywords `recipe` and `state` of this module's product."""
+        """The keywords `recipe` and `state` of this module's product.
+
+        Variables without state, as for inference, are fine: scales then come from the tensors at hand.
+        """
         recipe = self.recipe if self.recipe is not None else self._recipe_of_fields()
+        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) and not self.has_variable(
+            OVERWRITE_WITH_GRADIENT, "input_scale"
+        ):
+            return {"recipe": recipe, "state": DotGeneralState(None, None, None)}
         initial = init_state(recipe)
 
         def stored(name):

@@ -100,8 +100,10 @@ class DelayedScalingQuantizer:
             amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
         )
 
-    def quantize(self, x, state: QuantizerState, *, transpose: bool = True) -> tuple[QTensor, QuantizerState]:
-        """Quantizes `x` with the scale that `state` gives.
+    def quantize(
+        self, x, state: QuantizerState | None, *, transpose: bool = True
+    ) -> tuple[QTensor, QuantizerState | None]:
+        """Quantizes `x` with the scale that `state` gives; without a state, with the scale of its own amax.
 
         Args:
             x: bfloat16, float16 or float32 `[g, m, n]`; one scale for all of it.
@@ -111,20 +113,24 @@ class DelayedScalingQuantizer:
         Returns:
             The codes and the next state.
         """
-        history, amax = self._window(state.amax_history)
-        if self.first_step == "current":
+        if state is None:
+            history, amax, stored = None, ops.amax(x), jnp.ones((1,), jnp.float32)
+        else:
+            history, amax = self._window(state.amax_history)
+            stored = state.scale.reshape(1)
+        if state is not None and self.first_step == "current":
             is_empty = ~jnp.any(scaling.positive_finite(history))
             amax = jax.lax.cond(is_empty, lambda: ops.amax(x).reshape(1), lambda: amax)
-        scale, scale_inv = ops.amax_to_scale(
-            amax, state.scale.reshape(1), fp8_max=fp8_max(self.fp8_dtype), margin=self.margin
-        )
+        scale, scale_inv = ops.amax_to_scale(amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
         if transpose:
             data, data_t, amax = ops.quantize_transpose(x, scale, self.fp8_dtype)
         else:
             data, amax = ops.quantize(x, scale, self.fp8_dtype)
             data_t = None
-        next_state = QuantizerState(amax_history=ops.push_history(history, amax), scale=scale_inv)
-        return QTensor(data, scale_inv, data_t), next_state
+        q = QTensor(data, scale_inv, data_t)
+        if state is None:
+            return q, None
+        return q, QuantizerState(amax_history=ops.push_history(history, amax), scale=scale_inv)
 
     def _window(self, history):
         """The clean history, and the amax f32[1] that the scale comes from."""

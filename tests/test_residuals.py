@@ -1,0 +1,104 @@
+"""What a product keeps for its backward, and what rematerialization policies make run again."""
+
+import math
+import re
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from jaxfp8 import checkpoint_policies as policies, ops
+
+MATMUL = (((1,), (0,)), ((), ()))
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+X, KERNEL = np.full((32, 64), 0.5, oracle.BF16), np.full((64, 48), 0.25, np.float32)
+
+
+def residual_bytes(dot_general_cls, m, k, n, **options) -> int:
+    """What `jax.vjp` of a bfloat16 Dense holds, at JAX level: nothing runs."""
+    model = nn.Dense(n, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=dot_general_cls)
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    _, vjp = jax.eval_shape(lambda variables, x: jax.vjp(model.apply, variables, x), variables, x)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+
+
+def test_residuals_are_the_codes():
+    """One byte for each element of input and kernel, and the state; bfloat16 keeps two, Flax's FP8 product three."""
+    m, k, n = 8192, 4096, 14336
+    codes = m * k + k * n
+    assert codes == 88 * 2**20
+    ours = residual_bytes(jaxfp8.Fp8DotGeneral, m, k, n)
+    assert 0 <= ours - codes < 3 * 4 * 1024 + 100  # three histories of 1024 and a few scales
+    assert residual_bytes(None, m, k, n) == 2 * codes
+    assert residual_bytes(nn.Fp8DotGeneral, m, k, n) > 2.9 * codes
+
+
+def test_a_frozen_operand_keeps_nothing_for_its_gradient():
+    state = jaxfp8.init_state(RECIPE)
+
+    def residuals(function, *arguments):
+        _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
+        return [leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)]
+
+    def product(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state)
+
+    assert residuals(product, X, KERNEL, state) == [(1, 64, 32), (1, 64, 48)]
+    assert residuals(lambda x, state: product(x, KERNEL, state), X, state) == [(1, 64, 48)]
+    assert residuals(lambda kernel, state: product(X, kernel, state), KERNEL, state) == [(1, 64, 32)]
+
+
+def gradient_calls(policy, after) -> Counter:
+    """The custom calls of a training step on CUDA, with `after` applied to the product, as lowered: no XLA yet."""
+
+    def loss(x, kernel, state):
+        return after(jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)).sum()
+
+    remat = jax.checkpoint(loss, policy=policy)
+    step = jax.jit(jax.value_and_grad(lambda *a: remat(*a) ** 2, argnums=(0, 1, 2)))
+    text = step.trace(X, KERNEL, jaxfp8.init_state(RECIPE)).lower(lowering_platforms=("cuda",)).as_text()
+    return Counter(re.findall(r"custom_call @jaxfp8_(quantize_transpose|quantize|scaled_matmul)_v", text))
+
+
+# (quantized tensors, GEMMs): x, kernel, grad and three products without remat.
+NOTHING_AGAIN = (3, 3)
+
+
+@pytest.mark.parametrize(
+    "policy, nonlinear, linear",
+    [
+        (policies.save_fp8_residuals_and_gemm_outputs, NOTHING_AGAIN, NOTHING_AGAIN),
+        (policies.save_fp8_residuals, (5, 4), NOTHING_AGAIN),
+        (policies.save_gemm_outputs, (5, 3), (5, 3)),
+        (jax.checkpoint_policies.everything_saveable, NOTHING_AGAIN, NOTHING_AGAIN),
+        (jax.checkpoint_policies.nothing_saveable, (5, 4), (5, 3)),
+    ],
+    ids=["residuals and outputs", "residuals", "outputs", "everything", "nothing"],
+)
+def test_what_runs_again(policy, nonlinear, linear, monkeypatch):
+    if not jaxfp8.has_cuda_kernels():
+        monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
+    for after, (quantized, products) in ((jnp.tanh, nonlinear), (lambda y: 2 * y, linear)):
+        calls = gradient_calls(policy, after)
+        assert calls["quantize"] + calls["quantize_transpose"] == quantized
+        assert calls["scaled_matmul"] == products
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_fp8_residuals, policies.save_gemm_outputs])
+def test_policies_change_no_bit(policy):
+    def loss(x, kernel, state):
+        return jnp.tanh(jaxfp8.dot_general(jnp.sin(x), kernel, MATMUL, recipe=RECIPE, state=state)).sum()
+
+    def step(function):
+        return jax.jit(jax.grad(function, argnums=(0, 1, 2)))(X, KERNEL, jaxfp8.init_state(RECIPE))
+
+    for got, expected in zip(
+        jax.tree.leaves(step(jax.checkpoint(loss, policy=policy))), jax.tree.leaves(step(loss)), strict=True
+    ):
+        oracle.assert_bitwise(got, np.asarray(expected), str(policy))
