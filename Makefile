@@ -42,6 +42,7 @@ sanitize:
 	@PYTHON=$(BIN)/python tools/sanitize.sh
 
 bench:
+	@$(PYTHON) benchmarks/programs.py
 	@$(PYTHON) benchmarks/ops.py $(ARGS)
 
 gpu-test:

@@ -9,14 +9,10 @@ depends on all that was freed before. See README.md for how to read the table.
 import argparse
 import concurrent.futures
 import dataclasses
-import importlib.metadata
 import json
 import multiprocessing
 import os
 import pathlib
-import platform
-import subprocess
-import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -26,6 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
+from _environment import environment  # noqa: E402
 from _memcpy import Memcpy  # noqa: E402
 
 from jaxfp8 import ops  # noqa: E402
@@ -151,30 +148,6 @@ def measure(case: Case, m: int, n: int, turns: int) -> dict:
     }
 
 
-def cpu_model() -> str:
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def environment(heap: str) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "cpu": cpu_model(),
-        "cpus": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "commit": commit.stdout.strip(),
-        "heap": heap,
-    }
-
-
 HEADER = (
     f"{'op':18} {'dtype':5} {'format':6} {'shape':>11} {'jaxfp8 ms':>9} {'best XLA ms':>11} {'ratio':>6} {'goal':>5} "
     f"{'% of memcpy':>11} {'goal':>5}  {'result':6} {'inexact XLA ms':>14}"
@@ -200,7 +173,7 @@ def main():
     parser.add_argument("--turns", type=int, default=15, help="timed calls of each candidate")
     args = parser.parse_args()
 
-    described = environment(args.heap)
+    described = environment(heap=args.heap)
     for key, value in described.items():
         print(f"{key}: {value}")
     print(HEADER)

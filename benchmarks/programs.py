@@ -1,0 +1,136 @@
+"""What a model of FP8 layers costs before and while it runs: operations, tracing, lowering, compilation, a step.
+
+    python benchmarks/programs.py [--json FILE]
+
+The forward and backward of 1 and of 8 Dense layers in bfloat16: jaxfp8, Flax's FP8 class and bfloat16. Candidates take
+turns. Tracing, lowering and compilation are CPU time of this process, so that neighbours do not count; every turn has a
+new function, so that no cache answers. Before steps are timed their gradients are compared.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import statistics
+import time
+
+import _timing
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _environment import environment
+
+import jaxfp8
+
+CANDIDATES = {"jaxfp8": jaxfp8.Fp8DotGeneral, "flax": nn.Fp8DotGeneral, "bf16": None}
+
+
+class Layers(nn.Module):
+    """Dense layers of one width."""
+
+    count: int
+    width: int
+    dot_general_cls: type | None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(self.count):
+            x = nn.Dense(self.width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=self.dot_general_cls)(x)
+        return x
+
+
+def step_of(model):
+    """A function that JAX has not seen: forward and backward of the model."""
+
+    def step(variables, x, grad):
+        y, vjp = jax.vjp(model.apply, variables, x)
+        return y, vjp(grad)
+
+    return step
+
+
+def arguments(model, width):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, grad = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys[:2])
+    return model.init(keys[2], x), x, grad
+
+
+def seconds_of(call):
+    start = time.process_time()
+    result = call()
+    return result, time.process_time() - start
+
+
+def cost_of_a_program(model, operands, compile_too) -> dict:
+    traced, tracing = seconds_of(lambda: jax.jit(step_of(model)).trace(*operands))
+    lowered, lowering = seconds_of(traced.lower)
+    seconds = {"trace": tracing, "lower": lowering}
+    if compile_too:
+        _, seconds["compile"] = seconds_of(lowered.compile)
+    operations = len(re.findall(r"^\s+%\S+ = ", lowered.as_text(), re.MULTILINE))
+    return {"operations": operations, "seconds": seconds}
+
+
+def programs(layers: int, width: int, turns: int) -> dict:
+    models = {name: Layers(layers, width, cls) for name, cls in CANDIDATES.items()}
+    operands = {name: arguments(model, width) for name, model in models.items()}
+    costs = {name: [] for name in models}
+    for turn in range(turns + 1):
+        for name, model in models.items():
+            costs[name].append(cost_of_a_program(model, operands[name], compile_too=turn < 4))
+    return {
+        name: {
+            "operations": runs[0]["operations"],
+            **{
+                f"{part}_ms": 1e3 * statistics.median(r["seconds"][part] for r in runs[1:] if part in r["seconds"])
+                for part in ("trace", "lower", "compile")
+            },
+        }
+        for name, runs in costs.items()
+    }
+
+
+def steps(width: int, turns: int) -> dict:
+    models = {name: Layers(1, width, cls) for name, cls in CANDIDATES.items()}
+    calls = {}
+    for name, model in models.items():
+        operands, step = arguments(model, width), jax.jit(step_of(model))
+        calls[name] = lambda operands=operands, step=step: step(*operands)
+    kernels = {name: np.asarray(jax.tree.leaves(call()[1][0]["params"])[0]) for name, call in calls.items()}
+    for name, kernel in kernels.items():
+        # e5m2 keeps two bits of the gradient, e4m3 three of the input: errors of up to 2**-3 and 2**-4 of an element,
+        # a third of that in the root mean square.
+        error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
+        assert error < 0.1, f"{name}: the kernel's gradient is off by {error:.3f}"
+    timings = _timing.interleaved(calls, turns=turns)
+    return {name: {"step_ms": 1e3 * timing.median, "spread": timing.spread} for name, timing in timings.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and the environment")
+    parser.add_argument("--turns", type=int, default=15, help="turns of each candidate")
+    args = parser.parse_args()
+    described = environment()
+    for key, value in described.items():
+        print(f"{key}: {value}")
+    rows = []
+    for title, results in (
+        ("program of 1 layer", programs(1, 256, args.turns)),
+        ("program of 8 layers", programs(8, 256, args.turns)),
+        ("step, 512^3", steps(512, args.turns)),
+        ("step, 1024^3", steps(1024, args.turns)),
+    ):
+        for name, values in results.items():
+            print(
+                f"{title:20} {name:7} " + "  ".join(f"{key} {value:8.2f}" for key, value in values.items()), flush=True
+            )
+            rows.append({"case": title, "candidate": name, **values})
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"environment": described, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
