@@ -153,15 +153,25 @@ def _usable(value) -> bool:
     return value is not None and bool(np.isfinite(value) and value > 0)
 
 
-def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
-    """FP8_MAX / a / 2**margin correctly rounded to f32, clamped to [2**-126, 2**126].
+def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
+    """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1; correctly rounded.
 
-    The quotient is formed in f64: rounding it twice is harmless (53 >= 2 * 24 + 2 bits) and dividing by 2**margin is
-    exact, so this is `(FP8_MAX / a) / 2**margin` in f32, and any other order of the two, where those do not overflow on
-    the way. margin is an integer.
+    The divisor is clamped, so that scale and scale_inv are in [2**-126, 2**126]; a subnormal amax counts as 2**-126.
+    The quotients are formed in f64: rounding one twice is harmless (53 >= 2 * 24 + 2 bits).
     """
-    quotient = np.float64(fmt.max) / np.float64(a) / 2.0**margin
-    return F32(min(max(quotient, float(SCALE_MIN)), float(SCALE_MAX)))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        amax, stored, numerator = np.asarray(amax, np.float64), np.asarray(stored, np.float64), float(numerator)
+    low, high = float(SCALE_MIN), float(SCALE_MAX)
+    smallest, largest = max(numerator / high, low), min(numerator / low, float(np.finfo(F32).max))
+    has_amax, has_stored = ((v > 0) & (v < np.inf) for v in (amax, stored))
+    divisor = np.where(has_amax, np.clip(amax, smallest, largest), np.where(has_stored, np.clip(stored, low, high), 1))
+    scale = (np.where(has_amax, numerator, 1) / divisor).astype(F32)
+    return scale, (1 / scale.astype(np.float64)).astype(F32)
+
+
+def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
+    """FP8_MAX / a / 2**margin, with an integer margin: dividing by 2**margin is exact, so the order is free."""
+    return F32(scale_pair(a, 1, fmt.max / 2.0**margin)[0])
 
 
 def select_scale(state: State, fmt: Format, options: Options = Options(), current_amax=None) -> np.float32:

@@ -1,4 +1,4 @@
-"""Where JAX has no extended dtypes: one use of a state is right, more go through `jaxfp8.fork`, and nothing is silent."""
+"""Where JAX has no extended dtypes: one use of a state is right, more go through `jaxfp8.fork`, nothing is silent."""
 
 import subprocess
 import sys

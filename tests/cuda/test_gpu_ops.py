@@ -79,6 +79,17 @@ def test_every_code(dtype, fmt):
         oracle.assert_bitwise(got, oracle.dequantize(codes, scale_inv, dtype), f"dequantize, {scale_inv!r}")
 
 
+@pytest.mark.parametrize("count", [1, 255, 257, 10_000])
+def test_scales(count):
+    """The hardware's division is the correctly rounded one."""
+    values = np.random.default_rng(count).permutation(oracle.f32_corner_cases())
+    amax, stored = np.resize(values, count), np.resize(values[::-1], count)
+    for fp8_max, margin in itertools.product((448.0, 57344.0), (0, 20, -64, 64)):
+        pairs = jax.vmap(lambda a, s, f=fp8_max, m=margin: ops.amax_to_scale(a, s, fp8_max=f, margin=m))(amax, stored)
+        expected = oracle.scale_pair(amax, stored, np.float32(fp8_max * 2.0**-margin))
+        assert_all_bitwise([pair[:, 0] for pair in pairs], expected, f"amax_to_scale, margin {margin}")
+
+
 @pytest.mark.parametrize("m, n", [(1, 1), (7, 9), (128, 128), (16, 8), (130, 264), (217, 41), (1000, 1000), (4096, 97)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_shapes(m, n, dtype):
