@@ -26,8 +26,8 @@ def dot_general(
         kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32.
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
         recipe: for example `DelayedScaling()`.
-        state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none: every
-            scale then comes from the amax of the tensor at hand, with one more read of it.
+        state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none:
+            every scale then comes from the amax of the tensor at hand, with one more read of it.
         precision: None or DEFAULT leaves accumulation to the recipe; HIGH or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
         out_sharding: not supported; must be None.

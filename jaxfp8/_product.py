@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from . import ops
 from ._layout import layouts
+from .ops._implementation import selected, using
 from .ops._primitive import compiled
 from .recipes import DotGeneralState
 
@@ -70,7 +71,7 @@ class Plan:
 def product(plan: Plan, x, kernel, state: DotGeneralState):
     """`y`; x and kernel as `lax.dot_general` takes them."""
     leaves, tree = jax.tree.flatten(state)
-    return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree)
+    return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree, implementation=selected())
 
 
 # ------------------------------------------------------------------------------------------------- the three products
@@ -147,13 +148,14 @@ def _backward(plan, x_shape, kernel_shape, wanted, residuals, grad):
 # --------------------------------------------------------------------------------------------------------- primitives
 
 
-def _primal(x, kernel, *leaves, plan, tree):
-    return _forward(plan, x, kernel, jax.tree.unflatten(tree, leaves))
+def _primal(x, kernel, *leaves, plan, tree, implementation):
+    with using(implementation):
+        return _forward(plan, x, kernel, jax.tree.unflatten(tree, leaves))
 
 
-def _abstract(x, kernel, *leaves, plan, tree):
+def _abstract(x, kernel, *leaves, plan, tree, implementation):
     """The result as `lax.dot_general` types it: shape, sharding and varying axes."""
-    del leaves, tree
+    del leaves, tree, implementation
     members = tuple(range(plan.members))
     contract, batch = ([tuple(d + plan.members for d in dims) for dims in pair] for pair in plan.dimension_numbers)
     dimension_numbers = (tuple(contract), tuple(members + dims for dims in batch))
@@ -168,17 +170,22 @@ def _abstract(x, kernel, *leaves, plan, tree):
     return dot
 
 
-def _batch(args, dims, *, plan, tree):
+def _batch(args, dims, *, plan, **params):
     """A batch that shares its state is a larger product; a batch of states is a batch of products."""
     x, kernel, *leaves = args
     x_dim, kernel_dim, *leaf_dims = dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    if size == 0:
+        out = jax.eval_shape(functools.partial(_product_p.bind, plan=plan, **params), *map(_without, args, dims))
+        return jnp.zeros((0, *out.shape), out.dtype), 0
     if any(d is not None for d in leaf_dims):
+        # A state that the members share is still one state: what comes back combines by max.
+        repeats = [_repeat] * 2 + [_repeat_state] * len(leaves)
         leading = [
-            jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-            for a, d in zip(args, dims, strict=True)
+            repeat(size, a) if d is None else jnp.moveaxis(a, d, 0)
+            for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        return _product_p.bind(*leading, plan=dataclasses.replace(plan, members=plan.members + 1), tree=tree), 0
+        return _product_p.bind(*leading, plan=dataclasses.replace(plan, members=plan.members + 1), **params), 0
 
     first = plan.members  # the batch comes right after the members
     (x_contract, kernel_contract), (x_batch, kernel_batch) = plan.dimension_numbers
@@ -200,11 +207,26 @@ def _batch(args, dims, *, plan, tree):
         (tuple(x_batch), tuple(kernel_batch)),
     )
     plan = dataclasses.replace(plan, dimension_numbers=dimension_numbers)
-    return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree), out_dim
+    return _product_p.bind(x, kernel, *leaves, plan=plan, **params), out_dim
 
 
-def _jvp(primals, tangents, *, plan, tree):
+def _without(x, dim):
+    """The type of `x` without a dimension."""
+    shape = x.shape if dim is None else x.shape[:dim] + x.shape[dim + 1 :]
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _repeat(size, x):
+    return jnp.broadcast_to(x, (size, *x.shape))
+
+
+_repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
+_repeat_state.defvjp(lambda size, x: (_repeat(size, x), None), lambda size, _, ct: (jnp.max(ct, axis=0),))
+
+
+def _jvp(primals, tangents, *, plan, tree, implementation):
     """The products now, and a linear primitive that is only ever transposed."""
+    del implementation  # still being traced
     x, kernel, *leaves = primals
     is_linear = tuple(type(t) is not ad.Zero for t in tangents)
     if leaves and not any(is_linear[2:]):

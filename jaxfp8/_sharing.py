@@ -33,7 +33,9 @@ def max_grad(tree):
             variables = jaxfp8.max_grad(variables)
             ...
 
-    Casted leaves have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32.
+    Casted leaves have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX cannot
+    differentiate all of its own functions in such a dtype: take `jax.lax.stop_gradient` before the cast, after it is
+    ignored; take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`, a static slice raises.
 
     Args:
         tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
@@ -73,7 +75,7 @@ def value_and_grad(loss_fn, argnums=0, has_aux=False):
 
     @functools.wraps(loss_fn)
     def loss_with_shared_state(*args, **kwargs):
-        wanted = (argnums,) if isinstance(argnums, int) else argnums
+        wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         wanted = {n % len(args) for n in wanted}
         out = loss_fn(*(max_grad(arg) if i in wanted else arg for i, arg in enumerate(args)), **kwargs)
         return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)

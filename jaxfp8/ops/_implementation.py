@@ -33,8 +33,13 @@ def implementation(name: str):
             'implementation("ffi"): jaxfp8 was installed without native kernels; reinstall it where a C++17 compiler '
             "is on the path"
         )
-    with _context(name):
+    with using(name):
         yield
+
+
+def using(name: str | None):
+    """A context in which `selected()` is `name`: for what is lowered later than it was traced."""
+    return _context(name)
 
 
 def selected() -> str | None:

@@ -112,7 +112,7 @@ def shared_function(name: str, results: Callable) -> Callable:
 
 
 def compiled(op: Primitive) -> Callable:
-    """How a primitive runs outside of jit, and inside of `jax.disable_jit()`: jitted, once for each set of parameters."""
+    """How a primitive runs outside of jit, and in `jax.disable_jit()`: jitted, once for each set of parameters."""
 
     @functools.lru_cache(maxsize=1024)
     def jitted(params):

@@ -102,6 +102,21 @@ def test_vmap_stays_one_custom_call(op):
     assert "stablehlo.while" not in text
 
 
+def test_the_choice_is_made_where_it_is_traced():
+    """Inside of a jitted function too, forward alone as well as with gradients."""
+    x, kernel, grad, state = dense_arguments()
+
+    def product(x, kernel):
+        with ops.implementation("reference"):
+            return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+
+    for function in (product, lambda x, kernel: jax.vjp(product, x, kernel)[0]):
+        assert "jaxfp8_" not in jax.jit(function).lower(x, kernel).as_text()
+    with ops.implementation("ffi"):
+        traced = jax.jit(product).trace(x, kernel)
+    assert "jaxfp8_" not in traced.lower().as_text()
+
+
 def test_tpu_gets_the_reference():
     function, arguments = OPS["quantize"]
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()

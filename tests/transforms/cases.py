@@ -14,7 +14,6 @@ ROWS, K, N = 4, 6, 5
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 QUANTIZERS = ("input", "kernel", "output_grad")
-LEAVES = ("amax_history", "scale")
 
 
 def product(x, kernel, state):
@@ -55,11 +54,15 @@ def pack(states):
 
 def assert_state(got, expected, what="state"):
     """Bitwise; `expected` as `pack` takes it."""
-    expected = pack(expected)
-    for name in QUANTIZERS:
-        for leaf in LEAVES:
-            wanted = getattr(getattr(expected, name), leaf)
-            oracle.assert_bitwise(getattr(getattr(got, name), leaf), wanted, f"{what}: {name}.{leaf}")
+    assert_packed(got, pack(expected), what)
+
+
+def assert_packed(got, expected, what="state"):
+    """Bitwise, leaf by leaf; both as the package's pytree."""
+    expected = dict(jax.tree.leaves_with_path(expected))
+    for path, leaf in jax.tree.leaves_with_path(got):
+        oracle.assert_bitwise(leaf, expected.pop(path), f"{what}: {jax.tree_util.keystr(path)}")
+    assert not expected, f"{what}: missing {list(expected)}"
 
 
 def assert_untouched(state):

@@ -1,5 +1,7 @@
 """vmap: a shared state sees the whole batch as one product, a batched state is one state a member."""
 
+import dataclasses
+import itertools
 import re
 
 import jax
@@ -138,6 +140,58 @@ def test_ensemble(kernel_is_shared, dtype):
         size = sum(np.abs(step.wgrad.exact) + step.wgrad.bound for step in steps)
         bound = sum(step.wgrad.bound for step in steps) + (B - 1) * 2.0**-24 * size * (1 + 2.0**-10)
         oracle.Product(exact, bound).check(dkernels, "wgrad")
+
+
+@pytest.mark.parametrize("own", cases.QUANTIZERS)
+def test_one_quantizer_of_its_own(own):
+    """Members with a state of their own for one quantizer share the others': the max over all members."""
+    x, kernels, grads = cases.operands(B, kernels=(B,))
+    common, owned = cases.oracle_state(), [cases.oracle_state(seed) for seed in range(1, 1 + B)]
+    states = [dataclasses.replace(common, **{own: getattr(state, own)}) for state in owned]
+    steps = [dense(*member) for member in zip(x, kernels, grads, states, strict=True)]
+
+    def all_members(x, kernels, common, owned):
+        def member(x, kernel, quantizer):
+            return cases.product(x, kernel, dataclasses.replace(common, **{own: quantizer}))
+
+        return jax.vmap(member)(x, kernels, getattr(owned, own))
+
+    step = jax.jit(lambda *args: jax.vjp(all_members, *args)[1](grads))
+    _, dkernels, from_common, from_owned = step(x, kernels, cases.pack(common), cases.pack(owned))
+
+    shared = [dataclasses.replace(step.state, **{own: getattr(common, own)}) for step in steps]
+    expected = dataclasses.replace(cases.pack(cases.merged(shared)), **{own: getattr(from_common, own)})
+    cases.assert_packed(from_common, expected, "shared")
+    cases.assert_untouched(getattr(from_common, own))
+    expected = getattr(cases.pack([step.state for step in steps]), own)
+    cases.assert_packed(getattr(from_owned, own), expected, "owned")
+    for i, step in enumerate(steps):
+        step.wgrad.check(dkernels[i], f"wgrad {i}")
+
+
+@pytest.mark.parametrize("state_axis", [None, 0])
+def test_no_members(state_axis):
+    """A batch of no examples: an empty result, a state that nothing touched."""
+    x, kernel, _ = cases.operands(0)
+    state = cases.pack(cases.oracle_state())
+    if state_axis == 0:
+        state = jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), state)
+    y, vjp = jax.vjp(jax.vmap(cases.product, in_axes=(0, None, state_axis)), x, kernel, state)
+    assert y.shape == (0, cases.ROWS, cases.N)
+    dx, dkernel, got = vjp(y)
+    assert dx.shape == x.shape and not np.any(dkernel)
+    cases.assert_untouched(got)
+
+
+def test_associative_scan():
+    """JAX's own use of an empty batch; products of matrices, in FP8 whatever the order."""
+    matrices = np.random.default_rng(0).integers(-1, 2, (5, 4, 4)).astype(np.float32)
+    state = jaxfp8.init_state(cases.RECIPE)
+    got = jax.lax.associative_scan(jax.vmap(lambda a, b: cases.product(a, b, state)), matrices)
+    # Small integers times scale 1: every product and every partial sum is a number of e4m3.
+    expected = list(itertools.accumulate(matrices, np.matmul))
+    assert np.abs(expected).max() <= 16
+    np.testing.assert_array_equal(got, expected)
 
 
 def nested(outer_axis, inner_axis):
