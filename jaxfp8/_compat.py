@@ -73,6 +73,8 @@ try:
     def _add_concrete(x, y):
         return _MaxRules.add(None, x, y) if x.dtype == MAX_DTYPE else _other_adder(x, y)
 
+    # What jax.debug_nans looks at.
+    earray.EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
     # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
     _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
     ad_util.raw_jaxval_adders[earray.EArray] = _add_concrete

@@ -1,5 +1,7 @@
 """dot_general in FP8: `jax.lax.dot_general` with a recipe and a state."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +11,7 @@ from ._layout import layouts
 from ._product import OUTPUT_NAME, Plan, product
 from ._sharing import shared
 from .ops import _checks
+from .recipes import DotGeneralState
 
 
 def dot_general(
@@ -27,8 +30,10 @@ def dot_general(
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
         recipe: for example `DelayedScaling()`.
         state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none:
-            every scale then comes from the amax of the tensor at hand, with one more read of it.
-        precision: None or DEFAULT leaves accumulation to the recipe; HIGH or HIGHEST makes all three products precise.
+            every scale then comes from the amax of the tensor at hand, with one more read of it. Under `vmap` each
+            kernel of a batch has its own; x alone has one for its batch.
+        precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
+            or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
         out_sharding: not supported; must be None.
 
@@ -36,9 +41,10 @@ def dot_general(
         The product, batch dimensions first, then those of x, then those of kernel.
 
     Raises:
-        TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; second derivatives and
-            forward mode.
-        ValueError: shapes do not fit, the recipe's state is missing, or an option cannot be honoured.
+        TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; the state is not one;
+            second derivatives and forward mode.
+        ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
+            option cannot be honoured.
     """
     x = _checks.high_precision("dot_general", "x", x)
     kernel = _checks.high_precision("dot_general", "kernel", kernel)
@@ -49,6 +55,11 @@ def dot_general(
             f"dot_general: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
             "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
         )
+    if not isinstance(state, DotGeneralState):
+        raise TypeError(f"dot_general: state: expected a DotGeneralState, got {type(state).__name__}")
+    quantizers = recipe.quantizers()
+    for field, quantizer in zip(dataclasses.fields(state), quantizers, strict=True):
+        quantizer.check_state(f"dot_general: state.{field.name}", getattr(state, field.name))
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x, kernel)
@@ -58,7 +69,7 @@ def dot_general(
         return jnp.zeros(out_shape, out_dtype)
 
     plan = Plan(
-        quantizers=recipe.quantizers(),
+        quantizers=quantizers,
         dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),
         members=0,
         x_dtype=x.dtype,

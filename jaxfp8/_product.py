@@ -108,17 +108,31 @@ def _forward(plan, x, kernel, state):
     return plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
 
 
-@_per_member
-def _forward_with_residuals(plan, x, kernel, state):
-    """y, and of each operand the FP8 layout that the backward reads; the next states of both quantizers."""
-    x_layout, kernel_layout, out_shape = layouts(x.shape, kernel.shape, plan.dimension_numbers)
-    q_x, next_input = plan.quantizers[0].quantize(x_layout.to_matrices(x), state.input)
-    q_kernel, next_kernel = plan.quantizers[1].quantize(kernel_layout.to_matrices(kernel), state.kernel)
-    x_last, x_first = _views(q_x, x_layout.contract_first)
-    kernel_last, kernel_first = _views(q_kernel, kernel_layout.contract_first)
-    y = plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
+def _forward_with_residuals(plan, x, kernel, state, wanted):
+    """y, and of each operand the FP8 layout that the backward reads; the next states of both quantizers.
+
+    An operand is read again for the gradient of the other one: `wanted` has their names.
+    """
+
+    @_per_member
+    def forward(plan, x, kernel, state):
+        x_layout, kernel_layout, out_shape = layouts(x.shape, kernel.shape, plan.dimension_numbers)
+
+        def quantize(quantizer, operand, layout, state, needs_first):
+            transpose = needs_first or layout.contract_first
+            q, next_state = quantizer.quantize(layout.to_matrices(operand), state, transpose=transpose)
+            last, first = _views(q, layout.contract_first)
+            return last, first if needs_first else None, next_state
+
+        of_x, of_kernel, _ = plan.quantizers
+        x_last, x_first, next_input = quantize(of_x, x, x_layout, state.input, "kernel" in wanted)
+        kernel_last, kernel_first, next_kernel = quantize(of_kernel, kernel, kernel_layout, state.kernel, "x" in wanted)
+        y = plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
+        return y, (x_first, kernel_first, next_input, next_kernel, state.output_grad)
+
+    y, residuals = forward(plan, x, kernel, state)
     # The next states as well: without them a policy that keeps the codes would quantize again for an amax.
-    return y, checkpoint_name((x_first, kernel_first, next_input, next_kernel, state.output_grad), RESIDUAL_NAME)
+    return y, checkpoint_name(residuals, RESIDUAL_NAME)
 
 
 def _backward(plan, x_shape, kernel_shape, wanted, residuals, grad):
@@ -130,7 +144,9 @@ def _backward(plan, x_shape, kernel_shape, wanted, residuals, grad):
         x_layout, kernel_layout, _ = layouts(x_shape, kernel_shape, plan.dimension_numbers)
         rows = math.prod(x_layout.sizes(x_layout.free))
         groups = math.prod(x_layout.sizes(x_layout.batch))
-        q_grad, next_output_grad = plan.quantizers[2].quantize(grad.reshape(groups, rows, -1), output_grad)
+        q_grad, next_output_grad = plan.quantizers[2].quantize(
+            grad.reshape(groups, rows, -1), output_grad, transpose="kernel" in wanted
+        )
         grad_rows, grad_cols = (q_grad.data, q_grad.scale_inv), (q_grad.data_t, q_grad.scale_inv)
         dx = dkernel = None
         if "x" in wanted:
@@ -171,14 +187,19 @@ def _abstract(x, kernel, *leaves, plan, tree, implementation):
 
 
 def _batch(args, dims, *, plan, **params):
-    """A batch that shares its state is a larger product; a batch of states is a batch of products."""
+    """A batch that shares its state is a larger product; a batch of states is a batch of products.
+
+    So is a batch of kernels without state: as in a loop, each then has the scale of its own amax.
+    """
     x, kernel, *leaves = args
     x_dim, kernel_dim, *leaf_dims = dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if size == 0:
         out = jax.eval_shape(functools.partial(_product_p.bind, plan=plan, **params), *map(_without, args, dims))
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    if any(d is not None for d in leaf_dims):
+    state = jax.tree.unflatten(params["tree"], leaves)
+    own_scales = kernel_dim is not None and None in (state.input, state.kernel, state.output_grad)
+    if any(d is not None for d in leaf_dims) or own_scales:
         # A state that the members share is still one state: what comes back combines by max.
         repeats = [_repeat] * 2 + [_repeat_state] * len(leaves)
         leading = [
@@ -224,16 +245,20 @@ _repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
 _repeat_state.defvjp(lambda size, x: (_repeat(size, x), None), lambda size, _, ct: (jnp.max(ct, axis=0),))
 
 
+_NOT_UPDATED = (
+    "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
+    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
+)
+
+
 def _jvp(primals, tangents, *, plan, tree, implementation):
     """The products now, and a linear primitive that is only ever transposed."""
-    del implementation  # still being traced
     x, kernel, *leaves = primals
     is_linear = tuple(type(t) is not ad.Zero for t in tangents)
     if leaves and not any(is_linear[2:]):
         warnings.warn(_NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
-    y, (x_first, kernel_first, *states) = _forward_with_residuals(plan, x, kernel, jax.tree.unflatten(tree, leaves))
-    # An operand is kept for the gradient of the other one.
-    residuals = (x_first if is_linear[1] else None, kernel_first if is_linear[0] else None, *states)
+    with using(implementation):
+        y, residuals = _forward_with_residuals(plan, x, kernel, jax.tree.unflatten(tree, leaves), _wanted(is_linear))
     residuals, residual_tree = jax.tree.flatten(residuals)
     tangent = _linear_p.bind(
         *(t for t, linear in zip(tangents, is_linear, strict=True) if linear),
@@ -243,22 +268,22 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
         residual_tree=residual_tree,
         x_shape=x.shape,
         kernel_shape=kernel.shape,
+        implementation=implementation,
         out=jax.typeof(y),
     )
     return y, tangent
 
 
-_NOT_UPDATED = (
-    "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
-    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
-)
+def _wanted(is_linear) -> list[str]:
+    """The operands that want a gradient."""
+    return [name for name, linear in zip(("x", "kernel"), is_linear, strict=False) if linear]
 
 
-def _transpose(grad, *args, plan, is_linear, residual_tree, x_shape, kernel_shape, out):
+def _transpose(grad, *args, plan, is_linear, residual_tree, x_shape, kernel_shape, implementation, out):
     del out
     residuals = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
-    wanted = [name for name, linear in zip(("x", "kernel"), is_linear, strict=False) if linear]
-    dx, dkernel, next_state = _backward(plan, x_shape, kernel_shape, wanted, residuals, grad)
+    with using(implementation):
+        dx, dkernel, next_state = _backward(plan, x_shape, kernel_shape, _wanted(is_linear), residuals, grad)
     cotangents = (dx, dkernel, *jax.tree.leaves(next_state))
     linear = [ct for ct, is_wanted in zip(cotangents, is_linear, strict=True) if is_wanted]
     return linear + [None] * (len(args) - len(linear))
@@ -268,7 +293,7 @@ def _only_reverse(*args, **params):
     del args, params
     raise TypeError(
         "jaxfp8.dot_general has first derivatives in reverse mode only (jax.grad, jax.vjp): jax.jvp, jax.linearize "
-        "applied forward, jax.jacfwd and second derivatives through an FP8 product would be silently wrong"
+        "applied forward, jax.jacfwd, vmap of a jvp and second derivatives of an FP8 product would be silently wrong"
     )
 
 

@@ -33,9 +33,9 @@ def max_grad(tree):
             variables = jaxfp8.max_grad(variables)
             ...
 
-    Casted leaves have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX cannot
-    differentiate all of its own functions in such a dtype: take `jax.lax.stop_gradient` before the cast, after it is
-    ignored; take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`, a static slice raises.
+    Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX
+    cannot differentiate all of its own functions in such a dtype: take `jax.lax.stop_gradient` before the cast, after
+    it is ignored; take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`, a slice raises.
 
     Args:
         tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
@@ -54,14 +54,18 @@ def max_grad(tree):
         )
 
     def cast(leaf, is_state_leaf):
-        tracked = is_state_leaf and isinstance(leaf, jax.core.Tracer) and not _compat.is_max(leaf)
-        return _compat.to_max(leaf) if tracked else leaf
+        if not is_state_leaf or not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf  # or is cast already
+        return _compat.to_max(leaf)
 
     return jax.tree.map(cast, tree, partition(tree))
 
 
 def value_and_grad(loss_fn, argnums=0, has_aux=False):
     """`jax.value_and_grad` for arguments with FP8 state inside: state is right in any loop.
+
+    Inside the loss state is as `max_grad` leaves it. State that must not move (a target network) is an argument of its
+    own: `jax.lax.stop_gradient` does nothing to it here.
 
     Args:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -95,7 +99,6 @@ def grad(loss_fn, argnums=0, has_aux=False):
     return gradients_of
 
 
-@jax.custom_vjp
 def fork(state):
     """Two handles of one state whose cotangents combine by max; for programs that thread their state by hand.
 
@@ -112,10 +115,14 @@ def fork(state):
     Returns:
         `(state, state)`.
     """
-    return state, state
+    leaves, tree = jax.tree.flatten(state)
+    pairs = [(leaf, leaf) if _compat.is_max(leaf) else _fork(shared(leaf).astype(leaf.dtype)) for leaf in leaves]
+    return tuple(tree.unflatten(list(handles)) for handles in zip(*pairs, strict=True)) if pairs else (state, state)
 
 
-fork.defvjp(
-    lambda state: ((state, state), None),
-    lambda _, cotangents: (jax.tree.map(jnp.maximum, *cotangents),),
-)
+@jax.custom_vjp
+def _fork(leaf):
+    return leaf, leaf
+
+
+_fork.defvjp(lambda leaf: ((leaf, leaf), None), lambda _, cotangents: (jnp.maximum(*cotangents),))

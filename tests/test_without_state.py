@@ -59,7 +59,8 @@ def test_given_scales():
     """A state with empty histories is its scales: calibrated, stored, used as they are."""
     x, kernel, _ = operands()
     given = [np.float32(oracle.amax(a) / 448) for a in (x, kernel)]
-    state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=1))
+    recipe = jaxfp8.DelayedScaling(amax_history_len=1)
+    state = jaxfp8.init_state(recipe)
     state = jaxfp8.DotGeneralState(
         *(
             jaxfp8.QuantizerState(part.amax_history, jnp.full(1, scale))
@@ -67,9 +68,7 @@ def test_given_scales():
         ),
         state.output_grad,
     )
-    y = jax.jit(lambda x, kernel: jaxfp8.dot_general(x, kernel, MATMUL, recipe=jaxfp8.DelayedScaling(), state=state))(
-        x, kernel
-    )
+    y = jax.jit(lambda x, kernel: jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state))(x, kernel)
     empty = np.zeros(1, np.float32)
     expected = oracle.dense_step(
         x,
@@ -78,6 +77,31 @@ def test_given_scales():
         oracle.LayerState(*(oracle.State(empty, scale) for scale in given), oracle.State(empty, np.float32(1))),
     )
     expected.y.check(y)
+
+
+@pytest.mark.parametrize("x_batched", [False, True])
+def test_a_batch_of_kernels_is_a_loop(x_batched):
+    """Kernels of a batch have scales of their own, however far apart they are; x alone shares one over its batch."""
+    x, kernel, grad = operands()
+    sizes = np.float32([1, 2.0**-26, 2.0**20])
+    kernels, xs = sizes[:, None, None] * kernel, sizes[::-1, None, None] * x
+
+    def product(x, kernel):
+        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=jaxfp8.DelayedScaling(), state=STATELESS)
+
+    def step(x, kernel):
+        y, vjp = jax.vjp(product, x, kernel)
+        return y, *vjp(jnp.asarray(grad))
+
+    axes = (0 if x_batched else None, 0)
+    operand = xs if x_batched else x
+    y, vjp = jax.vjp(jax.vmap(product, in_axes=axes), operand, kernels)
+    dx, dkernels = vjp(jnp.stack([grad] * len(sizes)))
+    for i in range(len(sizes)):
+        expected = step(operand[i] if x_batched else x, kernels[i])
+        got = (y[i], dx[i] if x_batched else expected[1], dkernels[i])
+        for a, b, what in zip(got, expected, ("y", "dx", "dkernel"), strict=True):
+            oracle.assert_bitwise(a, np.asarray(b), f"{what} {i}")
 
 
 def test_plain_functions_ask_for_a_state():

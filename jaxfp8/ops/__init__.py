@@ -6,6 +6,7 @@ from ._amax import amax as amax
 from ._amax_history import push_history as push_history, read_history as read_history
 from ._amax_to_scale import amax_to_scale as amax_to_scale
 from ._dequantize import dequantize as dequantize
+from ._ffi import custom_call_targets as custom_call_targets
 from ._implementation import implementation as implementation
 from ._quantize import quantize as quantize
 from ._quantize_transpose import quantize_transpose as quantize_transpose

@@ -26,6 +26,11 @@ def target_name(op: str) -> str:
     return f"jaxfp8_{op}_v{_VERSION}"
 
 
+def custom_call_targets() -> tuple[str, ...]:
+    """The names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
+    return tuple(map(target_name, _TARGETS["CUDA"]))
+
+
 def _load(platform: str) -> bool:
     """Registers the targets of one platform; False where its library was not built or does not load."""
     paths = [folder / f"libjaxfp8_{platform.lower()}.so" for folder in _LIBRARY_DIRS]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import ops, scaling
+from .. import _compat, ops, scaling
 from ..formats import HYBRID, Format, fp8_max
 from ..tensor import QTensor
 from ._state import QuantizerState
@@ -35,7 +35,8 @@ class DelayedScaling:
         margin: headroom in powers of two.
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
         amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
-            returns an amax f32[]. Entries that were negative or not finite arrive as 0.
+            returns an amax f32[]. Entries that were negative or not finite arrive as 0. It may close over constants,
+            not over traced values.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
@@ -99,6 +100,34 @@ class DelayedScalingQuantizer:
         return QuantizerState(
             amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
         )
+
+    def check_state(self, name: str, state) -> None:
+        """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
+
+        Raises:
+            TypeError: not a QuantizerState of float arrays.
+            ValueError: the history has another length, or a leaf another shape.
+        """
+        if state is None:
+            return
+        leaves = getattr(state, "amax_history", None), getattr(state, "scale", None)
+        if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
+            raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
+        for leaf in leaves:
+            if not (_compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+                raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
+        history, scale = leaves
+        if history.ndim != 1 or scale.shape != (1,):
+            raise ValueError(
+                f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
+                "is stacked goes through vmap or scan together with its kernels"
+            )
+        if history.shape != (self.amax_history_len,):
+            raise ValueError(
+                f"{name}: the recipe has amax_history_len={self.amax_history_len}, the state a history of "
+                f"{history.size}; fit it with jaxfp8.convert.resize_history, or a whole checkpoint with "
+                "jaxfp8.convert.merge_state"
+            )
 
     def quantize(
         self, x, state: QuantizerState | None, *, transpose: bool = True

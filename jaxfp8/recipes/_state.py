@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax import export
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +28,16 @@ class DotGeneralState:
     input: QuantizerState
     kernel: QuantizerState
     output_grad: QuantizerState
+
+
+for _cls in (QuantizerState, DotGeneralState):
+    # Programs that take or return state can be saved: jax.export.Exported.serialize.
+    export.register_pytree_node_serialization(
+        _cls,
+        serialized_name=f"jaxfp8.{_cls.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )
 
 
 def init_state(recipe) -> DotGeneralState:

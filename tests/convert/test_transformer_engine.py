@@ -194,7 +194,7 @@ def test_a_scale_frozen_by_inf(frozen):
             quantizer.step(np.float32(amax))
     assert np.isinf(run["input"].history).any() and run["input"].scale == np.float32(448) / np.float32(frozen)
     ours = convert.from_transformer_engine({"layer": te_leaves(run)})["layer"]["Fp8DotGeneral_0"]
-    step = our_steps(jaxfp8.DelayedScaling())
+    step = our_steps(jaxfp8.DelayedScaling(amax_history_len=4))
     for amax in (max(frozen, 3), 3):
         ours = step(ours, np.float32([1, 1, 1]))
         used = np.float32(1) / (np.float32(448) / np.float32(amax))

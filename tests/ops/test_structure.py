@@ -157,6 +157,30 @@ def test_dense_step_on_cuda(cuda_custom_calls):
     assert sorted(map(sorted, formats)) == [["f8E4M3FN", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"], ["f8E4M3FN", "f8E5M2"]]
 
 
+# What is differentiated: how many tensors are written in both layouts, how many products there are.
+FROZEN = {"x kernel": (3, 3), "x": (1, 2), "kernel": (3, 2), "": (1, 1)}
+
+
+@pytest.mark.parametrize("wanted", FROZEN)
+def test_layouts_that_nobody_reads_are_not_written(wanted, cuda_custom_calls):
+    """fprop reads x as it is and the kernel transposed, dgrad the kernel as it is, wgrad x and grad transposed."""
+    x, kernel, grad, state = dense_arguments()
+    operands = {"x": x, "kernel": kernel}
+
+    def step(operands_wanted, state):
+        def product(operands_wanted, state):
+            both = operands | operands_wanted
+            return jaxfp8.dot_general(both["x"], both["kernel"], (((1,), (0,)), ((), ())), recipe=RECIPE, state=state)
+
+        y, vjp = jax.vjp(product, operands_wanted, state)
+        return y, vjp(grad)
+
+    calls = custom_calls(cuda_text(step, {name: operands[name] for name in wanted.split()}, state))
+    transposed, products = FROZEN[wanted]
+    assert calls["scaled_matmul"] == products
+    assert calls["quantize_transpose"] == transposed and calls["quantize"] == 3 - transposed
+
+
 def test_forward_alone_on_cuda_quantizes_once_each(cuda_custom_calls):
     x, kernel, _, state = dense_arguments()
 

@@ -1,0 +1,83 @@
+"""examples/equinox_language_model.py, run as a user runs it, at tiny size; and what makes its comparison fair."""
+
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
+        yield importlib.import_module("equinox_language_model")
+
+
+def test_prints_a_table(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as a user
+    command = [sys.executable, EXAMPLES / "equinox_language_model.py", "--tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
+    for arm in ("bf16", "jaxfp8"):
+        loss, _, ms, _ = table[arm]
+        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+
+
+@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
+def test_refuses(example, options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["equinox_language_model.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert options[0] in capsys.readouterr().err
+
+
+def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
+    """Parameters and optimizer state are the same arrays; in the FP8 arm every quantizer moves in every step."""
+    monkeypatch.setattr(example, "LAYERS", 1)
+    tx = example.make_optimizer(steps=4)
+    arms = {name: example.create(recipe, 50, 3, tx) for name, recipe in example.RECIPES.items()}
+    (bf16, bf16_moments), (model, moments) = (
+        [jax.tree.leaves(eqx.filter(part, eqx.is_array)) for part in arm] for arm in arms.values()
+    )
+    parameters = [leaf for leaf in model if leaf.shape not in ((1,), (1024,))]
+    for ours, theirs in zip(parameters, bf16, strict=True):
+        oracle.assert_bitwise(ours, np.asarray(theirs), "initial weights")
+    assert len(moments) == len(bf16_moments), "the optimizer sees parameters alone"
+
+    model, opt_state = arms["jaxfp8"]
+    for batch in np.random.default_rng(0).integers(0, 50, (2, 2, 17)):
+        model, opt_state, loss = example.train_step(model, opt_state, tx, batch)
+        assert np.isfinite(loss)
+    layers = [layer for block in model.blocks for layer in (block.qkv, block.out, block.up, block.down)]
+    histories = [leaf for layer in layers for leaf in jax.tree.leaves(layer.state) if leaf.shape != (1,)]
+    assert len(histories) == 3 * 4 * example.LAYERS
+    # That is roll(-1): slot 0 newest, the one before at the end.
+    assert all(history[0] > 0 and history[-1] > 0 and not history[1:-1].any() for history in histories)
+
+
+def test_a_layer_is_one_product(example):
+    """The example's Linear sees vectors, under two `vmap`s; what runs is one product of all of them."""
+    layer = example.Linear(8, 5, jaxfp8.DelayedScaling(), jax.random.key(0))
+    x = np.ones((2, 3, 8), oracle.BF16)
+
+    @eqx.filter_jit
+    def apply(layer, x):
+        return jax.vmap(jax.vmap(layer))(x)
+
+    with jaxfp8.ops.implementation("reference"):
+        assert apply.lower(layer, x).as_text().count("stablehlo.dot_general") == 1
+    assert apply(layer, x).dtype == x.dtype
