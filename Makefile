@@ -43,6 +43,7 @@ sanitize:
 
 bench:
 	@$(PYTHON) benchmarks/programs.py
+	@$(PYTHON) benchmarks/meshes.py
 	@$(PYTHON) benchmarks/ops.py $(ARGS)
 
 gpu-test:

@@ -15,9 +15,10 @@ from . import (
 )
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
-from ._product import FP8StateWarning as FP8StateWarning
+from ._quantize_params import quantize_params as quantize_params
 from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
 from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from ._warning import FP8StateWarning as FP8StateWarning
 from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
 from .linen import Fp8DotGeneral as Fp8DotGeneral
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels

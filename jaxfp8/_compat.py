@@ -1,4 +1,4 @@
-"""The only place that touches private JAX names: a float32 whose addition in autodiff is max, with neutral element 0.
+"""The only place that touches private JAX names, above all for a float32 that autodiff adds by max.
 
 Autodiff adds the cotangents of a value that is used more than once, and what it calls for that is a rule of the value's
 dtype. `jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Where a JAX version has dropped
@@ -14,7 +14,34 @@ from jax import lax
 from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 
-from .ops._primitive import compiled
+from ._primitives import compiled
+
+try:
+    from jax._src import dispatch
+
+    _need_devices = dispatch.prim_requires_devices_during_lowering
+except (ImportError, AttributeError):
+    _need_devices = set()
+
+
+def needs_devices(op: Primitive) -> None:
+    """Has JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
+    _need_devices.add(op)
+
+
+def devices_of(ctx) -> str:
+    """What a program is lowered for: `"one"` device, or one of a `shard_map`; a `"mesh"`; or `"unknown"`."""
+    context = ctx.module_context.axis_context
+    if hasattr(context, "manual_axes"):
+        return "one" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
+    if getattr(context, "num_devices", None) == 1:
+        return "one"
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)  # the older partitioner takes no rules by name
+    known = (
+        shardy and getattr(context, "device_assignment", None) is not None and getattr(context, "abstract_mesh", None)
+    )
+    return "mesh" if known else "unknown"
+
 
 try:
     from jax._src import ad_util, core, dtypes, earray

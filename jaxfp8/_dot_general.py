@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ._layout import layouts
-from ._product import OUTPUT_NAME, Plan, product
+from ._gemms import Plan
+from ._layout import layouts, out_shape
+from ._mesh import AmaxReduction
+from ._product import OUTPUT_NAME, product
 from ._sharing import shared
+from .formats import FP8_DTYPES
 from .ops import _checks
 from .recipes import DotGeneralState
+from .tensor import QTensor
 
 
 def dot_general(
@@ -26,7 +31,8 @@ def dot_general(
 
     Args:
         x: bfloat16, float16 or float32, any shape; the `input`.
-        kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32.
+        kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32. Or a QTensor of
+            `jaxfp8.quantize_params`, which is not quantized again.
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
         recipe: for example `DelayedScaling()`.
         state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none:
@@ -35,7 +41,7 @@ def dot_general(
         precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
             or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
-        out_sharding: not supported; must be None.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; as JAX's.
 
     Returns:
         The product, batch dimensions first, then those of x, then those of kernel.
@@ -47,9 +53,11 @@ def dot_general(
             option cannot be honoured.
     """
     x = _checks.high_precision("dot_general", "x", x)
-    kernel = _checks.high_precision("dot_general", "kernel", kernel)
-    if out_sharding is not None:
-        raise ValueError("dot_general: out_sharding: expected None; constrain the result's sharding instead")
+    codes = None
+    if isinstance(kernel, QTensor):
+        codes, kernel = kernel, kernel.data if kernel.source is None else kernel.source
+    else:
+        kernel = _checks.high_precision("dot_general", "kernel", kernel)
     if state is None:
         raise ValueError(
             f"dot_general: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
@@ -62,11 +70,11 @@ def dot_general(
         quantizer.check_state(f"dot_general: state.{field.name}", getattr(state, field.name))
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
-            preferred_element_type = jnp.result_type(x, kernel)
+            preferred_element_type = jnp.result_type(x, x if kernel.dtype in FP8_DTYPES else kernel)
     out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
-    *_, out_shape = layouts(x.shape, kernel.shape, dimension_numbers)
+    both = layouts(x.shape, kernel.shape, dimension_numbers)
     if 0 in x.shape or 0 in kernel.shape:  # nothing to see: gradients are zero, the state is not touched
-        return jnp.zeros(out_shape, out_dtype)
+        return jnp.zeros(out_shape(*both), out_dtype)
 
     plan = Plan(
         quantizers=quantizers,
@@ -75,9 +83,19 @@ def dot_general(
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,
+        out_sharding=_spec(out_sharding),
         precise=_precise(precision, recipe),
+        reduce=AmaxReduction.of(recipe),
     )
-    return checkpoint_name(product(plan, x, kernel, shared(state)), OUTPUT_NAME)
+    return checkpoint_name(product(plan, x, kernel, shared(state), codes), OUTPUT_NAME)
+
+
+def _spec(out_sharding) -> PartitionSpec | None:
+    if out_sharding is None or isinstance(out_sharding, PartitionSpec):
+        return out_sharding
+    if isinstance(out_sharding, NamedSharding):
+        return out_sharding.spec
+    raise TypeError(f"dot_general: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
 
 
 def _precise(precision, recipe) -> frozenset:

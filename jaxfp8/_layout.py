@@ -1,7 +1,9 @@
-"""Any dot_general as a batch of matrix products: which dimensions an operand groups, keeps and contracts."""
+"""Any dot_general as matrix products: which dimensions of an operand are batch, rows and columns.
+
+Dimensions are put in order and never merged: on a mesh each keeps its own sharding.
+"""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an operand becomes `[g, rows, cols]`: a reshape where its dimensions allow, else a transpose and a reshape.
+    """How an operand becomes `[*batch, *rows, *cols]`: as it is where its dimensions allow, else by a transpose.
 
     Attributes:
         shape: of the operand.
@@ -23,30 +25,30 @@ class Layout:
 
     @property
     def contract_first(self) -> bool:
-        """Whether the contracting dimension is `rows` (else `cols`)."""
+        """Whether the contracting dimensions are the rows (else the columns)."""
         return self.batch + self.contract + self.free == tuple(range(len(self.shape))) and bool(self.contract)
 
-    def sizes(self, dims) -> tuple[int, ...]:
-        return tuple(self.shape[d] for d in dims)
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many dimensions are rows and columns."""
+        rows, cols = (self.contract, self.free) if self.contract_first else (self.free, self.contract)
+        return {"rows": len(rows), "cols": len(cols)}
 
     @property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        """The dimensions that become g, rows and cols."""
-        return (self.batch, self.contract, self.free) if self.contract_first else (self.batch, self.free, self.contract)
+    def _order(self) -> tuple[int, ...]:
+        return self.batch + (self.contract + self.free if self.contract_first else self.free + self.contract)
 
-    def to_matrices(self, x):
-        """`x` as `[g, rows, cols]`."""
-        x = jnp.transpose(x, sum(self._groups, ()))
-        return x.reshape([math.prod(self.sizes(dims)) for dims in self._groups])
+    def ordered(self, x):
+        """`x` as `[*batch, *rows, *cols]`."""
+        return jnp.transpose(x, self._order)
 
-    def from_matrices(self, x):
-        """What `to_matrices` was given."""
-        order = sum(self._groups, ())
-        return jnp.transpose(x.reshape(self.sizes(order)), np.argsort(order))
+    def restored(self, x):
+        """What `ordered` was given."""
+        return jnp.transpose(x, np.argsort(self._order))
 
 
-def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """The layouts of both operands of `jax.lax.dot_general`, and the shape of the result.
+def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
+    """The layouts of both operands of `jax.lax.dot_general`.
 
     Raises:
         ValueError: the dimension numbers do not fit the shapes.
@@ -64,9 +66,15 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout, t
             )
     # In the order in which x holds them: with the usual kernels no operand then needs a transpose.
     pairs = sorted(zip(x_contract, kernel_contract, strict=True))
-    x = _layout("x", x_shape, x_batch, [p[0] for p in pairs])
-    kernel = _layout("kernel", kernel_shape, kernel_batch, [p[1] for p in pairs])
-    return x, kernel, (*x.sizes(x.batch), *x.sizes(x.free), *kernel.sizes(kernel.free))
+    return (
+        _layout("x", x_shape, x_batch, [p[0] for p in pairs]),
+        _layout("kernel", kernel_shape, kernel_batch, [p[1] for p in pairs]),
+    )
+
+
+def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
+    """The shape of the result: batch dimensions, then those of x, then those of kernel."""
+    return tuple(layout.shape[d] for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free)) for d in dims)
 
 
 def _layout(name, shape, batch, contract) -> Layout:

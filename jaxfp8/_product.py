@@ -1,8 +1,4 @@
-"""The FP8 product as a JAX primitive: three GEMMs, straight-through gradients, the next state as the state's cotangent.
-
-fprop   y       = x      @ kernel
-dgrad   dx      = grad   @ kernel.T
-wgrad   dkernel = x.T    @ grad
+"""The FP8 product as a JAX primitive: straight-through gradients, the next state as the state's cotangent.
 
 A primitive, because then `vmap` is a change of dimension numbers, as for `lax.dot_general`: a batch that shares its
 state is one larger product with one amax per operand, also in the backward. `custom_vjp` would compute and sum a kernel
@@ -11,177 +7,58 @@ gradient for every member.
 
 import dataclasses
 import functools
-import math
 import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-from . import ops
-from ._layout import layouts
+from . import _compat, _mesh
+from ._gemms import Plan, backward, forward
+from ._primitives import compiled
+from ._warning import FP8StateWarning
+from .formats import FP8_DTYPES
 from .ops._implementation import selected, using
-from .ops._primitive import compiled
 from .recipes import DotGeneralState
+from .tensor import QTensor
 
-# Names for rematerialization policies (checkpoint_policies.py).
-RESIDUAL_NAME = "jaxfp8_residual"
+# Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
-class FP8StateWarning(UserWarning):
-    """FP8 state that this gradient can never update."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is static about one product.
-
-    Attributes:
-        quantizers: of x, kernel and grad.
-        dimension_numbers: as of `lax.dot_general`, of one member.
-        members: how many leading axes of x, kernel and every leaf of the state enumerate independent products.
-        x_dtype, kernel_dtype: of the operands, and so of their gradients.
-        out_dtype: of the result.
-        precise: the products that accumulate precisely.
-    """
-
-    quantizers: tuple
-    dimension_numbers: tuple
-    members: int
-    x_dtype: np.dtype
-    kernel_dtype: np.dtype
-    out_dtype: np.dtype
-    precise: frozenset
-
-    def member(self) -> "Plan":
-        return dataclasses.replace(self, members=self.members - 1)
-
-    def gemm(self, name, a, b, out_dtype, swap=False):
-        """`a @ b.T` of `(codes, scale_inv)` pairs, or its transpose `b @ a.T`."""
-        (a, a_scale_inv), (b, b_scale_inv) = (b, a) if swap else (a, b)
-
-        return ops.scaled_matmul(a, b, a_scale_inv, b_scale_inv, out_dtype=out_dtype, precise=name in self.precise)
-
-
-def product(plan: Plan, x, kernel, state: DotGeneralState):
-    """`y`; x and kernel as `lax.dot_general` takes them."""
-    leaves, tree = jax.tree.flatten(state)
+def product(plan: Plan, x, kernel, state: DotGeneralState, codes: QTensor | None):
+    """`y`; x and kernel as `lax.dot_general` takes them; codes of the kernel where there are some already."""
+    if codes is not None:
+        codes = dataclasses.replace(codes, source=None)
+    leaves, tree = jax.tree.flatten((state, codes))
     return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree, implementation=selected())
-
-
-# ------------------------------------------------------------------------------------------------- the three products
-
-
-def _per_member(function):
-    """Maps `function(plan, ...)` over the leading axes that enumerate members."""
-
-    @functools.wraps(function)
-    def mapped(plan, *operands):
-        if plan.members:
-            return jax.vmap(functools.partial(mapped, plan.member()))(*operands)
-        return function(plan, *operands)
-
-    return mapped
-
-
-def _views(q, contract_first):
-    """`(codes, scale_inv)` with the contracting dimension last, for fprop, and with it first, for the backward."""
-    last, first = (q.data_t, q.data) if contract_first else (q.data, q.data_t)
-    return (last, q.scale_inv), (first, q.scale_inv)
-
-
-@_per_member
-def _forward(plan, x, kernel, state):
-    """y alone: an operand is transposed only where fprop needs that."""
-    x_layout, kernel_layout, out_shape = layouts(x.shape, kernel.shape, plan.dimension_numbers)
-    q_x, _ = plan.quantizers[0].quantize(x_layout.to_matrices(x), state.input, transpose=x_layout.contract_first)
-    q_kernel, _ = plan.quantizers[1].quantize(
-        kernel_layout.to_matrices(kernel), state.kernel, transpose=kernel_layout.contract_first
-    )
-    x_last, _ = _views(q_x, x_layout.contract_first)
-    kernel_last, _ = _views(q_kernel, kernel_layout.contract_first)
-    return plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
-
-
-def _forward_with_residuals(plan, x, kernel, state, wanted):
-    """y, and of each operand the FP8 layout that the backward reads; the next states of both quantizers.
-
-    An operand is read again for the gradient of the other one: `wanted` has their names.
-    """
-
-    @_per_member
-    def forward(plan, x, kernel, state):
-        x_layout, kernel_layout, out_shape = layouts(x.shape, kernel.shape, plan.dimension_numbers)
-
-        def quantize(quantizer, operand, layout, state, needs_first):
-            transpose = needs_first or layout.contract_first
-            q, next_state = quantizer.quantize(layout.to_matrices(operand), state, transpose=transpose)
-            last, first = _views(q, layout.contract_first)
-            return last, first if needs_first else None, next_state
-
-        of_x, of_kernel, _ = plan.quantizers
-        x_last, x_first, next_input = quantize(of_x, x, x_layout, state.input, "kernel" in wanted)
-        kernel_last, kernel_first, next_kernel = quantize(of_kernel, kernel, kernel_layout, state.kernel, "x" in wanted)
-        y = plan.gemm("fprop", x_last, kernel_last, plan.out_dtype).reshape(out_shape)
-        return y, (x_first, kernel_first, next_input, next_kernel, state.output_grad)
-
-    y, residuals = forward(plan, x, kernel, state)
-    # The next states as well: without them a policy that keeps the codes would quantize again for an amax.
-    return y, checkpoint_name(residuals, RESIDUAL_NAME)
-
-
-def _backward(plan, x_shape, kernel_shape, wanted, residuals, grad):
-    """`(dx, dkernel, next state)`; a gradient that is not wanted is None."""
-
-    @_per_member
-    def backward(plan, residuals, grad):
-        x_first, kernel_first, next_input, next_kernel, output_grad = residuals
-        x_layout, kernel_layout, _ = layouts(x_shape, kernel_shape, plan.dimension_numbers)
-        rows = math.prod(x_layout.sizes(x_layout.free))
-        groups = math.prod(x_layout.sizes(x_layout.batch))
-        q_grad, next_output_grad = plan.quantizers[2].quantize(
-            grad.reshape(groups, rows, -1), output_grad, transpose="kernel" in wanted
-        )
-        grad_rows, grad_cols = (q_grad.data, q_grad.scale_inv), (q_grad.data_t, q_grad.scale_inv)
-        dx = dkernel = None
-        if "x" in wanted:
-            dx = plan.gemm("dgrad", grad_rows, kernel_first, plan.x_dtype, swap=x_layout.contract_first)
-            dx = x_layout.from_matrices(dx)
-        if "kernel" in wanted:
-            dkernel = plan.gemm("wgrad", x_first, grad_cols, plan.kernel_dtype, swap=not kernel_layout.contract_first)
-            dkernel = kernel_layout.from_matrices(dkernel)
-        return dx, dkernel, DotGeneralState(next_input, next_kernel, next_output_grad)
-
-    x_shape, kernel_shape = x_shape[plan.members :], kernel_shape[plan.members :]
-    return backward(plan, residuals, grad)
-
-
-# --------------------------------------------------------------------------------------------------------- primitives
 
 
 def _primal(x, kernel, *leaves, plan, tree, implementation):
     with using(implementation):
-        return _forward(plan, x, kernel, jax.tree.unflatten(tree, leaves))
+        return forward(plan, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0]
 
 
 def _abstract(x, kernel, *leaves, plan, tree, implementation):
-    """The result as `lax.dot_general` types it: shape, sharding and varying axes."""
-    del leaves, tree, implementation
+    """The result as `lax.dot_general` types it: shape and sharding. It varies over every axis that an operand does."""
+    del tree, implementation
     members = tuple(range(plan.members))
     contract, batch = ([tuple(d + plan.members for d in dims) for dims in pair] for pair in plan.dimension_numbers)
     dimension_numbers = (tuple(contract), tuple(members + dims for dims in batch))
+    out_sharding = plan.out_sharding
+    if out_sharding is not None:
+        spec = PartitionSpec(*x.sharding.spec[: plan.members], *out_sharding)
+        out_sharding = NamedSharding(x.sharding.mesh, spec)
+    varying = _mesh.varying(x, kernel, *leaves)
     dot, _ = lax.dot_general_p.abstract_eval(
-        x.update(dtype=plan.out_dtype),
-        kernel.update(dtype=plan.out_dtype),
+        *(_mesh.with_varying(a.update(dtype=plan.out_dtype), varying) for a in (x, kernel)),
         dimension_numbers=dimension_numbers,
         precision=None,
         preferred_element_type=None,
-        out_sharding=None,
+        out_sharding=out_sharding,
     )
     return dot
 
@@ -197,7 +74,7 @@ def _batch(args, dims, *, plan, **params):
     if size == 0:
         out = jax.eval_shape(functools.partial(_product_p.bind, plan=plan, **params), *map(_without, args, dims))
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    state = jax.tree.unflatten(params["tree"], leaves)
+    state, _ = jax.tree.unflatten(params["tree"], leaves)
     own_scales = kernel_dim is not None and None in (state.input, state.kernel, state.output_grad)
     if any(d is not None for d in leaf_dims) or own_scales:
         # A state that the members share is still one state: what comes back combines by max.
@@ -223,11 +100,15 @@ def _batch(args, dims, *, plan, **params):
         out_dim = first + len(x_batch)
     else:
         out_dim = first + x.ndim - plan.members - len(x_contract)
+    out_sharding = plan.out_sharding
+    if out_sharding is not None:
+        axis = next(jax.typeof(a).sharding.spec[first] for a, d in ((x, x_dim), (kernel, kernel_dim)) if d is not None)
+        out_sharding = PartitionSpec(*out_sharding[: out_dim - first], axis, *out_sharding[out_dim - first :])
     dimension_numbers = (
         (tuple(x_contract), tuple(kernel_contract)),
         (tuple(x_batch), tuple(kernel_batch)),
     )
-    plan = dataclasses.replace(plan, dimension_numbers=dimension_numbers)
+    plan = dataclasses.replace(plan, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
     return _product_p.bind(x, kernel, *leaves, plan=plan, **params), out_dim
 
 
@@ -255,10 +136,13 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
     """The products now, and a linear primitive that is only ever transposed."""
     x, kernel, *leaves = primals
     is_linear = tuple(type(t) is not ad.Zero for t in tangents)
+    if kernel.dtype in FP8_DTYPES and is_linear[1]:
+        raise TypeError("dot_general: kernel: a QTensor without its source has no gradient; see jaxfp8.quantize_params")
     if leaves and not any(is_linear[2:]):
         warnings.warn(_NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
+    out = _abstract(*map(jax.typeof, primals), plan=plan, tree=tree, implementation=implementation)
     with using(implementation):
-        y, residuals = _forward_with_residuals(plan, x, kernel, jax.tree.unflatten(tree, leaves), _wanted(is_linear))
+        y, residuals = forward(plan, x, kernel, *jax.tree.unflatten(tree, leaves), _wanted(is_linear))
     residuals, residual_tree = jax.tree.flatten(residuals)
     tangent = _linear_p.bind(
         *(t for t, linear in zip(tangents, is_linear, strict=True) if linear),
@@ -266,12 +150,12 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
         plan=plan,
         is_linear=is_linear,
         residual_tree=residual_tree,
-        x_shape=x.shape,
-        kernel_shape=kernel.shape,
+        x=jax.typeof(x),
+        kernel=jax.typeof(kernel),
         implementation=implementation,
-        out=jax.typeof(y),
+        out=out,
     )
-    return y, tangent
+    return _mesh.placed_as(out, y), tangent
 
 
 def _wanted(is_linear) -> list[str]:
@@ -279,12 +163,15 @@ def _wanted(is_linear) -> list[str]:
     return [name for name, linear in zip(("x", "kernel"), is_linear, strict=False) if linear]
 
 
-def _transpose(grad, *args, plan, is_linear, residual_tree, x_shape, kernel_shape, implementation, out):
+def _transpose(grad, *args, plan, is_linear, residual_tree, x, kernel, implementation, out):
     del out
     residuals = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
     with using(implementation):
-        dx, dkernel, next_state = _backward(plan, x_shape, kernel_shape, _wanted(is_linear), residuals, grad)
+        dx, dkernel, next_state = backward(plan, x.shape, kernel.shape, _wanted(is_linear), residuals, grad)
+    # What is replicated gets the gradients of all devices.
+    dx, dkernel = (None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in ((x, dx), (kernel, dkernel)))
     cotangents = (dx, dkernel, *jax.tree.leaves(next_state))
+    cotangents += (None,) * (len(is_linear) - len(cotangents))  # codes have none
     linear = [ct for ct, is_wanted in zip(cotangents, is_linear, strict=True) if is_wanted]
     return linear + [None] * (len(args) - len(linear))
 
@@ -300,6 +187,7 @@ def _only_reverse(*args, **params):
 _product_p = Primitive("fp8_product")
 _product_p.def_abstract_eval(_abstract)
 _product_p.def_impl(compiled(_product_p))
+_compat.needs_devices(_product_p)
 mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=False))
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp

@@ -8,7 +8,8 @@ JAX's own `dots_saveable` and its kin see no FP8 product. The values carry names
 
 import jax
 
-from ._product import OUTPUT_NAME as OUTPUT_NAME, RESIDUAL_NAME as RESIDUAL_NAME
+from ._gemms import RESIDUAL_NAME as RESIDUAL_NAME
+from ._product import OUTPUT_NAME as OUTPUT_NAME
 
 # The backward GEMMs read what is kept, a byte for each element of input and kernel. Where the result itself is needed
 # again, for a nonlinearity after it, operands are quantized and multiplied once more.

@@ -4,7 +4,7 @@
 #   tools/setup.sh VENV EXTRA [cuda]
 #
 # Runs again only when something it depends on changed; the stamps live in the environment. With `cuda`, the CUDA
-# library is built as well, with a toolkit from wheels where the machine has none.
+# library is built as well, with a toolkit from wheels where the machine has none, and the compiler for GPUs installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -77,6 +77,12 @@ if [ "$want_cuda" = cuda ]; then
     step "installing the CUDA 13.0 toolkit from wheels (500 MB the first time)" \
       pip install -r "$venv/requirements.txt" \
       || die "no CUDA toolkit: its wheels could not be installed here"
+    # XLA's compiler for GPUs, for tests that count what is in a program: in a folder of its own, because JAX
+    # would look for the GPU on every start.
+    version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
+    step "installing JAX's CUDA plugin $version, to compile for GPUs without one" \
+      pip install --no-deps --target "$venv/aot" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" \
+      || say "warning: no CUDA plugin for JAX $version; tests/aot will be skipped"
     touch "$toolkit"
   fi
   define=ON

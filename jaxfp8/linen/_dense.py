@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import canonicalize_dtype
 
+from ..tensor import QTensor
 from ._dot_general import Fp8DotGeneral
 
 
@@ -20,6 +21,7 @@ class Dense(nn.Module):
 
     - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded once, to FP8; there is no bfloat16
       copy of it, and its gradient comes from the product in float32.
+    - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all microbatches.
     - The bias is added in float32 and the sum rounded to the compute dtype; its gradient is summed in float32.
 
     Attributes:
@@ -48,7 +50,8 @@ class Dense(nn.Module):
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(x)[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         with jax.numpy_dtype_promotion("standard"):
-            dtype = canonicalize_dtype(x, kernel, bias, dtype=self.dtype)
+            stored = kernel.source if isinstance(kernel, QTensor) else kernel
+            dtype = canonicalize_dtype(x, stored, bias, dtype=self.dtype)
             x = _to_compute(jnp.asarray(x), dtype)
         y = Fp8DotGeneral(recipe=self.recipe)(
             x,

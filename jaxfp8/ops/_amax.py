@@ -1,10 +1,10 @@
 """amax: the largest magnitude of an array."""
 
 import jax.numpy as jnp
+from jax import lax
 
-from .. import scaling
-from . import _checks, _ffi
-from ._primitive import grouped_op
+from . import _checks, _ffi, _shapes
+from ._primitive import ONE, dims, tensor_op
 
 
 def amax(x):
@@ -21,23 +21,25 @@ def amax(x):
     Raises:
         TypeError: x has another dtype; or the op is differentiated.
     """
-    x = _checks.high_precision("amax", "x", x)
-    return _groups(x.reshape(1, -1))[0].reshape(())
+    return _amax(_checks.high_precision("amax", "x", x))[0].reshape(())
 
 
-def _results(x):
-    return [((x.shape[0],), jnp.float32)]
+def _reference(x, members):
+    return (_shapes.abs_max(x, members),)
 
 
-def _reference(x):
-    return (scaling.abs_max(x, axis=1),)
+def _custom_call(x, members):
+    groups = _shapes.merge(x, members)
+    (top,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
+    return (_shapes.member_amaxes(top, x.shape[:members]),)
 
 
-def _custom_call(x):
-    return _ffi.call("amax", _results(x), x)
-
-
-# x `[g, n]` -> f32 `[g]`.
-_groups = grouped_op(
-    "amax", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False,)
+_amax = tensor_op(
+    "amax",
+    names=lambda x: ([dims("x", x)], [ONE]),
+    dtypes=lambda x: [jnp.float32],
+    reference=_reference,
+    cpu=_custom_call,
+    cuda=_custom_call,
+    combine=lax.pmax,
 )

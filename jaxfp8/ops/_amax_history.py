@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import scaling
-from ._primitive import shared_function
+from .._primitives import shared_function
 
 
 def read_history(history):
@@ -17,13 +17,13 @@ def push_history(history, amax):
     return _push(history, amax)[0]
 
 
-@shared_function("read_amax_history", lambda history: [(history.shape, jnp.float32), ((1,), jnp.float32)])
+@shared_function("read_amax_history", [("slot",)], [("slot",), ("one",)])
 def _read(history):
     history = scaling.clean(history)
     bits = jnp.max(lax.bitcast_convert_type(history, jnp.int32))  # they sort like the floats
     return [history, lax.bitcast_convert_type(bits, jnp.float32).reshape(1)]
 
 
-@shared_function("push_amax_history", lambda history, amax: [(history.shape, jnp.float32)])
+@shared_function("push_amax_history", [("slot",), ()], [("slot",)])
 def _push(history, amax):
     return [scaling.push_history(history, amax)]

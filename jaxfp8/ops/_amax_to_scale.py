@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import scaling
 from . import _checks, _ffi
-from ._primitive import grouped_op
+from ._primitive import ONE, tensor_op
 
 
 def amax_to_scale(amax, stored, *, fp8_max: float, margin: float = 0.0):
@@ -33,29 +34,28 @@ def amax_to_scale(amax, stored, *, fp8_max: float, margin: float = 0.0):
     """
     amax = _checks.scale("amax_to_scale", "amax", amax)
     stored = _checks.scale("amax_to_scale", "stored", stored)
-    return tuple(_groups(amax, stored, numerator=scaling.scale_numerator(fp8_max, margin)))
+    return tuple(_amax_to_scale(amax, stored, numerator=scaling.scale_numerator(fp8_max, margin)))
 
 
-def _results(amax, stored, numerator):
-    del stored, numerator
-    return [(amax.shape, jnp.float32)] * 2
-
-
-def _reference(amax, stored, numerator):
+def _reference(amax, stored, members, numerator):
+    del members
     return scaling.amax_to_scale(amax, stored, numerator)
 
 
-def _custom_call(amax, stored, numerator):
-    stored = jnp.broadcast_to(stored, amax.shape)
-    return _ffi.call("amax_to_scale", _results(amax, stored, numerator), amax, stored, numerator=np.float32(numerator))
+def _custom_call(amax, stored, members, numerator):
+    del members
+    flat = amax.reshape(-1), stored.reshape(-1)
+    results = [(flat[0].shape, jnp.float32)] * 2
+    scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(numerator))
+    return [scale.reshape(amax.shape) for scale in scales]
 
 
-# amax f32 `[g]`, stored f32 `[1]` or `[g]` -> scale f32 `[g]`, scale_inv f32 `[g]`.
-_groups = grouped_op(
+_amax_to_scale = tensor_op(
     "amax_to_scale",
-    results=_results,
+    names=lambda amax, stored, numerator: ([ONE, ONE], [ONE, ONE]),
+    dtypes=lambda amax, stored, numerator: [jnp.float32] * 2,
     reference=_reference,
     cpu=_custom_call,
     cuda=_custom_call,
-    is_scale=(False, True),
+    combine=lax.pmax,  # nothing is reduced
 )

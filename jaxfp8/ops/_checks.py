@@ -51,10 +51,10 @@ def scale(op: str, name: str, x):
     return x.reshape(1)
 
 
-def matrices(op: str, name: str, x):
-    """A matrix, or several: rank 2 or more."""
-    if x.ndim < 2:
-        raise ValueError(f"{op}: {name}: expected rank 2 or more, got {_describe(x)}")
+def rank(op: str, name: str, x, least: int):
+    """An array of rank `least` or more."""
+    if x.ndim < least:
+        raise ValueError(f"{op}: {name}: expected rank {least} or more, got {_describe(x)}")
     return x
 
 

@@ -1,7 +1,9 @@
 """dequantize: from FP8, times the inverse scale."""
 
-from . import _checks, _ffi
-from ._primitive import grouped_op
+from jax import lax
+
+from . import _checks, _ffi, _shapes
+from ._primitive import ONE, dims, tensor_op
 from ._reference import decode
 
 
@@ -25,23 +27,26 @@ def dequantize(data, scale_inv, dtype):
     data = _checks.fp8("dequantize", "data", data)
     scale_inv = _checks.scale("dequantize", "scale_inv", scale_inv)
     dtype = _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION)
-    return dequantize_groups(data.reshape(1, -1), scale_inv, dtype=dtype)[0].reshape(data.shape)
+    return _dequantize(data, scale_inv, dtype=dtype)[0]
 
 
-def _results(data, scale_inv, dtype):
-    del scale_inv
-    return [(data.shape, dtype)]
+def _reference(data, scale_inv, members, dtype):
+    del members
+    return (decode(data, _shapes.stretch(scale_inv, data), dtype),)
 
 
-def _reference(data, scale_inv, dtype):
-    return (decode(data, scale_inv.reshape(-1, *[1] * (data.ndim - 1)), dtype),)
+def _custom_call(data, scale_inv, members, dtype):
+    groups = _shapes.merge(data, members) if members or data.ndim < 2 else data  # one scale serves any groups
+    (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, members))
+    return (out.reshape(data.shape),)
 
 
-def _custom_call(data, scale_inv, dtype):
-    return _ffi.call("dequantize", _results(data, scale_inv, dtype), data, scale_inv)
-
-
-# data `[g, ...]`, scale_inv f32 `[1]` or `[g]` -> `[g, ...]` of `dtype`.
-dequantize_groups = grouped_op(
-    "dequantize", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False, True)
+_dequantize = tensor_op(
+    "dequantize",
+    names=lambda data, _, dtype: ([dims("x", data), ONE], [dims("x", data)]),
+    dtypes=lambda data, _, dtype: [dtype],
+    reference=_reference,
+    cpu=_custom_call,
+    cuda=_custom_call,
+    combine=lax.pmax,  # nothing is reduced
 )

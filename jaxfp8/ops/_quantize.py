@@ -1,11 +1,11 @@
 """quantize: to FP8 with a given scale, and the amax, in one read."""
 
 import jax.numpy as jnp
+from jax import lax
 
-from .. import scaling
 from ..formats import FP8_DTYPES
-from . import _checks, _ffi
-from ._primitive import grouped_op
+from . import _checks, _ffi, _shapes
+from ._primitive import ONE, dims, tensor_op
 from ._reference import encode
 
 
@@ -35,24 +35,27 @@ def quantize(x, scale, dtype):
     x = _checks.high_precision("quantize", "x", x)
     scale = _checks.scale("quantize", "scale", scale)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, amax = _groups(x.reshape(1, -1), scale, dtype=dtype)
-    return data.reshape(x.shape), amax.reshape(())
+    data, amax = _quantize(x, scale, dtype=dtype)
+    return data, amax.reshape(())
 
 
-def _results(x, scale, dtype):
-    del scale
-    return [(x.shape, dtype), ((x.shape[0],), jnp.float32)]
+def _reference(x, scale, members, dtype):
+    return encode(x, _shapes.stretch(scale, x), dtype), _shapes.abs_max(x, members)
 
 
-def _reference(x, scale, dtype):
-    return encode(x, scale[:, None], dtype), scaling.abs_max(x, axis=1)
+def _custom_call(x, scale, members, dtype):
+    groups = _shapes.merge(x, members)
+    results = [(groups.shape, dtype), (groups.shape[:1], jnp.float32)]
+    data, top = _ffi.call("quantize", results, groups, _shapes.group_scales(scale, members))
+    return data.reshape(x.shape), _shapes.member_amaxes(top, x.shape[:members])
 
 
-def _custom_call(x, scale, dtype):
-    return _ffi.call("quantize", _results(x, scale, dtype), x, scale)
-
-
-# x `[g, n]`, scale f32 `[1]` or `[g]` -> data `[g, n]`, amax f32 `[g]`.
-_groups = grouped_op(
-    "quantize", results=_results, reference=_reference, cpu=_custom_call, cuda=_custom_call, is_scale=(False, True)
+_quantize = tensor_op(
+    "quantize",
+    names=lambda x, _, dtype: ([dims("x", x), ONE], [dims("x", x), ONE]),
+    dtypes=lambda x, _, dtype: [dtype, jnp.float32],
+    reference=_reference,
+    cpu=_custom_call,
+    cuda=_custom_call,
+    combine=lax.pmax,
 )

@@ -3,15 +3,15 @@
 import math
 
 import jax.numpy as jnp
+from jax import lax
 
-from .. import scaling
 from ..formats import FP8_DTYPES
-from . import _checks, _ffi
-from ._primitive import grouped_op
+from . import _checks, _ffi, _shapes
+from ._primitive import ONE, dims, tensor_op
 from ._reference import encode
 
 
-def quantize_transpose(x, scale, dtype):
+def quantize_transpose(x, scale, dtype, *, rows: int = 1, cols: int = 1):
     """As `quantize`, and also the transpose: FP8 GEMMs on Hopper and Ada read both operands along the contracting dim.
 
     Equivalent to `data, amax = quantize(x, scale, dtype); data_t = data.mT` with one read of `x`.
@@ -20,45 +20,54 @@ def quantize_transpose(x, scale, dtype):
         x: bfloat16, float16 or float32 `[..., m, n]`.
         scale: f32[] or f32[1]; multiplies.
         dtype: float8_e4m3fn or float8_e5m2.
+        rows, cols: how many dimensions m and n stand for.
 
     Returns:
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`, amax f32[].
 
     Raises:
         TypeError: x, scale or dtype has another dtype; or the op is differentiated.
-        ValueError: x is not of rank 2 or more, or scale has another shape.
+        ValueError: x has fewer dimensions than `rows + cols`, or scale has another shape.
     """
     op = "quantize_transpose"
-    x = _checks.matrices(op, "x", _checks.high_precision(op, "x", x))
+    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     scale = _checks.scale(op, "scale", scale)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    *leading, m, n = x.shape
-    data, data_t, amax = _groups(x.reshape(math.prod(leading), m, n), scale, dtype=dtype)
-    amax = amax.reshape(()) if amax.shape == (1,) else scaling.abs_max(amax)
-    return data.reshape(x.shape), data_t.reshape(*leading, n, m), amax
+    data, data_t, amax = _quantize_transpose(x, scale, dtype=dtype, rows=rows, cols=cols)
+    return data, data_t, amax.reshape(())
 
 
-def _results(x, scale, dtype):
-    del scale
-    g, m, n = x.shape
-    return [((g, m, n), dtype), ((g, n, m), dtype), ((g,), jnp.float32)]
+def _names(x, _, dtype, rows, cols):
+    del dtype
+    batch, rows, cols = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    return [batch + rows + cols, ONE], [batch + rows + cols, batch + cols + rows, ONE]
 
 
-def _reference(x, scale, dtype):
-    data = encode(x, scale[:, None, None], dtype)
-    return data, data.mT, scaling.abs_max(x, axis=(1, 2))
+def _reference(x, scale, members, dtype, rows, cols):
+    data = encode(x, _shapes.stretch(scale, x), dtype)
+    first = x.ndim - rows - cols
+    order = (*range(first), *range(first + rows, x.ndim), *range(first, first + rows))
+    return data, jnp.transpose(data, order), _shapes.abs_max(x, members)
 
 
-def _custom_call(x, scale, dtype):
-    return _ffi.call("quantize_transpose", _results(x, scale, dtype), x, scale)
+def _custom_call(x, scale, members, dtype, rows, cols):
+    first = x.ndim - rows - cols
+    groups = _shapes.merge(x, first, rows)
+    g, m, n = groups.shape
+    batch = math.prod(x.shape[members:first])
+    results = [((g, m, n), dtype), ((g, n, m), dtype), ((g,), jnp.float32)]
+    scale = _shapes.group_scales(scale, members, batch)
+    data, data_t, top = _ffi.call("quantize_transpose", results, groups, scale)
+    transposed = (*x.shape[:first], *x.shape[first + rows :], *x.shape[first : first + rows])
+    return data.reshape(x.shape), data_t.reshape(transposed), _shapes.member_amaxes(top, x.shape[:members], batch)
 
 
-# x `[g, m, n]`, scale f32 `[1]` or `[g]` -> data `[g, m, n]`, data_t `[g, n, m]`, amax f32 `[g]`.
-_groups = grouped_op(
+_quantize_transpose = tensor_op(
     "quantize_transpose",
-    results=_results,
+    names=_names,
+    dtypes=lambda x, _, dtype, rows, cols: [dtype, dtype, jnp.float32],
     reference=_reference,
     cpu=_custom_call,
     cuda=_custom_call,
-    is_scale=(False, True),
+    combine=lax.pmax,
 )

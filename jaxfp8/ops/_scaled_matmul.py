@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks, _ffi
-from ._dequantize import dequantize_groups
+from . import _checks, _ffi, _shapes
+from ._dequantize import dequantize
 from ._implementation import selected
-from ._primitive import grouped_op
+from ._primitive import ONE, dims, tensor_op
 
 # What cuBLASLt may use while it multiplies; 32 MiB is its advice for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
@@ -18,11 +18,22 @@ _WORKSPACE_BYTES = 32 * 2**20
 _ALIGNMENT = 16
 
 _E5M2 = np.dtype(jnp.float8_e5m2)
-_ONE = np.ones((1,), np.float32)
 
 
 def scaled_matmul(
-    a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=jnp.bfloat16, precise=False
+    a,
+    b,
+    a_scale_inv,
+    b_scale_inv,
+    *,
+    bias=None,
+    accumulator=None,
+    out_dtype=jnp.bfloat16,
+    precise=False,
+    batch: int | None = None,
+    contracting: int = 1,
+    a_t=None,
+    b_t=None,
 ):
     """Product of two FP8 matrices, scaled back.
 
@@ -43,6 +54,12 @@ def scaled_matmul(
         accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add in place.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off (it exists on Hopper and Ada only).
+        batch: how many leading dimensions a and b share, where m and n may be any number of dimensions; by default m
+            and n are one each.
+        contracting: how many dimensions `k` stands for.
+        a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, for operands that another product reads in that layout. On
+            one device they are not read. On a mesh they are gathered instead of a and b, if these have to be, so that
+            one layout crosses devices.
 
     Returns:
         `[..., m, n]` of `out_dtype`.
@@ -52,24 +69,27 @@ def scaled_matmul(
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a = _checks.matrices(op, "a", _checks.fp8(op, "a", a))
-    b = _checks.matrices(op, "b", _checks.fp8(op, "b", b))
-    *leading, m, k = a.shape
-    n = b.shape[-2]
-    if b.shape != (*leading, n, k):
-        needed = ", ".join(map(str, (*leading, "n", k)))
+    a, is_matrix = _checks.fp8(op, "a", a), batch is None
+    batch = a.ndim - 1 - contracting if is_matrix else batch
+    a = _checks.rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
+    b = _checks.fp8(op, "b", b)
+    leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
+    matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
+    if not matches or (is_matrix and b.ndim != a.ndim):
+        needed = ", ".join(map(str, (*leading, "n", *k)))
         raise ValueError(
             f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got {b.shape}; both operands have the "
             "contracting dimension last"
         )
+    m, n = (x.shape[batch : x.ndim - contracting] for x in (a, b))
     operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
     if bias is not None:
-        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, n)))
+        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
             raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}")
-        operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, m, n)))
+        operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
     if not isinstance(precise, (bool, np.bool_)):
         raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
     spec = _Spec(
@@ -78,25 +98,32 @@ def scaled_matmul(
         has_bias=bias is not None,
         has_accumulator=accumulator is not None,
         rewritten_by_xla=selected() == "xla",
+        batch=batch,
+        rows=len(m),
+        contracting=contracting,
+        has_a_t=a_t is not None,
+        has_b_t=b_t is not None,
     )
-    g = math.prod(leading)
-    tensors = (2, 2, None, None, *([1] if spec.has_bias else []), 2)  # how many dimensions belong to the matrix
-    operands = [
-        x if rank is None else x.reshape(g, *x.shape[x.ndim - rank :])
-        for x, rank in zip(operands, tensors, strict=False)
-    ]
-    return _groups(*operands, spec=spec)[0].reshape(*leading, m, n)
+    return _scaled_matmul(*operands, *(x for x in (a_t, b_t) if x is not None), spec=spec)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What is static about one product. Operands: a, b, a_scale_inv, b_scale_inv, then bias and accumulator if any."""
+    """What is static about one product; operands: a, b, a_scale_inv, b_scale_inv, bias, accumulator, a_t, b_t if any.
+
+    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k.
+    """
 
     out_dtype: np.dtype
     precise: bool
     has_bias: bool
     has_accumulator: bool
     rewritten_by_xla: bool
+    batch: int
+    rows: int
+    contracting: int
+    has_a_t: bool
+    has_b_t: bool
 
     def split(self, operands):
         """`(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
@@ -106,10 +133,32 @@ class _Spec:
         return (*operands[:4], bias, accumulator)
 
 
-def _finish(spec, product, a_scale_inv, b_scale_inv, bias, accumulator):
-    """Scales, adds and rounds an f32 product `[g, m, n]`."""
-    scale_inv = a_scale_inv * b_scale_inv
-    out = product * lax.broadcast_in_dim(scale_inv, (scale_inv.shape[0], *product.shape[1:]), (0,))
+def _grouped(matmul):
+    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, scales `[1]` or `[g]`, bias `[g, n]`, and so on."""
+
+    def run(*operands, members, spec):
+        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+        leading = members + spec.batch
+        batch = math.prod(a.shape[members:leading])
+        out = matmul(
+            spec,
+            _shapes.merge(a, leading, spec.rows),
+            _shapes.merge(b, leading, b.ndim - leading - spec.contracting),
+            _shapes.group_scales(a_scale_inv, members, batch),
+            _shapes.group_scales(b_scale_inv, members, batch),
+            None if bias is None else _shapes.merge(bias, leading),
+            None if accumulator is None else _shapes.merge(accumulator, leading, spec.rows),
+        )
+        m, n = (x.shape[leading : x.ndim - spec.contracting] for x in (a, b))
+        return (out.reshape(*a.shape[:leading], *m, *n),)
+
+    return run
+
+
+def _finish(spec, out, scale_inv, bias, accumulator):
+    """Scales (None: that is done), adds and rounds an f32 product `[g, m, n]`."""
+    if scale_inv is not None:
+        out = out * lax.broadcast_in_dim(scale_inv, (scale_inv.shape[0], *out.shape[1:]), (0,))
     if bias is not None:
         out = out + bias[:, None, :].astype(jnp.float32)
     if accumulator is not None:
@@ -123,7 +172,7 @@ def _dot(a, b):
         return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     # Not a batch of one: XLA:CPU multiplies matrices faster.
     out = lax.dot_general(a, b, (((2,), (2,)), ((), ())), preferred_element_type=jnp.float32)
-    return out.reshape(1, a.shape[1], b.shape[1])
+    return out.reshape(a.shape[0], a.shape[1], b.shape[1])
 
 
 def _to_f32(codes):
@@ -131,16 +180,9 @@ def _to_f32(codes):
     return codes.astype(jnp.float32)
 
 
-def _widened(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator, widen=_to_f32):
-    """Codes in a wider dtype, exact, and a dot with f32 accumulation."""
-    return _finish(spec, _dot(widen(a), widen(b)), a_scale_inv, b_scale_inv, bias, accumulator)
-
-
-def _convert_multiply_dot(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
-    """The pattern that XLA's GPU compiler rewrites to an FP8 GEMM: convert, multiply by the scale, dot."""
-    a = a.astype(jnp.float32) * a_scale_inv[:, None, None]
-    b = b.astype(jnp.float32) * b_scale_inv[:, None, None]
-    return _finish(spec, _dot(a, b), _ONE, _ONE, bias, accumulator)
+def _pad(x, *widths):
+    """`x` with zeros after the end of each dimension."""
+    return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x
 
 
 def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
@@ -148,7 +190,7 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     g, m, k = a.shape
     n = b.shape[1]
     if a.dtype == b.dtype == _E5M2 or 0 in (g, m, n, k):
-        return _widened(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator)
+        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), a_scale_inv * b_scale_inv, bias, accumulator)
 
     # The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32); and an f32 accumulator
     # where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
@@ -159,17 +201,17 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
 
     pad_m, pad_n, pad_k = (-d % _ALIGNMENT for d in (m, n, k))
     operands = [
-        jnp.pad(a, ((0, 0), (0, pad_m), (0, pad_k))),
-        jnp.pad(b, ((0, 0), (0, pad_n), (0, pad_k))),
+        _pad(a, 0, pad_m, pad_k),
+        _pad(b, 0, pad_n, pad_k),
         a_scale_inv,
         b_scale_inv,
     ]
     aliases = None
     if bias_inside:
-        operands.append(jnp.pad(bias[0], (0, pad_n)))
+        operands.append(_pad(bias[0], pad_n))
     if accumulator_inside:
         aliases = {len(operands): 0}
-        operands.append(jnp.pad(accumulator, ((0, 0), (0, pad_m), (0, pad_n))))
+        operands.append(_pad(accumulator, 0, pad_m, pad_n))
     out_dtype = spec.out_dtype if finished else jnp.float32
     out, _ = _ffi.call(
         "scaled_matmul",
@@ -180,52 +222,84 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
         has_bias=bias_inside,
         has_accumulator=accumulator_inside,
     )
-    out = out[:, :m, :n]
+    if pad_m or pad_n:
+        out = out[:, :m, :n]
     if finished:
         return out
-    return _finish(spec, out, _ONE, _ONE, bias, accumulator)
+    return _finish(spec, out, None, bias, accumulator)
 
 
-def _results(a, b, *rest, spec):
+def _reference(*operands, members, spec, widen=_to_f32):
+    """Codes in a wider dtype, exact, and a dot of whole tensors with f32 accumulation. XLA can partition it."""
+    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+    a, b = widen(a), widen(b)
+    if spec.rewritten_by_xla:  # the pattern of XLA's GPU compiler: convert, multiply by the scale, dot
+        a, b = (x * _shapes.stretch(scale, x) for x, scale in ((a, a_scale_inv), (b, b_scale_inv)))
+    leading = tuple(range(members + spec.batch))
+    contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
+    out = lax.dot_general(a, b, (contracting, (leading, leading)), preferred_element_type=jnp.float32)
+    if not spec.rewritten_by_xla:
+        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+    if bias is not None:
+        columns = (*leading, *range(len(leading) + spec.rows, out.ndim))
+        out = out + lax.broadcast_in_dim(bias.astype(jnp.float32), out.shape, columns)
+    if accumulator is not None:
+        out = out + accumulator
+    return (out.astype(spec.out_dtype),)
+
+
+def _on_cpu(*operands, members, spec):
+    """In bfloat16: half of f32's bytes, and newer processors multiply it natively."""
+
+    one = lax.full((1,), 1.0, np.float32)
+
+    def widen(codes):
+        return dequantize(codes, one, np.dtype(jnp.bfloat16))
+
+    return _reference(*operands, members=members, spec=spec, widen=widen)
+
+
+def _names(a, b, *rest, spec):
     del rest
-    return [((a.shape[0], a.shape[1], b.shape[1]), spec.out_dtype)]
+    leading, k = dims("batch", spec.batch), dims("k", spec.contracting)
+    m, n = dims("m", spec.rows), dims("n", b - spec.batch - spec.contracting)
+    operands = [leading + m + k, leading + n + k, ONE, ONE]
+    operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
+    operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
+    return operands, [leading + m + n]
 
 
-def _reference(*operands, spec):
-    matmul = _convert_multiply_dot if spec.rewritten_by_xla else _widened
-    return (matmul(spec, *spec.split(operands)),)
+def _other_layouts(spec):
+    first = 4 + spec.has_bias + spec.has_accumulator
+    positions = [position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has]
+    return {position: first + i for i, position in enumerate(positions)}
 
 
-def _cpu(*operands, spec):
-    one = jnp.asarray(_ONE)
-
-    def widen(codes):  # bfloat16 has half of f32's bytes, and newer processors multiply it natively
-        return dequantize_groups(codes, one, dtype=np.dtype(jnp.bfloat16))[0]
-
-    return (_widened(spec, *spec.split(operands), widen=widen),)
-
-
-def _cuda(*operands, spec):
-    return (_cublaslt(spec, *spec.split(operands)),)
-
-
-def _taller(run, operands, batched, *, spec):
-    """One b for the whole batch: a single taller GEMM."""
-    a, b = operands[:2]
-    if not batched[0] or any(batched[1:]) or spec.has_accumulator or a.shape[1] != 1:
+def _batch(run, operands, batch_dims, members, *, spec):
+    """A batch of a alone, or of b alone, is one larger product."""
+    batched = {i for i, d in enumerate(batch_dims) if d is not None}
+    other = _other_layouts(spec)
+    position = next((i for i in (0, 1) if batched == {i} | ({other[i]} if i in other else set())), None)
+    if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
         return None
-    size, _, m, k = a.shape
-    (out,) = run(a.reshape(1, size * m, k), b, *operands[2:])
-    return [out.reshape(size, 1, m, b.shape[1])], [0]
+    leading, operands = members + spec.batch, list(operands)
+    operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
+    if position in other:
+        i = other[position]
+        operands[i] = jnp.moveaxis(operands[i], batch_dims[i], leading + spec.contracting)
+    if position == 0:
+        spec = dataclasses.replace(spec, rows=spec.rows + 1)
+    return run(*operands, members=members, spec=spec), [leading + (spec.rows if position == 1 else 0)]
 
 
-# a `[g, m, k]`, b `[g, n, k]`, scales f32 `[1]` or `[g]`, bias `[g, n]`, accumulator `[g, m, n]` -> `[g, m, n]`.
-_groups = grouped_op(
+_scaled_matmul = tensor_op(
     "scaled_matmul",
-    results=_results,
+    names=_names,
+    dtypes=lambda *_, spec: [spec.out_dtype],
     reference=_reference,
-    cpu=_cpu,
-    cuda=_cuda,
-    is_scale=(False, False, True, True, False, False),
-    merge=_taller,
+    cpu=_on_cpu,
+    cuda=_grouped(_cublaslt),
+    combine=lax.psum,
+    batch_first=_batch,
+    other_layouts=_other_layouts,
 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, ops, scaling
+from .._mesh import NOT_SAID
 from ..formats import HYBRID, Format, fp8_max
 from ..tensor import QTensor
 from ._state import QuantizerState
@@ -40,7 +41,9 @@ class DelayedScaling:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
-        pipeline_axes: mesh axes over which stages differ; amaxes are not reduced over them.
+        pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
+            `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
+            needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
         precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
             about 2**-14 accurate and exists on Hopper and Ada only.
 
@@ -53,7 +56,7 @@ class DelayedScaling:
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
-    pipeline_axes: tuple[str, ...] = ()
+    pipeline_axes: tuple[str, ...] = NOT_SAID
     precise: tuple[str, ...] = ("dgrad", "wgrad")
 
     def __post_init__(self):
@@ -72,7 +75,8 @@ class DelayedScaling:
         expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
         expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
         expect(not isinstance(self.pipeline_axes, str), "pipeline_axes", "a tuple of mesh axis names", TypeError)
-        object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
+        if self.pipeline_axes is not NOT_SAID:
+            object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
         expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
         object.__setattr__(self, "precise", tuple(self.precise))
         expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
@@ -83,6 +87,12 @@ class DelayedScaling:
             self.fp8_format.dtype, self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
         )
         return forward, forward, dataclasses.replace(forward, fp8_dtype=self.fp8_format.backward_dtype)
+
+
+def _alone(amax, state):
+    """No mesh: the amax at hand is that of the whole tensor."""
+    del state
+    return amax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,36 +140,39 @@ class DelayedScalingQuantizer:
             )
 
     def quantize(
-        self, x, state: QuantizerState | None, *, transpose: bool = True
+        self, x, state: QuantizerState | None, *, rows=1, cols=1, transpose=True, update=True, reduce=_alone
     ) -> tuple[QTensor, QuantizerState | None]:
         """Quantizes `x` with the scale that `state` gives; without a state, with the scale of its own amax.
 
         Args:
-            x: bfloat16, float16 or float32 `[g, m, n]`; one scale for all of it.
+            x: bfloat16, float16 or float32 `[..., *rows, *cols]`; one scale for all of it.
             state: as stored; entries that cannot be are read as absent (scaling.py).
+            rows, cols: how many dimensions are rows and columns.
             transpose: also give `data_t`.
+            update: also give the next state.
+            reduce: `(amax, state) -> amax`, over the devices that share the state.
 
         Returns:
-            The codes and the next state.
+            The codes and the next state, or None.
         """
         if state is None:
-            history, amax, stored = None, ops.amax(x), jnp.ones((1,), jnp.float32)
+            history, amax, stored = None, reduce(ops.amax(x), None), jnp.ones((1,), jnp.float32)
         else:
             history, amax = self._window(state.amax_history)
             stored = state.scale.reshape(1)
         if state is not None and self.first_step == "current":
             is_empty = ~jnp.any(scaling.positive_finite(history))
-            amax = jax.lax.cond(is_empty, lambda: ops.amax(x).reshape(1), lambda: amax)
+            amax = jax.lax.cond(is_empty, lambda: reduce(ops.amax(x), state).reshape(1), lambda: amax)
         scale, scale_inv = ops.amax_to_scale(amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
         if transpose:
-            data, data_t, amax = ops.quantize_transpose(x, scale, self.fp8_dtype)
+            data, data_t, amax = ops.quantize_transpose(x, scale, self.fp8_dtype, rows=rows, cols=cols)
         else:
             data, amax = ops.quantize(x, scale, self.fp8_dtype)
             data_t = None
         q = QTensor(data, scale_inv, data_t)
-        if state is None:
+        if state is None or not update:
             return q, None
-        return q, QuantizerState(amax_history=ops.push_history(history, amax), scale=scale_inv)
+        return q, QuantizerState(amax_history=ops.push_history(history, reduce(amax, state)), scale=scale_inv)
 
     def _window(self, history):
         """The clean history, and the amax f32[1] that the scale comes from."""

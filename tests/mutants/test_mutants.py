@@ -113,8 +113,8 @@ def op_mutant(change, names=("quantize", "quantize_transpose")):
         for name in names:
             original = getattr(ops, name)
 
-            def mutant(x, scale, dtype, original=original):
-                return original(*change(x, scale), dtype)
+            def mutant(x, scale, dtype, original=original, **options):
+                return original(*change(x, scale), dtype, **options)
 
             monkeypatch.setattr(ops, name, mutant)
 
@@ -125,8 +125,8 @@ def amax_after_scaling(monkeypatch):
     for name in ("quantize", "quantize_transpose"):
         original = getattr(ops, name)
 
-        def mutant(x, scale, dtype, original=original):
-            *data, amax = original(x, scale, dtype)
+        def mutant(x, scale, dtype, original=original, **options):
+            *data, amax = original(x, scale, dtype, **options)
             return *data, amax * jnp.reshape(scale, ())
 
         monkeypatch.setattr(ops, name, mutant)

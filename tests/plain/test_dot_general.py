@@ -11,7 +11,6 @@ import oracle
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 from transforms import cases
 
 import jaxfp8
@@ -82,7 +81,7 @@ BAD_OPTIONS = {
     "preset": ({"precision": lax.DotAlgorithmPreset.F32_F32_F32}, ValueError, "precision"),
     "algorithm": ({"precision": lax.DotAlgorithm(np.float32, np.float32, np.float32)}, ValueError, "precision"),
     "not a precision": ({"precision": 3}, ValueError, "precision"),
-    "out_sharding": ({"out_sharding": PartitionSpec()}, ValueError, "out_sharding"),
+    "out_sharding": ({"out_sharding": "data"}, TypeError, "out_sharding"),
     "f64": ({"preferred_element_type": np.float64}, TypeError, "preferred_element_type"),
     "fp8": ({"preferred_element_type": jnp.float8_e4m3fn}, TypeError, "preferred_element_type"),
     "no dtype": ({"preferred_element_type": "float99"}, TypeError, "preferred_element_type"),

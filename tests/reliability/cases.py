@@ -7,34 +7,12 @@ import flax.linen as nn
 import jax
 import numpy as np
 import oracle
-import pytest
 
 import jaxfp8
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 OPERANDS = ("input", "kernel", "output_grad")
 HISTORY = 4
-
-# Programs in shard_map, where uses on other devices are seen by a collective alone.
-IN_SHARD_MAP = pytest.mark.parametrize(
-    "check_vma",
-    [
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=ValueError,
-                reason="the gradient of a replicated kernel is not yet summed over devices",
-            ),
-        ),
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason="inside shard_map amaxes are not yet reduced over the mesh"
-            ),
-        ),
-    ],
-)
 
 
 def dense(features, dtype=None, **recipe):

@@ -1,0 +1,74 @@
+"""quantize_params: kernels quantized once a step, for every microbatch, remat and pipeline tick that uses them."""
+
+import jax
+
+from . import _state_tree
+from ._mesh import AmaxReduction
+from ._sharing import shared
+from .recipes import QuantizerState
+from .tensor import QTensor
+
+
+def quantize_params(params, state, recipe):
+    """Parameters whose kernels are FP8 codes already: `dot_general` and our layers take them as they are.
+
+    A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is
+    quantized once. The gradient still arrives for the kernel in its own dtype, and the next state at the state:
+
+        def loss(variables, microbatches):
+            params = jaxfp8.quantize_params(variables["params"], variables["_overwrite_with_gradient"], recipe)
+            ...  # a scan over microbatches, with params and state
+
+    Differentiate with respect to the parameters, as here, or with respect to what this returns: that gradient is a tree
+    of QTensors in which `source` is the gradient of the kernel.
+
+    Args:
+        params: a pytree of parameters.
+        state: the state of the products that use them: a `_overwrite_with_gradient` collection, a tree of
+            `DotGeneralState` with the structure of params, or a module that holds both.
+        recipe: of these products.
+
+    Returns:
+        `params` with a QTensor for each kernel that has state: codes `[..., k, n]`, for a matrix also `[n, k]`, and
+        `source`, the kernel. The kernel of a state at `path` is the leaf `path`, `path/kernel`, or the `kernel` beside
+        it; kernels that no state belongs to stay as they are.
+
+    Raises:
+        ValueError: no kernel was found for any state; a state does not fit the recipe.
+    """
+    tree, found = _state_tree.flatten(params), _state_tree.flatten(state)
+    where = {path: i for i, path in enumerate(tree.paths)}
+    quantizer, reduce = recipe.quantizers()[1], AmaxReduction.of(recipe)
+    values = {}
+    for pair in found.quantizers:
+        position = next((where[path] for path in _kernel_paths(found.paths[pair.amax_history]) if path in where), None)
+        if position is None:
+            continue
+        old = QuantizerState(found.leaves[pair.amax_history], found.leaves[pair.scale])
+        quantizer.check_state(f"quantize_params: state: {pair.name}", old)
+        kernel = tree.leaves[position]
+        # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
+        x, old = jax.lax.stop_gradient((kernel, shared(old)))
+        q, next_state = quantizer.quantize(
+            x, old, rows=1, cols=x.ndim - 1, transpose=x.ndim == 2, update=True, reduce=reduce
+        )
+        values[position] = QTensor(q.data, q.scale_inv, q.data_t, kernel, next_state)
+    if not values:
+        raise ValueError(
+            "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "
+            "`_overwrite_with_gradient` collection, or a tree of DotGeneralState with the structure of params"
+        )
+    return tree.replace(values)
+
+
+def _kernel_paths(history_path):
+    """Where the kernel may be whose history is at a path, best first; nothing for other quantizers."""
+    *parent, leaf = history_path
+    if leaf == "amax_history":  # a field of a QuantizerState
+        if not parent or parent.pop() != "kernel":
+            return
+    elif leaf != "kernel_amax_history":
+        return
+    yield tuple(parent)
+    yield (*parent, "kernel")
+    yield (*parent[:-1], "kernel")

@@ -1,0 +1,53 @@
+"""Between an op's dimensions and the canonical form of the custom calls: groups `[g, ...]` (common/README.md)."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from .. import scaling
+
+
+def merge(x, *counts):
+    """`x` with consecutive dimensions merged: `counts` says how many go into each, the rest into the last.
+
+    `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
+    """
+    shape, rest = [], x.shape
+    for count in counts:
+        shape.append(math.prod(rest[:count]))
+        rest = rest[count:]
+    return x.reshape(*shape, math.prod(rest))
+
+
+def group_scales(scale, members, batch=1):
+    """The scale of each group: f32 `[*members, 1]` to `[1]`, one for all, or to `[g]`, `batch` groups a member."""
+    if members == 0:
+        return scale
+    scale = scale.reshape(-1)
+    return scale if batch == 1 else jnp.repeat(scale, batch)
+
+
+def member_amaxes(top, member_shape, batch=1):
+    """The amax of each member: f32 `[g]`, `batch` groups a member, to `[*members, 1]`."""
+    if batch != 1:
+        top = scaling.abs_max(top.reshape(math.prod(member_shape), batch), axis=1)
+    return top.reshape(*member_shape, 1)
+
+
+def abs_max(x, members):
+    """The amax of each member of `x` in jnp: f32 `[*members, 1]`."""
+    top = scaling.abs_max(x, axis=tuple(range(members, x.ndim)))
+    return top.reshape(*x.shape[:members], 1)
+
+
+def stretch(scale, x):
+    """A scale of each member, f32 `[*members, 1]`, in the rank of `x`."""
+    return scale.reshape(*scale.shape[:-1], *[1] * (x.ndim - scale.ndim + 1))
+
+
+def spread(scale, shape):
+    """A scale of each member, f32 `[*members, 1]`, for each element of `shape`."""
+    if scale.ndim > len(shape):
+        return scale.reshape(shape)
+    return lax.broadcast_in_dim(scale, shape, tuple(range(scale.ndim)))

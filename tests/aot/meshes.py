@@ -1,0 +1,83 @@
+"""Compiles a two-layer MLP for eight H200s and prints, as JSON, the collectives and custom calls of each layout."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mesh.hlo import collectives
+
+import jaxfp8
+
+BATCH, LENGTH, WIDTH, HIDDEN = 16, 512, 1024, 4096
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
+ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))
+DEVICES = ("fsdp", "tp")
+# x and y [b, s, d], w1 [d, f], w2 [f, d], h [b, s, f]
+LAYOUTS = {
+    "dp": (P(DEVICES), P(), P(), P(DEVICES)),
+    "fsdp": (P(DEVICES), P(DEVICES), P(DEVICES), P(DEVICES)),
+    "tp": (P("fsdp"), P(None, "tp"), P("tp", None), P("fsdp", None, "tp")),
+    "fsdp+tp": (P("fsdp"), P("fsdp", "tp"), P("tp", "fsdp"), P("fsdp", None, "tp")),
+    "sp": (P("fsdp", "tp"), P(None, "tp"), P("tp", None), P("fsdp", None, "tp")),
+}
+
+
+def h200_mesh():
+    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x8x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(4, 2), axis_names=DEVICES)
+
+
+def dot(fp8, x, kernel, state):
+    if fp8:
+        return jaxfp8.dot_general(
+            x, kernel, ROWS_BY_COLUMNS, recipe=RECIPE, state=state, preferred_element_type=jnp.bfloat16
+        )
+    return jax.lax.dot_general(x, kernel.astype(jnp.bfloat16), ROWS_BY_COLUMNS, preferred_element_type=jnp.bfloat16)
+
+
+def compiled(mesh, fp8, x, w1, w2, h) -> str:
+    """The gradients of both kernels and of the state, with each kernel's gradient where the kernel is."""
+
+    def of_shape(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def loss(weights, states, batch):
+        hidden = jnp.tanh(dot(fp8, batch, weights["w1"], states["w1"]))
+        hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, h))
+        y = dot(fp8, hidden, weights["w2"], states["w2"])
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, x))
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    weights = {
+        "w1": of_shape((WIDTH, HIDDEN), jnp.float32, w1),
+        "w2": of_shape((HIDDEN, WIDTH), jnp.float32, w2),
+    }
+    states = {name: jaxfp8.init_state(RECIPE) for name in weights}
+    states = jax.tree.map(lambda leaf: of_shape(leaf.shape, leaf.dtype, P()), states)
+    placed = ({name: leaf.sharding for name, leaf in weights.items()}, NamedSharding(mesh, P()))
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=placed)
+    return step.lower(weights, states, of_shape((BATCH, LENGTH, WIDTH), jnp.bfloat16, x)).compile().as_text()
+
+
+def main():
+    mesh, report = h200_mesh(), {}
+    for name, layout in LAYOUTS.items():
+        for fp8 in (True, False):
+            text = compiled(mesh, fp8, *layout)
+            calls = Counter(re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text))
+            report[f"{name} {'fp8' if fp8 else 'bf16'}"] = {
+                "collectives": [dataclasses.asdict(c) | {"groups": []} for c in collectives(text)],
+                "custom_calls": calls,
+            }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training on meshes of 8 CPU devices."""

@@ -1,0 +1,179 @@
+"""What compiled programs for 8 devices send: FP8 codes where bf16 would send tensors, and one all-reduce of amaxes.
+
+Bytes of bf16 programs are counted as 2 a number: XLA's CPU compiler widens bf16, and FP8 that it sees, before it
+sends them.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxfp8.ops import _partition
+from mesh import cases, hlo
+
+AMAXES = 6  # of one step of `cases.mlp`: input, kernel and output_grad of two products
+
+
+def compiled(kind, name) -> str:
+    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    with jax.set_mesh(mesh):
+        weights, state, batches = cases.arguments(mesh, layout)
+        return cases.jitted(mesh, layout).lower(weights, state, batches[0]).compile(hlo.QUICKLY).as_text()
+
+
+def compiled_in_bf16(kind, name, monkeypatch) -> str:
+    def dot(x, kernel, state, recipe, out_sharding):
+        del state, recipe
+        kernel, out = kernel.astype(x.dtype), jnp.float32
+        return lax.dot_general(x, kernel, cases.ROWS_BY_COLUMNS, preferred_element_type=out, out_sharding=out_sharding)
+
+    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
+    with jax.set_mesh(mesh), monkeypatch.context() as patch:
+        patch.setattr(cases, "dot", dot)
+        weights, state, batches = cases.arguments(mesh, layout, with_state=False)
+        return cases.jitted(mesh, layout).lower(weights, state, batches[0]).compile(hlo.QUICKLY).as_text()
+
+
+def quantized(layout) -> dict:
+    """The shape and the PartitionSpec of each tensor that a step of `cases.mlp` quantizes."""
+    inner = (cases.BATCH, cases.LENGTH, cases.WIDTH)
+    hidden = (*inner[:2], cases.HIDDEN)
+    return {
+        "x": (inner, layout.x),
+        "w1": ((cases.WIDTH, cases.HIDDEN), layout.w1),
+        "h": (hidden, layout.h),
+        "w2": ((cases.HIDDEN, cases.WIDTH), layout.w2),
+        "grad of y": (inner, layout.y),
+        "grad of h": (hidden, layout.h),
+    }
+
+
+def shard_size(mesh, shape, spec) -> int:
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
+
+
+def cut_over(layout) -> set:
+    """The mesh axes over which a layout cuts anything."""
+    entries = [entry for spec in (layout.x, layout.w1, layout.h) for entry in spec if entry is not None]
+    return {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
+
+
+def check_amaxes(text, name):
+    """One all-reduce a step, of one number for each tensor that is cut, over all devices."""
+    (amaxes,) = (c for c in hlo.collectives(text) if c.is_amax)
+    whole = [spec for _, spec in quantized(cases.LAYOUTS[name]).values() if not any(spec)]
+    assert amaxes.results == (("f32", (1,)),) * (AMAXES - len(whole))
+    # A mesh axis that cuts nothing at all may be in or out.
+    size = 2 ** len(cut_over(cases.LAYOUTS[name]))
+    assert all(len(group) >= size for group in amaxes.groups)
+
+
+def check_work(text, name):
+    """Each device quantizes its shards and computes its part of the products, both once."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    sizes = sorted(shard_size(mesh, *tensor) for tensor in quantized(layout).values())
+    operands = [math.prod(operands[0][1]) for operands in hlo.custom_calls(text, "jaxfp8_quantize")]
+    assert sorted(operands) == sizes
+    products = 5 * cases.BATCH * cases.LENGTH * cases.WIDTH * cases.HIDDEN  # x needs no gradient
+    assert hlo.multiplications(text) == products // 2 ** len(cut_over(layout))
+
+
+def check_gathers(text, name):
+    """Only codes are gathered, and only of tensors that are cut along an axis that their product is not cut along."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    gathers = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
+    assert {dtype for c in gathers for dtype, _ in c.results} <= {"u8"}
+    over_rows = {axis for axis in cases.AXES if axis in str(layout.x[:1])}
+
+    def gathered_size(shape, spec):
+        """With the mesh axes of the batch, or of a sequence, taken away."""
+        entries = []
+        for i, entry in enumerate(spec):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            lost = over_rows if len(shape) == 2 else {"tp"} if i == 1 else set()
+            entries.append(tuple(axis for axis in axes if axis and axis not in lost) or None)
+        return shard_size(mesh, shape, P(*entries))
+
+    tensors = quantized(layout)
+    wanted = {
+        gathered_size(*tensors[part])
+        for part in tensors
+        if gathered_size(*tensors[part]) != shard_size(mesh, *tensors[part])
+    }
+    assert {math.prod(shape) for c in gathers for _, shape in c.results} == wanted
+
+
+STEPS = [("auto", name) for name in cases.LAYOUTS] + [("explicit", name) for name in ("fsdp", "sp", "all")]
+
+
+@pytest.mark.parametrize("kind, name", STEPS)
+def test_a_step_of_the_model(kind, name, monkeypatch):
+    text = compiled(kind, name)
+    check_amaxes(text, name)
+    check_work(text, name)
+    check_gathers(text, name)
+
+    ours = [c for c in hlo.collectives(text) if not c.is_amax]
+    theirs = hlo.collectives(compiled_in_bf16(kind, name, monkeypatch))
+    assert {c.kind for c in ours} <= {c.kind for c in theirs}
+    is_gather = lambda c: c.kind == "all-gather"  # noqa: E731
+    assert sum(not is_gather(c) for c in ours) <= sum(not is_gather(c) for c in theirs)
+    # Two layouts of a tensor are two gathers of 1 byte a number, where bf16 may gather once.
+    assert sum(c.bytes for c in ours if is_gather(c)) <= sum(c.bytes // 2 for c in theirs if is_gather(c))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "sp"])
+def test_operands_gathered_for_the_custom_calls_are_caught(name, monkeypatch):
+    """The control: what XLA does with a custom call that it knows nothing of."""
+    monkeypatch.setattr(_partition, "_assign", lambda mesh, wanted: {})
+    text = compiled("auto", name)
+    with pytest.raises(AssertionError):
+        check_work(text, name)
+    with pytest.raises(ValueError):
+        check_amaxes(text, name)
+    if name != "tp":
+        with pytest.raises(AssertionError):
+            check_gathers(text, name)
+
+
+def test_separate_reductions_are_caught(monkeypatch):
+    """The control of `check_amaxes`: each amax over the axes that its tensor is cut over."""
+    whole = _partition._reduced_over
+
+    def lost_only(mesh, axes, named, combine):
+        return whole(mesh, axes, named, lax.psum)
+
+    monkeypatch.setattr(_partition, "_reduced_over", lost_only)
+    text = compiled("auto", "all")
+    with pytest.raises(ValueError):
+        check_amaxes(text, "all")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "replica_groups={{0,2},{1,3},{4,6},{5,7}}",
+        "replica_groups=[4,2]<=[2,2,2]T(0,2,1)",
+        "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}",
+        "replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(0,2,1)) {'c'}",
+    ],
+)
+def test_the_reader_of_programs(written):
+    """Collectives as XLA writes them: several results, and each way to name groups of devices."""
+    text = f"""
+%region_7.3 (a: f32[], b: f32[]) -> f32[] {{
+  ROOT %maximum.1 = f32[] maximum(%a, %b)
+}}
+
+ENTRY %main.9_spmd (param: f32[8]) -> f32[] {{
+  %all-reduce.1 = (f32[1]{{0}}, /*index=1*/u8[4,16]{{1,0}}) all-reduce(%x, %y), {written}, to_apply=%region_7.3
+}}
+"""
+    (found,) = hlo.collectives(text)
+    groups = tuple(map(frozenset, ((0, 2), (1, 3), (4, 6), (5, 7))))
+    assert found.groups == groups and found.is_amax and found.computation == "main.9_spmd"
+    assert found.results == (("f32", (1,)), ("u8", (4, 16))) and found.bytes == 4 + 64

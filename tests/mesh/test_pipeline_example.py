@@ -1,0 +1,91 @@
+"""examples/pipeline_language_model.py, run as a user runs it, at tiny size; its pipeline against blocks in order."""
+
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from mesh import hlo
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+VOCABULARY = 50
+
+
+def test_prints_a_table(tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }  # it has to ask for devices
+    command = [sys.executable, EXAMPLES / "pipeline_language_model.py", "--tiny"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    *_, head, bf16, fp8, last = done.stdout.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in (head, bf16, fp8)}
+    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
+    in_order = dict(part.split() for part in last.split(": ")[1].split(", "))
+    for arm in ("bf16", "jaxfp8"):
+        loss, _, ms, _ = table[arm]
+        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+        # Sums have another order, so some of the bf16 activations round to a neighbour, 2**-8 away, here and there.
+        np.testing.assert_allclose(float(in_order[arm]), float(loss), rtol=2**-8)
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
+        yield importlib.import_module("pipeline_language_model")
+
+
+@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
+def test_refuses(example, options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline_language_model.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        example.parse_arguments()
+    assert options[0] in capsys.readouterr().err
+
+
+def test_state_is_that_of_blocks_in_order(example):
+    """Each stage has the scales and amaxes that it has without the pipeline; and amaxes stay in their stage."""
+    mesh = example.make_mesh()
+    assert mesh.devices.shape == (4, 2)
+    train = example.create("jaxfp8", VOCABULARY, seed=3, steps=4, mesh=mesh)
+    for leaf in jax.tree.leaves(train.params["params"]["stages"]) + jax.tree.leaves(train.params[example.STATE]):
+        assert leaf.shape[0] == 4 and leaf.sharding.spec == P("stage")
+    rng = np.random.default_rng(0)
+    used = jax.tree.map(
+        lambda leaf: jax.device_put(rng.uniform(1, 2, leaf.shape).astype(np.float32), leaf.sharding),
+        train.params[example.STATE],
+    )
+    variables = {**train.params, example.STATE: used}
+    batch = rng.integers(0, VOCABULARY, (8, 17), np.int32)
+
+    def next_state(apply_fn, variables, batch):
+        gradient = jax.jit(jax.grad(lambda variables, batch: example.loss_fn(variables, apply_fn, batch)))
+        program = gradient.lower(variables, batch).compile()
+        return jax.device_get(program(variables, batch)[example.STATE]), program.as_text()
+
+    got, text = next_state(train.apply_fn, variables, jax.device_put(batch, NamedSharding(mesh, P("data"))))
+    whole = example.LanguageModel(VOCABULARY, example.ARMS["jaxfp8"])
+    wanted, _ = next_state(whole.apply, jax.device_get(variables), batch)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        name = jax.tree_util.keystr(path)
+        if "scale" in name:
+            oracle.assert_bitwise(leaf, other, name)
+            continue
+        oracle.assert_bitwise(leaf[:, 1:], other[:, 1:], name)
+        # They agree to the bit where products round alike whatever their size. Where not, a bf16 value becomes its
+        # neighbour, 2**-8 away; there are two products and an attention between the tensors of two layers.
+        np.testing.assert_allclose(leaf[:, 0], other[:, 0], rtol=2**-6, err_msg=name)
+
+    reductions = [collective for collective in hlo.collectives(text) if collective.is_amax]
+    assert len(reductions) == 2, "one of the forward and one of the backward, for all layers of a stage"
+    for reduction in reductions:
+        assert list(map(set, reduction.groups)) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]

@@ -1,0 +1,398 @@
+"""Training in `shard_map`: collectives are written by hand, states are still those of one device, bit for bit."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8
+from mesh import cases, hlo
+from mesh.by_hand import replicated, summed
+
+RECIPE = dataclasses.replace(cases.RECIPE, pipeline_axes=())  # said, so that check_vma=False has nothing to warn of
+CURRENT = dataclasses.replace(RECIPE, first_step="current")
+CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
+
+# ------------------------------------------------------------------------------------------ the program of one device
+
+
+def axes_of(*entries) -> tuple:
+    """The mesh axes of entries of a PartitionSpec, or of a whole one."""
+    return tuple(axis for e in entries if e is not None for axis in (e if isinstance(e, tuple) else (e,)))
+
+
+def restricted(layout, manual) -> cases.Layout:
+    """A layout as far as it concerns these axes."""
+
+    def spec(entries):
+        kept = (tuple(axis for axis in axes_of(entry) if axis in manual) for entry in entries)
+        return P(*(axes or None for axes in kept))
+
+    return cases.Layout(**{field.name: spec(getattr(layout, field.name)) for field in dataclasses.fields(layout)})
+
+
+def local_loss(layout, checked, recipe=RECIPE):
+    """The loss of the whole batch, from the shards of one device.
+
+    Kernels cut along axes of the batch are gathered (FSDP), the others multiplied as they are (TP): the second product
+    is then a sum over devices, which either all get or each gets its places of the sequence (SP).
+    """
+    of_batch, of_places = axes_of(layout.y[0]), axes_of(*layout.y[1:])
+
+    def whole(kernel, spec):
+        if not checked:
+            of_others = tuple(axis for axis in axes_of(*layout.y) if axis not in axes_of(*spec))
+            kernel = replicated(kernel, of_others) if of_others else kernel
+        for dim, entry in enumerate(spec):
+            if entry is not None and set(axes_of(entry)) <= set(of_batch):
+                kernel = lax.all_gather(kernel, axes_of(entry), axis=dim, tiled=True)
+        return kernel
+
+    def total(x, axes):
+        return x if not axes else lax.psum(x, axes) if checked else summed(x, axes)
+
+    def loss(weights, state, batch):
+        w1, w2 = (whole(weights[name], spec) for name, spec in layout.weights.items())
+        of_sum = tuple(axis for axis in axes_of(layout.w2[0]) if axis not in of_batch) if len(layout.w2) else ()
+        x = lax.all_gather(batch.x, of_places, axis=1, tiled=True) if of_places else batch.x
+        h = cases.activation(cases.dot(x, w1, state["w1"], recipe), batch.size).astype(x.dtype)
+        y = cases.dot(h, w2, state["w2"], recipe)
+        if of_places:
+            y = lax.psum_scatter(y, of_sum, scatter_dimension=1, tiled=True)
+        else:
+            y = total(y, of_sum)
+        return total(jnp.sum(y * batch.target), axes_of(*layout.y))
+
+    return loss
+
+
+def mapped(function, mesh, layout, checked, out_specs, manual=cases.AXES):
+    """`function(weights, state, batch)` on shards; state is the same on all devices."""
+    in_specs = (layout.weights, P(), layout.batch)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked, axis_names=set(manual)
+    )
+
+
+def step_inside(mesh, layout, checked, recipe=RECIPE, loss=None, manual=cases.AXES):
+    """The whole step in `shard_map`."""
+    loss = loss or local_loss(layout, checked, recipe)
+    return mapped(cases.make_step(loss), mesh, layout, checked, (layout.weights, P(), P()), manual)
+
+
+def step_outside(mesh, layout, checked, recipe=RECIPE, around=lambda loss: loss):
+    """The loss in `shard_map`, its gradient outside."""
+    return cases.make_step(around(mapped(local_loss(layout, True, recipe), mesh, layout, checked, P())))
+
+
+def train(step, mesh, layout, recipe=RECIPE, with_state=True, steps=cases.STEPS):
+    with jax.set_mesh(mesh):
+        weights, state, batches = cases.arguments(mesh, layout, recipe, with_state)
+        return cases.train(jax.jit(step), weights, state, batches[:steps])
+
+
+# ----------------------------------------------------------------------------------------------------- ten steps
+
+
+@pytest.mark.parametrize("name", cases.LAYOUTS)
+@CHECKED
+def test_gradient_inside(name, checked):
+    """Ten steps; all amaxes of one, forward and backward, go in one all-reduce over all devices."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    weights, state, batches = cases.arguments(mesh, layout)
+    step = jax.jit(step_inside(mesh, layout, checked)).lower(weights, state, batches[0]).compile()
+    cases.assert_same(cases.train(step, weights, state, batches), cases.reference(), f"{name}, inside")
+    (reduction,) = (c for c in hlo.collectives(step.as_text()) if c.is_amax)
+    # A replicated kernel has the same amax on all devices, and types show it.
+    assert len(reduction.results) == (4 if checked and name == "dp" else 6)
+    assert reduction.groups == (frozenset(range(8)),)
+
+
+@pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "sp"])
+def test_gradient_outside(name):
+    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    run = train(step_outside(mesh, layout, True), mesh, layout)
+    cases.assert_same(run, cases.reference(), f"{name}, outside")
+
+
+@CHECKED
+def test_explicit_mesh(checked):
+    mesh, layout = cases.mesh("explicit"), cases.LAYOUTS["all"]
+    run = train(step_inside(mesh, layout, checked), mesh, layout)
+    cases.assert_same(run, cases.reference(), "explicit")
+
+
+@CHECKED
+def test_first_step_current(checked):
+    """The first scale is that of the whole tensor, though a conditional decides and devices see shards."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
+    run = train(step_inside(mesh, layout, checked, CURRENT), mesh, layout, CURRENT, steps=2)
+    cases.assert_same(run, cases.reference(CURRENT, steps=2), "first step current")
+
+
+@CHECKED
+def test_products_without_state(checked):
+    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
+    run = train(step_inside(mesh, layout, checked), mesh, layout, with_state=False)
+    cases.assert_same(run, cases.reference(with_state=False), "products without state")
+
+
+@CHECKED
+def test_nan_on_one_device(checked):
+    """The loss shows it, no history does, and each device is left with the state of one device."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
+    batches = [jax.tree.map(np.copy, batch) for batch in cases.batches()[:4]]
+    batches[2].x[5, 3, 7] = np.nan
+    wanted = cases.train(jax.jit(cases.make_step()), cases.weights(), cases.state(), batches[:3])
+    assert np.isnan(wanted.losses[2]) and wanted.state["w1"].input.amax_history[0] == 0
+    step = jax.jit(step_inside(mesh, layout, checked))
+    placed = [cases.put(batch, mesh, layout.batch) for batch in batches]
+    run = cases.train(
+        step, cases.put(cases.weights(), mesh, layout.weights), cases.put(cases.state(), mesh, P()), placed[:3]
+    )
+    cases.assert_same(run, wanted, "with a NaN")
+    after = step(cases.put(cases.weights(), mesh, layout.weights), run.state, placed[3])
+    wanted = jax.jit(cases.make_step())(cases.weights(), wanted.state, batches[3])
+    assert np.isfinite(wanted[2])
+    cases.assert_same(after, wanted, "the step after")
+
+
+# ------------------------------------------------------------------------------------------------------ other programs
+
+
+def in_microbatches(loss, count=2):
+    """A scan over microbatches that closes over weights and state."""
+
+    def total(weights, state, batch):
+        parts = jax.tree.map(lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch)
+        return jnp.sum(lax.map(lambda part: loss(weights, state, part), parts))
+
+    return total
+
+
+WRAPPERS = {
+    "remat": jax.checkpoint,
+    "microbatches": in_microbatches,
+    "microbatches of remat": lambda loss: in_microbatches(
+        jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
+    ),
+}
+
+
+def wrapped(wrap, loss):
+    """State goes through `jax.checkpoint` as an argument, so it is cast at the top."""
+    return lambda weights, state, batch: wrap(loss)(weights, jaxfp8.max_grad(state), batch)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@CHECKED
+def test_inside_of_the_map(checked, wrap):
+    mesh, layout = cases.mesh(), cases.LAYOUTS["tp"]
+    loss = wrapped(wrap, local_loss(layout, checked))
+    run = train(step_inside(mesh, layout, checked, loss=loss), mesh, layout)
+    cases.assert_same(run, cases.reference(), "inside")
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_around_the_map(wrap):
+    mesh, layout = cases.mesh(), cases.LAYOUTS["tp"]
+    run = train(step_outside(mesh, layout, True, around=functools.partial(wrapped, wrap)), mesh, layout)
+    cases.assert_same(run, cases.reference(), "around")
+
+
+@CHECKED
+def test_steps_in_a_scan(checked):
+    """All steps in one program: what a step leaves is what the next one takes, in type as well."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
+    one = step_inside(mesh, layout, checked)
+
+    def all_steps(weights, state, batches):
+        def body(carry, batch):
+            *carry, loss = one(*carry, batch)
+            return carry, loss
+
+        (weights, state), losses = lax.scan(body, [weights, state], batches)
+        return cases.Run(weights, state, list(losses))
+
+    with jax.set_mesh(mesh):
+        weights, state, batches = cases.arguments(mesh, layout)
+        run = jax.jit(all_steps)(weights, state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
+    cases.assert_same(run, cases.reference(), "scan of steps")
+
+
+@CHECKED
+def test_a_map_in_a_map(checked):
+    """The outer map has the axis data, the inner one the others."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    inner, outer = (restricted(layout, axes) for axes in (("fsdp", "tp"), ("data",)))
+    step = cases.make_step(local_loss(layout, checked))
+    out_specs = (layout.weights, P(), P())
+    step = mapped(step, None, inner, checked, out_specs, manual=("fsdp", "tp"))
+    run = train(mapped(step, mesh, outer, checked, out_specs, manual=("data",)), mesh, layout)
+    cases.assert_same(run, cases.reference(), "nested")
+
+
+@pytest.mark.parametrize("name, manual", [("fsdp+tp", ("data",)), ("all", ("data", "tp"))])
+@CHECKED
+def test_some_axes_manual(name, manual, checked):
+    """XLA cuts along the other axes."""
+    mesh, layout = cases.mesh(), cases.LAYOUTS[name]
+    step = step_inside(mesh, restricted(layout, manual), checked, manual=manual)
+    cases.assert_same(train(step, mesh, layout), cases.reference(), f"{name}, manual {manual}")
+
+
+# --------------------------------------------------------------------------------------------------- partial sums (TP)
+
+
+@pytest.mark.parametrize("program", ["auto", "explicit", "check_vma", "no check_vma"])
+def test_amax_of_partial_sums(program):
+    """A row-parallel product is a sum over devices: the next layer sees the sum, and not its much larger terms."""
+    rng = np.random.default_rng(0)
+    x, half1, half2, w3 = (rng.integers(-1, 2, shape).astype(np.float32) for shape in ((4, 8), (8, 4), (4, 8), (8, 4)))
+    weights = np.concatenate([half1, half1], axis=1), np.concatenate([half2, -half2]), w3
+    weights[1][0, 0] += 1
+    specs = P(None, "tp"), P("tp", None), P()
+    states = [jaxfp8.init_state(RECIPE) for _ in weights]
+
+    def next_states(states, weights, x, total=lambda y: y, out_sharding=None):
+        matmul = (((1,), (0,)), ((), ()))
+
+        def loss(states):
+            h = jaxfp8.dot_general(x, weights[0], matmul, recipe=RECIPE, state=states[0])
+            y = jaxfp8.dot_general(h, weights[1], matmul, recipe=RECIPE, state=states[1], out_sharding=out_sharding)
+            z = jaxfp8.dot_general(total(y), weights[2], matmul, recipe=RECIPE, state=states[2])
+            return jnp.sum(z * z)
+
+        return jax.grad(loss)(states)
+
+    wanted = jax.device_get(jax.jit(next_states)(states, weights, x))
+    term, y = x @ half1 @ half2, x @ weights[0] @ weights[1]
+    assert np.abs(term).max() > np.abs(y).max() == wanted[2].input.amax_history[0]  # small integers, exact at scale 1
+
+    on = cases.mesh("explicit" if program == "explicit" else "auto", shape=(2,), axes=("tp",))
+    if program in ("auto", "explicit"):
+        step = functools.partial(next_states, out_sharding=P() if program == "explicit" else None)
+    else:
+        checked = program == "check_vma"
+        psum = lax.psum if checked else summed
+        step = functools.partial(next_states, total=lambda y: psum(y, "tp"))
+        step = jax.shard_map(step, mesh=on, in_specs=(P(), specs, P()), out_specs=P(), check_vma=checked)
+    with jax.set_mesh(on):
+        got = jax.jit(step)(cases.put(states, on, P()), cases.put(weights, on, specs), cases.put(x, on, P()))
+    cases.assert_same(got, wanted, program)
+
+
+# ------------------------------------------------------------------------------------- one product, a state each stage
+
+STAGED = {
+    "unit": dataclasses.replace(RECIPE, pipeline_axes=("stage",)),
+    "current": dataclasses.replace(CURRENT, pipeline_axes=("stage",)),
+    "without state": dataclasses.replace(RECIPE, pipeline_axes=("stage",)),
+}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_scale_by_themselves(name, checked):
+    """All stages see the same x, each with a kernel of another size: each is as if it were alone.
+
+    All amaxes are 7 times a power of two and all sums exact. With a scale for all kernels the small ones would be 0.
+    """
+    recipe, stages = STAGED[name], 4
+    rng = np.random.default_rng(0)
+    x, grad = (np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8) for _ in range(2))
+    kernels = rng.integers(-6, 7, (stages, 8, 8)).astype(np.float32)
+    kernels[:, 0, 0] = 7
+    kernels *= np.float32([[[1]], [[2]], [[2**12]], [[2**-6]]])
+    matmul = (((1,), (0,)), ((), ()))
+
+    def gradient(kernel, state, x, grad):
+        y, vjp = jax.vjp(
+            lambda *args: jaxfp8.dot_general(x, args[0], matmul, recipe=recipe, state=args[1]), kernel, state
+        )
+        return y, vjp(grad)
+
+    def of_stage(kernels, states, x, grad):
+        kernel, state = jax.tree.map(lambda leaf: leaf[0], (kernels, states))
+        grad = lax.pcast(grad, "stage", to="varying") if checked else grad
+        y, (of_kernel, of_state) = gradient(kernel, state, x, grad)
+        of_kernel = of_kernel if checked else lax.psum(of_kernel, "data")
+        return jax.tree.map(lambda leaf: leaf[None], (y, (of_kernel, of_state)))
+
+    state = cases.stateless()["w1"] if name == "without state" else jaxfp8.init_state(recipe)
+    wanted = [jax.jit(gradient)(kernel, state, x, grad) for kernel in kernels]
+    wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *wanted)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * stages), state)
+    mapped = jax.shard_map(
+        of_stage,
+        mesh=cases.mesh(shape=(stages, 2), axes=("stage", "data")),
+        in_specs=(P("stage"), P("stage"), P("data"), P("data")),
+        out_specs=(P("stage", "data"), (P("stage"), P("stage"))),
+        check_vma=checked,
+    )
+    cases.assert_same(jax.jit(mapped)(kernels, states, x, grad), wanted, name)
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be right
+
+
+@pytest.mark.parametrize("steps_before", [0, 3], ids=["at once", "in training"])
+def test_unchecked_with_the_gradient_outside(steps_before):
+    """JAX adds the states of all devices, and nothing inside of the map can tell: `update_state` raises.
+
+    Of a first step only the scale tells, and not where an amax is FP8_MAX times a power of two: a current scale would
+    look like that. So all tensors of it are three times as large.
+    """
+    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    state = cases.reference(steps=steps_before).state if steps_before else cases.state()
+    size = 1 if steps_before else 3
+    weights, batch = jax.tree.map(lambda x: x * x.dtype.type(size), (cases.weights(), cases.batches()[steps_before]))
+    loss = mapped(local_loss(layout, True), mesh, layout, False, P())
+    gradient = jax.jit(jax.grad(loss, argnums=1))(weights, state, batch)
+    with pytest.raises(ValueError, match="8 times .* summed over uses or devices"):
+        jaxfp8.update_state(state, gradient)
+
+    wanted = jaxfp8.update_state(state, jax.jit(jax.grad(cases.loss, argnums=1))(weights, state, batch))
+    safe = jax.jit(jaxfp8.update_state)(state, gradient)
+    for got, right in zip(*(jax.tree.leaves(tree, is_leaf=is_quantizer) for tree in (safe, wanted)), strict=True):
+        np.testing.assert_array_equal(got.scale, right.scale)
+        np.testing.assert_array_equal(got.amax_history[1:], right.amax_history[1:])
+        assert right.amax_history[0] <= got.amax_history[0] <= 8 * right.amax_history[0]
+
+
+def is_quantizer(node) -> bool:
+    return isinstance(node, jaxfp8.QuantizerState)
+
+
+@pytest.mark.parametrize("recipe, warned", [(cases.RECIPE, True), (RECIPE, False)], ids=["not said", "said"])
+def test_unchecked_warns_unless_told(recipe, warned):
+    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
+    for checked in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(step_inside(mesh, layout, checked, recipe), *arguments)
+        of_state = [str(w.message) for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
+        assert bool(of_state) == (warned and not checked)
+        assert all("('data', 'fsdp', 'tp')" in text and "pipeline_axes=()" in text for text in of_state)
+
+
+def test_pipeline_axis_of_a_state_that_all_share():
+    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("fsdp",))
+    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    with pytest.raises(ValueError, match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it"):
+        train(step_inside(mesh, layout, True, recipe), mesh, layout, steps=1)
+
+
+def test_pipeline_axis_that_does_not_exist():
+    """Where types do not tell, a typo would reduce over the stages."""
+    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("stages",))
+    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
+    with pytest.raises(ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"):
+        train(step_inside(mesh, layout, False, recipe), mesh, layout, steps=1)

@@ -1,0 +1,205 @@
+"""quantize_params: kernels quantized once a step give the bits of kernels quantized in every product."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+from mesh import hlo
+from transforms import cases
+
+import jaxfp8
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+MICROBATCHES = 3
+
+
+def assert_same(got, expected, what):
+    expected = dict(jax.tree.leaves_with_path(expected))
+    for path, leaf in jax.tree.leaves_with_path(got):
+        oracle.assert_bitwise(leaf, np.asarray(expected.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
+    assert not expected
+
+
+def two_layers():
+    """Parameters, states with a history behind them, microbatches `[n, rows, K]`."""
+    rng = np.random.default_rng(0)
+    params = {"up": rng.standard_normal((cases.K, 8)), "down": rng.standard_normal((8, cases.N))}
+    params = {name: kernel.astype(np.float32) for name, kernel in params.items()}
+    states = {name: cases.pack(cases.oracle_state(i)) for i, name in enumerate(params)}
+    x, _, grad = cases.operands(MICROBATCHES)
+    return params, states, x, grad
+
+
+def total_loss(params, states, xs, grads):
+    """A scan over microbatches, each product in a rematerialized block."""
+
+    @jax.checkpoint
+    def block(x):
+        for name in ("up", "down"):
+            x = cases.product(x, params[name], states[name])
+        return x
+
+    def body(total, batch):
+        x, grad = batch
+        return total + jnp.sum(block(x) * grad), None
+
+    return lax.scan(body, jnp.float32(0), (xs, grads))[0]
+
+
+def quantized_loss(params, states, xs, grads):
+    return total_loss(jaxfp8.quantize_params(params, states, cases.RECIPE), states, xs, grads)
+
+
+def test_the_bits_of_products_that_quantize():
+    arguments = two_layers()
+    expected, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*arguments) for f in (total_loss, quantized_loss))
+    assert_same(got, expected, "value and gradients")
+
+
+def test_kernels_are_quantized_once():
+    """Not once in the loop over microbatches and again where remat runs a block again."""
+
+    def quantized(function, kernel):
+        jaxpr = str(jax.make_jaxpr(jax.jit(jax.grad(function, argnums=(0, 1))))(*two_layers()))
+        shape = ",".join(map(str, kernel.shape))
+        return len(re.findall(rf"f8_e4m3fn\[{shape}\].* = jaxfp8_quantize", jaxpr))
+
+    for kernel in two_layers()[0].values():
+        assert quantized(quantized_loss, kernel) == 1
+        assert quantized(total_loss, kernel) > 1
+
+
+def test_gradient_of_what_it_returns():
+    params, states, xs, grads = two_layers()
+    quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
+    gradient = jax.jit(jax.grad(total_loss))(quantized, states, xs, grads)
+    expected = jax.jit(jax.grad(total_loss, argnums=(0, 1)))(params, states, xs, grads)[0]
+    assert_same({name: q.source for name, q in gradient.items()}, expected, "gradient")
+    assert all(not np.any(np.asarray(q.data, np.float32)) for q in gradient.values()), "codes have no gradient"
+
+
+def test_codes_are_those_of_the_oracle():
+    params, states, *_ = two_layers()
+    for name, q in jaxfp8.quantize_params(params, states, cases.RECIPE).items():
+        state = cases.oracle_state(list(params).index(name)).kernel
+        codes, scale, next_state = oracle.step(params[name], state, oracle.E4M3)
+        oracle.assert_bitwise(q.data, codes, "data")
+        oracle.assert_bitwise(q.data_t, codes.T, "data_t")
+        oracle.assert_bitwise(q.scale_inv, (1 / scale).reshape(1), "scale_inv")
+        oracle.assert_bitwise(q.next_state.amax_history, next_state.amax_history, "history")
+        assert q.source is params[name] and q.shape == params[name].shape
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("ndim", [2, 3])
+def test_any_contraction(contract, ndim):
+    """Codes serve whatever dimension is contracted; where the second layout does not fit, it is made from them."""
+    rng = np.random.default_rng(1)
+    kernel = rng.standard_normal((6, 6, 4)[:ndim]).astype(np.float32)
+    x = rng.standard_normal((5, 6 if contract < 2 else 4)).astype(np.float32)
+    x = x[:, : kernel.shape[contract]]
+    state = cases.pack(cases.oracle_state())
+
+    def loss(kernel, state, quantize):
+        if quantize:
+            kernel = jaxfp8.quantize_params({"a": kernel}, {"a": state}, cases.RECIPE)["a"]
+        dimension_numbers = (((1,), (contract,)), ((), ()))
+        y = jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=cases.RECIPE, state=state)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+    expected, got = (jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q) for q in (False, True))
+    assert_same(got, expected, "gradients and y")
+
+
+def test_linen_dense():
+    layer = jaxfp8.linen.Dense(8, recipe=cases.RECIPE, dtype=jnp.bfloat16)
+    x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    variables = layer.init(jax.random.key(0), x)
+
+    def loss(variables, quantize):
+        params = variables["params"]
+        if quantize:
+            params = jaxfp8.quantize_params(params, variables[OWG], cases.RECIPE)
+            assert isinstance(params["kernel"], jaxfp8.QTensor)
+        return jnp.sum(layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2)
+
+    expected, got = (jax.grad(loss)(variables, quantize) for quantize in (False, True))
+    assert_same(got, expected, "gradients")
+
+
+def test_ensemble():
+    """Kernels and states stacked: each member has its own codes."""
+    params, states, xs, grads = two_layers()
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf]), (params, states))
+    expected, got = (
+        jax.jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=(0, 0, None, None)))(*stacked, xs, grads)
+        for f in (total_loss, quantized_loss)
+    )
+    assert_same(got, expected, "gradients")
+
+
+def test_inference_without_the_kernel():
+    """Codes alone multiply; they have no gradient to give."""
+    params, states, xs, _ = two_layers()
+    q = jaxfp8.quantize_params(params, states, cases.RECIPE)["up"]
+    codes = jaxfp8.QTensor(q.data, q.scale_inv, q.data_t)
+    with_source, without = (cases.product(xs[0], kernel, states["up"]) for kernel in (q, codes))
+    oracle.assert_bitwise(without, np.asarray(with_source), "y")
+    with pytest.raises(TypeError, match="source"):
+        jax.grad(lambda data: jnp.sum(cases.product(xs[0], jaxfp8.QTensor(data, q.scale_inv), states["up"])))(q.data)
+
+
+def test_errors():
+    params, states, *_ = two_layers()
+    with pytest.raises(ValueError, match="found none that belongs"):
+        jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
+    with pytest.raises(ValueError, match="resize_history"):
+        jaxfp8.quantize_params(params, states, jaxfp8.DelayedScaling(amax_history_len=7))
+    quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
+    with pytest.raises(TypeError, match="kernel"):
+        jaxfp8.einsum("bk,kn->bn", np.ones((2, cases.K), np.float32), quantized["up"], recipe=cases.RECIPE)
+    layer = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    variables = layer.init(jax.random.key(0), np.ones((2, 6), np.float32))
+    params = jaxfp8.quantize_params(variables["params"], variables[OWG], jaxfp8.DelayedScaling())
+    with pytest.raises(TypeError, match="QTensor"):  # Flax casts kernels before it calls us: use linen.Dense
+        layer.apply(variables | {"params": params}, np.ones((2, 6), np.float32))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_codes_that_are_gathered(check_vma):
+    """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes back scattered."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, pipeline_axes=())
+    x, kernel, grad = cases.operands()
+    state = cases.pack(cases.oracle_state())
+
+    def product(x, kernel):
+        return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+
+    def gather(a):
+        return lax.all_gather(a, "fsdp", axis=0, tiled=True)
+
+    def step(x, kernel, grad):
+        def loss(kernel):
+            quantized = jaxfp8.quantize_params({"a": kernel}, {"a": state}, recipe)["a"].map(gather)
+            y = product(x, quantized)
+            return jnp.sum(y * grad), y
+
+        gradient, y = jax.grad(loss, has_aux=True)(kernel)
+        return y, gradient
+
+    P = jax.sharding.PartitionSpec
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=check_vma))
+    with pytest.warns(jaxfp8.FP8StateWarning):
+        y, gradient = step(x, kernel, grad)
+        text = step.lower(x, kernel, grad).compile().as_text()
+    expected = cases.one_product(x, kernel, grad, cases.oracle_state())
+    expected.y.check(y)
+    expected.wgrad.check(gradient, "gradient of the kernel")
+    gathered = [dtype for c in hlo.collectives(text) if c.kind == "all-gather" for dtype, _ in c.results]
+    assert gathered and set(gathered) == {"u8"}, gathered
