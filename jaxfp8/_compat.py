@@ -30,17 +30,20 @@ def needs_devices(op: Primitive) -> None:
 
 
 def devices_of(ctx) -> str:
-    """What a program is lowered for: `"one"` device, or one of a `shard_map`; a `"mesh"`; or `"unknown"`."""
+    """What a program is lowered for: `"one"` device, or one of a `shard_map`; a `"mesh"`; or `"unknown"`.
+
+    Unknown is also what the older partitioner cuts, which takes no rules by name, and a program to be exported, since
+    what `custom_partitioning` calls back cannot be written out.
+    """
     context = ctx.module_context.axis_context
     if hasattr(context, "manual_axes"):
         return "one" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
     if getattr(context, "num_devices", None) == 1:
         return "one"
-    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)  # the older partitioner takes no rules by name
-    known = (
-        shardy and getattr(context, "device_assignment", None) is not None and getattr(context, "abstract_mesh", None)
-    )
-    return "mesh" if known else "unknown"
+    shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)
+    exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+    known = getattr(context, "device_assignment", None) is not None and getattr(context, "abstract_mesh", None)
+    return "mesh" if shardy and not exported and known else "unknown"
 
 
 try:

@@ -64,7 +64,9 @@ def with_varying(aval, axes):
 
 def placed_as(aval, x):
     """`x` with the sharding of `aval`, on a mesh with explicit axes."""
-    return x if jax.typeof(x).sharding == aval.sharding else jax.sharding.reshard(x, aval.sharding)
+    if aval.sharding.mesh.empty or jax.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding)
 
 
 def cotangent_of(aval, ct):

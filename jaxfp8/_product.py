@@ -79,8 +79,10 @@ def _batch(args, dims, *, plan, **params):
     if any(d is not None for d in leaf_dims) or own_scales:
         # A state that the members share is still one state: what comes back combines by max.
         repeats = [_repeat] * 2 + [_repeat_state] * len(leaves)
+        specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
+        axis = next((spec for spec in specs if spec is not None), None)  # that the members are cut along
         leading = [
-            repeat(size, a) if d is None else jnp.moveaxis(a, d, 0)
+            repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
         return _product_p.bind(*leading, plan=dataclasses.replace(plan, members=plan.members + 1), **params), 0
@@ -118,12 +120,15 @@ def _without(x, dim):
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
-def _repeat(size, x):
-    return jnp.broadcast_to(x, (size, *x.shape))
+def _repeat(members, x):
+    """`x` for each member; `members` is how many there are, and the mesh axis along which they are cut."""
+    (size, axis), sharding = members, jax.typeof(x).sharding
+    out = None if sharding.mesh.empty else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
+    return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
 
 
 _repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
-_repeat_state.defvjp(lambda size, x: (_repeat(size, x), None), lambda size, _, ct: (jnp.max(ct, axis=0),))
+_repeat_state.defvjp(lambda members, x: (_repeat(members, x), None), lambda members, _, ct: (jnp.max(ct, axis=0),))
 
 
 _NOT_UPDATED = (

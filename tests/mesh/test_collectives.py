@@ -122,7 +122,7 @@ def test_a_step_of_the_model(kind, name, monkeypatch):
     assert {c.kind for c in ours} <= {c.kind for c in theirs}
     is_gather = lambda c: c.kind == "all-gather"  # noqa: E731
     assert sum(not is_gather(c) for c in ours) <= sum(not is_gather(c) for c in theirs)
-    # Two layouts of a tensor are two gathers of 1 byte a number, where bf16 may gather once.
+    # A tensor that two products read may be gathered twice, 1 byte a number, where bf16 gathers once.
     assert sum(c.bytes for c in ours if is_gather(c)) <= sum(c.bytes // 2 for c in theirs if is_gather(c))
 
 

@@ -252,7 +252,11 @@ def test_an_amax_over_some_of_the_axes_is_caught(monkeypatch):
 
 def test_a_sum_of_amaxes_is_caught(monkeypatch):
     partitioned = _partition._partitioned
-    monkeypatch.setattr(_partition, "_partitioned", lambda *options: partitioned(*options[:-1], lax.psum))
+
+    def summed(*options):
+        return partitioned(*(lax.psum if option is lax.pmax else option for option in options))
+
+    monkeypatch.setattr(_partition, "_partitioned", summed)
     assert_caught("auto", "all")
 
 

@@ -186,18 +186,13 @@ def test_outside_of_jit():
         cases.assert_same(cases.train(cases.make_step(), weights, state, batches[:2]), wanted, "eager")
 
 
-SHARED_KERNEL = pytest.mark.xfail(
-    strict=True, reason="the kernel's copies for the members are not cut like the members"
-)
-
-
 @pytest.mark.parametrize("spmd_axis_name", [None, "data"])
 @pytest.mark.parametrize("kind, own", [("auto", ""), ("auto", "kernel"), ("auto", "state"), ("auto", "kernel, state")])
 def test_vmap_auto(kind, own, spmd_axis_name):
     train_members(kind, own, spmd_axis_name)
 
 
-@pytest.mark.parametrize("own", ["", "kernel", pytest.param("state", marks=SHARED_KERNEL), "kernel, state"])
+@pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
 def test_vmap_explicit(own):
     train_members("explicit", own, None)
 
@@ -270,7 +265,6 @@ def test_scan_over_stacked_layers(kind, is_remat, is_shared):
         cases.assert_same(run(*placed), wanted, f"scan {kind}")
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the gradient of what lies on no mesh is put on none")
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_on_no_mesh(kind):
     """Arrays in numpy, while a mesh is set: JAX's own products take that."""
@@ -280,7 +274,6 @@ def test_arguments_on_no_mesh(kind):
         cases.assert_same(run, wanted, kind)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the gradient of what lies on no mesh is put on none")
 def test_a_kernel_on_no_mesh():
     """While the data are on a mesh with explicit axes."""
     mesh, state = line("explicit"), jaxfp8.init_state(cases.RECIPE)
@@ -291,7 +284,6 @@ def test_a_kernel_on_no_mesh():
         cases.assert_same(jax.jit(step)(x, kernel, target, state), wanted, "numpy")
 
 
-@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="programs to export have callbacks of partitioning")
 def test_exported():
     """A program for 8 devices, written out and read again."""
     mesh = cases.mesh()
