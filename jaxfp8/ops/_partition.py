@@ -27,7 +27,7 @@ def lower(run, jnp_program, operand_names, result_names, *, combine, other_layou
         run: the op on the operands of one device.
         jnp_program: the same in jnp, which XLA can partition by itself.
         operand_names, result_names: the names of the dimensions.
-        combine: `lax.pmax` or `lax.psum`.
+        combine: `lax.pmax`, `lax.psum` or None.
         other_layouts: position of an operand -> position of the same in another order; these come last.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
             it stays what it is, and what several ops gather is gathered once.
@@ -63,6 +63,8 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
         def partition(mesh, operands, results):
             tensors = zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True)
             axes = _assign(mesh, [(x.shape, x.sharding.spec, named) for x, named in tensors])
+            if combine is None:
+                axes = {name: of for name, of in axes.items() if all(name in named for named in result_names)}
             # One layout crosses devices, for all products that read the tensor; here it is put in order afterwards.
             moved = {
                 i: j

@@ -50,7 +50,8 @@ def tensor_op(
         reference, cpu, cuda: `(*operands, members, **static) -> sequence of arrays`.
         other_layouts: `(**static) -> {position: position}`: operands, the last ones, that hold the same as another one,
             with its dimensions in another order. A mesh may move them in its place; no implementation sees them.
-        combine: `lax.pmax` or `lax.psum`: the reduction over the shards of dimensions that a result lacks.
+        combine: `(**static) -> lax.pmax or lax.psum`, the reduction over the shards of dimensions that a result lacks;
+            None where there is none, so that these dimensions cannot be cut.
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
     """
@@ -95,7 +96,7 @@ def tensor_op(
             run,
             jnp_program,
             *named,
-            combine=combine,
+            combine=combine(**static),
             other_layouts=other_layouts(**static),
             as_bytes=platform == "cpu",
             ctx=ctx,

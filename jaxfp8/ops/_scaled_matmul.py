@@ -299,7 +299,7 @@ _scaled_matmul = tensor_op(
     reference=_reference,
     cpu=_on_cpu,
     cuda=_grouped(_cublaslt),
-    combine=lax.psum,
+    combine=lambda spec: None if spec.has_bias or spec.has_accumulator else lax.psum,  # they are added once
     batch_first=_batch,
     other_layouts=_other_layouts,
 )
