@@ -5,9 +5,9 @@ gradient then holds the next state, `jaxfp8.train.optimizer` keeps optax away fr
 stores it. Layers see one vector, as is the custom in Equinox; under `jax.vmap` each is still one matrix product.
 """
 
-import argparse
 import time
 
+import _options
 import _report
 import equinox as eqx
 import jax
@@ -132,18 +132,7 @@ def create(recipe, vocabulary, seed, tx):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=150, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=16, help=f"windows of {LENGTH} characters a step (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--arms", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all)")
-    parser.add_argument("--tiny", action="store_true", help="4 steps on 2 windows: does it run at all?")
-    args = parser.parse_args()
-    if args.tiny:
-        args.steps, args.batch = 4, 2
-    if args.steps < 2 or args.batch < 1:
-        parser.error("--steps has to be 2 or more (the first one compiles), --batch 1 or more")
-
+    args = _options.parse(__doc__, RECIPES, steps=150, batch=16, tiny_batch=2, length=LENGTH)
     corpus, tx = Corpus(), make_optimizer(args.steps)
     arms = {name: create(RECIPES[name], len(corpus.vocabulary), args.seed, tx) for name in args.arms}
     runs = {name: _report.Run() for name in arms}

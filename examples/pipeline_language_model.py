@@ -7,12 +7,12 @@ stacked, so the FP8 state is as well, and each stage has its own, with the large
 On a CPU the program makes itself eight devices; with GPUs it takes those there are.
 """
 
-import argparse
 import functools
 import math
 import time
 from typing import Any
 
+import _options
 import _report
 import flax.linen as nn
 import jax
@@ -107,18 +107,7 @@ def mean_loss(apply_fn, params, batches):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help=f"windows of {LENGTH} characters a step (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
-    parser.add_argument("--tiny", action="store_true", help="4 steps on 8 windows: does it run at all?")
-    args = parser.parse_args()
-    if args.tiny:
-        args.steps, args.batch = 4, 8
-    if args.steps < 2 or args.batch < 1:
-        parser.error("--steps has to be 2 or more (the first one compiles), --batch 1 or more")
-    return args
+    return _options.parse(__doc__, ARMS, steps=60, batch=8, tiny_batch=8, length=LENGTH)
 
 
 def main():

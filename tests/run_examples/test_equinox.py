@@ -1,9 +1,5 @@
-"""examples/equinox_language_model.py, run as a user runs it, at tiny size; and what makes its comparison fair."""
+"""examples/equinox_language_model.py: its table, and what makes its comparison fair."""
 
-import importlib
-import os
-import pathlib
-import subprocess
 import sys
 
 import equinox as eqx
@@ -14,32 +10,27 @@ import pytest
 
 import jaxfp8
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+from . import running
+
+NAME = "equinox_language_model"
 
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
-        yield importlib.import_module("equinox_language_model")
+    with running.imported(monkeypatch, NAME) as module:
+        yield module
 
 
 def test_prints_a_table(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as a user
-    command = [sys.executable, EXAMPLES / "equinox_language_model.py", "--tiny"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
-    for arm in ("bf16", "jaxfp8"):
-        loss, _, ms, _ = table[arm]
-        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+    running.assert_table(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
 def test_refuses(example, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["equinox_language_model.py", *options])
+    monkeypatch.setattr(sys, "argv", [NAME, *options])
     with pytest.raises(SystemExit, match="2"):
         example.main()
     assert options[0] in capsys.readouterr().err

@@ -1,10 +1,6 @@
-"""examples/fsdp_language_model.py, run as a user runs it, at tiny size; and its checkpoints on other meshes."""
+"""examples/fsdp_language_model.py: its table and collectives, and its checkpoints on other meshes."""
 
-import importlib
-import os
-import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -15,16 +11,13 @@ import pytest
 
 import jaxfp8
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-VOCABULARY, STEPS = 50, 4
+from . import running
+
+NAME, VOCABULARY, STEPS = "fsdp_language_model", 50, 4
 
 
 def run(folder, *options):
-    environment = {
-        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-    }  # it has to ask for devices
-    command = [sys.executable, EXAMPLES / "fsdp_language_model.py", "--tiny", *options]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return running.run(folder, NAME, "--tiny", *options)
 
 
 def digests(done, what):
@@ -57,10 +50,7 @@ def test_prints_collectives_and_a_table(straight):
         # All that is gathered is codes: of the kernels' 0.375 Mi elements, at most for both layouts.
         (codes,) = re.findall(r"all-gather (\S+) (\S+) MiB", moved["jaxfp8"])
         assert codes[0] == "u8" and 0.37 < float(codes[1]) <= 0.75
-    table = {line.split()[0]: line.split()[1:] for line in lines[-3:]}
-    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
-    for arm in ("bf16", "jaxfp8"):
-        assert 0 < float(table[arm][0]) < 5 and float(table[arm][2]) > 0  # log(103 characters) is 4.6
+    running.assert_table(lines[-3:])
 
 
 def test_resumes_bitwise(straight, folder):
@@ -74,16 +64,14 @@ def test_resumes_bitwise(straight, folder):
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
-        module = importlib.import_module("fsdp_language_model")
+    with running.imported(monkeypatch, NAME) as module:
         monkeypatch.setattr(module, "LAYERS", 1)
         yield module
 
 
 @pytest.mark.parametrize("options", [("--steps", "3"), ("--batch", "0"), ("--mesh", "4x"), ("--mesh", "2x2x2")])
 def test_refuses(example, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fsdp_language_model.py", *options])
+    monkeypatch.setattr(sys, "argv", [NAME, *options])
     with pytest.raises(SystemExit, match="2"):
         example.parse_arguments()
     assert options[0] in capsys.readouterr().err

@@ -1,42 +1,30 @@
-"""The examples, run as a user runs them, at tiny size; and what makes their comparison fair."""
+"""examples/language_model.py: its table, picture and proof, and what makes its comparison fair."""
 
 import importlib
 import json
 import math
-import os
-import pathlib
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-
-
-def run_language_model(folder, *options):
-    environment = {
-        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-    }  # one device, as a user has
-    command = [sys.executable, EXAMPLES / "language_model.py", *options]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+from . import running
 
 
 @pytest.fixture
 def language_model(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
-        yield importlib.import_module("language_model")
+    with running.imported(monkeypatch, "language_model") as module:
+        yield module
 
 
 def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
-    run = run_language_model(tmp_path, "--tiny", "--control", "--seeds", "2", "--json", "out.json")
+    run = running.run(tmp_path, "language_model", "--tiny", "--control", "--seeds", "2", "--json", "out.json")
     assert run.returncode == 0, run.stderr
     assert "8/8" in run.stderr and "jaxfp8=" in run.stderr  # the progress bar, with losses
 
     lines = run.stdout.splitlines()
-    table = {line.split()[0]: line.split()[1:] for line in lines}
+    table = running.rows(lines)
     assert lines[0].split()[:3] == ["arm", "validation", "loss"]
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert set(results) == {"bf16", "jaxfp8", "flax", "control"}
@@ -53,14 +41,14 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
 
 
 def test_language_model_runs_a_subset_of_arms(tmp_path):
-    run = run_language_model(tmp_path, "--tiny", "--arms", "jaxfp8", "--out", "here.png")
+    run = running.run(tmp_path, "language_model", "--tiny", "--arms", "jaxfp8", "--out", "here.png")
     assert run.returncode == 0, run.stderr
     assert "flax" not in run.stdout and (tmp_path / "here.png").exists()
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--seeds", "0"), ("--arms", "int4")])
 def test_language_model_refuses(tmp_path, options):
-    run = run_language_model(tmp_path, *options)
+    run = running.run(tmp_path, "language_model", *options)
     assert run.returncode == 2 and options[0] in run.stderr
 
 

@@ -1,10 +1,4 @@
-"""examples/nnx_language_model.py, run as a user runs it, at tiny size; and what makes its comparison fair."""
-
-import importlib
-import os
-import pathlib
-import subprocess
-import sys
+"""examples/nnx_language_model.py: its table, and what makes its comparison fair."""
 
 import jax
 import numpy as np
@@ -13,35 +7,26 @@ from flax import nnx
 
 import jaxfp8.nnx
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+from . import running
 
-
-def run(folder, *options):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as a user
-    command = [sys.executable, EXAMPLES / "nnx_language_model.py", *options]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+NAME = "nnx_language_model"
 
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has it
-        yield importlib.import_module("nnx_language_model")
+    with running.imported(monkeypatch, NAME) as module:
+        yield module
 
 
 def test_prints_a_table(tmp_path):
-    done = run(tmp_path, "--tiny")
+    done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
-    table = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
-    for arm in ("bf16", "jaxfp8"):
-        loss, _, ms, _ = table[arm]
-        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+    running.assert_table(done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
 def test_refuses(tmp_path, options):
-    done = run(tmp_path, *options)
+    done = running.run(tmp_path, NAME, *options)
     assert done.returncode == 2 and options[0] in done.stderr
 
 

@@ -1,0 +1,42 @@
+"""Running an example in a process of its own, reading its table, and importing it."""
+
+import contextlib
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def run(folder, name, *options):
+    """The finished process of an example, in a folder; devices are those that a user has."""
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, EXAMPLES / f"{name}.py", *options]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@contextlib.contextmanager
+def imported(monkeypatch, name):
+    """An example as a module, with JAX as a user has it."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield importlib.import_module(name)
+
+
+def rows(lines) -> dict[str, list[str]]:
+    """The lines of a table by their first word."""
+    return {line.split()[0]: line.split()[1:] for line in lines}
+
+
+def assert_table(lines):
+    """The table of two arms after a tiny run: a loss, its difference to bf16, a time."""
+    table = rows(lines)
+    assert set(table) == {"arm", "bf16", "jaxfp8"} and table["bf16"][1] == "-"
+    for arm in ("bf16", "jaxfp8"):
+        loss, _, ms, _ = table[arm]
+        assert 0 < float(loss) < 5 and float(ms) > 0  # log(103 characters) is 4.6
+    return table
