@@ -25,6 +25,18 @@ def gpu_devices() -> list:
         return []
 
 
+@pytest.fixture
+def cuda_custom_calls(monkeypatch):
+    """Lowers as where the CUDA library is installed; what was traced before or after is forgotten."""
+    from jaxfp8.ops import _ffi
+
+    if not _ffi.has_cuda_kernels():
+        monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not gpu_devices():
         pytest.skip(f"needs an NVIDIA GPU; JAX sees only {jax.default_backend()}")

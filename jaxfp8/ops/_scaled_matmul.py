@@ -250,7 +250,6 @@ def _reference(*operands, members, spec, widen=_to_f32):
 
 def _on_cpu(*operands, members, spec):
     """In bfloat16: half of f32's bytes, and newer processors multiply it natively."""
-
     one = lax.full((1,), 1.0, np.float32)
 
     def widen(codes):

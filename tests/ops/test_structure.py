@@ -51,16 +51,6 @@ def dense_arguments():
     return *(np.ones(shape, oracle.BF16) for shape in shapes), jaxfp8.init_state(RECIPE)
 
 
-@pytest.fixture
-def cuda_custom_calls(monkeypatch):
-    """Lowers as where the CUDA library is installed; what was traced before or after is forgotten."""
-    if not jaxfp8.has_cuda_kernels():
-        monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def cuda_text(function, *arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -14,7 +14,6 @@ from jax.extend.core import jaxpr_as_fun
 from transforms import cases
 
 import jaxfp8
-from jaxfp8 import ops
 
 X, KERNEL, GRAD = cases.operands()
 STATE = cases.oracle_state()
@@ -48,16 +47,6 @@ def assert_same(got, expected, what):
 HIGHEST, DEFAULT = lax.Precision.HIGHEST, lax.Precision.DEFAULT
 LEFT_TO_THE_RECIPE = [None, DEFAULT, "default", "fastest", (DEFAULT, DEFAULT)]
 PRECISE = [HIGHEST, "high", "highest", "float32", (HIGHEST, HIGHEST)]
-
-
-@pytest.fixture
-def cuda_custom_calls(monkeypatch):
-    """Lowers as where the CUDA library is installed; what was traced before or after is forgotten."""
-    if not jaxfp8.has_cuda_kernels():
-        monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", True)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(
