@@ -30,14 +30,14 @@ def needs_devices(op: Primitive) -> None:
 
 
 def devices_of(ctx) -> str:
-    """What a program is lowered for: `"one"` device, or one of a `shard_map`; a `"mesh"`; or `"unknown"`.
+    """What a program is lowered for: `"one"` device; a `"shard"`, one device of a `shard_map`; a `"mesh"`; `"unknown"`.
 
     Unknown is also what the older partitioner cuts, which takes no rules by name, and a program to be exported, since
     what `custom_partitioning` calls back cannot be written out.
     """
     context = ctx.module_context.axis_context
     if hasattr(context, "manual_axes"):
-        return "one" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
+        return "shard" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
     if getattr(context, "num_devices", None) == 1:
         return "one"
     shardy = getattr(jax.config, "jax_use_shardy_partitioner", True)

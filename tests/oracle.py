@@ -195,6 +195,22 @@ def select_scale(state: State, fmt: Format, options: Options = Options(), curren
         return F32(min(max(F32(1) / stored, SCALE_MIN), SCALE_MAX))
 
 
+def delayed_scale(history, stored, numerator, most_recent=False):
+    """(history moved one step with 0 in slot 0, scale, scale_inv) of one quantizer before a step."""
+    history = clean_history(history)
+    scale, scale_inv = scale_pair(history[0] if most_recent else history.max(), stored, numerator)
+    history = np.roll(history, -1)
+    history[0] = 0
+    return history, scale, scale_inv
+
+
+def push_amax(history, amax) -> np.ndarray:
+    """The history with slot 0 the amax, or 0 where that is not a positive number."""
+    history = np.array(history)
+    history[0] = clean_history(amax)
+    return history
+
+
 def next_state(state: State, scale, amax_now) -> State:
     """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is not finite); s' = 1 / scale."""
     history = np.roll(clean_history(state.amax_history), -1)

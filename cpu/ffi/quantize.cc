@@ -1,4 +1,6 @@
-// jaxfp8_quantize_v1: x [g, n], scale f32 [1] or [g] -> data fp8 [g, n], amax f32 [g].
+// jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
+//
+// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cpu/kernels/quantize.h"
 
 #include "cpu/ffi/support.h"
@@ -7,8 +9,8 @@ namespace jaxfp8::cpu {
 namespace {
 
 ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
-                           ffi::Dictionary attributes) {
+                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize", attributes));
   const Operand x_operand{"quantize", "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
@@ -19,23 +21,26 @@ ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
   JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize", "scale", scale}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax", *amax}, groups));
 
   XlaTaskPool tasks(pool);
   Quantize(tasks, ToDtype(x.element_type()), ToDtype(data->element_type()), x.untyped_data(), ToScales(scale), groups,
-           size, static_cast<uint8_t*>(data->untyped_data()), static_cast<float*>(amax->untyped_data()));
+           size, static_cast<uint8_t*>(data->untyped_data()), static_cast<const float*>(amax_so_far.untyped_data()),
+           static_cast<float*>(amax->untyped_data()));
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace jaxfp8::cpu
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v1, jaxfp8::cpu::QuantizeHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
                                   .Attrs());

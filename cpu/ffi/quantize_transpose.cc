@@ -1,4 +1,7 @@
-// jaxfp8_quantize_transpose_v1: x [g, m, n], scale f32 [1] or [g] -> data [g, m, n], data_t [g, n, m], amax f32 [g].
+// jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
+// data_t [g, n, m], amax f32 [g].
+//
+// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cpu/kernels/quantize_transpose.h"
 
 #include "cpu/ffi/support.h"
@@ -9,7 +12,8 @@ namespace {
 constexpr const char* kOp = "quantize_transpose";
 
 ffi::Error QuantizeTransposeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                    ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t,
+                                    ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                    ffi::Result<ffi::AnyBuffer> data_t,
                                     ffi::Result<ffi::AnyBuffer> amax,
                                     ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
@@ -26,24 +30,28 @@ ffi::Error QuantizeTransposeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi:
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
   JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data->element_type()}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({kOp, "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({kOp, "amax", *amax}, groups));
 
   XlaTaskPool tasks(pool);
   QuantizeTranspose(tasks, ToDtype(x.element_type()), ToDtype(data->element_type()), x.untyped_data(),
                     ToScales(scale), groups, m, n, static_cast<uint8_t*>(data->untyped_data()),
-                    static_cast<uint8_t*>(data_t->untyped_data()), static_cast<float*>(amax->untyped_data()));
+                    static_cast<uint8_t*>(data_t->untyped_data()),
+                    static_cast<const float*>(amax_so_far.untyped_data()),
+                    static_cast<float*>(amax->untyped_data()));
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace jaxfp8::cpu
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v1, jaxfp8::cpu::QuantizeTransposeHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cpu::QuantizeTransposeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // data_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax

@@ -9,6 +9,11 @@ namespace jaxfp8::cpu {
 
 inline void ClearAmax(float* amax, int64_t groups) { memset(amax, 0, groups * sizeof(float)); }
 
+// For results that alias an operand: XLA gives them one buffer where it can, and then there is nothing to do.
+inline void StartAmax(float* amax, const float* amax_so_far, int64_t groups) {
+  if (amax != amax_so_far) memcpy(amax, amax_so_far, groups * sizeof(float));
+}
+
 // `bits` as AmaxBits (fp8.h) gives them. Compiler builtins, because the cell is XLA's memory and not a std::atomic.
 inline void RaiseAmax(float* cell, uint32_t bits) {
   uint32_t* address = reinterpret_cast<uint32_t*>(cell);

@@ -11,8 +11,8 @@
 namespace jaxfp8::cpu {
 
 void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t size,
-              uint8_t* data, float* amax) {
-  ClearAmax(amax, groups);
+              uint8_t* data, const float* amax_so_far, float* amax) {
+  StartAmax(amax, amax_so_far, groups);
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * size, kStreamedSpan);
   PrepareResult(data, groups * size);

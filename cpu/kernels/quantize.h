@@ -1,4 +1,4 @@
-// data = quantize(x, scale) and amax = max |x|, in one pass over x.
+// data = quantize(x, scale) and amax = max(amax_so_far, max |x|), in one pass over x.
 #ifndef JAXFP8_CPU_KERNELS_QUANTIZE_H_
 #define JAXFP8_CPU_KERNELS_QUANTIZE_H_
 
@@ -10,9 +10,10 @@
 
 namespace jaxfp8::cpu {
 
-// x: [groups, size] of `in`; data: the same shape of `format`; amax: [groups].
+// x: [groups, size] of `in`; data: the same shape of `format`; amax_so_far and amax: [groups],
+// not negative, perhaps one buffer.
 void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t size,
-              uint8_t* data, float* amax);
+              uint8_t* data, const float* amax_so_far, float* amax);
 
 }  // namespace jaxfp8::cpu
 

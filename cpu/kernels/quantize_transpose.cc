@@ -11,8 +11,8 @@
 namespace jaxfp8::cpu {
 
 void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
-                       int64_t n, uint8_t* data, uint8_t* data_t, float* amax) {
-  ClearAmax(amax, groups);
+                       int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax) {
+  StartAmax(amax, amax_so_far, groups);
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * m * n, kStreamedTranspose);
   PrepareResult(data, groups * m * n);

@@ -1,4 +1,4 @@
-// data = quantize(x, scale), data_t = its transpose, and amax = max |x|, in one pass over x.
+// data = quantize(x, scale), data_t = its transpose, and amax = max(amax_so_far, max |x|), in one pass over x.
 #ifndef JAXFP8_CPU_KERNELS_QUANTIZE_TRANSPOSE_H_
 #define JAXFP8_CPU_KERNELS_QUANTIZE_TRANSPOSE_H_
 
@@ -10,9 +10,10 @@
 
 namespace jaxfp8::cpu {
 
-// x: [groups, m, n] of `in`; data: [groups, m, n] and data_t: [groups, n, m] of `format`; amax: [groups].
+// x: [groups, m, n] of `in`; data: [groups, m, n] and data_t: [groups, n, m] of `format`; amax_so_far and amax:
+// [groups], not negative, perhaps one buffer.
 void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
-                       int64_t n, uint8_t* data, uint8_t* data_t, float* amax);
+                       int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax);
 
 }  // namespace jaxfp8::cpu
 

@@ -35,10 +35,13 @@ class BlockAmax {
   __device__ __forceinline__ void Put(uint32_t over_warp) {
     if (threadIdx.x % kWarpSize == 0) warps_[threadIdx.x / kWarpSize] = over_warp;
   }
+  // In the lanes of warp 0; 0 in the others.
+  __device__ __forceinline__ uint32_t InFirstWarp() const {
+    if (threadIdx.x >= kWarpSize) return 0;
+    return __reduce_max_sync(0xffffffffu, threadIdx.x < kWarpsPerBlock ? warps_[threadIdx.x] : 0);
+  }
   __device__ __forceinline__ void Raise(float* amax) const {
-    if (threadIdx.x >= kWarpSize) return;
-    const uint32_t mine = threadIdx.x < kWarpsPerBlock ? warps_[threadIdx.x] : 0;
-    const uint32_t largest = __reduce_max_sync(0xffffffffu, mine);
+    const uint32_t largest = InFirstWarp();
     if (threadIdx.x == 0) RaiseAmax(amax, largest);
   }
 

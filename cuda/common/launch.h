@@ -32,6 +32,12 @@ cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, c
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
+// For results that alias an operand: XLA gives them one buffer where it can, and then there is nothing to do.
+inline cudaError_t CopyUnlessAliased(float* to, const float* from, int64_t count, cudaStream_t stream) {
+  if (to == from || count == 0) return cudaSuccess;
+  return cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(float), cudaMemcpyDeviceToDevice, stream);
+}
+
 }  // namespace jaxfp8::cuda
 
 #endif  // JAXFP8_CUDA_COMMON_LAUNCH_H_

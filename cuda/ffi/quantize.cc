@@ -1,4 +1,6 @@
-// jaxfp8_quantize_v1: x [g, n], scale f32 [1] or [g] -> data fp8 [g, n], amax f32 [g].
+// jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
+//
+// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize.h"
 
 #include "cuda/ffi/support.h"
@@ -7,8 +9,8 @@ namespace jaxfp8::cuda {
 namespace {
 
 ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
-                           ffi::Dictionary attributes) {
+                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize", attributes));
   const Operand x_operand{"quantize", "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
@@ -19,6 +21,7 @@ ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize", "scale", scale}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax", *amax}, groups));
 
   QuantizeParams params = {};
@@ -28,6 +31,7 @@ ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   params.scale = static_cast<const float*>(scale.untyped_data());
   params.scale_stride = ScaleStride(scale);
   params.data = data->untyped_data();
+  params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
   params.amax = static_cast<float*>(amax->untyped_data());
   params.groups = groups;
   params.size = size;
@@ -37,12 +41,13 @@ ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v1, jaxfp8::cuda::QuantizeHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
                                   .Attrs(),

@@ -1,4 +1,7 @@
-// jaxfp8_quantize_transpose_v1: x [g, m, n], scale f32 [1] or [g] -> data fp8 [g, m, n], data_t [g, n, m], amax [g].
+// jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
+// data_t [g, n, m], amax f32 [g].
+//
+// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize_transpose.h"
 
 #include "cuda/ffi/support.h"
@@ -7,7 +10,8 @@ namespace jaxfp8::cuda {
 namespace {
 
 ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                    ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t,
+                                    ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                    ffi::Result<ffi::AnyBuffer> data_t,
                                     ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
   const Operand x_operand{"quantize_transpose", "x", x};
@@ -23,6 +27,7 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
   JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data->element_type()}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax", *amax}, groups));
 
   QuantizeTransposeParams params = {};
@@ -33,6 +38,7 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   params.scale_stride = ScaleStride(scale);
   params.data = data->untyped_data();
   params.data_t = data_t->untyped_data();
+  params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
   params.amax = static_cast<float*>(amax->untyped_data());
   params.groups = groups;
   params.m = m;
@@ -43,12 +49,13 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v1, jaxfp8::cuda::QuantizeTransposeHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::QuantizeTransposeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x
                                   .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // data_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax

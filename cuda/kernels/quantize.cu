@@ -69,7 +69,7 @@ cudaError_t Run(const QuantizeParams& params, cudaStream_t stream) {
 
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
   if (params.groups == 0) return cudaSuccess;
-  JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(params.amax, 0, params.groups * sizeof(float), stream));
+  JAXFP8_RETURN_IF_CUDA_ERROR(CopyUnlessAliased(params.amax, params.amax_so_far, params.groups, stream));
   if (params.size == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {

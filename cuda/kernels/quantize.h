@@ -1,4 +1,4 @@
-// quantize: `[groups, size]` to FP8, with the amax of each group.
+// quantize: `[groups, size]` to FP8, and each group's amax raised by its own.
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_H_
 
@@ -11,13 +11,14 @@
 namespace jaxfp8::cuda {
 
 struct QuantizeParams {
-  Dtype dtype;           // of x: bf16, f16 or f32
-  Dtype format;          // of data: e4m3 or e5m2
-  const void* x;         // [groups, size]
-  const float* scale;    // [1] or [groups]
-  int64_t scale_stride;  // 0 or 1
-  void* data;            // [groups, size]
-  float* amax;           // [groups]
+  Dtype dtype;               // of x: bf16, f16 or f32
+  Dtype format;              // of data: e4m3 or e5m2
+  const void* x;             // [groups, size]
+  const float* scale;        // [1] or [groups]
+  int64_t scale_stride;      // 0 or 1
+  void* data;                // [groups, size]
+  const float* amax_so_far;  // [groups], not negative
+  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
   int64_t groups;
   int64_t size;
 };

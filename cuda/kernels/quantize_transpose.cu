@@ -232,7 +232,7 @@ cudaError_t Run(const QuantizeTransposeParams& params, cudaStream_t stream) {
 
 cudaError_t LaunchQuantizeTranspose(const QuantizeTransposeParams& params, cudaStream_t stream) {
   if (params.groups == 0) return cudaSuccess;
-  JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(params.amax, 0, params.groups * sizeof(float), stream));
+  JAXFP8_RETURN_IF_CUDA_ERROR(CopyUnlessAliased(params.amax, params.amax_so_far, params.groups, stream));
   if (params.m == 0 || params.n == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {

@@ -1,4 +1,4 @@
-// quantize_transpose: `[groups, m, n]` to FP8 in both layouts, with the amax of each group.
+// quantize_transpose: `[groups, m, n]` to FP8 in both layouts, and each group's amax raised by its own.
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_TRANSPOSE_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_TRANSPOSE_H_
 
@@ -11,14 +11,15 @@
 namespace jaxfp8::cuda {
 
 struct QuantizeTransposeParams {
-  Dtype dtype;           // of x: bf16, f16 or f32
-  Dtype format;          // of data and data_t: e4m3 or e5m2
-  const void* x;         // [groups, m, n]
-  const float* scale;    // [1] or [groups]
-  int64_t scale_stride;  // 0 or 1
-  void* data;            // [groups, m, n]
-  void* data_t;          // [groups, n, m]
-  float* amax;           // [groups]
+  Dtype dtype;               // of x: bf16, f16 or f32
+  Dtype format;              // of data and data_t: e4m3 or e5m2
+  const void* x;             // [groups, m, n]
+  const float* scale;        // [1] or [groups]
+  int64_t scale_stride;      // 0 or 1
+  void* data;                // [groups, m, n]
+  void* data_t;              // [groups, n, m]
+  const float* amax_so_far;  // [groups], not negative
+  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
   int64_t groups;
   int64_t m;
   int64_t n;

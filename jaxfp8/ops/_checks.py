@@ -51,6 +51,21 @@ def scale(op: str, name: str, x):
     return x.reshape(1)
 
 
+def amax_so_far(op: str, x):
+    """The argument `amax`, f32[] or f32[1], as f32[1]; 0 where it is None."""
+    return jnp.zeros((1,), jnp.float32) if x is None else scale(op, "amax", x)
+
+
+def history(op: str, name: str, x):
+    """An amax history, f32 `[H]` with at least one slot."""
+    x = array(op, name, x)
+    if x.dtype != np.float32:
+        raise TypeError(f"{op}: {name}: expected f32[H], got {_describe(x)}; cast it with .astype(jnp.float32)")
+    if x.ndim != 1 or x.size == 0:
+        raise ValueError(f"{op}: {name}: expected f32[H] with at least one slot, got {_describe(x)}")
+    return x
+
+
 def rank(op: str, name: str, x, least: int):
     """An array of rank `least` or more."""
     if x.ndim < least:

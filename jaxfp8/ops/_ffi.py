@@ -16,14 +16,22 @@ import numpy as np
 
 # An editable install has two folders: the sources and what was built.
 _LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
-_ON_BOTH = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize")
+_ON_BOTH = (
+    "amax",
+    "amax_to_scale",
+    "delayed_scales",
+    "dequantize",
+    "push_amaxes",
+    "quantize",
+    "quantize_transpose",
+)
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, "scaled_matmul")}
-_VERSION = 1
+_VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
 
 
 def target_name(op: str) -> str:
     """Name of the custom call of `op`; the number goes up whenever its handler's contract changes."""
-    return f"jaxfp8_{op}_v{_VERSION}"
+    return f"jaxfp8_{op}_v{_VERSIONS.get(op, 1)}"
 
 
 def custom_call_targets() -> tuple[str, ...]:
@@ -70,7 +78,7 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         results: `(shape, dtype)` of each result.
         *operands: arrays in the canonical form of common/README.md.
         aliases: operand index -> result index of buffers updated in place.
-        **attributes: Python bools, or NumPy scalars; handlers see an explicit type.
+        **attributes: Python bools, NumPy scalars or arrays of one dimension; handlers see an explicit type.
     """
     return jax.ffi.ffi_call(
         target_name(op),

@@ -2,7 +2,7 @@
 
 XLA knows nothing of a custom call and would gather its operands. `custom_partitioning` tells it two things: which
 dimensions belong together (a Shardy rule, from their names), and the program of one device. A dimension that a result
-lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products).
+lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns).
 """
 
 import functools
@@ -20,15 +20,28 @@ from .. import _compat, _mesh
 from ..formats import FP8_DTYPES
 
 
-def lower(run, jnp_program, operand_names, result_names, *, combine, other_layouts, as_bytes, ctx, operands):
+def lower(
+    run,
+    jnp_program,
+    operand_names,
+    result_names,
+    *,
+    combine,
+    other_layouts,
+    on_one_device_only,
+    as_bytes,
+    ctx,
+    operands,
+):
     """The lowering rule of an op.
 
     Args:
         run: the op on the operands of one device.
         jnp_program: the same in jnp, which XLA can partition by itself.
         operand_names, result_names: the names of the dimensions.
-        combine: `lax.pmax`, `lax.psum` or None.
+        combine: `lax.pmax`, `lax.psum` or None; or one of them for each result.
         other_layouts: position of an operand -> position of the same in another order; these come last.
+        on_one_device_only: whether anywhere else `jnp_program` runs.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
             it stays what it is, and what several ops gather is gathered once.
         ctx, operands: of the rule.
@@ -36,7 +49,9 @@ def lower(run, jnp_program, operand_names, result_names, *, combine, other_layou
     # On types without mesh axes: this is the inside of an op, whose own types say where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
     devices, count = _compat.devices_of(ctx), len(operands) - len(other_layouts)
-    if devices == "mesh" and run.func is not jnp_program.func:
+    if on_one_device_only and devices != "one":
+        run = jnp_program
+    elif devices == "mesh" and run.func is not jnp_program.func:
         dtypes = [aval.dtype for aval in plain]
         run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, as_bytes)
         count = len(operands)
@@ -51,6 +66,8 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
     """`run` for any shards."""
     operand_names, result_names = tuple(operand_names), tuple(result_names)
     count = len(operand_names) - len(other_layouts)
+    combines = combine if isinstance(combine, (list, tuple)) else [combine] * len(result_names)
+    complete = [named for named, by in zip(result_names, combines, strict=True) if by is None]
     raw = _as_bytes if as_bytes else lambda x: x
 
     def op(*operands):
@@ -63,15 +80,14 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
         def partition(mesh, operands, results):
             tensors = zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True)
             axes = _assign(mesh, [(x.shape, x.sharding.spec, named) for x, named in tensors])
-            if combine is None:
-                axes = {name: of for name, of in axes.items() if all(name in named for named in result_names)}
+            axes = {name: of for name, of in axes.items() if all(name in named for named in complete)}
             # One layout crosses devices, for all products that read the tensor; here it is put in order afterwards.
             moved = {
                 i: j
                 for i, j in other_layouts.items()
                 if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
             }
-            reduced = [_reduced_over(mesh, axes, named, combine) for named in result_names]
+            reduced = [_reduced_over(mesh, axes, *result) for result in zip(result_names, combines, strict=True)]
 
             def of_one_device(*shards):
                 shards = list(shards)
@@ -79,8 +95,8 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
                     for i, j in moved.items():
                         order = [operand_names[j].index(name) for name in operand_names[i]]
                         shards[i] = lax.transpose(shards[j], order)
-                    outputs = zip(untyped(*shards), reduced, strict=True)
-                    return [combine(x, over) if over else x for x, over in outputs]
+                    outputs = zip(untyped(*shards), combines, reduced, strict=True)
+                    return [by(x, over) if over else x for x, by, over in outputs]
 
             def shardings(names):
                 specs = (PartitionSpec(*(axes.get(name) for name in named)) for named in names)

@@ -39,6 +39,7 @@ def tensor_op(
     combine: Callable,
     batch_first: Callable | None = None,
     other_layouts: Callable = lambda **static: {},
+    on_one_device_only: bool = False,
 ) -> Callable:
     """A primitive `op(*operands, members=0, **static) -> list of arrays`.
 
@@ -51,9 +52,10 @@ def tensor_op(
         other_layouts: `(**static) -> {position: position}`: operands, the last ones, that hold the same as another one,
             with its dimensions in another order. A mesh may move them in its place; no implementation sees them.
         combine: `(**static) -> lax.pmax or lax.psum`, the reduction over the shards of dimensions that a result lacks;
-            None where there is none, so that these dimensions cannot be cut.
+            None where there is none, so that these dimensions cannot be cut. Or one of them for each result.
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
+        on_one_device_only: the reference runs on a mesh and in a `shard_map`.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
@@ -98,6 +100,7 @@ def tensor_op(
             *named,
             combine=combine(**static),
             other_layouts=other_layouts(**static),
+            on_one_device_only=on_one_device_only,
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,

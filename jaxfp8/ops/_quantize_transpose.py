@@ -11,61 +11,64 @@ from ._primitive import ONE, dims, tensor_op
 from ._reference import encode
 
 
-def quantize_transpose(x, scale, dtype, *, rows: int = 1, cols: int = 1):
+def quantize_transpose(x, scale, dtype, *, rows: int = 1, cols: int = 1, amax=None):
     """As `quantize`, and also the transpose: FP8 GEMMs on Hopper and Ada read both operands along the contracting dim.
 
-    Equivalent to `data, amax = quantize(x, scale, dtype); data_t = data.mT` with one read of `x`.
+    Equivalent to `data, amax = quantize(x, scale, dtype, amax=amax); data_t = data.mT` with one read of `x`.
 
     Args:
         x: bfloat16, float16 or float32 `[..., m, n]`.
         scale: f32[] or f32[1]; multiplies.
         dtype: float8_e4m3fn or float8_e5m2.
         rows, cols: how many dimensions m and n stand for.
+        amax: f32[] or f32[1], not negative: the amax so far, as for `quantize`.
 
     Returns:
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`, amax f32[].
 
     Raises:
-        TypeError: x, scale or dtype has another dtype; or the op is differentiated.
-        ValueError: x has fewer dimensions than `rows + cols`, or scale has another shape.
+        TypeError: x, scale, amax or dtype has another dtype; or the op is differentiated.
+        ValueError: x has fewer dimensions than `rows + cols`, or scale or amax has another shape.
     """
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     scale = _checks.scale(op, "scale", scale)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    data, data_t, amax = _quantize_transpose(x, scale, dtype=dtype, rows=rows, cols=cols)
+    operands = x, scale, _checks.amax_so_far(op, amax)
+    data, data_t, amax = _quantize_transpose(*operands, dtype=dtype, rows=rows, cols=cols)
     return data, data_t, amax.reshape(())
 
 
-def _names(x, _, dtype, rows, cols):
-    del dtype
+def _names(x, *rest, dtype, rows, cols):
+    del rest, dtype
     batch, rows, cols = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    return [batch + rows + cols, ONE], [batch + rows + cols, batch + cols + rows, ONE]
+    return [batch + rows + cols, ONE, ONE], [batch + rows + cols, batch + cols + rows, ONE]
 
 
-def _reference(x, scale, members, dtype, rows, cols):
+def _reference(x, scale, amax, members, dtype, rows, cols):
     data = encode(x, _shapes.stretch(scale, x), dtype)
     first = x.ndim - rows - cols
     order = (*range(first), *range(first + rows, x.ndim), *range(first, first + rows))
-    return data, jnp.transpose(data, order), _shapes.abs_max(x, members)
+    return data, jnp.transpose(data, order), _shapes.raise_amax(amax, _shapes.abs_max(x, members))
 
 
-def _custom_call(x, scale, members, dtype, rows, cols):
+def _custom_call(x, scale, amax, members, dtype, rows, cols):
     first = x.ndim - rows - cols
     groups = _shapes.merge(x, first, rows)
     g, m, n = groups.shape
     batch = math.prod(x.shape[members:first])
     results = [((g, m, n), dtype), ((g, n, m), dtype), ((g,), jnp.float32)]
-    scale = _shapes.group_scales(scale, members, batch)
-    data, data_t, top = _ffi.call("quantize_transpose", results, groups, scale)
+    operands = groups, _shapes.group_scales(scale, members, batch), _shapes.group_amaxes(amax, batch)
+    data, data_t, top = _ffi.call("quantize_transpose", results, *operands, aliases={2: 2})
+    top = _shapes.member_amaxes(top, x.shape[:members], batch) if batch else amax
     transposed = (*x.shape[:first], *x.shape[first + rows :], *x.shape[first : first + rows])
-    return data.reshape(x.shape), data_t.reshape(transposed), _shapes.member_amaxes(top, x.shape[:members], batch)
+    return data.reshape(x.shape), data_t.reshape(transposed), top
 
 
 _quantize_transpose = tensor_op(
     "quantize_transpose",
     names=_names,
-    dtypes=lambda x, _, dtype, rows, cols: [dtype, dtype, jnp.float32],
+    dtypes=lambda *_, dtype, rows, cols: [dtype, dtype, jnp.float32],
     reference=_reference,
     cpu=_custom_call,
     cuda=_custom_call,

@@ -28,6 +28,12 @@ def group_scales(scale, members, batch=1):
     return scale if batch == 1 else jnp.repeat(scale, batch)
 
 
+def group_amaxes(amax, batch):
+    """The amax so far of each group: f32 `[*members, 1]` to `[g]`, `batch` groups a member."""
+    amax = amax.reshape(-1)
+    return amax if batch == 1 else jnp.repeat(amax, batch)
+
+
 def member_amaxes(top, member_shape, batch=1):
     """The amax of each member: f32 `[g]`, `batch` groups a member, to `[*members, 1]`."""
     if batch != 1:
@@ -39,6 +45,12 @@ def abs_max(x, members):
     """The amax of each member of `x` in jnp: f32 `[*members, 1]`."""
     top = scaling.abs_max(x, axis=tuple(range(members, x.ndim)))
     return top.reshape(*x.shape[:members], 1)
+
+
+def raise_amax(amax, top):
+    """The larger of two f32 that are not negative: as integers, because XLA's CPU threads flush subnormal floats."""
+    bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (amax, top))
+    return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32)
 
 
 def stretch(scale, x):

@@ -14,7 +14,7 @@ import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
-KERNELS = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize")
+KERNELS = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose")
 FLAGS = "-std=c++17 -O2 -shared -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 
 # The order of jaxfp8::Dtype.
@@ -77,6 +77,19 @@ class _Buffer:
         return self.array
 
 
+class _DelayedScalesQuantizer(ctypes.Structure):
+    _POINTERS = ("history", "stored", "next_history", "scale", "scale_inv", "amax")
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        ("length", ctypes.c_int64),
+        ("numerator", ctypes.c_float),
+    ]
+
+
+class _PushAmaxesQuantizer(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("history", "amax", "next_history")), ("length", ctypes.c_int64)]
+
+
 class Emulated:
     """The launchers. `shift`: bytes off alignment of every buffer but the scales."""
 
@@ -91,7 +104,7 @@ class Emulated:
         self.library.emulator_configure(multiprocessors, int(backwards))
 
     def _launch(self, op, *arguments):
-        arguments = [a if isinstance(a, (ctypes.c_void_p, ctypes.c_float)) else ctypes.c_int64(a) for a in arguments]
+        arguments = [ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments]
         assert getattr(self.library, f"launch_{op}")(*arguments) == 0, f"{op}: launch failed or blocks hang"
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
 
@@ -108,27 +121,66 @@ class Emulated:
         self._launch("amax_to_scale", amax_pointer, stored_pointer, numerator, *result_pointers, amax.size)
         return tuple(buffer.result(name) for buffer, name in zip(results, ("scale", "scale_inv"), strict=True))
 
-    def quantize(self, x, scale, fmt, shift=0, data_shift=None):
+    def launches(self):
+        """What was put on streams since the last call: (kernels, memsets, copies)."""
+        counts = (ctypes.c_int64 * 3)()
+        self.library.emulator_take_launches(counts)
+        return tuple(counts)
+
+    @staticmethod
+    def _amaxes(so_far, groups, in_place):
+        """The buffers of the amax so far, 0 where it is None, and of the result."""
+        so_far = _Buffer((groups,), np.float32, 0, 0 if so_far is None else so_far)
+        return so_far, so_far if in_place else _Buffer((groups,), np.float32)
+
+    def delayed_scales(self, histories, stored, numerators, most_recent=False):
+        """`[(history, scale, scale_inv, amax)]` of each quantizer."""
+        groups = histories[0].shape[0]
+        quantizers, outputs, keep = (_DelayedScalesQuantizer * len(histories))(), [], []
+        for i, (history, own) in enumerate(zip(histories, stored, strict=True)):
+            inputs = [_Buffer(x.shape, np.float32, 0, x) for x in (history, own)]
+            results = [_Buffer(shape, np.float32) for shape in (history.shape, *[own.shape] * 3)]
+            pointers = [buffer.pointer for buffer in (*inputs, *results)]
+            quantizers[i] = _DelayedScalesQuantizer(*pointers, history.shape[1], numerators[i])
+            outputs.append(results)
+            keep.append(inputs)
+        self._launch("delayed_scales", quantizers, len(histories), groups, int(most_recent))
+        names = ("history", "scale", "scale_inv", "amax")
+        return [tuple(b.result(name) for b, name in zip(own, names, strict=True)) for own in outputs]
+
+    def push_amaxes(self, histories, amaxes, in_place=True):
+        groups = histories[0].shape[0]
+        quantizers, outputs, keep = (_PushAmaxesQuantizer * len(histories))(), [], []
+        for i, (history, amax) in enumerate(zip(histories, amaxes, strict=True)):
+            before, own = (_Buffer(x.shape, np.float32, 0, x) for x in (history, amax))
+            after = before if in_place else _Buffer(history.shape, np.float32)
+            quantizers[i] = _PushAmaxesQuantizer(before.pointer, own.pointer, after.pointer, history.shape[1])
+            outputs.append(after)
+            keep += [before, own]
+        self._launch("push_amaxes", quantizers, len(histories), groups)
+        return [after.result("history") for after in outputs]
+
+    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True):
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        top = _Buffer(x.shape[:1], np.float32)
+        so_far, top = self._amaxes(so_far, x.shape[0], in_place)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, top.pointer, *x.shape,
+            int(scale.size > 1), data.pointer, so_far.pointer, top.pointer, *x.shape,
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
-    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None):
+    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True):
         scale = np.atleast_1d(np.float32(scale))
         g, m, n = x.shape
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift)
         data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        top = _Buffer((g,), np.float32)
+        so_far, top = self._amaxes(so_far, g, in_place)
         self._launch(
             "quantize_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, data_t.pointer, top.pointer, g, m, n,
+            int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer, g, m, n,
         )  # fmt: skip
         return data.result("data"), data_t.result("data_t"), top.result("amax")
 

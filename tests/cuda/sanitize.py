@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SELECTION = "test_shapes or test_groups or test_scales or test_bias_and_accumulator or test_batched_product"
+SELECTION = (
+    "test_shapes or test_groups or test_scales or test_histories or test_amax_so_far or test_bias_and_accumulator "
+    "or test_batched_product"
+)
 # Only our own kernels: cuBLAS and XLA are not under test. memcheck looks at all.
 OWN_KERNELS = ["--kernel-name", "kns=jaxfp8"]
 

@@ -126,14 +126,69 @@ def test_scales(kernels, count, fp8_max, margin):
         assert_all_bitwise(got, oracle.scale_pair(amax, stored, numerator), "amax_to_scale")
 
 
+AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e30])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_amax_so_far(kernels, in_place):
+    """It is raised: in place, or in a copy of it. In place a quantizing op is one kernel and nothing else."""
+    fmt, x = oracle.E4M3, random_values((3, 200, 40), oracle.BF16)
+    expected = np.maximum(AMAXES_SO_FAR, [oracle.amax(group) for group in x])
+    options = {"so_far": AMAXES_SO_FAR, "in_place": in_place}
+    kernels.launches()
+    *_, top = kernels.quantize(x.reshape(3, -1), 1, fmt, **options)
+    oracle.assert_bitwise(top, expected, "quantize")
+    assert kernels.launches() == (1, 0, 0 if in_place else 1)
+    *_, top = kernels.quantize_transpose(x, 1, fmt, **options)
+    oracle.assert_bitwise(top, expected, "quantize_transpose")
+    assert kernels.launches() == (1, 0, 0 if in_place else 1)
+
+
+# Shorter and longer than a block; fewer and more quantizers and groups than blocks of push_amaxes have threads.
+@pytest.mark.parametrize("groups", [0, 1, 3, 40])
+@pytest.mark.parametrize(
+    "lengths", [(1,), (1, 2, 3), (255, 256, 257), (1024,) * 3, tuple(range(1, 17)), (5000,)], ids=str
+)
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_histories(kernels, groups, lengths, most_recent):
+    """One launch before a step and one after it, for all quantizers; the amaxes are fresh zeros."""
+    rng = np.random.default_rng(groups)
+    corner_cases = oracle.f32_corner_cases()
+    histories = [rng.choice(corner_cases, (groups, length)) for length in lengths]
+    stored = [rng.choice(corner_cases, groups) for _ in lengths]
+    numerators = np.resize(np.float32([448, 57344 * 2.0**-8]), len(lengths))
+    kernels.launches()
+    got = kernels.delayed_scales(histories, stored, numerators, most_recent)
+    assert kernels.launches() == (min(groups, 1), 0, 0)
+    for i, (moved, scale, scale_inv, amax) in enumerate(got):
+        oracle.assert_bitwise(amax, np.zeros(groups, np.float32), f"amax {i}")
+        for group in range(groups):
+            expected = oracle.delayed_scale(histories[i][group], stored[i][group], numerators[i], most_recent)
+            assert_all_bitwise(
+                (moved[group], scale[group], scale_inv[group]), expected, f"quantizer {i}, group {group}"
+            )
+    amaxes = [rng.choice(np.abs(corner_cases), groups) for _ in lengths]
+    histories = [moved for moved, *_ in got]
+    for in_place in (True, False):
+        pushed = kernels.push_amaxes(histories, amaxes, in_place)
+        assert kernels.launches() == (min(groups, 1), 0, 0 if in_place or groups == 0 else len(lengths))
+        for i, history in enumerate(pushed):
+            for group in range(groups):
+                expected = oracle.push_amax(histories[i][group], amaxes[i][group])
+                oracle.assert_bitwise(history[group], expected, f"history {i}, group {group}")
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
 def test_no_elements(emulated_library, shape):
-    """amax is 0, and nothing is launched: the plans divide by their sizes."""
+    """amax is 0, or what it was so far, and nothing is launched: the plans divide by their sizes."""
     x = np.zeros(shape, oracle.BF16)
     zeros = np.zeros(shape[:1], np.float32)
     oracle.assert_bitwise(emulated_library.amax(x), zeros, "amax")
-    oracle.assert_bitwise(emulated_library.quantize(x, 1, oracle.E4M3)[1], zeros, "quantize")
-    for matrix in (x[:, :, None], x[:, None]):
-        *_, top = emulated_library.quantize_transpose(matrix, 1, oracle.E4M3)
-        oracle.assert_bitwise(top, zeros, "quantize_transpose")
+    so_far = np.full_like(zeros, 3)
+    for in_place in (True, False):
+        options = {"so_far": so_far, "in_place": in_place}
+        oracle.assert_bitwise(emulated_library.quantize(x, 1, oracle.E4M3, **options)[1], so_far, "quantize")
+        for matrix in (x[:, :, None], x[:, None]):
+            *_, top = emulated_library.quantize_transpose(matrix, 1, oracle.E4M3, **options)
+            oracle.assert_bitwise(top, so_far, "quantize_transpose")
     emulated_library.dequantize(x.astype(oracle.E4M3.dtype), 1, np.float32)

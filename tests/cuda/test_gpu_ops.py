@@ -90,6 +90,44 @@ def test_scales(count):
         assert_all_bitwise([pair[:, 0] for pair in pairs], expected, f"amax_to_scale, margin {margin}")
 
 
+@pytest.mark.parametrize("lengths", [(1,), (1, 2, 3), (1024,) * 3, tuple(range(250, 266))], ids=str)
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_histories(lengths, algo):
+    rng = np.random.default_rng(len(lengths))
+    histories = [rng.choice(oracle.f32_corner_cases(), length) for length in lengths]
+    stored, amaxes = (list(rng.choice(oracle.f32_corner_cases(), (len(lengths), 1))) for _ in range(2))
+    fp8_max = tuple(np.resize([448.0, 57344.0], len(lengths)))
+    step = jax.jit(lambda h, s: ops.delayed_scales(h, s, fp8_max=fp8_max, algo=algo))
+    for _ in range(3):  # the amax buffers must be zero every time
+        scales = step(histories, stored)
+        pushed = jax.jit(ops.push_amaxes)([scale.history for scale in scales], amaxes)
+        for i, (scale, after) in enumerate(zip(scales, pushed, strict=True)):
+            numerator = np.float32(fp8_max[i])
+            moved, *pair = oracle.delayed_scale(histories[i], stored[i][0], numerator, algo == "most_recent")
+            expected = moved, *(np.reshape(v, 1) for v in pair), np.zeros(1, np.float32)
+            assert_all_bitwise(scale, expected, f"quantizer {i}")
+            oracle.assert_bitwise(after, oracle.push_amax(moved, amaxes[i][0]), f"history {i}")
+
+
+def test_amax_so_far():
+    """In place, for a zero that another kernel has written, and in a copy of what the program needs otherwise."""
+    x = random_values((300, 520), oracle.BF16)
+
+    @jax.jit
+    def step(x, amax):
+        (scale,) = ops.delayed_scales([amax], [amax], fp8_max=[448.0])
+        tops = []
+        for op in (ops.quantize, ops.quantize_transpose):
+            tops += [op(x, scale.scale, jnp.float8_e4m3fn, amax=so_far)[-1] for so_far in (scale.amax, amax)]
+        return tops, amax
+
+    for amax in np.float32([[1e-3], [1e30]]):
+        tops, same = step(x, amax)
+        oracle.assert_bitwise(same, amax, "the operand")
+        for top, so_far in zip(tops, (0, amax[0]) * 2, strict=True):
+            oracle.assert_bitwise(top, np.maximum(np.float32(so_far), oracle.amax(x)), f"amax so far {so_far}")
+
+
 @pytest.mark.parametrize("m, n", [(1, 1), (7, 9), (128, 128), (16, 8), (130, 264), (217, 41), (1000, 1000), (4096, 97)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_shapes(m, n, dtype):
@@ -199,11 +237,14 @@ GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL",
 
 
 def chain(x, kernel, scale):
-    """Every op once."""
-    q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn)
-    k, k_top = ops.quantize(kernel, scale, jnp.float8_e4m3fn)
-    y = ops.scaled_matmul(q, k, 1 / scale, 1 / scale)
-    return q_t, top, k_top, y, ops.amax(y), ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
+    """Every op once, but amax_to_scale."""
+    histories, stored = [jnp.full((4,), 448, jnp.float32)] * 2, [1 / scale] * 2
+    for_x, for_kernel = ops.delayed_scales(histories, stored, fp8_max=(448.0, 448.0))
+    q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn, amax=for_x.amax)
+    k, k_top = ops.quantize(kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax)
+    y = ops.scaled_matmul(q, k, 1 / scale, for_kernel.scale_inv)
+    pushed = ops.push_amaxes([for_x.history, for_kernel.history], [top, k_top])
+    return q_t, top, k_top, y, ops.amax(y), ops.dequantize(q_t, 1 / scale, jnp.bfloat16), *pushed
 
 
 def chain_inputs():

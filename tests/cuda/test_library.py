@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from ops import cases
 
 import jaxfp8
 
 # An editable install has several folders.
 LIBRARIES = [Path(folder, "_lib", "libjaxfp8_cuda.so") for folder in jaxfp8.__path__]
 LIBRARY = next(filter(Path.exists, LIBRARIES), None)
-OPS = ("amax", "amax_to_scale", "quantize", "quantize_transpose", "dequantize", "scaled_matmul")
-TARGETS = sorted(f"jaxfp8_{op}_v1" for op in OPS)
+TARGETS = sorted([*cases.TARGETS.values(), "jaxfp8_scaled_matmul_v1"])
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"the CUDA library was not built: no {LIBRARIES[0]}")
 

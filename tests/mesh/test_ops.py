@@ -72,3 +72,49 @@ def test_members_with_scales_of_their_own():
     data, tops = quantize(put(x, P("data", "tp")), put(scales, P("data")))
     for i in range(4):
         assert_all_bitwise((data[i], tops[i]), oracle.quantize(x[i], scales[i], FORMAT), f"member {i}")
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_amax_so_far(spec):
+    """The largest of what was there and of all shards."""
+    x, scale = values(4, 6, 10), np.float32(3)
+    for amax in np.float32([0, 1, 100]):
+        for op in (ops.quantize, ops.quantize_transpose):
+            *_, top = jax.jit(lambda x, a, op=op: op(x, scale, FORMAT.dtype, amax=a))(put(x, spec), amax)
+            oracle.assert_bitwise(np.asarray(top), np.maximum(amax, oracle.amax(x)), f"{op.__name__}, {amax}")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("spec", [P(), P("data"), P(("data", "tp"))], ids=str)
+def test_histories(spec, count):
+    """A history may come cut, as other arrays of its size; it is still one window."""
+    rng = np.random.default_rng(0)
+    histories = [np.abs(values(8, seed=i)) for i in range(count)]
+    stored, amaxes = ([np.float32([v]) for v in rng.uniform(1, 2, count)] for _ in range(2))
+
+    @jax.jit
+    def step(histories):
+        scales = ops.delayed_scales(histories, stored, fp8_max=[448.0] * count)
+        return scales, ops.push_amaxes([scale.history for scale in scales], amaxes)
+
+    scales, pushed = step([put(history, spec) for history in histories])
+    for i in range(count):
+        moved, *pair = oracle.delayed_scale(histories[i], stored[i][0], np.float32(448))
+        got = scales[i].history, scales[i].scale, scales[i].scale_inv, pushed[i]
+        expected = moved, *(np.reshape(v, 1) for v in pair), oracle.push_amax(moved, amaxes[i][0])
+        assert_all_bitwise(got, expected, f"quantizer {i}")
+
+
+def test_amaxes_are_pushed_by_xla_on_a_mesh():
+    """So that the reduction of an amax over devices can leave a loop over layers; delayed_scales is a custom call."""
+
+    def step(history, amax):
+        (scale,) = ops.delayed_scales([history], [amax], fp8_max=[448.0])
+        return ops.push_amaxes([scale.history], [amax])
+
+    history, amax = np.ones(8, np.float32), np.ones(1, np.float32)
+    with ops.implementation("ffi"):
+        cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
+        alone = jax.jit(step).lower(history, amax).compile().as_text()
+    assert [f"jaxfp8_{op}_v1" in cut for op in ("delayed_scales", "push_amaxes")] == [True, False]
+    assert [f"jaxfp8_{op}_v1" in alone for op in ("delayed_scales", "push_amaxes")] == [True, True]

@@ -24,7 +24,8 @@ HIGH_PRECISION, FP8 = (BF16, F16, F32), (E4M3, E5M2)
 NAN_CODE = {E4M3: 0x7F, E5M2: 0x7E}
 NAN_BITS = {BF16: 0x7FC0, F16: 0x7E00, F32: 0x7FC00000}
 ELEMENTWISE = ("amax", "quantize", "quantize_transpose", "dequantize")
-OPS = (*ELEMENTWISE, "amax_to_scale")
+OPS = (*ELEMENTWISE, "amax_to_scale", "delayed_scales", "push_amaxes")
+VERSIONS = {"quantize": 2, "quantize_transpose": 2}
 
 passed = failed = 0
 
@@ -38,10 +39,14 @@ def report(name, problem=None):
         print(f"{name}: {problem}", flush=True)
 
 
-def call(op, results, *operands, **attributes):
+def target(op):
+    return f"jaxfp8_{op}_v{VERSIONS.get(op, 1)}"
+
+
+def call(op, results, *operands, aliases=None, **attributes):
     """A raw custom call; `results` are (shape, dtype)."""
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-    return jax.ffi.ffi_call(f"jaxfp8_{op}_v1", shapes)(*operands, **attributes)
+    return jax.ffi.ffi_call(target(op), shapes, input_output_aliases=aliases)(*operands, **attributes)
 
 
 def bits(array):
@@ -80,17 +85,19 @@ def good(op, dtype, format, shape, scales, random):
     scale = scales.reshape(-1, *[1] * (len(shape) - 1)) if len(scales) == g else scales[0]
     itemsize = format.itemsize if op == "dequantize" else dtype.itemsize
     x = random.integers(0, 1 << 8 * itemsize, shape, f"u{itemsize}").view(format if op == "dequantize" else dtype)
+    so_far = np.exp2(random.integers(-150, 128, g)).astype(np.float32)
     if op == "amax":
         got = call(op, [((g,), F32)], x)
         want = [bits(amax_of(x))]
     elif op == "quantize":
-        got = call(op, [(shape, format), ((g,), F32)], x, scales)
-        want = [codes_of(x, scale, format), bits(amax_of(x))]
+        got = call(op, [(shape, format), ((g,), F32)], x, scales, so_far, aliases={2: 1} if g % 2 else None)
+        want = [codes_of(x, scale, format), bits(np.maximum(amax_of(x), so_far))]
     elif op == "quantize_transpose":
         transposed = (g, shape[2], shape[1])
-        got = call(op, [(shape, format), (transposed, format), ((g,), F32)], x, scales)
+        results = [(shape, format), (transposed, format), ((g,), F32)]
+        got = call(op, results, x, scales, so_far, aliases={2: 2} if g % 2 else None)
         codes = codes_of(x, scale, format)
-        want = [codes, codes.swapaxes(1, 2), bits(amax_of(x))]
+        want = [codes, codes.swapaxes(1, 2), bits(np.maximum(amax_of(x), so_far))]
     else:
         got = call(op, [(shape, dtype)], x, scales)
         want = [values_of(x, scale, dtype)]
@@ -143,6 +150,36 @@ def scale_calls():
             report(f"amax_to_scale {numerator} [{size}]", None if same else "results differ")
 
 
+def history_calls():
+    """Histories of several lengths at once, in groups; every kind of entry."""
+    random = np.random.default_rng(5)
+    strange = np.array([0, -0.0, -1, np.inf, -np.inf, np.nan, 2.0**-149], F32)
+    for g, lengths in ((0, (3,)), (1, (1,)), (1, (4, 1024, 2, 1)), (3, (1, 2, 17)), (2, tuple(range(1, 17)))):
+        histories = [np.exp2(random.uniform(-140, 100, (g, n))).astype(F32) for n in lengths]
+        histories = [np.where(random.random(h.shape) < 0.3, random.choice(strange, h.shape), h) for h in histories]
+        stored = [np.exp2(random.uniform(-20, 20, g)).astype(F32) for _ in lengths]
+        clean = [np.where((h > 0) & np.isfinite(h), h, F32.type(0)) for h in histories]
+        numerators = np.resize(np.float32([448, 57344]), len(lengths))
+        results = [(h.shape, F32) for h in histories] + [((g,), F32)] * (3 * len(lengths))
+        for most_recent in (False, True):
+            attributes = {"numerators": numerators, "most_recent": np.bool_(most_recent)}
+            got = call("delayed_scales", results, *histories, *stored, **attributes)
+            amaxes = [h[:, 0] if most_recent else h.max(axis=1) for h in clean]
+            pairs = [scales_of(*x) for x in zip(amaxes, stored, numerators, strict=True)]
+            moved = [np.roll(h, -1, axis=1) * (np.arange(h.shape[1]) > 0).astype(F32) for h in clean]
+            want = [*moved, *(p[0] for p in pairs), *(p[1] for p in pairs), *([np.zeros(g, F32)] * len(lengths))]
+            same = all(np.array_equal(bits(x), bits(y)) for x, y in zip(got, want, strict=True))
+            report(f"delayed_scales [{g}] {lengths} {most_recent}", None if same else "results differ")
+        amaxes = [random.choice(np.abs(strange), g).astype(F32) for _ in lengths]
+        for aliases in (None, {i: i for i in range(len(lengths))}):
+            got = call("push_amaxes", results[: len(lengths)], *moved, *amaxes, aliases=aliases)
+            want = [h.copy() for h in moved]
+            for h, amax in zip(want, amaxes, strict=True):
+                h[:, 0] = np.where(np.isfinite(amax), amax, 0)
+            same = all(np.array_equal(bits(x), bits(y)) for x, y in zip(got, want, strict=True))
+            report(f"push_amaxes [{g}] {lengths} {aliases}", None if same else "results differ")
+
+
 def large_calls():
     """Sizes that are streamed and put into huge pages, with ragged ends."""
     random = np.random.default_rng(1)
@@ -156,12 +193,12 @@ def large_calls():
 def concurrent_calls():
     """Several handlers at once, each of which wants the thread pool: inside one program, and from several threads."""
     x = np.random.default_rng(2).standard_normal((1, 400_000), np.float32)
-    one = np.ones(1, np.float32)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
     want = codes_of(x, np.float32(1), E4M3)
 
     @jax.jit
     def many(x):
-        calls = [call("quantize", [(x.shape, E4M3), ((1,), F32)], x + i, one)[0] for i in range(6)]
+        calls = [call("quantize", [(x.shape, E4M3), ((1,), F32)], x + i, one, zero)[0] for i in range(6)]
         return calls[0]
 
     def repeat(_):
@@ -174,6 +211,7 @@ def concurrent_calls():
 
 def bad_calls():
     x, matrix, one = np.ones((2, 12), BF16), np.ones((2, 3, 4), F32), np.ones(1, np.float32)
+    two = np.ones(2, np.float32)
     data, amax = ((2, 12), E4M3), ((2,), F32)
     matrix_data, matrix_t = ((2, 3, 4), E5M2), ((2, 4, 3), E5M2)
     codes, out = np.ones((2, 12), E4M3), ((2, 12), BF16)
@@ -185,26 +223,30 @@ def bad_calls():
 
     yield from (("amax", [amax], [bad], {}) for bad in bad_inputs)
     yield from (("amax", [bad], [x], {}) for bad in bad_amaxes)
-    yield from (("quantize", [data, amax], [bad, one], {}) for bad in bad_inputs)
-    yield from (("quantize", [data, amax], [x, bad], {}) for bad in bad_scales)
-    yield from (("quantize", [bad, amax], [x, one], {}) for bad in bad_datas)
-    yield from (("quantize", [data, bad], [x, one], {}) for bad in bad_amaxes)
+    yield from (("quantize", [data, amax], [bad, one, two], {}) for bad in bad_inputs)
+    yield from (("quantize", [data, amax], [x, bad, two], {}) for bad in bad_scales)
+    yield from (("quantize", [bad, amax], [x, one, two], {}) for bad in bad_datas)
+    yield from (("quantize", [data, bad], [x, one, two], {}) for bad in bad_amaxes)
+
+    bad_so_far = [one, np.ones(3, np.float32), two[None], two[0], two.astype(BF16), two.astype(np.int32)]
+    yield from (("quantize", [data, amax], [x, one, bad], {}) for bad in bad_so_far)
+    yield from (("quantize_transpose", [matrix_data, matrix_t, amax], [matrix, one, bad], {}) for bad in bad_so_far)
 
     op = "quantize_transpose"
-    yield from ((op, [matrix_data, matrix_t, amax], [bad, one], {}) for bad in [matrix[0], matrix.astype(np.int8)])
-    yield from ((op, [matrix_data, matrix_t, amax], [matrix, bad], {}) for bad in bad_scales)
+    yield from ((op, [matrix_data, matrix_t, amax], [bad, one, two], {}) for bad in [matrix[0], matrix.astype(np.int8)])
+    yield from ((op, [matrix_data, matrix_t, amax], [matrix, bad, two], {}) for bad in bad_scales)
     for bad in [((2, 4, 3), E5M2), ((3, 4), E5M2), ((2, 3, 5), E5M2), ((2, 3, 4), F32)]:
-        yield op, [bad, matrix_t, amax], [matrix, one], {}
+        yield op, [bad, matrix_t, amax], [matrix, one, two], {}
     for bad in [((2, 3, 4), E5M2), ((2, 4, 2), E5M2), ((1, 4, 3), E5M2), ((2, 4, 3), E4M3), ((2, 4, 3), F32)]:
-        yield op, [matrix_data, bad, amax], [matrix, one], {}
-    yield from ((op, [matrix_data, matrix_t, bad], [matrix, one], {}) for bad in bad_amaxes)
+        yield op, [matrix_data, bad, amax], [matrix, one, two], {}
+    yield from ((op, [matrix_data, matrix_t, bad], [matrix, one, two], {}) for bad in bad_amaxes)
 
     yield from (("dequantize", [out], [bad, one], {}) for bad in [x, codes[0], codes[None], codes.view(np.uint8)])
     yield from (("dequantize", [out], [codes, bad], {}) for bad in bad_scales)
     for bad in [((2, 11), BF16), ((24,), BF16), ((12, 2), BF16), ((2, 12), E4M3), ((2, 12), np.dtype(np.int16))]:
         yield "dequantize", [bad], [codes, one], {}
 
-    two, numerator = np.ones(2, np.float32), {"numerator": np.float32(448)}
+    numerator = {"numerator": np.float32(448)}
     for bad in [x, two[0], two.astype(BF16), two.astype(np.int32), two.astype(np.float16)]:
         yield "amax_to_scale", [amax, amax], [bad, two], numerator
     for bad in [one, np.ones(3, np.float32), two[None], two.astype(BF16)]:
@@ -219,15 +261,52 @@ def bad_calls():
         yield "amax_to_scale", [amax, amax], [two, two], attributes
     yield "amax_to_scale", [amax, amax], [two, two], numerator | {"extra": np.int32(1)}
 
+    history, options = np.ones((2, 4), F32), {"numerators": np.ones(1, F32), "most_recent": np.bool_(False)}
+    next_history = ((2, 4), F32)
+    scales = [next_history, amax, amax, amax]
+    for bad in [history[0], history[None], history[:, :0], history[:1], history.astype(BF16), history.astype(np.int32)]:
+        yield "delayed_scales", scales, [bad, two], options
+        yield "push_amaxes", [next_history], [bad, two], {}
+    for bad in [one, two[0], two[None], np.ones(3, F32), two.astype(BF16), two.astype(np.int32)]:
+        yield "delayed_scales", scales, [history, bad], options
+        yield "push_amaxes", [next_history], [history, bad], {}
+    for bad in [((2, 3), F32), ((2, 5), F32), ((8,), F32), ((1, 4), F32), ((2, 4), BF16)]:
+        yield "delayed_scales", [bad, amax, amax, amax], [history, two], options
+        yield "push_amaxes", [bad], [history, two], {}
+    for place in (1, 2, 3):
+        for bad in bad_amaxes:
+            yield "delayed_scales", [*scales[:place], bad, *scales[place + 1 :]], [history, two], options
+    for value in np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan]):
+        yield "delayed_scales", scales, [history, two], options | {"numerators": np.full(1, value)}
+    for numerators in (
+        np.ones(2, F32),
+        np.zeros(0, F32),
+        np.full(1, 5, np.float64),
+        np.full(1, 6, np.int32),
+        np.float32(7),
+    ):
+        yield "delayed_scales", scales, [history, two], options | {"numerators": numerators}
+    seventeen = [history] * 17 + [two] * 17
+    yield "delayed_scales", [next_history] * 17 + [amax] * 51, seventeen, options | {"numerators": np.ones(17, F32)}
+    yield "push_amaxes", [next_history] * 17, seventeen, {}
+    yield "delayed_scales", scales[:3], [history, two], options
+    yield "delayed_scales", scales, [history], options
+    yield "delayed_scales", scales, [history, two], options | {"most_recent": np.int32(1)}
+    yield "delayed_scales", scales, [history, two], {"numerators": np.ones(1, F32)}
+    yield "delayed_scales", scales, [history, two], options | {"extra": np.int32(1)}
+    yield "push_amaxes", [next_history] * 2, [history, two], {}
+    yield "push_amaxes", [next_history], [history], {}
+    yield "push_amaxes", [next_history], [history, two], {"extra": np.int32(1)}
+
     extra = {"extra": np.int32(1)}
     yield "amax", [amax], [x], extra
-    yield "quantize", [data, amax], [x, one], extra
-    yield op, [matrix_data, matrix_t, amax], [matrix, one], extra
+    yield "quantize", [data, amax], [x, one, two], extra
+    yield op, [matrix_data, matrix_t, amax], [matrix, one, two], extra
     yield "dequantize", [out], [codes, one], extra
     # Too few and too many buffers.
     yield "amax", [amax, amax], [x], {}
-    yield "quantize", [data, amax], [x], {}
-    yield "quantize", [data], [x, one], {}
+    yield "quantize", [data, amax], [x, one], {}
+    yield "quantize", [data], [x, one, two], {}
     yield "dequantize", [out], [codes, one, one], {}
     yield "amax_to_scale", [amax], [two, two], numerator
     yield "amax_to_scale", [amax, amax], [two], numerator
@@ -249,11 +328,12 @@ def check_bad_calls():
 def main():
     library = ctypes.CDLL(sys.argv[1])
     for op in OPS:
-        name = f"jaxfp8_{op}_v1"
+        name = target(op)
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
     print(f"jax {jax.__version__}")
     good_calls()
     scale_calls()
+    history_calls()
     large_calls()
     concurrent_calls()
     check_bad_calls()

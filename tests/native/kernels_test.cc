@@ -244,11 +244,12 @@ void CheckFlushingThread() {
   const float scales[2] = {0x1p126f, 0x1p-140f};
   const uint8_t codes[2] = {0x38, 0x01};  // 1 and 2^-9 in E4M3
   uint8_t data[2], data_t[2];
+  const float so_far[2] = {};
   float amax[2], amax_t[2], out[2];
   NoThreads pool;
   _mm_setcsr(flushing);
-  Quantize(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, data, amax);
-  QuantizeTranspose(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, 1, data, data_t, amax_t);
+  Quantize(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, data, so_far, amax);
+  QuantizeTranspose(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, 1, data, data_t, so_far, amax_t);
   Dequantize(pool, Dtype::kE4M3, Dtype::kF32, codes, {scales + 1, 1}, 1, 2, out);
   const uint32_t after = _mm_getcsr();
   _mm_setcsr(before);

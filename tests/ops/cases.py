@@ -28,6 +28,20 @@ MATRIX_SHAPES = ((1, 1), (1, 9), (9, 1), (217, 41), (64, 128), (33, 257), (130, 
 EMPTY_MATRIX_SHAPES = ((0, 5), (5, 0), (0, 0))
 
 
+# The custom calls of both libraries, under the names that programs carry.
+TARGETS = {
+    "amax": "jaxfp8_amax_v1",
+    "amax_to_scale": "jaxfp8_amax_to_scale_v1",
+    "delayed_scales": "jaxfp8_delayed_scales_v1",
+    "dequantize": "jaxfp8_dequantize_v1",
+    "push_amaxes": "jaxfp8_push_amaxes_v1",
+    "quantize": "jaxfp8_quantize_v2",
+    "quantize_transpose": "jaxfp8_quantize_transpose_v2",
+}
+# Amaxes so far: none, one that counts, one that does not, and what a step that overflowed leaves behind.
+AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
+
+
 def assert_quantized(got, x, scale, fmt: oracle.Format, what: str = "quantize") -> None:
     """`got` is the (data, amax) of an op; compares both with the oracle."""
     codes, top = oracle.quantize(x, scale, fmt)

@@ -12,7 +12,7 @@ from . import cases
 
 X = np.ones((4, 6), np.float32)
 A, B = np.ones((4, 6), oracle.E4M3.dtype), np.ones((5, 6), oracle.E5M2.dtype)
-S = np.float32(1)
+S, H = np.float32(1), np.ones(4, np.float32)
 E4M3 = oracle.E4M3.dtype
 F8_OTHER = np.ones((4, 6), "float8_e4m3b11fnuz")
 
@@ -55,12 +55,20 @@ NOT_FP8_DTYPES = {"f32": np.float32, "i8": np.int8, "other fp8": "float8_e4m3b11
 NOT_HIGH_PRECISION_DTYPES = {"f64": np.float64, "i32": np.int32, "e4m3": E4M3, "text": "no such dtype"}
 
 
-def quantize(x=X, scale=S, dtype=E4M3):
-    return ops.quantize(x, scale, dtype)
+def quantize(x=X, scale=S, dtype=E4M3, **options):
+    return ops.quantize(x, scale, dtype, **options)
 
 
-def quantize_transpose(x=X, scale=S, dtype=E4M3):
-    return ops.quantize_transpose(x, scale, dtype)
+def quantize_transpose(x=X, scale=S, dtype=E4M3, **options):
+    return ops.quantize_transpose(x, scale, dtype, **options)
+
+
+def delayed_scales(histories=(H, H), stored=(S, S), fp8_max=(448.0, 448.0), **options):
+    return ops.delayed_scales(histories, stored, fp8_max=fp8_max, **options)
+
+
+def push_amaxes(histories=(H, H), amaxes=(S, S)):
+    return ops.push_amaxes(histories, amaxes)
 
 
 def amax_to_scale(amax=S, stored=S):
@@ -87,8 +95,20 @@ def _table():
         table += rows(op, "scale", SCALES_OF_WRONG_DTYPE, TypeError)
         table += rows(op, "scale", SCALES_OF_WRONG_SHAPE, ValueError)
         table += rows(op, "dtype", NOT_FP8_DTYPES, TypeError)
+        table += rows(op, "amax", {k: v for k, v in SCALES_OF_WRONG_DTYPE.items() if v is not None}, TypeError)
+        table += rows(op, "amax", SCALES_OF_WRONG_SHAPE, ValueError)
     ranks = {"rank 0": S, "rank 1": X[0]}
     table += rows(quantize_transpose, "x", ranks, ValueError)
+    bad_histories = {"bf16": (H, H.astype(oracle.BF16)), "i32": (H, np.ones(4, np.int32)), "none": (H, None)}
+    counts = {"none at all": (), "17": (H,) * 17, "other shape": (H, H[None]), "no slot": (H, H[:0]), "scalar": (H, S)}
+    for op, argument in ((delayed_scales, "stored"), (push_amaxes, "amaxes")):
+        table += rows(op, "histories", bad_histories, TypeError)
+        table += rows(op, "histories", counts, ValueError)
+        table += rows(op, argument, {k: (S, v) for k, v in SCALES_OF_WRONG_DTYPE.items()}, TypeError)
+        table += rows(op, argument, {k: (S, v) for k, v in SCALES_OF_WRONG_SHAPE.items()}, ValueError)
+        table += rows(op, argument, {"one": (S,), "three": (S,) * 3}, ValueError)
+    table += rows(delayed_scales, "fp8_max", {"one": (448.0,), "three": (448.0,) * 3}, ValueError)
+    table += rows(delayed_scales, "algo", {"text": "mean", "function": max, "none": None}, ValueError)
     for argument in ("amax", "stored"):
         table += rows(amax_to_scale, argument, SCALES_OF_WRONG_DTYPE, TypeError)
         table += rows(amax_to_scale, argument, SCALES_OF_WRONG_SHAPE, ValueError)
@@ -127,7 +147,10 @@ def test_bad_argument_is_named(op, argument, label, value, exception):
         op(**{argument: value})
 
 
-@pytest.mark.parametrize("op", [quantize, quantize_transpose, dequantize, scaled_matmul], ids=lambda op: op.__name__)
+OPS = [quantize, quantize_transpose, delayed_scales, push_amaxes, dequantize, scaled_matmul]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_the_defaults_above_are_good(op):
     """Otherwise the table would test the wrong argument."""
     assert all(jnp.isfinite(out.astype(jnp.float32)).all() for out in jax.tree.leaves(op()))
@@ -185,6 +208,9 @@ REVERSE = {
     "quantize's amax": lambda x: quantize(x)[1],
     "quantize's scale": lambda x: jnp.sum(quantize(X, x[0, 0])[0].astype(jnp.float32)),
     "quantize_transpose": lambda x: jnp.sum(quantize_transpose(x)[1].astype(jnp.float32)),
+    "quantize's amax so far": lambda x: quantize(amax=x[0, 0])[1],
+    "delayed_scales": lambda x: jnp.sum(delayed_scales((x[0], x[1]))[0].scale),
+    "push_amaxes": lambda x: jnp.sum(push_amaxes((x[0], x[1]))[0]),
     "dequantize's scale_inv": lambda x: jnp.sum(dequantize(A, x[0, 0])),
     "scaled_matmul's a_scale_inv": lambda x: jnp.sum(scaled_matmul(a_scale_inv=x[0, 0], out_dtype=jnp.float32)),
     "scaled_matmul's bias": lambda x: jnp.sum(scaled_matmul(bias=x[0, :5], out_dtype=jnp.float32)),

@@ -24,27 +24,46 @@ def cpu_custom_calls():
 
 
 # What a good call must say beside its buffers.
-ATTRIBUTES = {"amax_to_scale": {"numerator": np.float32(1)}}
+ATTRIBUTES = {
+    "amax_to_scale": {"numerator": np.float32(1)},
+    "delayed_scales": {"numerators": np.ones(2, np.float32), "most_recent": np.bool_(False)},
+}
 
 
 def call(op, results, operands, **attributes):
     attributes = ATTRIBUTES.get(op, {}) | attributes
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
     operands = [np.ones(shape, dtype) for shape, dtype in operands]
-    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxfp8_{op}_v1", shapes)(*operands, **attributes))
+    return jax.block_until_ready(jax.ffi.ffi_call(cases.TARGETS[op], shapes)(*operands, **attributes))
 
 
 # op -> (results, operands) of a good call, in the canonical form of common/README.md.
 GOOD = {
     "amax": ([((2,), F32)], [((2, 12), BF16)]),
-    "quantize": ([((2, 12), E4M3), ((2,), F32)], [((2, 12), BF16), ((2,), F32)]),
+    "quantize": ([((2, 12), E4M3), ((2,), F32)], [((2, 12), BF16), ((2,), F32), ((2,), F32)]),
     "quantize_transpose": (
         [((2, 3, 4), E5M2), ((2, 4, 3), E5M2), ((2,), F32)],
-        [((2, 3, 4), F32), ((1,), F32)],
+        [((2, 3, 4), F32), ((1,), F32), ((2,), F32)],
     ),
     "dequantize": ([((2, 12), BF16)], [((2, 12), E4M3), ((1,), F32)]),
     "amax_to_scale": ([((2,), F32), ((2,), F32)], [((2,), F32), ((2,), F32)]),
+    # Two quantizers with histories of their own lengths.
+    "delayed_scales": (
+        [((2, 4), F32), ((2, 1), F32), *[((2,), F32)] * 6],
+        [((2, 4), F32), ((2, 1), F32), *[((2,), F32)] * 2],
+    ),
+    "push_amaxes": ([((2, 4), F32), ((2, 1), F32)], [((2, 4), F32), ((2, 1), F32), *[((2,), F32)] * 2]),
 }
+# What a good call of ones gives, where that is not ones.
+ANSWERS = {"delayed_scales": [np.float32([0, 1, 1, 1])] + [np.float32(0)] + [np.float32(1)] * 4 + [np.float32(0)] * 2}
+AMAXES_SO_FAR = [
+    ("operand", 2, ((1,), F32)),
+    ("operand", 2, ((3,), F32)),
+    ("operand", 2, ((2, 1), F32)),
+    ("operand", 2, ((), F32)),
+    ("operand", 2, ((2,), BF16)),
+    ("operand", 2, ((2,), np.int32)),
+]
 # op -> operand or result named in the message -> (place, index, bad specification)s.
 BAD = {
     "amax": {
@@ -88,6 +107,7 @@ BAD = {
             ("result", 0, ((2, 12), np.int8)),
             ("result", 0, ((2, 12), F32)),
         ],
+        "amax_so_far": AMAXES_SO_FAR,
         "amax": [("result", 1, ((1,), F32)), ("result", 1, ((2, 12), F32)), ("result", 1, ((2,), BF16))],
     },
     "quantize_transpose": {
@@ -115,6 +135,7 @@ BAD = {
             ("result", 1, ((2, 12), E5M2)),
             ("result", 1, ((2, 4, 3), E4M3)),
         ],
+        "amax_so_far": AMAXES_SO_FAR,
         "amax": [("result", 2, ((1,), F32)), ("result", 2, ((3,), F32)), ("result", 2, ((2,), np.int32))],
     },
     "dequantize": {
@@ -152,6 +173,43 @@ BAD = {
         "scale": [("result", 0, ((1,), F32)), ("result", 0, ((3,), F32)), ("result", 0, ((2,), np.int32))],
         "scale_inv": [("result", 1, ((1,), F32)), ("result", 1, ((1, 2), F32)), ("result", 1, ((2,), BF16))],
     },
+    "delayed_scales": {
+        "history 0": [
+            ("operand", 0, ((2, 4), BF16)),
+            ("operand", 0, ((2, 4), np.int32)),
+            ("operand", 0, ((4,), F32)),
+            ("operand", 0, ((2, 0), F32)),
+            ("operand", 0, ((2, 2, 2), F32)),
+        ],
+        "history 1": [("operand", 1, ((3, 1), F32)), ("operand", 1, ((1,), F32)), ("operand", 1, ((2, 1), BF16))],
+        "stored 0": [("operand", 2, ((3,), F32)), ("operand", 2, ((2, 1), F32)), ("operand", 2, ((2,), BF16))],
+        "stored 1": [("operand", 3, ((1,), F32)), ("operand", 3, ((), F32)), ("operand", 3, ((2,), np.int32))],
+        "next history 0": [
+            ("result", 0, ((2, 3), F32)),
+            ("result", 0, ((2, 5), F32)),
+            ("result", 0, ((8,), F32)),
+            ("result", 0, ((2, 4), np.int32)),
+        ],
+        "next history 1": [("result", 1, ((2, 4), F32)), ("result", 1, ((1, 1), F32))],
+        "scale 0": [("result", 2, ((1,), F32)), ("result", 2, ((2,), BF16))],
+        "scale 1": [("result", 3, ((3,), F32))],
+        "scale_inv 0": [("result", 4, ((), F32)), ("result", 4, ((2,), np.int32))],
+        "scale_inv 1": [("result", 5, ((1,), F32))],
+        "amax 0": [("result", 6, ((2, 1), F32))],
+        "amax 1": [("result", 7, ((1,), F32)), ("result", 7, ((2,), BF16))],
+    },
+    "push_amaxes": {
+        "history 0": [
+            ("operand", 0, ((2, 4), BF16)),
+            ("operand", 0, ((4,), F32)),
+            ("operand", 0, ((2, 0), F32)),
+        ],
+        "history 1": [("operand", 1, ((3, 1), F32)), ("operand", 1, ((2, 1), np.int32))],
+        "amax 0": [("operand", 2, ((1,), F32)), ("operand", 2, ((2, 1), F32)), ("operand", 2, ((2,), BF16))],
+        "amax 1": [("operand", 3, ((3,), F32)), ("operand", 3, ((), F32))],
+        "next history 0": [("result", 0, ((2, 3), F32)), ("result", 0, ((2, 5), F32)), ("result", 0, ((2, 4), BF16))],
+        "next history 1": [("result", 1, ((2, 4), F32)), ("result", 1, ((3, 1), F32))],
+    },
 }
 ROWS = [
     (op, name, place, index, spec)
@@ -162,10 +220,15 @@ ROWS = [
 IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") for op, name, _, _, spec in ROWS]
 
 
+def assert_answer(op, outputs):
+    """What a good call gives, checked: ones quantize to ones, and so on."""
+    for i, out in enumerate(outputs):
+        answer = ANSWERS[op][i] if op in ANSWERS else np.float32(1)
+        np.testing.assert_array_equal(oracle.widen(out), np.broadcast_to(answer, out.shape))
+
+
 def assert_alive(op):
-    """A good call of the op, checked: ones quantize to ones."""
-    for out in call(op, *GOOD[op]):
-        np.testing.assert_array_equal(oracle.widen(out), np.ones(out.shape, np.float32))
+    assert_answer(op, call(op, *GOOD[op]))
 
 
 @pytest.mark.parametrize("op", GOOD)
@@ -222,9 +285,39 @@ def test_numerator_of_another_type_is_refused(value):
     assert_alive("amax_to_scale")
 
 
-@pytest.mark.parametrize("op", [op for op in GOOD if op != "amax_to_scale"])
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_wrong_number_of_numerators(count):
+    results, operands = GOOD["delayed_scales"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="delayed_scales: expected 2 operands, 4 results and a numer"):
+        call("delayed_scales", results, operands, numerators=np.ones(count, np.float32))
+    assert_alive("delayed_scales")
+
+
+@pytest.mark.parametrize("op", ["delayed_scales", "push_amaxes"])
+def test_too_many_quantizers(op):
+    """The handlers have room for 16."""
+    history, scalar = ((2, 4), F32), ((2,), F32)
+    for k, is_good in ((16, True), (17, False)):
+        results = [history] * k + [scalar] * (3 * k if op == "delayed_scales" else 0)
+        attributes = {"numerators": np.ones(k, np.float32)} if op == "delayed_scales" else {}
+        if is_good:
+            call(op, results, [history] * k + [scalar] * k, **attributes)
+            continue
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{op}: expected .* each of 1 to 16 quantizers"):
+            call(op, results, [history] * k + [scalar] * k, **attributes)
+    assert_alive(op)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0**-127, np.inf, np.nan])
+def test_bad_numerators_are_named(value):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="delayed_scales: numerator 1: expected a positive normal F32"):
+        call("delayed_scales", *GOOD["delayed_scales"], numerators=np.float32([1, value]))
+    assert_alive("delayed_scales")
+
+
+@pytest.mark.parametrize("op", ["amax", "quantize", "quantize_transpose", "dequantize"])
 def test_no_elements(op):
-    """amax is 0 and nothing else is written, for no groups, empty groups and (for matrices) either empty side."""
+    """amax is 0, or what it was so far, for no groups, empty groups and (for matrices) either empty side."""
     rank = len(GOOD[op][1][0][0])
     for dims in ((0, 5), (2, 0), (0, 0)) if rank == 2 else ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         g = dims[0]
@@ -234,9 +327,11 @@ def test_no_elements(op):
         if op != "dequantize":
             results[-1] = ((g,), F32)
         operands = [(dims, GOOD[op][1][0][1]), *(((1,), F32) for _ in GOOD[op][1][1:])]
+        if op.startswith("quantize"):
+            operands[2] = ((g,), F32)
         outputs = call(op, results, operands)
         if op != "dequantize":
-            cases.assert_bitwise(outputs[-1], np.zeros(g, np.float32), f"{op} of {dims}: amax")
+            cases.assert_bitwise(outputs[-1], np.full(g, op != "amax", np.float32), f"{op} of {dims}: amax")
         for out, (shape, _) in zip(outputs, results, strict=True):
             assert out.shape == shape
     assert_alive(op)
@@ -247,14 +342,23 @@ def test_no_scales():
     assert [out.shape for out in call("amax_to_scale", results, operands)] == [(0,), (0,)]
 
 
+def test_no_groups_of_histories():
+    history, scalar = ((0, 4), F32), ((0,), F32)
+    attributes = {"numerators": np.ones(1, np.float32)}
+    call("delayed_scales", [history, scalar, scalar, scalar], [history, scalar], **attributes)
+    call("push_amaxes", [history], [history, scalar])
+
+
 @pytest.mark.parametrize("groups_of_scales", [1, 3])
 def test_groups_have_their_own_amax_and_scale(groups_of_scales):
     x = cases.random_values((3, 37), oracle.BF16, 5)
     scale = np.float32([0.5, 3, 2.0**-7])[:groups_of_scales]
     shapes = [jax.ShapeDtypeStruct(x.shape, E4M3), jax.ShapeDtypeStruct((3,), F32)]
-    data, top = jax.ffi.ffi_call("jaxfp8_quantize_v1", shapes)(x, scale)
-    for i in range(3):
-        cases.assert_quantized((data[i], top[i]), x[i], scale[i % groups_of_scales], oracle.E4M3)
+    for aliases in ({}, {2: 1}):
+        quantize = jax.ffi.ffi_call(cases.TARGETS["quantize"], shapes, input_output_aliases=aliases)
+        data, top = quantize(x, scale, np.zeros(3, np.float32))
+        for i in range(3):
+            cases.assert_quantized((data[i], top[i]), x[i], scale[i % groups_of_scales], oracle.E4M3)
 
 
 def test_errors_inside_jit_next_to_good_calls():
@@ -266,7 +370,7 @@ def test_errors_inside_jit_next_to_good_calls():
     def bad(x):
         data, _ = good(x)
         shapes = [jax.ShapeDtypeStruct((7,), F32)]
-        return jax.ffi.ffi_call("jaxfp8_amax_v1", shapes)(data.astype(F32))[0]
+        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(data.astype(F32))[0]
 
     x = cases.random_values((9, 11), F32, 1)
     for _ in range(3):

@@ -24,6 +24,14 @@ CODES = np.ones((6, 10), oracle.E4M3.dtype)
 OPS = {
     "amax": (ops.amax, (X,)),
     "amax_to_scale": (lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0), (S, S)),
+    "delayed_scales": (
+        lambda h, i, s: ops.delayed_scales((h, i, h), (s, s, s), fp8_max=(448.0, 448.0, 57344.0)),
+        (np.ones(4, np.float32), np.ones(3, np.float32), S),
+    ),
+    "push_amaxes": (
+        lambda h, i, a: ops.push_amaxes((h, i), (a, a)),
+        (np.ones(4, np.float32), np.ones(3, np.float32), S),
+    ),
     "quantize": (lambda x, s: ops.quantize(x, s, E4M3), (X, S)),
     "quantize_transpose": (lambda x, s: ops.quantize_transpose(x, s, E4M3), (X, S)),
     "dequantize": (lambda x, s: ops.dequantize(x, s, jnp.bfloat16), (CODES, S)),
@@ -193,4 +201,6 @@ def test_names_carry_a_version():
     """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler with another contract."""
     with ops.implementation("ffi"):
         text = jax.jit(OPS["quantize"][0]).lower(X, S).as_text()
-    assert re.search(r"@jaxfp8_quantize_v1\b", text)
+    assert re.search(r"@jaxfp8_quantize_v2\b", text)
+    targets = set(ops.custom_call_targets()) - {"jaxfp8_scaled_matmul_v1"}
+    assert targets == set(cases.TARGETS.values())

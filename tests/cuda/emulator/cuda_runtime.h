@@ -21,6 +21,7 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 using std::max;
 using std::min;
@@ -81,7 +82,9 @@ const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 
 // Runs `thread` for every thread of the grid.
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread);

@@ -31,6 +31,7 @@ const std::function<void()>* body = nullptr;
 int multiprocessors = 132;
 bool backwards = false;
 int64_t misaligned = 0;
+int64_t kernels = 0, memsets = 0, copies = 0;
 
 void Enter() {
   (*body)();
@@ -121,11 +122,19 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
+  ++memsets;
   std::memset(address, value, bytes);
   return cudaSuccess;
 }
 
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  ++copies;
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+  ++kernels;
   body = &thread;
   gridDim = config.gridDim;
   for (unsigned int block = 0; block < config.gridDim.x; ++block) {
@@ -145,4 +154,12 @@ extern "C" __attribute__((visibility("default"))) int64_t emulator_take_misalign
   const int64_t count = misaligned;
   misaligned = 0;
   return count;
+}
+
+// What was put on streams since the last call: kernels, memsets, copies.
+extern "C" __attribute__((visibility("default"))) void emulator_take_launches(int64_t* counts) {
+  for (int64_t* count : {&kernels, &memsets, &copies}) {
+    *counts++ = *count;
+    *count = 0;
+  }
 }

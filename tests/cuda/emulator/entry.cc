@@ -1,9 +1,13 @@
 // The launchers and the index arithmetic of cuda/, as C functions for ctypes.
+#include <algorithm>
+
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
+#include "cuda/kernels/delayed_scales.h"
 #include "cuda/kernels/dequantize.h"
+#include "cuda/kernels/push_amaxes.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
 
@@ -21,16 +25,17 @@ EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float nu
 }
 
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
-                           float* amax, int64_t groups, int64_t size) {
+                           const float* amax_so_far, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
-                                       data, amax, groups, size},
+                                       data, amax_so_far, amax, groups, size},
                                       nullptr);
 }
 
 EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
-                                     void* data, void* data_t, float* amax, int64_t groups, int64_t m, int64_t n) {
+                                     void* data, void* data_t, const float* amax_so_far, float* amax, int64_t groups,
+                                     int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchQuantizeTranspose({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale,
-                                                scale_stride, data, data_t, amax, groups, m, n},
+                                                scale_stride, data, data_t, amax_so_far, amax, groups, m, n},
                                                nullptr);
 }
 
@@ -39,6 +44,19 @@ EXPORT int launch_dequantize(int format, int dtype, const void* data, const floa
   return jaxfp8::cuda::LaunchDequantize({static_cast<Dtype>(format), static_cast<Dtype>(dtype), data, scale_inv,
                                          scale_stride, out, groups, size},
                                         nullptr);
+}
+
+EXPORT int launch_delayed_scales(const jaxfp8::DelayedScalesQuantizer* quantizers, int64_t count, int64_t groups,
+                                 int64_t most_recent) {
+  jaxfp8::DelayedScalesParams params = {{}, count, groups, most_recent != 0};
+  std::copy(quantizers, quantizers + count, params.quantizers);
+  return jaxfp8::cuda::LaunchDelayedScales(params, nullptr);
+}
+
+EXPORT int launch_push_amaxes(const jaxfp8::PushAmaxesQuantizer* quantizers, int64_t count, int64_t groups) {
+  jaxfp8::PushAmaxesParams params = {{}, count, groups};
+  std::copy(quantizers, quantizers + count, params.quantizers);
+  return jaxfp8::cuda::LaunchPushAmaxes(params, nullptr);
 }
 
 EXPORT void stream_plan(int64_t groups, int64_t size, int vector, int multiprocessors, int64_t* out) {

@@ -1,0 +1,62 @@
+// Delayed scaling's state, for several quantizers in one call: what the CPU and CUDA kernels of delayed_scales and
+// push_amaxes are given, and their arithmetic, to the bit.
+//
+// A history [length] has its newest amax in slot 0 and its oldest in slot 1 (with one slot, that is both). Everything
+// here is on bits, so that subnormals count on threads that flush them.
+#ifndef JAXFP8_COMMON_HISTORIES_H_
+#define JAXFP8_COMMON_HISTORIES_H_
+
+#include <cstdint>
+
+#include "common/fp8.h"
+#include "common/scale.h"
+
+namespace jaxfp8 {
+
+// All pointers of a call travel as the parameter of one kernel launch.
+constexpr int kMaxQuantizers = 16;
+
+struct DelayedScalesQuantizer {
+  const float* history;  // [groups, length]
+  const float* stored;   // [groups], a scale_inv
+  float* next_history;   // [groups, length]
+  float* scale;          // [groups]
+  float* scale_inv;      // [groups]
+  float* amax;           // [groups], set to 0
+  int64_t length;        // at least 1
+  float numerator;       // positive and normal
+};
+
+struct DelayedScalesParams {
+  DelayedScalesQuantizer quantizers[kMaxQuantizers];
+  int64_t count;
+  int64_t groups;
+  bool most_recent;  // the amax is slot 0 and not the largest
+};
+
+struct PushAmaxesQuantizer {
+  const float* history;  // [groups, length]
+  const float* amax;     // [groups]
+  float* next_history;   // [groups, length]; may be `history`
+  int64_t length;        // at least 1
+};
+
+struct PushAmaxesParams {
+  PushAmaxesQuantizer quantizers[kMaxQuantizers];
+  int64_t count;
+  int64_t groups;
+};
+
+// What is not positive and finite is recorded, and read, as 0.
+JAXFP8_HD uint32_t CleanBits(float x) {
+  const uint32_t bits = FloatToBits(x);
+  return IsPositiveFinite(bits) ? bits : 0;
+}
+
+// One step of a history, before the newest amax enters: the entry of `slot` moves here. What arrives in slot 0 is the
+// oldest, which is dropped.
+JAXFP8_HD int64_t NextSlot(int64_t slot, int64_t length) { return slot == 0 ? length - 1 : slot - 1; }
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_HISTORIES_H_

@@ -1,0 +1,207 @@
+"""delayed_scales and push_amaxes: delayed scaling's state, for all quantizers of a layer in one launch each.
+
+A step reads the state once (scales from the histories, which move one slot) and writes it once (the new amaxes).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import scaling
+from . import _checks, _ffi, _shapes
+from ._primitive import ONE, tensor_op
+
+MAX_QUANTIZERS = 16  # common/histories.h
+
+
+class DelayedScale(NamedTuple):
+    """What one quantizer needs for a step.
+
+    Attributes:
+        history: f32 `[H]`, one step later: without its oldest entry, and with 0 in slot 0, where `push_amaxes` puts
+            the amax of this step.
+        scale, scale_inv: f32[1], as `ops.amax_to_scale` gives them.
+        amax: f32[1], 0: a buffer for `ops.quantize` to raise.
+    """
+
+    history: jax.Array
+    scale: jax.Array
+    scale_inv: jax.Array
+    amax: jax.Array
+
+
+def delayed_scales(histories, stored, *, fp8_max, margin: float = 0.0, algo: str = "max") -> list[DelayedScale]:
+    """The scales of several quantizers from their amax histories, which move one step.
+
+    Equivalent to, for each quantizer:
+
+        history = jnp.where((history > 0) & (history < inf), history, 0)
+        amax = jnp.max(history)                      # history[0] with "most_recent"
+        scale, scale_inv = amax_to_scale(amax, stored, fp8_max=fp8_max, margin=margin)
+        history = jnp.roll(history, -1).at[0].set(0)
+
+    Slot 0 of a history is the newest entry, slot 1 the oldest.
+
+    Args:
+        histories: k arrays f32 `[H]`; H may differ.
+        stored: k arrays f32[] or f32[1]: `scale_inv`s, which count where there is no amax.
+        fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
+        margin: headroom in powers of two, -64 to 64.
+        algo: `"max"` or `"most_recent"`.
+
+    Returns:
+        k `DelayedScale`s.
+
+    Raises:
+        TypeError: an array is not float32; or the op is differentiated.
+        ValueError: an array has another shape, `algo` is unknown, the lengths differ or k is not 1 to 16.
+    """
+    op = "delayed_scales"
+    histories = _histories(op, histories)
+    stored = _one_each(op, "stored", stored, len(histories))
+    if len(fp8_max) != len(histories):
+        raise ValueError(f"{op}: fp8_max: expected {len(histories)} numbers, one a history, got {len(fp8_max)}")
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f'{op}: algo: expected "max" or "most_recent", got {algo!r}')
+    numerators = tuple(scaling.scale_numerator(value, margin) for value in fp8_max)
+    results = _delayed_scales(*histories, *stored, numerators=numerators, most_recent=algo == "most_recent")
+    return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
+
+
+def push_amaxes(histories, amaxes) -> list[jax.Array]:
+    """Records the amaxes of a step: slot 0 of each history becomes the amax, or 0 where that is not finite.
+
+    Equivalent to `history.at[0].set(jnp.where(amax < inf, amax, 0))` for each quantizer. In place where the histories
+    are not needed otherwise.
+
+    Args:
+        histories: k arrays f32 `[H]`, as `delayed_scales` gives them.
+        amaxes: k arrays f32[] or f32[1], not negative.
+
+    Returns:
+        k arrays f32 `[H]`.
+
+    Raises:
+        TypeError: an array is not float32; or the op is differentiated.
+        ValueError: an array has another shape, the lengths differ or k is not 1 to 16.
+    """
+    histories = _histories("push_amaxes", histories)
+    return list(_push_amaxes(*histories, *_one_each("push_amaxes", "amaxes", amaxes, len(histories))))
+
+
+def _histories(op, histories):
+    if not 1 <= len(histories) <= MAX_QUANTIZERS:
+        raise ValueError(f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; call it for parts")
+    return [_checks.history(op, f"histories[{i}]", history) for i, history in enumerate(histories)]
+
+
+def _one_each(op, name, values, count):
+    if len(values) != count:
+        raise ValueError(f"{op}: {name}: expected {count} arrays, one a history, got {len(values)}")
+    return [_checks.scale(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def _slots(count):
+    return [(f"slot{i}",) for i in range(count)]
+
+
+def _halves(operands):
+    count = len(operands) // 2
+    return operands[:count], operands[count:]
+
+
+def _batch_apart(run, operands, batch_dims, members, **static):
+    """Where only some quantizers are batched, the others keep one state: a call for either."""
+    count = len(operands) // 2
+    is_batched = [batch_dims[i] is not None or batch_dims[count + i] is not None for i in range(count)]
+    if all(is_batched):
+        return None
+    results, dims = {}, {}
+    for batched in (False, True):
+        chosen = [i for i in range(count) if is_batched[i] == batched]
+        places = chosen + [count + i for i in chosen]
+        own = {name: _pick(value, chosen) for name, value in static.items()}
+
+        def some(*operands, own=own):
+            return run(*operands, members=members, **own)
+
+        if batched:
+            some = jax.vmap(some, in_axes=tuple(batch_dims[i] for i in places))
+        outputs = some(*(operands[i] for i in places))
+        for position, output in enumerate(outputs):
+            place = position // len(chosen) * count + chosen[position % len(chosen)]
+            results[place], dims[place] = output, 0 if batched else None
+    return [results[i] for i in range(len(results))], [dims[i] for i in range(len(dims))]
+
+
+def _pick(value, chosen):
+    """Of a parameter that has a value for each quantizer."""
+    return tuple(value[i] for i in chosen) if isinstance(value, tuple) else value
+
+
+def _scales_reference(*operands, members, numerators, most_recent):
+    del members
+    results = []
+    for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
+        history = scaling.clean(history)
+        newest, length = history[..., :1], history.shape[-1]
+        amax = newest if most_recent else scaling.abs_max(history, axis=-1).reshape(newest.shape)
+        moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
+        results.append((moved[..., :length], *scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
+    return [part for parts in zip(*results, strict=True) for part in parts]
+
+
+def _scales_custom_call(*operands, members, numerators, most_recent):
+    histories, stored = _halves(operands)
+    histories, stored = [_shapes.merge(h, members) for h in histories], [s.reshape(-1) for s in stored]
+    shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
+    attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
+    results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
+    templates = (operands[: len(histories)], *[operands[len(histories) :]] * 3)
+    return [out.reshape(x.shape) for out, x in zip(results, sum(templates, ()), strict=True)]
+
+
+_delayed_scales = tensor_op(
+    "delayed_scales",
+    names=lambda *ranks, **_: (
+        [*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2)],
+        [*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2 * 3)],
+    ),
+    dtypes=lambda *operands, **_: [jnp.float32] * (2 * len(operands)),
+    reference=_scales_reference,
+    cpu=_scales_custom_call,
+    cuda=_scales_custom_call,
+    combine=lambda **_: None,  # a history is never cut: the maximum of a part is no scale
+    batch_first=_batch_apart,
+)
+
+
+def _push_reference(*operands, members):
+    del members
+    pairs = zip(*_halves(operands), strict=True)
+    return [lax.dynamic_update_slice_in_dim(h, scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
+
+
+def _push_custom_call(*operands, members):
+    histories, amaxes = _halves(operands)
+    flat = [_shapes.merge(h, members) for h in histories]
+    aliases = {i: i for i in range(len(flat))}
+    results = [(h.shape, jnp.float32) for h in flat]
+    pushed = _ffi.call("push_amaxes", results, *flat, *(a.reshape(-1) for a in amaxes), aliases=aliases)
+    return [out.reshape(h.shape) for out, h in zip(pushed, histories, strict=True)]
+
+
+_push_amaxes = tensor_op(
+    "push_amaxes",
+    names=lambda *ranks: ([*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2)], _slots(len(ranks) // 2)),
+    dtypes=lambda *operands: [jnp.float32] * (len(operands) // 2),
+    reference=_push_reference,
+    cpu=_push_custom_call,
+    cuda=_push_custom_call,
+    combine=lambda **_: None,
+    batch_first=_batch_apart,
+    on_one_device_only=True,  # in jnp XLA can move the reduction of an amax over devices out of a loop over layers
+)

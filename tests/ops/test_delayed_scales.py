@@ -1,0 +1,156 @@
+"""delayed_scales and push_amaxes: bitwise against the oracle, for histories of any length and content."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+LENGTHS = (1, 2, 3, 16, 31, 255, 256, 257, 1024, 3000)
+
+
+def history(length, seed):
+    """Amaxes of many magnitudes, subnormals included, and every kind of entry that cannot be."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(np.float32)
+    bad = np.array([0, -0.0, -1, np.inf, -np.inf, np.nan, -np.nan, -(2.0**-149)], np.float32)
+    return np.where(rng.random(length) < 0.3, rng.choice(bad, length), values).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("fp8_max", "margin", "algo"))
+def scales_of(histories, stored, **options):
+    return ops.delayed_scales(histories, stored, **options)
+
+
+def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
+    got = scales_of(histories, stored, fp8_max=tuple(fp8_max), margin=margin, algo=algo)
+    assert len(got) == len(histories)
+    for i, scale in enumerate(got):
+        numerator = np.float32(fp8_max[i] * 2.0**-margin)
+        moved, *pair = oracle.delayed_scale(histories[i], stored[i], numerator, algo == "most_recent")
+        what = f"quantizer {i} of {histories[i].shape}"
+        cases.assert_bitwise(scale.history, moved, f"{what}: history")
+        for value, expected, name in zip((scale.scale, scale.scale_inv), pair, ("scale", "scale_inv"), strict=True):
+            cases.assert_bitwise(value, np.reshape(expected, 1), f"{what}: {name}")
+        cases.assert_bitwise(scale.amax, np.zeros(1, np.float32), f"{what}: amax")
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 20, -64])
+def test_scales(implementation, algo, margin):
+    """Sixteen quantizers at once, each with a length, a format and a stored scale of its own."""
+    for seed in range(4):
+        histories = [history(length, 100 * seed + i) for i, length in enumerate((*LENGTHS, 4, 4, 5, 1, 1, 64))]
+        stored = history(16, seed)
+        fp8_max = [(448.0, 57344.0)[i % 2] for i in range(16)]
+        check_scales(histories, list(stored), fp8_max, margin, algo)
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_one_quantizer(implementation, algo):
+    for length in (1, 2, 3, 257):
+        check_scales([history(length, length)], [np.float32([0.3])], [448.0], algo=algo)
+    # The largest entry in every slot, the oldest, which is dropped, and the newest among them.
+    for slot in range(5):
+        values = np.float32([1, 2, 3, 4, 5])
+        values[slot] = 9
+        check_scales([values], [np.float32(1)], [448.0], algo=algo)
+
+
+def test_empty_histories(implementation):
+    zeros = [np.zeros(length, np.float32) for length in LENGTHS]
+    check_scales(zeros, list(history(len(zeros), 1)), [448.0] * len(zeros))
+
+
+def test_agrees_with_the_ops_it_stands_for(implementation):
+    values, stored = history(37, 5), np.float32([0.25])
+    (got,) = ops.delayed_scales([values], [stored], fp8_max=[57344.0], margin=2)
+    clean, amax = ops.read_history(values)
+    scale, scale_inv = ops.amax_to_scale(amax, stored, fp8_max=57344.0, margin=2)
+    cases.assert_bitwise(got.scale, scale, "scale")
+    cases.assert_bitwise(got.scale_inv, scale_inv, "scale_inv")
+    for amax in np.float32([3, np.inf]):
+        (pushed,) = ops.push_amaxes([got.history], [amax])
+        cases.assert_bitwise(pushed, ops.push_history(clean, amax), f"history with {amax}")
+
+
+def test_pushed_amaxes(implementation):
+    amaxes = np.float32([0, 1, 2.0**-149, 2.0**-126, np.finfo(np.float32).max, np.inf, np.nan, -0.0, -1, -np.inf])
+    histories = [np.float32([0, *range(1, length)]) for length in LENGTHS]
+    pushed = jax.jit(ops.push_amaxes)(histories, list(amaxes))
+    for i, (got, before, amax) in enumerate(zip(pushed, histories, amaxes, strict=True)):
+        cases.assert_bitwise(got, oracle.push_amax(before, amax), f"history {i}, amax {amax}")
+    cases.assert_bitwise(ops.push_amaxes([histories[3]], [amaxes[1:2]])[0], oracle.push_amax(histories[3], 1), "f32[1]")
+
+
+def test_a_history_that_is_needed_otherwise_stays(implementation):
+    before = np.float32([0, 2, 3])
+    after, same = jax.jit(lambda h: (ops.push_amaxes([h], [np.float32(7)])[0], h))(before)
+    cases.assert_bitwise(after, np.float32([7, 2, 3]), "pushed")
+    cases.assert_bitwise(same, before, "the operand")
+
+
+@pytest.mark.parametrize("shared", [(), (0,), (1, 2), (0, 1, 2)], ids=str)
+def test_vmap(implementation, shared):
+    """Quantizers that are not batched keep one state for all members."""
+    lengths = (4, 4, 7)
+    histories = [history(2 * length, length + i).reshape(2, length) for i, length in enumerate(lengths)]
+    stored, amaxes = np.float32([[0.5, 2], [0.3, 3], [1, 7]]), np.float32([[1, 2], [3, np.inf], [5, 6]])
+    axes = [None if i in shared else 0 for i in range(3)]
+    own = [[v[0] if i in shared else v for i, v in enumerate(values)] for values in (histories, stored, amaxes)]
+    shapes = []
+
+    def step(histories, stored, amaxes):
+        scales = ops.delayed_scales(histories, stored, fp8_max=[448.0, 448.0, 57344.0])
+        pushed = ops.push_amaxes([scale.history for scale in scales], amaxes)
+        shapes.append([jax.typeof(x).shape for x in pushed])
+        return scales, pushed
+
+    def members(x, i, member):
+        return x[0 if i in shared else member]
+
+    run = step if len(shared) == 3 else jax.vmap(step, in_axes=(axes, axes, axes))
+    scales, pushed = jax.jit(run)(*own)
+    for i, numerator in enumerate((448.0, 448.0, 57344.0)):
+        for member in range(2):
+            moved, *pair = oracle.delayed_scale(
+                members(histories[i], i, member), members(stored[i], i, member), np.float32(numerator)
+            )
+            after = oracle.push_amax(moved, members(amaxes[i], i, member))
+            got = [scales[i].history, scales[i].scale, scales[i].scale_inv, pushed[i]]
+            got = [x if len(shared) == 3 else x[member] for x in got]
+            expected = [moved, *(np.reshape(v, 1) for v in pair), after]
+            for value, want in zip(got, expected, strict=True):
+                cases.assert_bitwise(value, want, f"quantizer {i}, member {member}")
+
+
+def test_state_that_is_not_batched_is_not_repeated():
+    """A kernel's batch does not make a batch of what all members share."""
+
+    def scales(mine, shared):
+        return ops.delayed_scales([mine, shared], [np.float32(1)] * 2, fp8_max=[448.0] * 2)
+
+    batched = jax.make_jaxpr(jax.vmap(scales, in_axes=(0, None), out_axes=(0)))(
+        np.ones((5, 4), np.float32), np.ones(4, np.float32)
+    )
+    shapes = [
+        [v.aval.shape for v in eqn.outvars] for eqn in batched.eqns if eqn.primitive.name == "jaxfp8_delayed_scales"
+    ]
+    assert sorted(map(len, shapes)) == [4, 4]
+    assert {(4,), (1,)} in map(set, shapes) and {(5, 4), (5, 1)} in map(set, shapes)
+
+
+def test_nested_vmap(implementation):
+    histories = history(24, 3).reshape(2, 3, 4)
+    run = jax.vmap(jax.vmap(lambda h: ops.delayed_scales([h], [np.float32(2)], fp8_max=[448.0])[0]))
+    got = jax.jit(run)(histories)
+    for i in range(2):
+        for j in range(3):
+            moved, *pair = oracle.delayed_scale(histories[i, j], 2, np.float32(448))
+            cases.assert_bitwise(got.history[i, j], moved, f"member {i}, {j}")
+            cases.assert_bitwise(got.scale[i, j], np.reshape(pair[0], 1), f"member {i}, {j}")
