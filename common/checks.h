@@ -13,6 +13,7 @@
 #include <sstream>
 #include <string>
 
+#include "common/column_sums.h"
 #include "common/dispatch.h"
 #include "common/scale.h"
 #include "xla/ffi/api/ffi.h"
@@ -126,6 +127,23 @@ inline ffi::Error CheckNoAttributes(const char* op, const ffi::Dictionary& attri
 inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
   return CheckShape(amax, {groups});
+}
+
+// The result that quantize_transpose of x [g, m, n] may have beyond the others: f32 [g, parts, n], or null.
+inline ffi::Error ToColumnSums(ffi::RemainingRets rest, ffi::AnyBuffer x, float** column_sums) {
+  *column_sums = nullptr;
+  if (rest.size() == 0) return ffi::Error::Success();
+  if (rest.size() > 1) {
+    return ffi::Error::InvalidArgument("quantize_transpose: expected 3 or 4 results, got " +
+                                       std::to_string(3 + rest.size()));
+  }
+  const ffi::AnyBuffer sums = **rest.get<ffi::AnyBuffer>(0);
+  const Operand operand{"quantize_transpose", "column_sums", sums};
+  const ffi::Span<const int64_t> dims = x.dimensions();
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], ColumnSumParts(dims[1]), dims[2]}));
+  *column_sums = static_cast<float*>(sums.untyped_data());
+  return ffi::Error::Success();
 }
 
 // [g, ...]: any shape in a group, and small enough as above.

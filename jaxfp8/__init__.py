@@ -6,6 +6,7 @@
 """
 
 from . import (
+    _plan_files,
     checkpoint_policies as checkpoint_policies,
     convert as convert,
     linen as linen,
@@ -13,9 +14,12 @@ from . import (
     ops as ops,
     train as train,
 )
+from ._autotune import AutotuneReport as AutotuneReport, autotune as autotune
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
+from ._fused_input import activated as activated, normalized as normalized
 from ._quantize_params import quantize_params as quantize_params
+from ._ragged_dot import ragged_dot as ragged_dot
 from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
 from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._warning import FP8StateWarning as FP8StateWarning
@@ -30,3 +34,6 @@ from .recipes import (
 )
 from .tensor import QTensor as QTensor
 from .train import accumulate_gradients as accumulate_gradients, update_state as update_state
+
+if has_cuda_kernels():
+    _plan_files.store.load()

@@ -46,6 +46,16 @@ def devices_of(ctx) -> str:
     return "mesh" if shardy and not exported and known else "unknown"
 
 
+def gpus_of(ctx) -> list:
+    """The GPUs that a program is lowered for, as far as JAX tells."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    devices = getattr(context, "device_assignment", None) or (
+        mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
+    )
+    return [device for device in devices if device.platform == "gpu"]
+
+
 try:
     from jax._src import ad_util, core, dtypes, earray
     from jax._src.interpreters import pxla

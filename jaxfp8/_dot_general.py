@@ -1,6 +1,7 @@
 """dot_general in FP8: `jax.lax.dot_general` with a recipe and a state."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ._fused_input import FusedInput, codes
 from ._gemms import Plan
 from ._layout import layouts, out_shape
 from ._mesh import AmaxReduction
@@ -20,7 +22,16 @@ from .tensor import QTensor
 
 
 def dot_general(
-    x, kernel, dimension_numbers, *, recipe, state=None, precision=None, preferred_element_type=None, out_sharding=None
+    x,
+    kernel,
+    dimension_numbers,
+    *,
+    recipe,
+    state=None,
+    bias=None,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
 ):
     """`jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
 
@@ -30,14 +41,18 @@ def dot_general(
     `state` is the next state**: overwrite with it, never add it.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; the `input`.
+        x: bfloat16, float16 or float32, any shape; the `input`. Or what `jaxfp8.activated` or `jaxfp8.normalized`
+            gives, or a QTensor, as for kernel.
         kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32. Or a QTensor of
-            `jaxfp8.quantize_params`, which is not quantized again.
+            `jaxfp8.quantize_params`, which is not quantized again; `source` gets its gradient.
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
         recipe: for example `DelayedScaling()`.
         state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none:
             every scale then comes from the amax of the tensor at hand, with one more read of it. Under `vmap` each
             kernel of a batch has its own; x alone has one for its batch.
+        bias: bfloat16, float16 or float32, of the free dimensions of kernel: is rounded to the result's dtype and added
+            in float32, before the only rounding of the result. Its gradient is summed in float32, in the pass that
+            quantizes the gradient of the output.
         precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
             or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
@@ -52,30 +67,38 @@ def dot_general(
         ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
             option cannot be honoured.
     """
-    x = _checks.high_precision("dot_general", "x", x)
-    codes = None
-    if isinstance(kernel, QTensor):
-        codes, kernel = kernel, kernel.data if kernel.source is None else kernel.source
-    else:
-        kernel = _checks.high_precision("dot_general", "kernel", kernel)
-    if state is None:
-        raise ValueError(
-            f"dot_general: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
-            "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
-        )
-    if not isinstance(state, DotGeneralState):
-        raise TypeError(f"dot_general: state: expected a DotGeneralState, got {type(state).__name__}")
-    quantizers = recipe.quantizers()
-    for field, quantizer in zip(dataclasses.fields(state), quantizers, strict=True):
-        quantizer.check_state(f"dot_general: state.{field.name}", getattr(state, field.name))
+    fused = x if isinstance(x, FusedInput) else None
+    (x, x_codes), (kernel, kernel_codes) = (
+        _operand("x", x if fused is None else fused.value),
+        _operand("kernel", kernel),
+    )
+    quantizers = checked_quantizers("dot_general", recipe, state)
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
-            preferred_element_type = jnp.result_type(x, x if kernel.dtype in FP8_DTYPES else kernel)
+            known = [operand for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]
+            preferred_element_type = jnp.result_type(*known) if known else jnp.bfloat16
     out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
+    if bias is not None:
+        wanted = tuple(kernel.shape[d] for d in both[1].free)
+        bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), wanted)
     if 0 in x.shape or 0 in kernel.shape:  # nothing to see: gradients are zero, the state is not touched
-        return jnp.zeros(out_shape(*both), out_dtype)
+        return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
+    if math.prod(out_shape(*both)) * math.prod(x.shape[d] for d in both[0].contract) < recipe.min_size**3:
+        operands = (_in_high_precision(x, x_codes, out_dtype), _in_high_precision(kernel, kernel_codes, out_dtype))
+        y = lax.dot_general(
+            *operands,
+            dimension_numbers,
+            precision=precision,
+            preferred_element_type=jnp.float32 if bias is not None else out_dtype,
+            out_sharding=out_sharding,
+        )
+        return _plus(y, bias, out_dtype)
 
+    state, reduce = shared(state), AmaxReduction.of(recipe)
+    if fused is not None and both[0].is_rows_by_last:
+        x_codes = codes(fused, quantizers[0], state.input, reduce)
+        x = x_codes.source
     plan = Plan(
         quantizers=quantizers,
         dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),
@@ -85,9 +108,46 @@ def dot_general(
         out_dtype=out_dtype,
         out_sharding=_spec(out_sharding),
         precise=_precise(precision, recipe),
-        reduce=AmaxReduction.of(recipe),
+        reduce=reduce,
     )
-    return checkpoint_name(product(plan, x, kernel, shared(state), codes), OUTPUT_NAME)
+    return checkpoint_name(product(plan, x, kernel, bias, state, (x_codes, kernel_codes)), OUTPUT_NAME)
+
+
+def _operand(name, operand):
+    """`(array, codes)`: what an operand is the codes of, and its codes where it has some already."""
+    if isinstance(operand, QTensor):
+        return operand.data if operand.source is None else operand.source, operand
+    return _checks.high_precision("dot_general", name, operand), None
+
+
+def _in_high_precision(operand, codes, dtype):
+    return codes.dequantize(dtype) if operand.dtype in FP8_DTYPES else operand.astype(dtype)
+
+
+def _plus(y, bias, dtype):
+    """`y + bias` in `dtype`; bias is of the last dimensions of y."""
+    if bias is not None:
+        y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y.astype(dtype)
+
+
+def checked_quantizers(op: str, recipe, state) -> tuple:
+    """The quantizers of a recipe, for which `state`, an argument of `op`, is a state.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if state is None:
+        raise ValueError(
+            f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
+            "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
+        )
+    if not isinstance(state, DotGeneralState):
+        raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
+    quantizers = recipe.quantizers()
+    for field, quantizer in zip(dataclasses.fields(state), quantizers, strict=True):
+        quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
+    return quantizers
 
 
 def _spec(out_sharding) -> PartitionSpec | None:

@@ -29,6 +29,11 @@ class Layout:
         return self.batch + self.contract + self.free == tuple(range(len(self.shape))) and bool(self.contract)
 
     @property
+    def is_rows_by_last(self) -> bool:
+        """Whether the last dimension alone is contracted, and all others are rows."""
+        return not self.batch and self.contract == (len(self.shape) - 1,) and len(self.shape) > 1
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many dimensions are rows and columns."""
         rows, cols = (self.contract, self.free) if self.contract_first else (self.free, self.contract)

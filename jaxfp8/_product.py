@@ -23,17 +23,21 @@ from ._warning import FP8StateWarning
 from .formats import FP8_DTYPES
 from .ops._implementation import selected, using
 from .recipes import DotGeneralState
-from .tensor import QTensor
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
-def product(plan: Plan, x, kernel, state: DotGeneralState, codes: QTensor | None):
-    """`y`; x and kernel as `lax.dot_general` takes them; codes of the kernel where there are some already."""
-    if codes is not None:
-        codes = dataclasses.replace(codes, source=None)
-    leaves, tree = jax.tree.flatten((state, codes))
+def product(plan: Plan, x, kernel, bias, state: DotGeneralState, codes):
+    """`y`.
+
+    Args:
+        x, kernel: as `lax.dot_general` takes them.
+        bias: of the free dimensions of kernel, or None.
+        codes: of x and of kernel, a QTensor where there is one already, else None.
+    """
+    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in codes)
+    leaves, tree = jax.tree.flatten((bias, state, codes))
     return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree, implementation=selected())
 
 
@@ -74,11 +78,13 @@ def _batch(args, dims, *, plan, **params):
     if size == 0:
         out = jax.eval_shape(functools.partial(_product_p.bind, plan=plan, **params), *map(_without, args, dims))
         return jnp.zeros((0, *out.shape), out.dtype), 0
-    state, _ = jax.tree.unflatten(params["tree"], leaves)
-    own_scales = kernel_dim is not None and None in (state.input, state.kernel, state.output_grad)
-    if any(d is not None for d in leaf_dims) or own_scales:
+    bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
+    # Each kernel without state has its own scale. A bias belongs to a kernel: both are batched, or neither is.
+    own = kernel_dim is not None and (bias is not None or None in (state.input, state.kernel, state.output_grad))
+    if any(d is not None for d in leaf_dims) or own:
         # A state that the members share is still one state: what comes back combines by max.
-        repeats = [_repeat] * 2 + [_repeat_state] * len(leaves)
+        plain = 2 + (bias is not None)
+        repeats = [_repeat] * plain + [repeat_state] * (len(args) - plain)
         specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
         axis = next((spec for spec in specs if spec is not None), None)  # that the members are cut along
         leading = [
@@ -127,11 +133,12 @@ def _repeat(members, x):
     return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
 
 
-_repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
-_repeat_state.defvjp(lambda members, x: (_repeat(members, x), None), lambda members, _, ct: (jnp.max(ct, axis=0),))
+# As `_repeat`, of state: the members' next states combine by max.
+repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
+repeat_state.defvjp(lambda members, x: (_repeat(members, x), None), lambda members, _, ct: (jnp.max(ct, axis=0),))
 
 
-_NOT_UPDATED = (
+NOT_UPDATED = (
     "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
     "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
 )
@@ -141,13 +148,19 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
     """The products now, and a linear primitive that is only ever transposed."""
     x, kernel, *leaves = primals
     is_linear = tuple(type(t) is not ad.Zero for t in tangents)
-    if kernel.dtype in FP8_DTYPES and is_linear[1]:
-        raise TypeError("dot_general: kernel: a QTensor without its source has no gradient; see jaxfp8.quantize_params")
-    if leaves and not any(is_linear[2:]):
-        warnings.warn(_NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
+    for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
+        if operand.dtype in FP8_DTYPES and linear:
+            raise TypeError(
+                f"dot_general: {name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params"
+            )
+    bias, state, codes = jax.tree.unflatten(tree, leaves)
+    plain = 2 + (bias is not None)
+    of_state = is_linear[plain : plain + len(jax.tree.leaves(state))]
+    if of_state and not any(of_state):
+        warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
     out = _abstract(*map(jax.typeof, primals), plan=plan, tree=tree, implementation=implementation)
     with using(implementation):
-        y, residuals = forward(plan, x, kernel, *jax.tree.unflatten(tree, leaves), _wanted(is_linear))
+        y, residuals = forward(plan, x, kernel, bias, state, codes, _wanted(is_linear, plain))
     residuals, residual_tree = jax.tree.flatten(residuals)
     tangent = _linear_p.bind(
         *(t for t, linear in zip(tangents, is_linear, strict=True) if linear),
@@ -155,28 +168,36 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
         plan=plan,
         is_linear=is_linear,
         residual_tree=residual_tree,
-        x=jax.typeof(x),
-        kernel=jax.typeof(kernel),
+        operands=tuple(jax.typeof(operand) for operand in primals[:plain]),
+        kept=tuple(of is not None for of in (state.input, state.kernel, state.output_grad)),
         implementation=implementation,
         out=out,
     )
     return _mesh.placed_as(out, y), tangent
 
 
-def _wanted(is_linear) -> list[str]:
-    """The operands that want a gradient."""
-    return [name for name, linear in zip(("x", "kernel"), is_linear, strict=False) if linear]
+def _wanted(is_linear, plain) -> list[str]:
+    """The operands that want a gradient; `plain` of them are no state."""
+    return [name for name, linear in zip(("x", "kernel", "bias")[:plain], is_linear, strict=False) if linear]
 
 
-def _transpose(grad, *args, plan, is_linear, residual_tree, x, kernel, implementation, out):
+def _transpose(grad, *args, plan, is_linear, residual_tree, operands, kept, implementation, out):
     del out
     residuals = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
+    wanted = _wanted(is_linear, len(operands))
+    x, kernel = operands[:2]
     with using(implementation):
-        dx, dkernel, next_state = backward(plan, x.shape, kernel.shape, _wanted(is_linear), residuals, grad)
+        *gradients, next_state = backward(plan, x.shape, kernel.shape, wanted, residuals, grad)
     # What is replicated gets the gradients of all devices.
-    dx, dkernel = (None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in ((x, dx), (kernel, dkernel)))
-    cotangents = (dx, dkernel, *jax.tree.leaves(next_state))
-    cotangents += (None,) * (len(is_linear) - len(cotangents))  # codes have none
+    gradients = [
+        None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
+        for aval, ct in zip(operands, gradients, strict=False)
+    ]
+    cotangents = gradients
+    for has_state, of in zip(kept, (next_state.input, next_state.kernel, next_state.output_grad), strict=True):
+        if has_state:  # without a run, as of codes that are final, it is not touched
+            cotangents += [None, None] if of is None else [of.amax_history, of.scale]
+    cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have none
     linear = [ct for ct, is_wanted in zip(cotangents, is_linear, strict=True) if is_wanted]
     return linear + [None] * (len(args) - len(linear))
 

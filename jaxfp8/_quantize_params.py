@@ -5,7 +5,7 @@ import jax
 from . import _state_tree
 from ._mesh import AmaxReduction
 from ._sharing import shared
-from .recipes import QuantizerState
+from .recipes import QuantizerState, start
 from .tensor import QTensor
 
 
@@ -49,10 +49,9 @@ def quantize_params(params, state, recipe):
         kernel = tree.leaves[position]
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
         x, old = jax.lax.stop_gradient((kernel, shared(old)))
-        q, next_state = quantizer.quantize(
-            x, old, rows=1, cols=x.ndim - 1, transpose=x.ndim == 2, update=True, reduce=reduce
-        )
-        values[position] = QTensor(q.data, q.scale_inv, q.data_t, kernel, next_state)
+        (run,) = start([quantizer], [old])
+        q, run, _ = quantizer.quantize(x, run, rows=1, cols=x.ndim - 1, transpose=x.ndim == 2, reduce=reduce)
+        values[position] = QTensor(q.data, q.scale_inv, q.data_t, kernel, run)
     if not values:
         raise ValueError(
             "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "

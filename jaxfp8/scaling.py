@@ -97,19 +97,3 @@ def amax_to_scale(amax, stored, numerator: np.float32):
         jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range)
     )
     return scale, round_quotient(jnp.ones_like(scale), scale)
-
-
-def push_history(history, amax):
-    """A clean `history` with its oldest entry dropped and `amax` in slot 0; one that is not finite is recorded as 0.
-
-    The stored order is TransformerEngine's picture *before rotation*: slot 0 newest, slot 1 oldest. The amax enters
-    last and alone, so that XLA can move its all-reduce out of a loop over layers.
-
-    Args:
-        history: f32 `[H]`.
-        amax: f32[] as `abs_max` gives it, not negative.
-    """
-    length = history.shape[0]
-    rolled = lax.concatenate([lax.slice(history, (1,), (length,)), lax.slice(history, (0,), (1,))], 0)
-    newest = lax.select(lax.lt(amax, np.float32(np.inf)), amax, np.float32(0))
-    return lax.dynamic_update_slice(rolled, newest.reshape(1), (np.int32(0),))

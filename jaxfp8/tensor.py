@@ -19,14 +19,14 @@ class QTensor:
         scale_inv: f32[1]; `data * scale_inv` approximates the original.
         data_t: the same codes as `[..., cols, rows]`, or None. For GEMMs that contract over rows.
         source: the tensor these are the codes of, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
-        next_state: of its quantizer, or None.
+        run: of its quantizer, for the state that a product with these codes returns; or None.
     """
 
     data: jax.Array
     scale_inv: jax.Array
     data_t: jax.Array | None = None
     source: jax.Array | None = None
-    next_state: Any = None
+    run: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class QTensor:
             function(jax.lax.bitcast_convert_type(self.data, jnp.uint8)), self.data.dtype
         )
         source = None if self.source is None else function(self.source)
-        return QTensor(data, self.scale_inv, source=source, next_state=self.next_state)
+        return QTensor(data, self.scale_inv, source=source, run=self.run)
 
     def dequantize(self, dtype):
         """`data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""

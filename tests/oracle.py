@@ -66,10 +66,10 @@ def assert_bitwise(got, expected, what: str) -> None:
         )
 
 
-def widen(x) -> np.ndarray:
-    """x as f32, exactly; signalling NaNs do not warn."""
+def widen(x, dtype=F32) -> np.ndarray:
+    """x as f32 or f64, exactly; signalling NaNs do not warn."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(x).astype(F32)
+        return np.asarray(x).astype(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- ops
@@ -110,6 +110,23 @@ def quantize_transpose(x, scale, fmt: Format) -> tuple[np.ndarray, np.ndarray, n
     return data, np.ascontiguousarray(data.T), top
 
 
+def assert_column_sums(got, x, what: str = "column sums") -> None:
+    """Raises AssertionError unless f32 `[n]` are the sums over the rows of x `[m, n]`, in any order of additions.
+
+    m - 1 additions in f32, each off by at most 2**-24 of a partial sum, which is at most S = sum|x|: the error is at
+    most (m - 1) 2**-24 S to first order (Higham, eq. 4.4), and 2**-126 an addition where XLA flushes subnormals. The
+    factor 1 + 2**-10 covers the higher orders for m below 2**13.
+    """
+    with np.errstate(invalid="ignore"):
+        wide = np.asarray(x).astype(np.float64)
+        exact, total = wide.sum(axis=0), np.abs(wide).sum(axis=0)
+        bound = len(wide) * (PRECISE * total * (1 + 2.0**-10) + 2.0**-126)
+        got = np.asarray(got)
+        assert got.dtype == F32 and got.shape == exact.shape, f"{what}: {got.dtype}{got.shape}, expected {exact.shape}"
+        good = (np.abs(got.astype(np.float64) - exact) <= bound) | (got == exact) | (np.isnan(got) & np.isnan(exact))
+    assert good.all(), f"{what}: {(~good).sum()} of {good.size} out of bound; first at {np.argmin(good)}"
+
+
 def dequantize(codes, scale_inv, dtype) -> np.ndarray:
     """codes * scale_inv in f32, rounded once to `dtype`; every NaN is the quiet positive one of `dtype`."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -117,6 +134,131 @@ def dequantize(codes, scale_inv, dtype) -> np.ndarray:
         out = np.array(wide.astype(dtype))
     out[np.isnan(wide)] = np.array(np.nan, dtype=dtype)
     return out
+
+
+# -------------------------------------------------------------------------------------------------- fused producers
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What a producer quantizes: `exact` in f64, and the absolute error `bound` of an f32 implementation."""
+
+    exact: np.ndarray
+    bound: np.ndarray
+
+    def check(self, data, data_t, top, scale, fmt: Format, *, start=0.0, what: str = "codes") -> None:
+        """Raises AssertionError unless the codes are those of some f32 values within the bound, and so is the amax.
+
+        f64 values keep what an f32 one loses, so a value counts as infinite where it rounds to that in f32; one that is
+        within its bound of that may be either.
+
+        Args:
+            data: codes, of the shape of the values.
+            data_t: their transpose, last dimension first; None to leave it out.
+            top: the amax; `start` is the least it may be.
+            scale: f32.
+        """
+        data = np.asarray(data)
+        assert data.shape == self.exact.shape, f"{what}: shape {data.shape}, expected {self.exact.shape}"
+        assert data.dtype == fmt.dtype, f"{what}: dtype {data.dtype}, expected {fmt.dtype}"
+        with np.errstate(over="ignore", invalid="ignore"):
+            low, high = ((self.exact + sign * self.bound).astype(F32) for sign in (-1, 1))
+            finite = np.isfinite(low) & np.isfinite(high)
+            unsure = ~finite & ~np.isnan(low) & (low != high)
+            # One more rounding, of the product with the scale.
+            least, most = (np.sort([low * F32(scale), high * F32(scale)], axis=0)[i] for i in (0, 1))
+            least, most = np.nextafter(least, F32(-np.inf)), np.nextafter(most, F32(np.inf))
+        got, least, most = (widen(v) for v in (data, encode(least, fmt), encode(most, fmt)))
+        good = np.where(finite, (least <= got) & (got <= most), np.isnan(got) | unsure)
+        if not good.all():
+            worst = np.unravel_index(np.argmin(good), good.shape)
+            raise AssertionError(
+                f"{what}: {(~good).sum()} of {good.size} wrong; first at {worst}: got {got[worst]!r}, expected "
+                f"{least[worst]!r} to {most[worst]!r} of {self.exact[worst]!r} +- {self.bound[worst]!r}"
+            )
+        if data_t is not None:
+            order = (data.ndim - 1, *range(data.ndim - 1))
+            assert_bitwise(np.asarray(data_t), np.ascontiguousarray(data.transpose(order)), f"{what}: data_t")
+        ends = [amax(np.concatenate([v.reshape(-1), [F32(start)]])) for v in (low, high)]
+        with np.errstate(invalid="ignore"):
+            least = np.maximum(0, np.abs(self.exact) - self.bound)
+        sure = np.where(finite, least, np.where(unsure, 0, np.inf))
+        smallest = max(float(sure.max(initial=0)) * (1 - 2.0**-23), float(start))
+        assert smallest <= float(top) <= max(ends), f"{what}: amax {top!r}, expected {smallest!r} to {max(ends)!r}"
+
+
+_U = 2.0**-24  # unit roundoff of f32
+
+
+def _sigmoid(z):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-z))
+
+
+def activation(x, name: str) -> Values:
+    """gelu (tanh), silu, relu of x; gated: of x[..., 0, :], times x[..., 1, :].
+
+    The bound, for x * s(z) with s(z) = 1 / (1 + exp(-z)), z = x or 2 sqrt(2/pi) (x + 0.044715 x^3). An exponent that is
+    off by 5u of itself (two constants, a square, a sum, a product) and an exp off by 4u make exp(-z) off by
+    (5 |z| + 4) u, of which 1 + exp(-z) has the share s(-z). Sum, quotient and product add at most u, 2u and u:
+
+        |error| <= |result| (s(-z) (5 |z| + 4) + 4) u
+
+    The implementations may flush subnormals, or lose a result to an exp(-z) above the largest f32: at most 88 * 2^-126
+    is lost. A gate multiplies all this and rounds once more. A product of terms in u is below u^2 (5 * 88 + 8)^2 < u,
+    which one more u covers.
+    """
+    x = widen(x, np.float64)
+    gated = name.endswith("_gated")
+    gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.float64(1))
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if name == "relu":
+            return Values(np.where(gate <= 0, 0, gate), np.full(gate.shape, 2.0**-126))
+        z = gate if name.startswith("silu") else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        # Beyond, s(z) is a zero of f64 as well, but 0 * inf is not.
+        share = np.where(z < -700, 1, _sigmoid(-z))
+        exact = gate * _sigmoid(z) * up
+        relative = (share * (5 * np.minimum(np.abs(z), 88) + 4) + 4 + gated + 1) * _U
+        bound = np.abs(exact) * relative + 88 * 2.0**-126 * np.maximum(1, np.abs(up))
+        # Next to the largest f32 the function of a gate may round to infinity before it is multiplied.
+        bound = np.where(gated & (np.abs(gate) >= 2.0**128 * (1 - 8 * _U)), np.inf, bound)
+    return Values(exact, np.where(np.isfinite(exact), bound, 0))
+
+
+def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) -> Values:
+    """RMSNorm ("rms") or LayerNorm ("layer") over the last dimension.
+
+    The bound, for sums whose terms take part in at most `depth` additions (by default any order: n), to first order in
+    u; 1 + 2^-6 covers the products of the terms, each below 2^-8 for n <= 2^15:
+      - the mean: depth + 1 roundings of terms that sum up to mean|x|;
+      - a centered value c: that, and one rounding of itself;
+      - the variance of computed c: for their squares depth + 3 relative, for their errors 2 mean(|c| |error|) and
+        mean(error^2);
+      - rsqrt: half of the relative error of variance + epsilon (one more rounding); itself up to 4u;
+      - the result: |c| and its error, times factor and its relative error of three more roundings; a sum with beta.
+    Implementations may flush subnormals: 2^-126 in each.
+    """
+    x, gamma = widen(x, np.float64), widen(gamma, np.float64)
+    n = x.shape[-1]
+    depth = n if depth is None else depth
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        c, c_error = x, np.zeros_like(x)
+        if kind == "layer":
+            mean = x.mean(-1, keepdims=True)
+            c = x - mean
+            c_error = (depth + 1) * _U * np.abs(x).mean(-1, keepdims=True) + _U * np.abs(c)
+        variance = (c * c).mean(-1, keepdims=True)
+        variance_error = (depth + 3) * _U * variance + (2 * np.abs(c) * c_error + c_error**2).mean(-1, keepdims=True)
+        total = variance + epsilon
+        factor = gamma / np.sqrt(total)
+        factor_error = variance_error / total / 2 + 6 * _U
+        exact = c * factor
+        bound = np.abs(exact) * factor_error + c_error * np.abs(factor) + 2 * _U * np.abs(exact)
+        if beta is not None:
+            exact = exact + widen(beta, np.float64)
+            bound = bound + _U * np.abs(exact)
+        bound = bound * (1 + 2.0**-6) + 2.0**-126 * np.maximum(1, np.abs(factor))
+    return Values(exact, np.where(np.isfinite(exact), bound, 0))
 
 
 # ------------------------------------------------------------------------------------------------- delayed scaling
@@ -301,6 +443,23 @@ def scaled_matmul(a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None
     return Product(exact, bound)
 
 
+def group_ranges(group_sizes) -> list[tuple[int, int]]:
+    """(begin, end) of each group of rows."""
+    ends = [int(end) for end in np.cumsum(group_sizes)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Product:
+    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`, cut along m, to `[g, p, n]`."""
+    ranges, a, b = group_ranges(group_sizes), np.asarray(a), np.asarray(b)
+    if b.ndim == 2:
+        parts = [scaled_matmul(a[:, i:j], b[:, i:j], a_scale_inv, b_scale_inv, **options) for i, j in ranges]
+        return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
+    parts = [scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options) for e, (i, j) in enumerate(ranges)]
+    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))  # exactly zero, whatever these rows hold
+    return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))
+
+
 # ------------------------------------------------------------------------------------------------------------- layer
 
 
@@ -341,10 +500,12 @@ def dense_step(
     out_dtype=F32,
     dgrad_dtype=F32,
     wgrad_dtype=F32,
+    bias=None,
 ) -> DenseStep:
     """One forward and backward of y = x @ kernel: fprop = x @ kernel, dgrad = grad @ kernel.T, wgrad = x.T @ grad.
 
-    x `[m, k]`, kernel `[k, n]`, grad `[m, n]` in the dtypes in which they are quantized.
+    x `[m, k]`, kernel `[k, n]`, grad `[m, n]` in the dtypes in which they are quantized. bias `[n]` is added to y,
+    rounded to out_dtype.
     """
     x_codes, x_scale, x_state = step(x, state.input, forward, options)
     k_codes, k_scale, k_state = step(kernel, state.kernel, forward, options)
@@ -353,9 +514,46 @@ def dense_step(
     return DenseStep(
         codes={"input": x_codes, "kernel": k_codes, "output_grad": g_codes},
         scales={"input": x_scale, "kernel": k_scale, "output_grad": g_scale},
-        y=scaled_matmul(x_codes, k_codes.T, x_inv, k_inv, out_dtype=out_dtype),
+        y=scaled_matmul(
+            x_codes, k_codes.T, x_inv, k_inv, bias=None if bias is None else bias.astype(out_dtype), out_dtype=out_dtype
+        ),
         dgrad=scaled_matmul(g_codes, k_codes, g_inv, k_inv, out_dtype=dgrad_dtype),
         wgrad=scaled_matmul(x_codes.T, g_codes.T, x_inv, g_inv, out_dtype=wgrad_dtype),
+        state=LayerState(x_state, k_state, g_state),
+    )
+
+
+def ragged_step(
+    lhs,
+    rhs,
+    group_sizes,
+    grad,
+    state: LayerState,
+    options: Options = Options(),
+    *,
+    forward: Format = E4M3,
+    backward: Format = E5M2,
+    out_dtype=F32,
+    dgrad_dtype=F32,
+    wgrad_dtype=F32,
+) -> DenseStep:
+    """One forward and backward of rows of lhs `[m, k]` by the matrix of their group in rhs `[g, k, n]`.
+
+    dgrad = grad @ rhs[e].T for the rows of group e, wgrad[e] = lhs.T @ grad over them. Rows of no group are as if lhs
+    and grad were zero there.
+    """
+    rows = group_ranges(group_sizes)[-1][1]
+    lhs, grad = (np.where(np.arange(len(x))[:, None] < rows, x, np.zeros((), x.dtype)) for x in (lhs, grad))
+    x_codes, x_scale, x_state = step(lhs, state.input, forward, options)
+    k_codes, k_scale, k_state = step(rhs, state.kernel, forward, options)
+    g_codes, g_scale, g_state = step(grad, state.output_grad, backward, options)
+    x_inv, k_inv, g_inv = x_state.scale, k_state.scale, g_state.scale
+    return DenseStep(
+        codes={"input": x_codes, "kernel": k_codes, "output_grad": g_codes},
+        scales={"input": x_scale, "kernel": k_scale, "output_grad": g_scale},
+        y=ragged_matmul(x_codes, k_codes.swapaxes(1, 2), x_inv, k_inv, group_sizes, out_dtype=out_dtype),
+        dgrad=ragged_matmul(g_codes, k_codes, g_inv, k_inv, group_sizes, out_dtype=dgrad_dtype),
+        wgrad=ragged_matmul(x_codes.T, g_codes.T, x_inv, g_inv, group_sizes, out_dtype=wgrad_dtype),
         state=LayerState(x_state, k_state, g_state),
     )
 

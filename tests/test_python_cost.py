@@ -48,14 +48,5 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")
     ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
-    assert ours <= 80
-    assert ours < 0.6 * flax
-
-
-def test_layers_share_their_functions():
-    """A layer more costs its custom calls, not another copy of the history's arithmetic."""
-    one, two = (step_of(n, jaxfp8.Fp8DotGeneral).lower().as_text() for n in (1, 2))
-    for text in (one, two):
-        assert text.count("func.func private @read_amax_history") == 1
-        assert text.count("func.func private @push_amax_history") == 1
-    assert two.count("call @read_amax_history") == 6
+    assert ours <= (70 if platform == "cpu" else 60)  # on a CPU the products are written out
+    assert ours < 0.55 * flax

@@ -46,10 +46,3 @@ def test_abs_max_counts_nan_before_it_reduces():
     assert scaling.abs_max(jnp.asarray(x[:77])) == 1
     tiny = jnp.asarray(np.array([2.0**-149, 0], np.float32))
     assert np.asarray(scaling.abs_max(tiny)) == np.float32(2.0**-149)
-
-
-def test_history_rotates_and_takes_no_infinity():
-    history = jnp.zeros(4, jnp.float32)
-    for amax, expected in [(1, [1, 0, 0, 0]), (2, [2, 0, 0, 1]), (np.inf, [0, 0, 1, 2]), (4, [4, 1, 2, 0])]:
-        history = scaling.push_history(history, jnp.float32(amax))
-        np.testing.assert_array_equal(history, np.array(expected, np.float32))

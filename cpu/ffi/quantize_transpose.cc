@@ -1,5 +1,5 @@
 // jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
-// data_t [g, n, m], amax f32 [g].
+// data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cpu/kernels/quantize_transpose.h"
@@ -15,7 +15,7 @@ ffi::Error QuantizeTransposeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi:
                                     ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
                                     ffi::Result<ffi::AnyBuffer> data_t,
                                     ffi::Result<ffi::AnyBuffer> amax,
-                                    ffi::Dictionary attributes) {
+                                    ffi::RemainingRets rest, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
   const Operand x_operand{kOp, "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
@@ -32,13 +32,15 @@ ffi::Error QuantizeTransposeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi:
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({kOp, "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({kOp, "amax", *amax}, groups));
+  float* column_sums = nullptr;
+  JAXFP8_RETURN_IF_ERROR(ToColumnSums(rest, x, &column_sums));
 
   XlaTaskPool tasks(pool);
   QuantizeTranspose(tasks, ToDtype(x.element_type()), ToDtype(data->element_type()), x.untyped_data(),
                     ToScales(scale), groups, m, n, static_cast<uint8_t*>(data->untyped_data()),
                     static_cast<uint8_t*>(data_t->untyped_data()),
                     static_cast<const float*>(amax_so_far.untyped_data()),
-                    static_cast<float*>(amax->untyped_data()));
+                    static_cast<float*>(amax->untyped_data()), column_sums);
   return ffi::Error::Success();
 }
 
@@ -55,4 +57,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cpu::Quantiz
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // data_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .RemainingRets()             // column_sums
                                   .Attrs());

@@ -30,6 +30,7 @@ struct KernelTable {
   uint32_t (*amax[3])(const void* x, int64_t size);
   uint32_t (*quantize[3][2])(const void* x, float scale, uint8_t* data, int64_t size, Store store);
   uint32_t (*quantize_transpose[3][2])(const Panel& panel, float scale, Store store);
+  void (*column_sums[3])(const Panel& panel, float* sums);
   void (*dequantize[2][3])(const uint8_t* data, float scale_inv, void* out, int64_t size, Store store);
 };
 

@@ -13,6 +13,7 @@
 #include "common/dispatch.h"
 #include "common/fp8.h"
 #include "cpu/kernels/chunks.h"
+#include "cpu/kernels/half.h"
 #include "cpu/kernels/kernel_table.h"
 
 namespace jaxfp8::cpu {
@@ -143,6 +144,27 @@ uint32_t QuantizeTransposePanel(const Panel& panel, float scale, Store store) {
   return quantize.AmaxBits();
 }
 
+// The sums of a panel's columns, row after row in every instruction set: the order decides how sums round. A block's
+// sums stay in registers.
+template <class In>
+void ColumnSumsPanel(const Panel& panel, float* sums) {
+  const In* x = static_cast<const In*>(panel.x);
+  int64_t column = 0;
+  for (; column + kBlock <= panel.columns; column += kBlock) {
+    float block[kBlock] = {};
+    for (int64_t row = 0; row < panel.rows; ++row) {
+      const In* in = x + row * panel.n + column;
+      for (int64_t i = 0; i < kBlock; ++i) block[i] += Widen(in[i]);
+    }
+    memcpy(sums + column, block, sizeof(block));
+  }
+  for (; column < panel.columns; ++column) {
+    float sum = 0;
+    for (int64_t row = 0; row < panel.rows; ++row) sum += Widen(x[row * panel.n + column]);
+    sums[column] = sum;
+  }
+}
+
 template <class Blocks>
 constexpr KernelTable MakeTable(const char* isa) {
   return {
@@ -154,6 +176,7 @@ constexpr KernelTable MakeTable(const char* isa) {
       {{QuantizeTransposePanel<Blocks, BF16, E4M3>, QuantizeTransposePanel<Blocks, BF16, E5M2>},
        {QuantizeTransposePanel<Blocks, F16, E4M3>, QuantizeTransposePanel<Blocks, F16, E5M2>},
        {QuantizeTransposePanel<Blocks, F32, E4M3>, QuantizeTransposePanel<Blocks, F32, E5M2>}},
+      {ColumnSumsPanel<BF16>, ColumnSumsPanel<F16>, ColumnSumsPanel<F32>},
       {{DequantizeSpan<Blocks, E4M3, BF16>, DequantizeSpan<Blocks, E4M3, F16>, DequantizeSpan<Blocks, E4M3, F32>},
        {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
   };

@@ -1,6 +1,7 @@
 // The quantize_transpose launcher.
 #include "cpu/kernels/quantize_transpose.h"
 
+#include "common/column_sums.h"
 #include "cpu/kernels/amax_cell.h"
 #include "cpu/kernels/chunks.h"
 #include "cpu/kernels/float_env.h"
@@ -10,8 +11,11 @@
 
 namespace jaxfp8::cpu {
 
+static_assert(PanelChunks::kRows == kColumnSumRows, "a panel is a part of the sums");
+
 void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
-                       int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax) {
+                       int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax,
+                       float* column_sums) {
   StartAmax(amax, amax_so_far, groups);
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * m * n, kStreamedTranspose);
@@ -35,6 +39,10 @@ void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Sc
     const float scale = scales[chunk.group];
     const auto kernel = KernelsForQuantize(scale).quantize_transpose[HighPrecisionIndex(in)][Fp8Index(format)];
     RaiseAmax(&amax[chunk.group], kernel(panel, scale, store));
+    if (column_sums != nullptr) {  // x of the panel is in the cache
+      const int64_t part = chunk.group * ColumnSumParts(m) + chunk.row_begin / kColumnSumRows;
+      Kernels().column_sums[HighPrecisionIndex(in)](panel, column_sums + part * n + chunk.column_begin);
+    }
   });
 }
 

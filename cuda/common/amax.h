@@ -30,6 +30,7 @@ class AmaxAccumulator {
 
 // One maximum a warp, in shared memory; then warp 0 has the block's. There must be a __syncthreads() between the two,
 // and another before the next Put.
+template <int kWarps>
 class BlockAmax {
  public:
   __device__ __forceinline__ void Put(uint32_t over_warp) {
@@ -38,7 +39,7 @@ class BlockAmax {
   // In the lanes of warp 0; 0 in the others.
   __device__ __forceinline__ uint32_t InFirstWarp() const {
     if (threadIdx.x >= kWarpSize) return 0;
-    return __reduce_max_sync(0xffffffffu, threadIdx.x < kWarpsPerBlock ? warps_[threadIdx.x] : 0);
+    return __reduce_max_sync(0xffffffffu, threadIdx.x < kWarps ? warps_[threadIdx.x] : 0);
   }
   __device__ __forceinline__ void Raise(float* amax) const {
     const uint32_t largest = InFirstWarp();
@@ -46,14 +47,14 @@ class BlockAmax {
   }
 
  private:
-  uint32_t warps_[kWarpsPerBlock];
+  uint32_t warps_[kWarps];
 };
 
 // The end of a group in a streaming kernel.
 __device__ __forceinline__ void FinishAmax(const AmaxAccumulator& accumulator, const StreamPlan& plan, float* amax) {
   const uint32_t over_warp = accumulator.OverWarp();
   if (plan.BlockHasOneGroup()) {
-    __shared__ BlockAmax block;
+    __shared__ BlockAmax<kWarpsPerBlock> block;
     block.Put(over_warp);
     __syncthreads();
     block.Raise(amax);

@@ -20,16 +20,32 @@ inline cudaError_t Multiprocessors(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
+// What a block may have if the launch asks for it, static variables included.
+inline cudaError_t SharedBytesOfBlock(int64_t* bytes) {
+  int device = 0, limit = 0;
+  JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
+  JAXFP8_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  *bytes = limit;
+  return cudaSuccess;
+}
+
 // Unlike kernel<<<...>>>, the error comes back from the call and not through cudaGetLastError, which could also report
-// an error of somebody else's earlier call.
+// an error of somebody else's earlier call. Shared memory beyond 48 KiB must be allowed for the kernel first.
 template <class... Parameters, class... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-                   Arguments&&... arguments) {
+cudaError_t LaunchWithShared(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+                             cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
   config.blockDim = dim3(static_cast<unsigned int>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   Arguments&&... arguments) {
+  return LaunchWithShared(kernel, blocks, threads, 0, stream, std::forward<Arguments>(arguments)...);
 }
 
 // For results that alias an operand: XLA gives them one buffer where it can, and then there is nothing to do.

@@ -64,6 +64,20 @@ __device__ __forceinline__ uint32_t FloatsToBF16x2(float low, float high) {
   return pair;
 }
 
+// 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.
+__device__ __forceinline__ float Exp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// 1 / x to 1 ulp. Subnormal results, of |x| above 2^126, are zeros.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float quotient;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(x));
+  return quotient;
+}
+
 // Without a memory clobber, so that loads of other memory may move across.
 __device__ __forceinline__ void StoreGlobal16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
@@ -74,6 +88,63 @@ __device__ __forceinline__ void StoreGlobal16(void* address, uint32_t w0, uint32
 __device__ __forceinline__ void StoreGlobal8(void* address, uint32_t w0, uint32_t w1) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" : : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1));
 }
+
+__device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(w0), "r"(w1), "r"(w2), "r"(w3)
+               : "memory");
+}
+
+// 16 bytes to shared memory without waiting: the first `count` from `source`, then zeros. Both addresses are multiples
+// of 16.
+__device__ __forceinline__ void CopyAsync16(void* shared, const void* source, int count) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(source)),
+                 "r"(count)
+               : "memory");
+}
+
+// Ends a group of this thread's copies.
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Until at most the kPending latest groups of this thread's copies are under way.
+template <int kPending>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(kPending) : "memory");
+}
+
+// Four 8 x 16 matrices of bytes from shared memory. Lane i gives the address of row i % 8 of matrix i / 8; it gets, of each
+// matrix, bytes 4 (i % 4) to 4 (i % 4) + 3 of row i / 4.
+__device__ __forceinline__ void LoadMatrices(const void* row, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// sum [16, 8] += a [16, 32] @ b [8, 32]^T, over a warp. With g = lane / 4 and t = lane % 4: a[0..3] are rows g, g + 8, g and
+// g + 8, elements 4t to 4t + 3 of the first 16 twice, then of the last 16; b[0..1] row g of both halves; sum[0..3]
+// columns 2t and 2t + 1 of row g, then of row g + 8.
+// Ada adds with about 13 bits of mantissa. Hopper has no such instruction: it is compiled to f16 ones with f32 sums.
+template <class A, class B>
+__device__ __forceinline__ void MultiplyFp8(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+#define JAXFP8_MULTIPLY_FP8(A, B, types)                                                                     \
+  template <>                                                                                                \
+  __device__ __forceinline__ void MultiplyFp8<A, B>(float(&sum)[4], const uint32_t(&a)[4],                   \
+                                                    const uint32_t(&b)[2]) {                                 \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." types                                              \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                        \
+  }
+JAXFP8_MULTIPLY_FP8(E4M3, E4M3, "e4m3.e4m3")
+JAXFP8_MULTIPLY_FP8(E4M3, E5M2, "e4m3.e5m2")
+JAXFP8_MULTIPLY_FP8(E5M2, E4M3, "e5m2.e4m3")
+JAXFP8_MULTIPLY_FP8(E5M2, E5M2, "e5m2.e5m2")
+#undef JAXFP8_MULTIPLY_FP8
 
 }  // namespace jaxfp8::cuda
 

@@ -1,5 +1,5 @@
 // jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
-// data_t [g, n, m], amax f32 [g].
+// data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize_transpose.h"
@@ -12,7 +12,8 @@ namespace {
 ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                     ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
                                     ffi::Result<ffi::AnyBuffer> data_t,
-                                    ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
+                                    ffi::Result<ffi::AnyBuffer> amax,
+                                    ffi::RemainingRets rest, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
   const Operand x_operand{"quantize_transpose", "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
@@ -29,6 +30,8 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax_so_far", amax_so_far}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax", *amax}, groups));
+  float* column_sums = nullptr;
+  JAXFP8_RETURN_IF_ERROR(ToColumnSums(rest, x, &column_sums));
 
   QuantizeTransposeParams params = {};
   params.dtype = ToDtype(x.element_type());
@@ -40,6 +43,7 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   params.data_t = data_t->untyped_data();
   params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
   params.amax = static_cast<float*>(amax->untyped_data());
+  params.column_sums = column_sums;
   params.groups = groups;
   params.m = m;
   params.n = n;
@@ -59,5 +63,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::Quanti
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // data_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .RemainingRets()             // column_sums
                                   .Attrs(),
                               {jaxfp8::cuda::kRecordable});

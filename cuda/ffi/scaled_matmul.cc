@@ -118,8 +118,18 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
 }
 
+// XLA calls this before each run or recording of a program, with the program's device current. It looks at no buffer.
+ffi::Error InitializeScaledMatmul() {
+  const std::string error = PrepareScaledMatmul();
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+}
+
 }  // namespace
 }  // namespace jaxfp8::cuda
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_initialize_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::InitializeScaledMatmul,
+                              xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,

@@ -27,8 +27,12 @@ struct AmaxBody {
   __device__ void End(int64_t group, const StreamPlan& plan) { FinishAmax(accumulator, plan, amax + group); }
 };
 
+// Blocks on a multiprocessor: said, because ptxas for sm_100 otherwise tries five and spills.
+constexpr int kBlocks = 4;
+
 template <class In, int kVector>
-__global__ void __launch_bounds__(kBlockSize) AmaxKernel(StreamPlan plan, const In* __restrict__ x, float* amax) {
+__global__ void __launch_bounds__(kBlockSize, kBlocks)
+    AmaxKernel(StreamPlan plan, const In* __restrict__ x, float* amax) {
   Stream<kVector>(plan, x, AmaxBody<In>{amax, {}});
 }
 

@@ -38,17 +38,16 @@ std::string Failed(const char* call, cudaError_t status) {
 }
 
 std::string Create(int ordinal, GemmDevice* device) {
-  int major = 0;
-  int minor = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal);
-  if (status != cudaSuccess) return Failed("cudaDeviceGetAttribute", status);
-  const int capability = 10 * major + minor;
+  cudaDeviceProp properties = {};
+  if (const cudaError_t status = cudaGetDeviceProperties(&properties, ordinal); status != cudaSuccess) {
+    return Failed("cudaGetDeviceProperties", status);
+  }
+  const int capability = 10 * properties.major + properties.minor;
   if (capability < kMinCapability) {
     return "FP8 GEMMs need compute capability 8.9 or newer, device " + std::to_string(ordinal) + " has " +
-           std::to_string(major) + "." + std::to_string(minor);
+           std::to_string(properties.major) + "." + std::to_string(properties.minor);
   }
-  *device = {ordinal, capability, nullptr};
+  *device = {ordinal, capability, properties.name, properties.l2CacheSize, nullptr};
   const cublasStatus_t created = GetCublasLt().Create(&device->handle);
   if (created == CUBLAS_STATUS_SUCCESS) return "";
   return std::string("cublasLtCreate failed: ") + GetCublasLt().GetStatusName(created);

@@ -10,7 +10,7 @@ namespace jaxfp8::cuda {
 namespace {
 
 __global__ void __launch_bounds__(kBlockSize) DelayedScalesKernel(const __grid_constant__ DelayedScalesParams params) {
-  __shared__ BlockAmax block_amax;
+  __shared__ BlockAmax<kWarpsPerBlock> block_amax;
   const int64_t histories = params.count * params.groups;
   for (int64_t index = blockIdx.x; index < histories; index += gridDim.x) {
     const int64_t group = index / params.count;

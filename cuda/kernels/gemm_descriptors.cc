@@ -1,4 +1,4 @@
-// Filling in cuBLASLt's descriptors.
+// Filling in cuBLASLt's descriptors, and the call that reads them.
 #include "cuda/kernels/gemm_descriptors.h"
 
 #define JAXFP8_RETURN_IF_CUBLAS_ERROR(expression)                                                       \
@@ -63,12 +63,25 @@ cublasStatus_t GemmDescriptors::InitLayout(Dtype dtype, int64_t rows, int64_t co
 }
 
 std::string GemmDescriptors::Init(const GemmShape& shape, const GemmPointers& pointers) {
+  pointers_ = pointers;
   cublasStatus_t status = InitOperation(shape, pointers, &operation_);
   if (status == CUBLAS_STATUS_SUCCESS) status = InitLayout(shape.b, shape.k, shape.n, shape.batch, &a_);
   if (status == CUBLAS_STATUS_SUCCESS) status = InitLayout(shape.a, shape.k, shape.m, shape.batch, &b_);
   if (status == CUBLAS_STATUS_SUCCESS) status = InitLayout(shape.out, shape.n, shape.m, shape.batch, &out_);
   if (status == CUBLAS_STATUS_SUCCESS) return "";
   return std::string("cuBLASLt descriptors failed: ") + GetCublasLt().GetStatusName(status);
+}
+
+std::string GemmDescriptors::Multiply(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm, void* workspace,
+                                      int64_t workspace_bytes, cudaStream_t stream) const {
+  const float one = 1.0f;
+  const float beta = pointers_.accumulator != nullptr ? 1.0f : 0.0f;
+  const void* c = pointers_.accumulator != nullptr ? pointers_.accumulator : pointers_.out;
+  const cublasStatus_t status =
+      GetCublasLt().Matmul(handle, operation(), &one, pointers_.b, a(), pointers_.a, b(), &beta, c, out(),
+                           pointers_.out, out(), &algorithm, workspace, workspace_bytes, stream);
+  if (status == CUBLAS_STATUS_SUCCESS) return "";
+  return std::string("cublasLtMatmul failed: ") + GetCublasLt().GetStatusName(status);
 }
 
 }  // namespace jaxfp8::cuda

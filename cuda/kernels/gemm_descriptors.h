@@ -42,8 +42,10 @@ struct GemmPointers {
 // nothing to lock.
 class GemmDescriptors {
  public:
-  // Returns the reason of a failure, or an empty string.
+  // Both return the reason of a failure, or an empty string.
   std::string Init(const GemmShape& shape, const GemmPointers& pointers);
+  std::string Multiply(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm, void* workspace,
+                       int64_t workspace_bytes, cudaStream_t stream) const;
 
   cublasLtMatmulDesc_t operation() const { return operation_.get(); }
   cublasLtMatrixLayout_t a() const { return a_.get(); }      // our b
@@ -63,6 +65,7 @@ class GemmDescriptors {
   static cublasStatus_t InitOperation(const GemmShape& shape, const GemmPointers& pointers, Operation* operation);
   static cublasStatus_t InitLayout(Dtype dtype, int64_t rows, int64_t columns, int64_t batch, Layout* layout);
 
+  GemmPointers pointers_;
   Operation operation_;
   Layout a_, b_, out_;
 };

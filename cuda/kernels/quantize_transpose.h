@@ -20,6 +20,7 @@ struct QuantizeTransposeParams {
   void* data_t;              // [groups, n, m]
   const float* amax_so_far;  // [groups], not negative
   float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
+  float* column_sums;        // null, or [groups, ColumnSumParts(m), n]: the sums of x over 128 rows each
   int64_t groups;
   int64_t m;
   int64_t n;

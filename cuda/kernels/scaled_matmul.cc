@@ -8,8 +8,8 @@
 namespace jaxfp8::cuda {
 namespace {
 
-// While XLA captures a graph, CUDA forbids this thread calls that cuBLASLt may make when it is first used (allocations,
-// module loads). None of them touches the stream that is captured, which is what this mode states.
+// While XLA captures a graph, CUDA forbids this thread calls that cuBLASLt may make when an algorithm is first used
+// (module loads, allocations). None of them touches the stream that is captured, which is what this mode states.
 class AllowSetupDuringCapture {
  public:
   AllowSetupDuringCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -36,9 +36,9 @@ void NextGroup(const ScaledMatmulParams& params, GemmPointers* pointers) {
   pointers->out = static_cast<uint8_t*>(pointers->out) + params.m * params.n * ByteWidth(params.out_dtype);
 }
 
-// The largest power of two, up to the 256 bytes that cuBLASLt can use, that divides every address.
+// The largest power of two that divides every address, up to the alignment at which plans are kept.
 uint32_t CommonAlignment(const GemmPointers& pointers) {
-  uintptr_t bits = 256;
+  uintptr_t bits = kGemmAlignment;
   for (const void* pointer : {pointers.a, pointers.b, pointers.bias, static_cast<const void*>(pointers.accumulator),
                               static_cast<const void*>(pointers.out)}) {
     bits |= reinterpret_cast<uintptr_t>(pointer);
@@ -53,18 +53,16 @@ std::string Multiply(const GemmDevice& device, const GemmShape& shape, const Gem
   cublasLtMatmulAlgo_t algorithm;
   const GemmLimits limits = {workspace_bytes, CommonAlignment(pointers)};
   if (std::string error = GetGemmPlan(device, shape, limits, descriptors, &algorithm); !error.empty()) return error;
-
-  const float one = 1.0f;
-  const float beta = shape.accumulate ? 1.0f : 0.0f;
-  const void* c = shape.accumulate ? pointers.accumulator : pointers.out;
-  const cublasStatus_t status = GetCublasLt().Matmul(
-      device.handle, descriptors.operation(), &one, pointers.b, descriptors.a(), pointers.a, descriptors.b(), &beta, c,
-      descriptors.out(), pointers.out, descriptors.out(), &algorithm, workspace, workspace_bytes, stream);
-  if (status == CUBLAS_STATUS_SUCCESS) return "";
-  return std::string("cublasLtMatmul failed: ") + GetCublasLt().GetStatusName(status);
+  return descriptors.Multiply(device.handle, algorithm, workspace, workspace_bytes, stream);
 }
 
 }  // namespace
+
+std::string PrepareScaledMatmul() {
+  if (const std::string& error = GetCublasLt().error; !error.empty()) return error;
+  GemmDevice device;
+  return GetGemmDevice(&device);
+}
 
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t stream) {
   const int64_t out_elements = params.groups * params.m * params.n;

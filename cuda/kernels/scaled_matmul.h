@@ -33,6 +33,10 @@ struct ScaledMatmulParams {
   bool precise;
 };
 
+// Makes what a product needs of the current device and what allocates there, once: call it before a stream is captured.
+// Returns the reason of a failure, or an empty string.
+std::string PrepareScaledMatmul();
+
 // All pointers but those of the scales must be multiples of 16 bytes. With k = 0 there may be no bias and no
 // accumulator, and out is zeros. Returns the reason of a failure, or an empty string.
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t stream);

@@ -4,4 +4,6 @@ from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._dense import Dense as Dense
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral
 from ._einsum import Fp8Einsum as Fp8Einsum
+from ._gated_mlp import GatedMLP as GatedMLP
+from ._norm_dense import NormDense as NormDense
 from ._train_state import TrainState as TrainState

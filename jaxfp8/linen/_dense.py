@@ -1,13 +1,13 @@
 """Dense: nn.Dense whose kernel is quantized as it is stored, without a copy in the compute dtype."""
 
+import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import canonicalize_dtype
 
-from ..tensor import QTensor
+from .._compute_dtype import compute_dtype, to_compute
+from .._fused_input import FusedInput
 from ._dot_general import Fp8DotGeneral
 
 
@@ -22,10 +22,13 @@ class Dense(nn.Module):
     - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded once, to FP8; there is no bfloat16
       copy of it, and its gradient comes from the product in float32.
     - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all microbatches.
-    - The bias is added in float32 and the sum rounded to the compute dtype; its gradient is summed in float32.
+    - The bias is added in the product, in float32, before its only rounding; the gradient of the bias is summed in
+      float32, in the pass that quantizes the gradient of y.
+    - x may be what `jaxfp8.activated` or `jaxfp8.normalized` gives.
 
     Attributes:
-        features: the size of the output's last dimension.
+        features: the size of the output's last dimension; or the sizes of several, whose kernel is initialized as that
+            of one.
         recipe: how operands become FP8; without one `DelayedScaling()`.
         use_bias: whether to add a bias.
         dtype: the compute dtype, in which x arrives at the quantizer and y leaves; without one, what x and the
@@ -35,7 +38,7 @@ class Dense(nn.Module):
         kernel_init, bias_init: initializers.
     """
 
-    features: int
+    features: int | tuple[int, ...]
     recipe: Any = None
     use_bias: bool = True
     dtype: Any = None
@@ -47,27 +50,21 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x):
         """`x` `[..., k]` to y `[..., features]`."""
-        kernel = self.param("kernel", self.kernel_init, (jnp.shape(x)[-1], self.features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        with jax.numpy_dtype_promotion("standard"):
-            stored = kernel.source if isinstance(kernel, QTensor) else kernel
-            dtype = canonicalize_dtype(x, stored, bias, dtype=self.dtype)
-            x = _to_compute(jnp.asarray(x), dtype)
-        y = Fp8DotGeneral(recipe=self.recipe)(
-            x,
+        x = x if isinstance(x, FusedInput) else jnp.asarray(x)
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+
+        def kernel_init(key, shape, dtype):
+            return jnp.reshape(self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype), shape)
+
+        init = self.kernel_init if len(features) == 1 else kernel_init
+        kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
+        bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
+        dtype = compute_dtype(x, kernel, bias, dtype=self.dtype)
+        return Fp8DotGeneral(recipe=self.recipe)(
+            x if isinstance(x, FusedInput) else to_compute(x, dtype),
             kernel,
-            (((x.ndim - 1,), (0,)), ((), ())),
+            (((len(x.shape) - 1,), (0,)), ((), ())),
+            bias=bias,
             precision=self.precision,
             preferred_element_type=dtype,
         )
-        if bias is None:
-            return y
-        bias = bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))
-        return (y.astype(jnp.float32) + bias).astype(dtype)
-
-
-def _to_compute(x, dtype):
-    """`x` in the compute dtype, but not widened: the quantizer reads narrow floats as they are, to the same codes."""
-    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.promote_types(x.dtype, dtype) == dtype:
-        return x
-    return x.astype(dtype)

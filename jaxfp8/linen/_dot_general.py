@@ -27,13 +27,24 @@ class Fp8DotGeneral(Fp8Module):
     """
 
     @nn.compact
-    def __call__(self, x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+    def __call__(
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        *,
+        bias=None,
+    ):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
         return dot_general(
             x,
             kernel,
             dimension_numbers,
             **self.recipe_and_state(),
+            bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,

@@ -1,6 +1,8 @@
 """Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and the step that stores it."""
 
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
+from ._layers import GatedMLP as GatedMLP, NormDense as NormDense
+from ._linear import Linear as Linear
 from ._training import (
     Optimizer as Optimizer,
     grad as grad,

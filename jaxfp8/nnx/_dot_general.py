@@ -52,7 +52,17 @@ class Fp8DotGeneral(_Fp8Product):
         TypeError: made by a layer in its forward pass (`dot_general_cls=`).
     """
 
-    def __call__(self, x, kernel, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+    def __call__(
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        *,
+        bias=None,
+    ):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
         return dot_general(
             x,
@@ -60,6 +70,7 @@ class Fp8DotGeneral(_Fp8Product):
             dimension_numbers,
             recipe=self.recipe,
             state=self._state(),
+            bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,

@@ -3,12 +3,19 @@ bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequ
 """
 
 from ._amax import amax as amax
-from ._amax_history import push_history as push_history, read_history as read_history
 from ._amax_to_scale import amax_to_scale as amax_to_scale
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
 from ._dequantize import dequantize as dequantize
 from ._ffi import custom_call_targets as custom_call_targets
 from ._implementation import implementation as implementation
 from ._quantize import quantize as quantize
+from ._quantize_activation import (
+    ACTIVATIONS as ACTIVATIONS,
+    activate as activate,
+    is_gated as is_gated,
+    quantize_activation as quantize_activation,
+)
+from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
+from ._ragged_matmul import ragged_matmul as ragged_matmul
 from ._scaled_matmul import scaled_matmul as scaled_matmul

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._plans import DTYPES, Gemm, Plan, Platform
+
 # An editable install has two folders: the sources and what was built.
 _LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
 _ON_BOTH = (
@@ -25,8 +27,10 @@ _ON_BOTH = (
     "quantize",
     "quantize_transpose",
 )
-_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, "scaled_matmul")}
+_CUDA_ONLY = ("quantize_activation", "quantize_norm", "ragged_matmul", "scaled_matmul")
+_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
 _VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
+_loaded = {}  # platform -> library
 
 
 def target_name(op: str) -> str:
@@ -47,13 +51,23 @@ def _load(platform: str) -> bool:
         return False
     try:
         library = ctypes.CDLL(os.fspath(path))
-        handlers = {target_name(op): library[target_name(op)] for op in _TARGETS[platform]}
+        handlers = {target_name(op): _handlers(library, platform, op) for op in _TARGETS[platform]}
     except (OSError, AttributeError) as error:
         logging.getLogger("jaxfp8").warning("jaxfp8: ignoring %s: %s", path.name, error)
         return False
     for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform=platform)
+        jax.ffi.register_ffi_target(name, handler, platform=platform)
+    _loaded[platform] = library
     return True
+
+
+def _handlers(library, platform: str, op: str):
+    """What XLA runs; and what it calls before, outside of the graphs it records."""
+    execute = jax.ffi.pycapsule(library[target_name(op)])
+    if (platform, op) != ("CUDA", "scaled_matmul"):
+        return execute
+    initialize = jax.ffi.pycapsule(library[target_name(f"{op}_initialize")])
+    return {"initialize": initialize, "execute": execute}
 
 
 has_cpu_kernels = _load("cpu")
@@ -85,3 +99,78 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in results],
         input_output_aliases=aliases,
     )(*operands, **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()})
+
+
+# ------------------------------------------------------------------------------------------- cuda/kernels/gemm_c_api.h
+
+
+class _Gemm(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in Gemm._fields]
+
+    @classmethod
+    def of(cls, gemm: Gemm) -> "_Gemm":
+        return cls(*(DTYPES.index(value) if isinstance(value, str) else int(value) for value in gemm))
+
+
+class _Platform(ctypes.Structure):
+    _fields_ = [("device_name", ctypes.c_char * 256), ("capability", ctypes.c_int64), ("version", ctypes.c_int64)]
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_ = [("words", ctypes.c_uint64 * 8)]
+
+
+class _TunedGemm(ctypes.Structure):
+    _fields_ = [
+        ("algorithm", _Algorithm),
+        ("microseconds", ctypes.c_double),
+        ("first_microseconds", ctypes.c_double),
+        ("timed", ctypes.c_int64),
+    ]
+
+
+def _call_cuda(function: str, *arguments) -> None:
+    """Calls a C function of the CUDA library.
+
+    Raises:
+        RuntimeError: with the reason it gives.
+    """
+    error = ctypes.create_string_buffer(4096)
+    _loaded["CUDA"][f"jaxfp8_{function}_v1"](*arguments, error, ctypes.c_int64(len(error)))
+    if error.value:
+        raise RuntimeError(error.value.decode())
+
+
+def check_cublaslt() -> None:
+    """Raises a RuntimeError that says why where cuBLASLt cannot be opened or lacks something."""
+    _call_cuda("cublaslt")
+
+
+def gemm_platform(device: int) -> Platform:
+    """The device with that ordinal, and cuBLASLt."""
+    out = _Platform()
+    _call_cuda("gemm_platform", ctypes.c_int64(device), ctypes.byref(out))
+    return Platform(out.device_name.decode(), out.capability, out.version)
+
+
+def set_gemm_plan(platform: Platform, gemm: Gemm, algorithm: str) -> None:
+    """From now on `gemm` uses `algorithm` on that platform, which need not be this machine's."""
+    name, capability, version = platform
+    words = _Algorithm(tuple(int(algorithm[i : i + 16], 16) for i in range(0, 128, 16)))
+    of = _Platform(name.encode(), capability, version)
+    _call_cuda("set_gemm_plan", ctypes.byref(of), ctypes.byref(_Gemm.of(gemm)), ctypes.byref(words))
+
+
+def count_gemm_plans() -> tuple[int, int]:
+    """How many plans products have used so far: measured ones, and cuBLASLt's first."""
+    measured, first = ctypes.c_int64(), ctypes.c_int64()
+    _call_cuda("count_gemm_plans", ctypes.byref(measured), ctypes.byref(first))
+    return measured.value, first.value
+
+
+def tune_gemm(device: int, gemm: Gemm) -> Plan:
+    """Times the algorithms for `gemm` on a device and sets the fastest as its plan."""
+    out = _TunedGemm()
+    _call_cuda("tune_gemm", ctypes.c_int64(device), ctypes.byref(_Gemm.of(gemm)), ctypes.byref(out))
+    algorithm = "".join(f"{word:016x}" for word in out.algorithm.words)
+    return Plan(algorithm, out.microseconds, out.first_microseconds)

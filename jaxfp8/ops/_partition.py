@@ -2,7 +2,8 @@
 
 XLA knows nothing of a custom call and would gather its operands. `custom_partitioning` tells it two things: which
 dimensions belong together (a Shardy rule, from their names), and the program of one device. A dimension that a result
-lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns).
+lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns). One whose
+name begins with `WHOLE` is never cut.
 """
 
 import functools
@@ -19,6 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, u
 from .. import _compat, _mesh
 from ..formats import FP8_DTYPES
 
+WHOLE = "whole"
+
 
 def lower(
     run,
@@ -28,6 +31,7 @@ def lower(
     *,
     combine,
     other_layouts,
+    added,
     on_one_device_only,
     as_bytes,
     ctx,
@@ -41,6 +45,7 @@ def lower(
         operand_names, result_names: the names of the dimensions.
         combine: `lax.pmax`, `lax.psum` or None; or one of them for each result.
         other_layouts: position of an operand -> position of the same in another order; these come last.
+        added: positions of operands that are added to the first result: once, where parts of it are summed.
         on_one_device_only: whether anywhere else `jnp_program` runs.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
             it stays what it is, and what several ops gather is gathered once.
@@ -53,7 +58,7 @@ def lower(
         run = jnp_program
     elif devices == "mesh" and run.func is not jnp_program.func:
         dtypes = [aval.dtype for aval in plain]
-        run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, as_bytes)
+        run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, as_bytes)
         count = len(operands)
     elif devices == "unknown":
         run = jnp_program
@@ -62,7 +67,7 @@ def lower(
         return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
 
 
-def _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, as_bytes):
+def _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, as_bytes):
     """`run` for any shards."""
     operand_names, result_names = tuple(operand_names), tuple(result_names)
     count = len(operand_names) - len(other_layouts)
@@ -95,6 +100,10 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
                     for i, j in moved.items():
                         order = [operand_names[j].index(name) for name in operand_names[i]]
                         shards[i] = lax.transpose(shards[j], order)
+                    if reduced[0]:
+                        for i in added:
+                            is_first = lax.axis_index(reduced[0]) == 0
+                            shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
                     outputs = zip(untyped(*shards), combines, reduced, strict=True)
                     return [by(x, over) if over else x for x, by, over in outputs]
 
@@ -108,15 +117,19 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
                 wanted[unread] = operands[unread].sharding
             return mesh, of_one_device, shardings(result_names), tuple(wanted)
 
-        whole = custom_partitioning(untyped)
-        names = {name for named in operand_names for name in named}
-        whole.def_partition(
+        of_all_devices = custom_partitioning(untyped)
+        # In the order in which the rule has them, which Shardy expects.
+        names = list(dict.fromkeys(name for named in operand_names for name in named))
+        uncut = tuple(name for name in names if name.startswith(WHOLE))
+        kept = set(uncut).union(*result_names)
+        of_all_devices.def_partition(
             partition=partition,
             sharding_rule=" -> ".join(", ".join(map(" ".join, named)) for named in (operand_names, result_names)),
-            reduction_factors=tuple(sorted(names.difference(*result_names))),
+            reduction_factors=tuple(name for name in names if name not in kept),
+            need_replication_factors=uncut,
         )
         out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands)]
-        return list(map(lax.bitcast_convert_type, whole(*map(raw, operands)), out_dtypes))
+        return list(map(lax.bitcast_convert_type, of_all_devices(*map(raw, operands)), out_dtypes))
 
     return op
 
@@ -149,7 +162,7 @@ def _assign(mesh, wanted) -> dict:
     for shape, spec, named in wanted:
         sizes.update(zip(named, shape, strict=True))
         for entry, name in zip(spec, named, strict=False):
-            if entry is not None:
+            if entry is not None and not name.startswith(WHOLE):
                 votes[name, entry if isinstance(entry, tuple) else (entry,)] += 1
     axes, used = {}, set()
     for (name, of), _ in votes.most_common():  # in the order of `wanted` where votes are equal

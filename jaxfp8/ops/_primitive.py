@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import _compat, _mesh
 from .._primitives import compiled, not_differentiable
-from . import _ffi, _partition
+from . import _ffi, _partition, _support
 from ._implementation import selected
 
 ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each member
@@ -39,7 +39,9 @@ def tensor_op(
     combine: Callable,
     batch_first: Callable | None = None,
     other_layouts: Callable = lambda **static: {},
+    added: Callable = lambda **static: (),
     on_one_device_only: bool = False,
+    without_cublaslt: Callable | None = None,
 ) -> Callable:
     """A primitive `op(*operands, members=0, **static) -> list of arrays`.
 
@@ -51,11 +53,15 @@ def tensor_op(
         reference, cpu, cuda: `(*operands, members, **static) -> sequence of arrays`.
         other_layouts: `(**static) -> {position: position}`: operands, the last ones, that hold the same as another one,
             with its dimensions in another order. A mesh may move them in its place; no implementation sees them.
+        added: `(**static) -> positions` of operands that are added to the first result: once, where a mesh sums parts
+            of it.
         combine: `(**static) -> lax.pmax or lax.psum`, the reduction over the shards of dimensions that a result lacks;
             None where there is none, so that these dimensions cannot be cut. Or one of them for each result.
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
         on_one_device_only: the reference runs on a mesh and in a `shard_map`.
+        without_cublaslt: what runs instead of `cuda` where a GPU has FP8 but cuBLASLt is missing; None where `cuda`
+            needs none.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
@@ -87,12 +93,18 @@ def tensor_op(
         return outputs, [0] * len(outputs)
 
     def lower(platform, native, loaded, ctx, *operands, implementation, members, **static):
-        run = reference
+        run = jnp_program = reference
         if implementation == "ffi" and not loaded():
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation in (None, "ffi") and loaded():
             run = native
-        run, jnp_program = (functools.partial(f, members=members, **static) for f in (run, reference))
+            lacks = _support.missing(ctx, cublaslt=without_cublaslt is not None) if platform == "cuda" else None
+            if lacks is not None:
+                if implementation == "ffi":
+                    raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
+                _support.warn(lacks.reason)
+                run = jnp_program = reference if lacks.hardware else without_cublaslt
+        run, jnp_program = (functools.partial(f, members=members, **static) for f in (run, jnp_program))
         named = all_names(ctx.avals_in, members, static)
         return _partition.lower(
             run,
@@ -100,6 +112,7 @@ def tensor_op(
             *named,
             combine=combine(**static),
             other_layouts=other_layouts(**static),
+            added=added(**static),
             on_one_device_only=on_one_device_only,
             as_bytes=platform == "cpu",
             ctx=ctx,

@@ -12,7 +12,8 @@ from ._dequantize import dequantize
 from ._implementation import selected
 from ._primitive import ONE, dims, tensor_op
 
-# What cuBLASLt may use while it multiplies; 32 MiB is its advice for Hopper.
+# What cuBLASLt may use while it multiplies: its advice for Hopper, more than it asks for on Ada. XLA lends the memory
+# to other steps of the program.
 _WORKSPACE_BYTES = 32 * 2**20
 # cuBLASLt wants 16-byte rows in FP8.
 _ALIGNMENT = 16
@@ -258,6 +259,11 @@ def _on_cpu(*operands, members, spec):
     return _reference(*operands, members=members, spec=spec, widen=widen)
 
 
+def _by_xla(*operands, members, spec):
+    """The pattern that XLA rewrites to FP8 products of its own."""
+    return _reference(*operands, members=members, spec=dataclasses.replace(spec, rewritten_by_xla=True))
+
+
 def _names(a, b, *rest, spec):
     del rest
     leading, k = dims("batch", spec.batch), dims("k", spec.contracting)
@@ -298,7 +304,9 @@ _scaled_matmul = tensor_op(
     reference=_reference,
     cpu=_on_cpu,
     cuda=_grouped(_cublaslt),
-    combine=lambda spec: None if spec.has_bias or spec.has_accumulator else lax.psum,  # they are added once
+    combine=lambda **_: lax.psum,
+    added=lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
     batch_first=_batch,
     other_layouts=_other_layouts,
+    without_cublaslt=_by_xla,
 )

@@ -15,7 +15,7 @@ from .. import _compat, ops, scaling
 from .._mesh import NOT_SAID
 from ..formats import HYBRID, Format, fp8_max
 from ..tensor import QTensor
-from ._state import QuantizerState
+from ._state import QuantizerRun, QuantizerState
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -44,6 +44,9 @@ class DelayedScaling:
         pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
             `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
             needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
+        min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
+            launches of quantization cost more than FP8 saves (docs/performance.md). 0 means none. Their state is there
+            and not touched. Sizes are those of one call, under `vmap` of one member, in `shard_map` of one device.
         precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
             about 2**-14 accurate and exists on Hopper and Ada only.
 
@@ -58,6 +61,7 @@ class DelayedScaling:
     first_step: Literal["unit", "current"] = "unit"
     pipeline_axes: tuple[str, ...] = NOT_SAID
     precise: tuple[str, ...] = ("dgrad", "wgrad")
+    min_size: int = 0
 
     def __post_init__(self):
         def expect(condition, name, wanted, error=ValueError):
@@ -80,6 +84,9 @@ class DelayedScaling:
         expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
         object.__setattr__(self, "precise", tuple(self.precise))
         expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
+        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
+        expect(is_size, "min_size", "an int", TypeError)
+        expect(self.min_size >= 0, "min_size", "at least 0")
 
     def quantizers(self) -> tuple["DelayedScalingQuantizer", ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
@@ -89,9 +96,9 @@ class DelayedScaling:
         return forward, forward, dataclasses.replace(forward, fp8_dtype=self.fp8_format.backward_dtype)
 
 
-def _alone(amax, state):
+def _alone(amax, leaf):
     """No mesh: the amax at hand is that of the whole tensor."""
-    del state
+    del leaf
     return amax
 
 
@@ -139,46 +146,100 @@ class DelayedScalingQuantizer:
                 "jaxfp8.convert.merge_state"
             )
 
-    def quantize(
-        self, x, state: QuantizerState | None, *, rows=1, cols=1, transpose=True, update=True, reduce=_alone
-    ) -> tuple[QTensor, QuantizerState | None]:
-        """Quantizes `x` with the scale that `state` gives; without a state, with the scale of its own amax.
+    def quantize(self, x, run: QuantizerRun | None, *, rows=1, cols=1, transpose=True, sums=False, reduce=_alone):
+        """Quantizes `x` with the scale that its state gave; without a state, with the scale of its own amax.
 
         Args:
             x: bfloat16, float16 or float32 `[..., *rows, *cols]`; one scale for all of it.
-            state: as stored; entries that cannot be are read as absent (scaling.py).
+            run: what `start` made of the state, or None.
             rows, cols: how many dimensions are rows and columns.
             transpose: also give `data_t`.
-            update: also give the next state.
-            reduce: `(amax, state) -> amax`, over the devices that share the state.
+            sums: also give the sums over rows, f32 `[..., *cols]`.
+            reduce: `(amax, state leaf or None) -> amax`, over the devices that share the state.
 
         Returns:
-            The codes and the next state, or None.
+            `(q, run, sums or None)`: the codes, and the run with the amax of x in it.
         """
-        if state is None:
-            history, amax, stored = None, reduce(ops.amax(x), None), jnp.ones((1,), jnp.float32)
-        else:
-            history, amax = self._window(state.amax_history)
-            stored = state.scale.reshape(1)
-        if state is not None and self.first_step == "current":
-            is_empty = ~jnp.any(scaling.positive_finite(history))
-            amax = jax.lax.cond(is_empty, lambda: reduce(ops.amax(x), state).reshape(1), lambda: amax)
-        scale, scale_inv = ops.amax_to_scale(amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+        scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
+        data_t = total = None
         if transpose:
-            data, data_t, amax = ops.quantize_transpose(x, scale, self.fp8_dtype, rows=rows, cols=cols)
+            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums}
+            data, data_t, amax, *more = ops.quantize_transpose(x, scale, self.fp8_dtype, **options)
+            total = more[0] if sums else None
         else:
-            data, amax = ops.quantize(x, scale, self.fp8_dtype)
-            data_t = None
-        q = QTensor(data, scale_inv, data_t)
-        if state is None or not update:
-            return q, None
-        return q, QuantizerState(amax_history=ops.push_history(history, reduce(amax, state)), scale=scale_inv)
+            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax)
+            if sums:
+                first = x.ndim - rows - cols
+                total = jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + rows)))
+        if run is not None:
+            run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
+        return QTensor(data, scale_inv, data_t), run, total
 
-    def _window(self, history):
-        """The clean history, and the amax f32[1] that the scale comes from."""
-        history, largest = ops.read_history(history)
-        if self.amax_compute_algo == "max":
-            return history, largest
-        if self.amax_compute_algo == "most_recent":
-            return history, history[:1]
-        return history, jnp.asarray(self.amax_compute_algo(history), jnp.float32).reshape(1)
+    def scale(self, current, run: QuantizerRun | None, reduce=_alone):
+        """`(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where there is no state.
+
+        Args:
+            current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
+            run, reduce: as of `quantize`.
+        """
+
+        def of_tensor(leaf, stored):
+            amax = reduce(current(), leaf).reshape(1)
+            return ops.amax_to_scale(amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+
+        if run is None:
+            return (*of_tensor(None, jnp.ones((1,), jnp.float32)), None)
+        scales = run.scale, run.scale_inv
+        if run.is_empty is not None:
+            scales = jax.lax.cond(run.is_empty, lambda: of_tensor(run.history, run.scale_inv), lambda: scales)
+        return (*scales, run.amax)
+
+
+def start(quantizers, states) -> list[QuantizerRun | None]:
+    """Reads the states of quantizers that run in one product; those of one recipe in one operation.
+
+    Args:
+        quantizers: of type DelayedScalingQuantizer.
+        states: a QuantizerState each, or None.
+    """
+    runs = [None] * len(quantizers)
+    alike = {}
+    for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
+        if state is not None:
+            alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
+    for (margin, algo), positions in alike.items():
+        is_named = isinstance(algo, str)
+        read = ops.delayed_scales(
+            [states[i].amax_history for i in positions],
+            [states[i].scale.reshape(1) for i in positions],
+            fp8_max=[fp8_max(quantizers[i].fp8_dtype) for i in positions],
+            margin=margin,
+            algo=algo if is_named else "max",
+        )
+        for i, found in zip(positions, read, strict=True):
+            quantizer, state = quantizers[i], states[i]
+            scale, scale_inv, is_empty = found.scale, found.scale_inv, None
+            if not is_named:
+                amax = jnp.asarray(algo(scaling.clean(state.amax_history)), jnp.float32).reshape(1)
+                scale, scale_inv = ops.amax_to_scale(
+                    amax, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
+                )
+            if quantizer.first_step == "current":
+                is_empty = ~jnp.any(scaling.positive_finite(state.amax_history))
+                # What is stored, for a tensor of zeros.
+                scale, scale_inv = (
+                    jnp.where(is_empty, a, b) for a, b in ((found.scale, scale), (found.scale_inv, scale_inv))
+                )
+            runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty)
+    return runs
+
+
+def finish(runs, reduce=_alone) -> list[QuantizerState | None]:
+    """The next states, in one operation; `reduce` as in `DelayedScalingQuantizer.quantize`."""
+    kept = [run for run in runs if run is not None]
+    if not kept:
+        return list(runs)
+    histories = [run.history for run in kept]
+    amaxes = [reduce(run.amax.reshape(()), run.history) for run in kept]
+    pushed = iter(ops.push_amaxes(histories, amaxes))
+    return [None if run is None else QuantizerState(amax_history=next(pushed), scale=run.scale_inv) for run in runs]

@@ -22,6 +22,25 @@ class QuantizerState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class QuantizerRun:
+    """One quantizer in one step: what its state said, and the amax it has seen so far.
+
+    Attributes:
+        history: f32 `(H,)`, moved one step: the oldest entry is gone, slot 0 waits for the amax.
+        scale, scale_inv: f32 `(1,)`; scale is None where it is not needed any more.
+        amax: f32 `(1,)`, 0 at first.
+        is_empty: bool[], whether the history held nothing; None where that does not matter.
+    """
+
+    history: jax.Array
+    scale: jax.Array | None
+    scale_inv: jax.Array
+    amax: jax.Array
+    is_empty: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DotGeneralState:
     """The state of one FP8 product: a quantizer each for the input, the kernel and the gradient of the output."""
 

@@ -54,7 +54,7 @@ def update_state(old, new):
             f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
             "a tree without them; take the gradient with respect to the state as well"
         )
-    values, factors = {}, {}
+    alike, values, factors = {}, {}, {}
     for q in before.quantizers:
         pair = q.amax_history, q.scale
         now = [before.leaves[i] for i in pair]
@@ -62,7 +62,11 @@ def update_state(old, new):
         if any(leaf is None for leaf in then):
             continue
         _check_shapes(q.name, now, then)
-        values[q.amax_history], values[q.scale], *factors[q.name] = _next_quantizer(*now, *then)
+        kind = tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then)
+        alike.setdefault(kind, []).append((q, now + then))
+    for group in alike.values():
+        for (q, _), (history, scale, factor) in zip(group, _next_quantizers([of for _, of in group]), strict=True):
+            values[q.amax_history], values[q.scale], factors[q.name] = history, scale, factor
     for i in before.others:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
@@ -96,11 +100,25 @@ def _check_shapes(name, old, new):
 
 
 @jax.jit
+def _next_quantizers(quantizers):
+    """`(history, scale, factors)` of each quantizer; all have the same shapes and dtypes.
+
+    They are stacked: on a GPU the whole model's state takes the launches of one.
+
+    Args:
+        quantizers: for each `[old_history, old_scale, new_history, new_scale]`.
+    """
+    if len(quantizers) == 1:
+        return [_next_quantizer(*quantizers[0])]
+    stacked = _next_quantizer(*map(jnp.stack, zip(*quantizers, strict=True)))
+    return list(zip(*map(jnp.unstack, stacked), strict=True))
+
+
 def _next_quantizer(old_history, old_scale, new_history, new_scale):
     """The next state of all rows of one quantizer.
 
     Returns:
-        (history, scale, factors, worst): what each row was multiplied by on its way, and the most telling of them.
+        (history, scale, factors): factors are what each row was multiplied by on its way.
     """
     axis = _slot_axis(old_history.shape, old_scale.shape)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
@@ -128,14 +146,11 @@ def _next_quantizer(old_history, old_scale, new_history, new_scale):
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
     scale = jnp.where(usable & scaling.positive_finite(scale), scale, stored)
 
-    # Written like scaling.push_history, so that XLA can combine the reductions of amaxes that lead here.
     history = jnp.where(usable, rolled.at[..., :1].set(amax), history)
-    most, least = jnp.max(factor), jnp.min(factor)
     return (
         _cast(jnp.moveaxis(history, -1, axis), old_history.dtype),
         _cast(jnp.moveaxis(scale, -1, axis), old_scale.dtype),
         factor,
-        jnp.where(most > 1 + _TOLERANCE, most, least),
     )
 
 
@@ -181,11 +196,13 @@ def _check_factors(factors):
     """Raises for a factor that is not 1, or leaves a check for checkify where there is no value to look at.
 
     Args:
-        factors: for each quantizer's name the factors of its rows and the worst of them.
+        factors: for each quantizer's name the factors of its rows.
     """
     visible = {}
-    for name, (factor, worst) in factors.items():
+    for name, factor in factors.items():
         if isinstance(factor, jax.core.Tracer):
+            most, least = jnp.max(factor), jnp.min(factor)
+            worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # the most telling
             cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
             message = _FOUND.format(name=name, factor="{factor}", cause=cause) + _REMEDIES
             checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)

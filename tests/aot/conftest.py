@@ -1,37 +1,21 @@
-"""The compiler for H200s: JAX's CUDA plugin, in a folder of its own, because JAX on a CPU would complain about it."""
+"""Programs for H200s, compiled once for the tests of a module."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import json
 
 import pytest
 
-import jaxfp8
-
-PLUGIN = pathlib.Path(sys.prefix) / "aot"
-TESTS = pathlib.Path(__file__).parents[1]
+from . import compiler
 
 
 @pytest.fixture(scope="session")
 def on_h200():
-    """Runs a module of this folder as a program where `cuda` topologies can be made; returns what it prints."""
-    if not (PLUGIN / "jax_plugins").exists():
-        pytest.skip("needs JAX's CUDA plugin (tools/setup.sh installs it with the CUDA toolkit)")
-    if not jaxfp8.has_cuda_kernels():
-        pytest.skip("needs the CUDA library: custom calls must be registered to be compiled")
+    """`compiler.run`; skips where there is no compiler."""
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    return compiler.run
 
-    def run(module: str) -> str:
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        done = subprocess.run(
-            [sys.executable, "-m", f"aot.{module}"],
-            env=environment
-            | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(PLUGIN), str(TESTS), *sys.path])},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
 
-    return run
+@pytest.fixture(scope="module")
+def counts(on_h200, request):
+    """`counts[case][candidate]`: what `programs` prints for the group that the test module names as `GROUP`."""
+    return json.loads(on_h200("programs", "--quickly", request.module.GROUP))

@@ -14,9 +14,14 @@ import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
-KERNELS = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose")
+KERNELS = (
+    "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
+    "quantize_norm", "quantize_transpose", "ragged_matmul",
+)  # fmt: skip
 FLAGS = "-std=c++17 -O2 -shared -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 
+# The order of jaxfp8::cuda::Activation.
+ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
 # The order of jaxfp8::Dtype.
 _IN_ORDER = (oracle.BF16, oracle.F16, np.dtype(np.float32), oracle.E4M3.dtype, oracle.E5M2.dtype)
 _DTYPES = {dtype: i for i, dtype in enumerate(_IN_ORDER)}
@@ -90,18 +95,47 @@ class _PushAmaxesQuantizer(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("history", "amax", "next_history")), ("length", ctypes.c_int64)]
 
 
+def _amaxes(so_far, groups, in_place):
+    """The buffers of the amax so far, 0 where it is None, and of the result."""
+    so_far = _Buffer((groups,), np.float32, 0, 0 if so_far is None else so_far)
+    return so_far, so_far if in_place else _Buffer((groups,), np.float32)
+
+
+class _Codes:
+    """The results of a fused producer of `[g, m, n]`, and the amax so far."""
+
+    def __init__(self, shape, fmt, *, transpose=True, shift=0, data_t_shift=None, so_far=None, in_place=True):
+        self.shape = g, m, n = shape
+        self._data = _Buffer(shape, fmt.dtype, shift)
+        self._data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
+        self._so_far, self._top = _amaxes(so_far, g, in_place)
+        self._transpose = transpose
+        data_t = self._data_t.pointer if transpose else ctypes.c_void_p(None)
+        self.pointers = self._so_far.pointer, self._data.pointer, data_t, self._top.pointer
+
+    def values(self):
+        """data, data_t (None if it was not asked for), amax."""
+        data_t = self._data_t.result("data_t") if self._transpose else None
+        return self._data.result("data"), data_t, self._top.result("amax")
+
+
 class Emulated:
     """The launchers. `shift`: bytes off alignment of every buffer but the scales."""
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
         library.transpose_tiles.restype = ctypes.c_int64
+        library.ragged_tiles.restype = ctypes.c_int64
         library.emulator_take_misaligned.restype = ctypes.c_int64
         self.configure()
 
     def configure(self, multiprocessors: int = 132, backwards: bool = False) -> None:
         """How many multiprocessors launchers see, and in which order the threads of a block run."""
         self.library.emulator_configure(multiprocessors, int(backwards))
+
+    def set_shared(self, count: int = 232448) -> None:
+        """How much shared memory a block may ask for; by default as on Hopper."""
+        self.library.emulator_set_shared(count)
 
     def _launch(self, op, *arguments):
         arguments = [ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments]
@@ -126,12 +160,6 @@ class Emulated:
         counts = (ctypes.c_int64 * 3)()
         self.library.emulator_take_launches(counts)
         return tuple(counts)
-
-    @staticmethod
-    def _amaxes(so_far, groups, in_place):
-        """The buffers of the amax so far, 0 where it is None, and of the result."""
-        so_far = _Buffer((groups,), np.float32, 0, 0 if so_far is None else so_far)
-        return so_far, so_far if in_place else _Buffer((groups,), np.float32)
 
     def delayed_scales(self, histories, stored, numerators, most_recent=False):
         """`[(history, scale, scale_inv, amax)]` of each quantizer."""
@@ -164,25 +192,54 @@ class Emulated:
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        so_far, top = self._amaxes(so_far, x.shape[0], in_place)
+        so_far, top = _amaxes(so_far, x.shape[0], in_place)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
             int(scale.size > 1), data.pointer, so_far.pointer, top.pointer, *x.shape,
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
-    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True):
+    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False):
         scale = np.atleast_1d(np.float32(scale))
         g, m, n = x.shape
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift)
+        parts = _Buffer((g, -(-m // 128), n), np.float32)
         data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        so_far, top = self._amaxes(so_far, g, in_place)
+        so_far, top = _amaxes(so_far, g, in_place)
         self._launch(
             "quantize_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer, g, m, n,
+            int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer,
+            parts.pointer if sums else ctypes.c_void_p(), g, m, n,
         )  # fmt: skip
-        return data.result("data"), data_t.result("data_t"), top.result("amax")
+        results = data.result("data"), data_t.result("data_t"), top.result("amax")
+        return (*results, parts.result("column_sums")) if sums else results
+
+    def quantize_activation(self, x, scale, fmt, activation, *, shift=0, **options):
+        """x `[g, m, 1 or 2, n]`."""
+        results = _Codes((x.shape[0], x.shape[1], x.shape[3]), fmt, shift=shift, **options)
+        scale = np.atleast_1d(np.float32(scale))
+        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
+        self._launch(
+            "quantize_activation", _DTYPES[x.dtype], _DTYPES[fmt.dtype], ACTIVATIONS.index(activation),
+            x_buffer.pointer, scale_buffer.pointer, int(scale.size > 1), *results.pointers, *results.shape,
+        )  # fmt: skip
+        return results.values()
+
+    def quantize_norm(self, x, gamma, beta, scale, fmt, kind, epsilon, *, shift=0, **options):
+        """x `[g, m, n]`, gamma and beta `[1 or g, n]`."""
+        results = _Codes(x.shape, fmt, shift=shift, **options)
+        scale = np.atleast_1d(np.float32(scale))
+        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
+        parameters = [p if p is None else _Buffer(p.shape, np.float32, 0, p) for p in (gamma, beta)]
+        pointers = [ctypes.c_void_p(None) if p is None else p.pointer for p in parameters]
+        so_far, *outputs = results.pointers
+        self._launch(
+            "quantize_norm", _DTYPES[x.dtype], _DTYPES[fmt.dtype], int(kind == "layer"), ctypes.c_float(epsilon),
+            x_buffer.pointer, scale_buffer.pointer, int(scale.size > 1), so_far, *pointers,
+            x.shape[2] if gamma.shape[0] > 1 else 0, *outputs, *results.shape,
+        )  # fmt: skip
+        return results.values()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
         scale_inv = np.atleast_1d(np.float32(scale_inv))
@@ -192,6 +249,23 @@ class Emulated:
         self._launch(
             "dequantize", _DTYPES[codes.dtype], _DTYPES[np.dtype(dtype)], data.pointer, scale_buffer.pointer,
             int(scale_inv.size > 1), out.pointer, *codes.shape,
+        )  # fmt: skip
+        return out.result("out")
+
+    def ragged_matmul(self, a, b, a_scale, b_scale, sizes, *, out_dtype=np.float32, precise=False, shift=0):
+        """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b `[v, n, m]`."""
+        a_scale, b_scale = (np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale))
+        contraction = b.ndim == 3
+        (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
+        inputs = [_Buffer(x.shape, x.dtype, shift, x) for x in (a, b)]
+        inputs += [_Buffer(x.shape, x.dtype, 0, x) for x in (a_scale, b_scale, sizes.astype(np.int32))]
+        shape = (members, groups, rows, columns) if contraction else (members, rows, columns)
+        out = _Buffer(shape, out_dtype, shift * np.dtype(out_dtype).itemsize)
+        a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer = (buffer.pointer for buffer in inputs)
+        self._launch(
+            "ragged_matmul", _DTYPES[a.dtype], _DTYPES[b.dtype], _DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer,
+            a_scale_pointer, b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1), sizes_pointer,
+            out.pointer, int(precise), int(contraction), members, groups, rows, columns, length,
         )  # fmt: skip
         return out.result("out")
 
@@ -210,3 +284,12 @@ class Emulated:
     def transpose_tile(self, groups, m, n, index):
         """group, row, column, rows, columns."""
         return self._numbers("transpose_tile", 5, groups, m, n, index)
+
+    def ragged_tiles(self, contraction, members, groups, rows, columns, length):
+        return self.library.ragged_tiles(*map(ctypes.c_int64, (contraction, members, groups, rows, columns, length)))
+
+    def ragged_tile(self, sizes, contraction, members, groups, rows, columns, length, index):
+        """member, group, row, row_end, column, begin, end; or None."""
+        out, sizes = (ctypes.c_int64 * 7)(), np.ascontiguousarray(sizes, np.int32)
+        numbers = (ctypes.c_int64(n) for n in (contraction, members, groups, rows, columns, length, index))
+        return list(out) if self.library.ragged_tile(ctypes.c_void_p(sizes.ctypes.data), *numbers, out) else None

@@ -1,4 +1,4 @@
-"""scaled_matmul's use of cuBLASLt, with a stand-in for it: layouts, scales, plan cache, errors (fake_cublaslt/)."""
+"""scaled_matmul's use of cuBLASLt, with a stand-in for it: layouts, scales, plans, tuning, errors (fake_cublaslt/)."""
 
 import importlib.util
 import os
@@ -12,7 +12,8 @@ import pytest
 from . import emulated
 
 FAKE = Path(__file__).resolve().parent / "fake_cublaslt"
-CHECKS = "products groups plans threads no_algorithm old_device missing_library old_library no_terms"
+CHECKS = """products groups plans first_algorithm capture tuner tuner_errors tuned_plans autotune threads no_algorithm
+old_device missing_library old_library no_terms"""
 
 
 def include_folders() -> list[Path]:

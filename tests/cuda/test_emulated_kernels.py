@@ -144,6 +144,26 @@ def test_amax_so_far(kernels, in_place):
     assert kernels.launches() == (1, 0, 0 if in_place else 1)
 
 
+@pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 9, 130), (2, 128, 128), (1, 129, 257), (1, 300, 40), (3, 257, 24)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32"])
+def test_column_sums(kernels, g, m, n, dtype):
+    """A sum for each 128 rows, in one launch; the same bytes on every device, aligned or not."""
+    x = random_values((g, m, n), dtype, m)
+    x[0, -1, -1] = np.nan
+    codes = each_group(oracle.quantize_transpose, x, np.float32(1), oracle.E5M2)
+    kernels.launches()
+    first = None
+    for shift in (0, dtype.itemsize):
+        *others, parts = kernels.quantize_transpose(x, 1, oracle.E5M2, shift, sums=True)
+        assert kernels.launches() == (1, 0, 0)
+        assert_all_bitwise(others, codes, "with sums")
+        for group, part in np.ndindex(parts.shape[:2]):
+            rows = x[group, 128 * part : 128 * part + 128]
+            oracle.assert_column_sums(parts[group, part], rows, f"group {group}, part {part}")
+        first = parts if first is None else first
+        oracle.assert_bitwise(parts, first, "sums, aligned or not")
+
+
 # Shorter and longer than a block; fewer and more quantizers and groups than blocks of push_amaxes have threads.
 @pytest.mark.parametrize("groups", [0, 1, 3, 40])
 @pytest.mark.parametrize(

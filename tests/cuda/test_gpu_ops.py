@@ -7,6 +7,10 @@ these under compute-sanitizer.
 
 import concurrent.futures
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jaxfp8 import ops
+from jaxfp8 import _plan_files, ops
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +113,18 @@ def test_histories(lengths, algo):
             oracle.assert_bitwise(after, oracle.push_amax(moved, amaxes[i][0]), f"history {i}")
 
 
+@pytest.mark.parametrize("m, n", [(1, 1), (129, 257), (1000, 520), (4096, 1024)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_column_sums(m, n, dtype):
+    x = random_values((m, n), dtype, m)
+    run = jax.jit(lambda x: ops.quantize_transpose(x, np.float32(3), jnp.float8_e5m2, column_sums=True))
+    *others, sums = run(x)
+    assert_all_bitwise(others, oracle.quantize_transpose(x, np.float32(3), oracle.E5M2), "with sums")
+    oracle.assert_column_sums(sums, x)
+    for _ in range(5):
+        oracle.assert_bitwise(run(x)[-1], np.asarray(sums), "again")
+
+
 def test_amax_so_far():
     """In place, for a zero that another kernel has written, and in a copy of what the program needs otherwise."""
     x = random_values((300, 520), oracle.BF16)
@@ -160,6 +176,50 @@ def test_more_than_2_to_the_31_elements():
     data, top = ops.quantize(x, np.float32(2), jnp.float8_e4m3fn)
     assert float(top) == 3 and float(data[-1]) == -6
     assert bool(jnp.all(data[-5000:-1].astype(jnp.float32) == 2))
+
+
+# ---------------------------------------------------------------------------------------------------- fused producers
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "silu_gated", "gelu_gated"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("m, n", [(128, 128), (130, 264), (217, 41), (1, 9)])
+def test_activations(name, dtype, m, n):
+    """The hardware's exponential and reciprocal keep the manual's bounds; with and without data_t."""
+    shape = (m, 2, n) if name.endswith("_gated") else (m, n)
+    x = (3 * np.random.default_rng(m).standard_normal(shape)).astype(np.float32).astype(dtype)
+    values, scale = oracle.activation(x, name), np.float32(3.3)
+    for fmt in FORMATS:
+        outputs = ops.quantize_activation(x, scale, fmt.dtype, activation=name, amax=np.float32(0.5))
+        values.check(*map(np.asarray, outputs), scale, fmt, start=0.5, what=name)
+        data, _, top = ops.quantize_activation(x, scale, fmt.dtype, activation=name, transpose=False)
+        values.check(np.asarray(data), None, np.asarray(top), scale, fmt, what=name)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_activation_of_every_half(name):
+    x = oracle.all_half_codes(oracle.BF16).reshape(256, 256)
+    for scale in np.float32([1, 2.0**-8, 2.0**60]):
+        outputs = ops.quantize_activation(x, scale, oracle.E5M2.dtype, activation=name)
+        oracle.activation(x, name).check(*map(np.asarray, outputs), scale, oracle.E5M2, what=name)
+
+
+# Rows that fit shared memory and rows that do not, vectors and elements.
+@pytest.mark.parametrize("kind, has_beta", [("rms", False), ("layer", False), ("layer", True)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("m, n", [(16, 128), (100, 4096), (33, 16384), (217, 41), (1, 5001)])
+def test_norms(kind, has_beta, dtype, m, n):
+    rng = np.random.default_rng(n)
+    x = (rng.standard_normal((m, n)) + rng.uniform(-3, 3, (m, 1))).astype(np.float32).astype(dtype)
+    gamma, beta = rng.standard_normal((2, n)).astype(np.float32)
+    beta = beta if has_beta else None
+    scale = np.float32(30)
+    values = oracle.norm(x, gamma, beta, kind, 1e-6, depth=n // 128 + 12)
+    for fmt in FORMATS:
+        outputs = ops.quantize_norm(x, gamma, beta, scale, fmt.dtype, kind=kind, epsilon=1e-6)
+        values.check(*map(np.asarray, outputs), scale, fmt, what=kind)
+        data, _, top = ops.quantize_norm(x, gamma, beta, scale, fmt.dtype, kind=kind, epsilon=1e-6, transpose=False)
+        values.check(np.asarray(data), None, np.asarray(top), scale, fmt, what=kind)
 
 
 # --------------------------------------------------------------------------------------------------------------- GEMM
@@ -229,6 +289,107 @@ def test_batched_product(own_scales):
         oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9)).check(got[i])
 
 
+# Groups around chunks of 16, slices of 64 and tiles of 128; odd sizes, which go element by element.
+RAGGED = [
+    ([40, 60, 50], 150, 64, 32),
+    ([10, 0, 130, 1, 64], 304, 80, 40),
+    ([16, 48, 64], 128, 208, 16),
+    ([5, 90], 99, 33, 7),
+    ([0, 0], 30, 32, 16),
+    ([1] * 64, 100, 256, 136),
+    ([700, 0, 1500, 3], 2500, 1024, 640),
+]
+
+
+@pytest.mark.parametrize("sizes, m, k, n", RAGGED)
+@pytest.mark.parametrize("ragged", ["rows", "contraction"])
+@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
+def test_ragged_product(sizes, m, k, n, ragged, precise):
+    shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
+    scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
+    for a_format, b_format, out_dtype in itertools.product(FORMATS, FORMATS, DTYPES):
+        a, b = random_codes(shapes[0], a_format, 1), random_codes(shapes[1], b_format, 2)
+        got = ops.ragged_matmul(a, b, *scales, np.int32(sizes), ragged=ragged, out_dtype=out_dtype, precise=precise)
+        eps = oracle.PRECISE if precise else FAST
+        oracle.ragged_matmul(a, b, *scales, sizes, out_dtype=out_dtype, eps_acc=eps).check(got)
+
+
+@pytest.mark.parametrize("ragged", ["rows", "contraction"])
+def test_ragged_neighbours(ragged):
+    """NaN of other groups, and of rows of none, enters nothing; sizes that change replay one program, and one graph."""
+    m, k, n = 304, 96, 64
+    a = random_codes((m, k) if ragged == "rows" else (k, m), oracle.E4M3, 1)
+    b = random_codes((3, n, k) if ragged == "rows" else (n, m), oracle.E5M2, 2)
+    rows = a if ragged == "rows" else a.T
+    rows[139] = rows[260:] = np.nan
+    one = np.float32(2.0**-9)
+
+    def product(a, b, sizes):
+        return ops.ragged_matmul(a, b, one, one, sizes, ragged=ragged, out_dtype=jnp.float32, precise=True)
+
+    for options in ({"xla_gpu_enable_command_buffer": ""}, GRAPHS):
+        run = jax.jit(product, compiler_options=options)
+        for sizes in ([100, 39, 60], [0, 139, 121], [139, 1, 120], [0, 0, 0]):
+            oracle.ragged_matmul(a, b, one, one, sizes).check(run(a, b, np.int32(sizes)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+SHAPES = ((48, 80, 112), (512, 384, 256), (2048, 1024, 1024))
+
+
+def products(operands):
+    one = np.float32(2.0**-8)
+    return [ops.scaled_matmul(a, b, one, one, out_dtype=jnp.float32, precise=True) for a, b in operands]
+
+
+def products_inputs():
+    return [
+        (random_codes((m, k), oracle.E4M3, i), random_codes((n, k), oracle.E5M2, i + 9))
+        for i, (m, n, k) in enumerate(SHAPES)
+    ]
+
+
+# A later process: its plans come from the files, and its bytes are those of the process that measured.
+LATER = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+sys.path.insert(0, sys.argv[1])
+from cuda.test_gpu_ops import products, products_inputs
+from jaxfp8.ops import _ffi
+outputs = jax.jit(products, compiler_options={"xla_gpu_enable_command_buffer": ""})(products_inputs())
+np.savez(sys.argv[2], counts=_ffi.count_gemm_plans(), *map(np.asarray, outputs))
+"""
+
+
+def test_autotune(tmp_path):
+    """Measured algorithms are used, in graphs too, keep the bound, and are found again by the next process.
+
+    The counts also show that buffers lie as plans assume (kGemmAlignment).
+    """
+    inputs = products_inputs()
+    environment = os.environ | {"JAXFP8_CACHE_DIR": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    script = "import sys, jaxfp8; sys.path.insert(0, sys.argv[1]); from cuda.test_gpu_ops import *\n"
+    script += "print(jaxfp8.autotune(products, products_inputs()))"
+    tests = str(Path(__file__).parents[1])
+    for _ in range(2):  # measured, then known
+        subprocess.run([sys.executable, "-c", script, tests], env=environment, check=True)
+    saved = tmp_path / "outputs.npz"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", LATER, tests, str(saved)], env=environment, check=True)
+        with np.load(saved) as outputs:
+            assert tuple(outputs["counts"]) == (len(SHAPES), 0)
+            later = [outputs[f"arr_{i}"] for i in range(len(SHAPES))]
+        for (a, b), output in zip(inputs, later, strict=True):
+            oracle.scaled_matmul(a, b, np.float32(2.0**-8), np.float32(2.0**-8)).check(output)
+    # Here, where the plans have not been loaded before.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXFP8_CACHE_DIR", str(tmp_path))
+        _plan_files.store.load()
+    for options in ({}, GRAPHS):
+        assert_all_bitwise(jax.jit(products, compiler_options=options)(inputs), later, "products")
+
+
 # -------------------------------------------------------------------------------------------------- graphs and streams
 
 
@@ -244,7 +405,11 @@ def chain(x, kernel, scale):
     k, k_top = ops.quantize(kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax)
     y = ops.scaled_matmul(q, k, 1 / scale, for_kernel.scale_inv)
     pushed = ops.push_amaxes([for_x.history, for_kernel.history], [top, k_top])
-    return q_t, top, k_top, y, ops.amax(y), ops.dequantize(q_t, 1 / scale, jnp.bfloat16), *pushed
+    h = ops.quantize_activation(y, scale, jnp.float8_e4m3fn, activation="gelu", amax=top)
+    gamma = jnp.ones(y.shape[1:])
+    normed = ops.quantize_norm(y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6)
+    back = ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
+    return q_t, top, k_top, y, ops.amax(y), back, *pushed, *h, *normed
 
 
 def chain_inputs():

@@ -13,19 +13,42 @@ from ops.test_raw_targets import ANSWERS, ATTRIBUTES, GOOD as ELEMENTWISE_GOOD, 
 
 from . import emulated
 
-F32, BF16, E4M3, E5M2 = np.dtype(np.float32), oracle.BF16, oracle.E4M3.dtype, oracle.E5M2.dtype
+F32, BF16, S32, E4M3, E5M2 = np.dtype(np.float32), oracle.BF16, np.dtype(np.int32), oracle.E4M3.dtype, oracle.E5M2.dtype
 U8 = np.dtype(np.uint8)
 FLAGS = {"precise": False, "has_bias": True, "has_accumulator": True}
 
-DEFAULTS = ATTRIBUTES | {"scaled_matmul": FLAGS}
+NORM = {"kind": "layer", "epsilon": np.float32(0), "has_beta": True}
+DEFAULTS = ATTRIBUTES | {
+    "scaled_matmul": FLAGS,
+    "ragged_matmul": {"precise": True},
+    "quantize_activation": {"activation": "gelu_gated"},
+    "quantize_norm": NORM,
+}
 
 # op -> (results, operands) of a good call, in the canonical form of common/README.md.
 GOOD = ELEMENTWISE_GOOD | {
     "scaled_matmul": (
         [((2, 16, 32), F32), ((1024,), U8)],
         [((2, 16, 48), E4M3), ((2, 32, 48), E5M2), ((2,), F32), ((1,), F32), ((32,), BF16), ((2, 16, 32), F32)],
-    )
+    ),
+    "ragged_matmul": (
+        [((2, 4, 5), F32)],
+        [((2, 4, 6), E4M3), ((2, 4, 5, 6), E5M2), ((2,), F32), ((1,), F32), ((2, 4), S32)],
+    ),
+    "quantize_activation": (
+        [((2, 3, 4), E4M3), ((2,), F32), ((2, 4, 3), E4M3)],
+        [((2, 3, 2, 4), BF16), ((2,), F32), ((2,), F32)],
+    ),
+    "quantize_norm": (
+        [((2, 3, 4), E5M2), ((2,), F32), ((2, 4, 3), E5M2)],
+        [((2, 3, 4), BF16), ((1,), F32), ((2,), F32), ((2, 4), F32), ((2, 4), F32)],
+    ),
 }
+# The other kind, where the groups cut the contraction.
+RAGGED_CONTRACTION = (
+    [((2, 3, 5, 6), BF16)],
+    [((2, 5, 4), E4M3), ((2, 6, 4), E4M3), ((1,), F32), ((1,), F32), ((2, 3), S32)],
+)
 # Operand or result of scaled_matmul that the message names, and one bad specification.
 MATMUL_ROWS = [
     ("a", "operand", 0, ((2, 16, 48), BF16)),
@@ -46,7 +69,63 @@ MATMUL_ROWS = [
     ("workspace", "result", 1, ((1024,), F32)),
     ("workspace", "result", 1, ((32, 32), U8)),
 ]
-ROWS = [*ELEMENTWISE_ROWS, *(("scaled_matmul", *row) for row in MATMUL_ROWS)]
+RAGGED_ROWS = [
+    ("a", "operand", 0, ((2, 4, 6), BF16)),
+    ("a", "operand", 0, ((4, 6), E4M3)),
+    ("b", "operand", 1, ((2, 4, 5, 6), np.int8)),
+    ("b", "operand", 1, ((2, 4, 5, 7), E5M2)),
+    ("b", "operand", 1, ((2, 3, 5, 6), E5M2)),
+    ("b", "operand", 1, ((1, 4, 5, 6), E5M2)),
+    ("b", "operand", 1, ((5, 6), E5M2)),
+    ("b", "operand", 1, ((2, 5, 7), E5M2)),
+    ("a_scale_inv", "operand", 2, ((3,), F32)),
+    ("b_scale_inv", "operand", 3, ((1,), BF16)),
+    ("group_sizes", "operand", 4, ((2, 4), F32)),
+    ("group_sizes", "operand", 4, ((2, 4), np.uint32)),
+    ("group_sizes", "operand", 4, ((1, 4), S32)),
+    ("group_sizes", "operand", 4, ((4,), S32)),
+    ("out", "result", 0, ((2, 4, 5), E4M3)),
+    ("out", "result", 0, ((2, 5, 4), F32)),
+    ("out", "result", 0, ((2, 4, 4, 5), F32)),
+]
+# What the fused producers share; both have these shapes.
+CODES_ROWS = [
+    ("scale", "operand", 1, ((3,), F32)),
+    ("scale", "operand", 1, ((2,), BF16)),
+    ("amax_so_far", "operand", 2, ((1,), F32)),
+    ("amax_so_far", "operand", 2, ((2,), np.int32)),
+    ("data", "result", 0, ((2, 4, 3), E4M3)),
+    ("data", "result", 0, ((2, 3, 4), np.int8)),
+    ("amax", "result", 1, ((1,), F32)),
+    ("amax", "result", 1, ((2,), np.int32)),
+    ("data_t", "result", 2, ((2, 3, 4), E4M3)),
+    ("data_t", "result", 2, ((2, 4, 3), np.uint8)),
+]
+ACTIVATION_ROWS = [
+    ("x", "operand", 0, ((2, 3, 2, 4), E4M3)),
+    ("x", "operand", 0, ((2, 3, 4), BF16)),
+    ("x", "operand", 0, ((2, 3, 1, 4), BF16)),  # not gated
+    ("x", "operand", 0, ((2, 3, 3, 4), BF16)),
+    ("data_t", "result", 2, ((2, 4, 3), E5M2)),
+]
+NORM_ROWS = [
+    ("x", "operand", 0, ((2, 3, 4), np.int32)),
+    ("x", "operand", 0, ((6, 4), BF16)),
+    ("gamma", "operand", 3, ((3, 4), F32)),
+    ("gamma", "operand", 3, ((2, 3), F32)),
+    ("gamma", "operand", 3, ((4,), F32)),
+    ("gamma", "operand", 3, ((2, 4), BF16)),
+    ("beta", "operand", 4, ((1, 4), F32)),
+    ("beta", "operand", 4, ((2, 4), BF16)),
+    ("data_t", "result", 2, ((2, 4, 3), E4M3)),
+]
+ROWS = [
+    *ELEMENTWISE_ROWS,
+    *(("scaled_matmul", *row) for row in MATMUL_ROWS),
+    *(("ragged_matmul", *row) for row in RAGGED_ROWS),
+    *(("quantize_activation", *row) for row in CODES_ROWS + ACTIVATION_ROWS),
+    *(("quantize_norm", *row) for row in CODES_ROWS + NORM_ROWS),
+]
 IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") for op, name, _, _, spec in ROWS]
 
 
@@ -57,8 +136,9 @@ def handlers(tmp_path_factory):
         pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
     library = emulated.build_handlers(tmp_path_factory.mktemp("handlers"), jax.ffi.include_dir())
     for op in GOOD:
-        handler = jax.ffi.pycapsule(library[cases.TARGETS.get(op, "jaxfp8_scaled_matmul_v1")])
+        handler = jax.ffi.pycapsule(library[cases.CUDA_TARGETS[op]])
         jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
+    return library
 
 
 def call(op, results, operands, **attributes):
@@ -70,11 +150,20 @@ def call(op, results, operands, **attributes):
         return jax.block_until_ready(jax.ffi.ffi_call(f"emulated_cuda_{op}", shapes)(*operands, **attributes))
 
 
+# gelu(1) is 0.841, next to the code 0.8125; the amax so far is 1. A row of ones is 0 / 0 when it is centered.
+CUDA_ANSWERS = ANSWERS | {
+    "scaled_matmul": [np.float32(50)],
+    "ragged_matmul": [np.float32(6)],
+    "quantize_activation": np.float32([0.8125, 1, 0.8125]),
+    "quantize_norm": np.float32([np.nan, np.inf, np.nan]),
+}
+
+
 def assert_alive(op):
-    """A good call of the op, checked: ones quantize to ones, and 48 products of ones and two ones make 50."""
-    answers = ANSWERS | {"scaled_matmul": [np.float32(50)]}
+    """A good call of the op, checked: ones quantize to ones, 48 products of ones and two ones make 50, 6 make 6."""
     outputs = call(op, *GOOD[op])
-    for out, answer in zip(outputs, answers.get(op, [np.float32(1)] * len(outputs)), strict=op != "scaled_matmul"):
+    answers = CUDA_ANSWERS.get(op, [np.float32(1)] * len(outputs))
+    for out, answer in zip(outputs, answers, strict=op != "scaled_matmul"):
         np.testing.assert_array_equal(oracle.widen(out), np.broadcast_to(answer, out.shape))
 
 
@@ -134,6 +223,81 @@ def test_scale_arguments_arrive_in_their_places():
     oracle.assert_bitwise(scale_inv, 1 / np.float32([64, 1 / np.float32(3)]), "scale_inv")
 
 
+@pytest.mark.parametrize("name", ["tanh", "", "gelu"])
+def test_bad_activation_is_named(name):
+    """Also one that does not go with x."""
+    what = "x" if name == "gelu" else "activation"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantize_activation: {what}: expected .*got"):
+        call("quantize_activation", *GOOD["quantize_activation"], activation=name)
+    assert_alive("quantize_activation")
+
+
+BAD_NORMS = [{"kind": "batch"}, *({"epsilon": np.float32(e)} for e in (-1, np.inf, np.nan))]
+
+
+@pytest.mark.parametrize("attributes", BAD_NORMS, ids=str)
+def test_bad_norm_is_named(attributes):
+    (name,) = attributes
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantize_norm: {name}: expected .*got"):
+        call("quantize_norm", *GOOD["quantize_norm"], **attributes)
+    assert_alive("quantize_norm")
+
+
+def test_norm_operands_follow_the_attributes():
+    results, operands = GOOD["quantize_norm"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"quantize_norm: expected 4 operands .*, got 5"):
+        call("quantize_norm", results, operands, has_beta=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"quantize_norm: expected 5 operands .*, got 4"):
+        call("quantize_norm", results, operands[:-1])
+
+
+@pytest.mark.parametrize("op", ["quantize_activation", "quantize_norm"])
+def test_one_layout_and_too_many(op):
+    results, operands = GOOD[op]
+    both = call(op, results, operands)
+    one = call(op, results[:2], operands)
+    for got, expected in zip(one, both[:2], strict=True):
+        oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{op}: expected 2 or 3 results, got 4"):
+        call(op, [*results, ((1,), F32)], operands)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "silu_gated", "gelu_gated"])
+def test_activation_arguments_arrive_in_their_places(name, own):
+    rng = np.random.default_rng(0)
+    pair = 2 if name.endswith("_gated") else 1
+    x = rng.standard_normal((2, 7, pair, 9)).astype(F32)
+    scale, start = np.float32([0.5, 2])[: 2 if own else 1], np.float32([0, 77])
+    data, top, data_t = call(
+        "quantize_activation", [((2, 7, 9), E4M3), ((2,), F32), ((2, 9, 7), E4M3)], [x, scale, start], activation=name
+    )
+    for i in range(2):
+        values = oracle.activation(x[i] if pair == 2 else x[i, :, 0], name)
+        values.check(data[i], data_t[i], top[i], scale[i % scale.size], oracle.E4M3, start=start[i], what=f"group {i}")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("kind, has_beta", [("rms", False), ("rms", True), ("layer", False), ("layer", True)])
+def test_norm_arguments_arrive_in_their_places(kind, has_beta, own):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 7, 9)).astype(F32) + 1
+    scale, start = np.float32([0.5, 2])[: 2 if own else 1], np.float32([0, 77])
+    gamma, beta = rng.standard_normal((2, 2 if own else 1, 9)).astype(F32)
+    data, top, data_t = call(
+        "quantize_norm",
+        [((2, 7, 9), E4M3), ((2,), F32), ((2, 9, 7), E4M3)],
+        [x, scale, start, gamma, *([beta] if has_beta else [])],
+        kind=kind,
+        epsilon=np.float32(0.25),
+        has_beta=has_beta,
+    )
+    for i in range(2):
+        j = i % scale.size
+        values = oracle.norm(x[i], gamma[j], beta[j] if has_beta else None, kind, 0.25, depth=16)
+        values.check(data[i], data_t[i], top[i], scale[j], oracle.E4M3, start=start[i], what=f"group {i}")
+
+
 @pytest.mark.parametrize("own_scales", [False, True])
 def test_matmul_arguments_arrive_in_their_places(own_scales):
     rng = np.random.default_rng(0)
@@ -147,3 +311,39 @@ def test_matmul_arguments_arrive_in_their_places(own_scales):
         scale = a_scale[i % a_scale.size]
         product = oracle.scaled_matmul(a[i], b[i], scale, b_scale[0], bias=bias, accumulator=accumulator[i])
         product.check(out[i])
+
+
+@pytest.mark.parametrize(
+    "name, place, index, spec",
+    [
+        ("b", "operand", 1, ((2, 6, 3), E4M3)),
+        ("group_sizes", "operand", 4, ((3, 3), S32)),
+        ("out", "result", 0, ((2, 5, 6), BF16)),
+        ("out", "result", 0, ((2, 2, 5, 6), BF16)),
+    ],
+)
+def test_bad_buffer_of_a_ragged_contraction_is_named(name, place, index, spec):
+    results, operands = (list(part) for part in RAGGED_CONTRACTION)
+    (operands if place == "operand" else results)[index] = spec
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT.*\bragged_matmul: {name}: expected"):
+        call("ragged_matmul", results, operands)
+    assert_alive("ragged_matmul")
+
+
+@pytest.mark.parametrize("contraction", [False, True])
+def test_ragged_arguments_arrive_in_their_places(contraction):
+    rng = np.random.default_rng(0)
+    results, specs = RAGGED_CONTRACTION if contraction else GOOD["ragged_matmul"]
+    a, b = (oracle.quantize(rng.standard_normal(shape), 8, oracle.E4M3)[0] for shape, _ in specs[:2])
+    a_scale, b_scale = np.float32([0.5, 2]), np.float32([3])
+    sizes = np.int32([[1, 0, 3], [2, 1, 0]]) if contraction else np.int32([[1, 0, 2, 0], [0, 0, 0, 4]])
+    (out,) = call("ragged_matmul", results, [a, b, a_scale, b_scale, sizes])
+    for i in range(2):
+        expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], 3, sizes[i], out_dtype=results[0][1])
+        expected.check(out[i], f"member {i}")
+
+
+def test_initialize(handlers):
+    """The stage before execution, which XLA does not have on CPUs, prepares each time and reads no buffer."""
+    assert handlers.initialize_scaled_matmul() == 1
+    assert handlers.initialize_scaled_matmul() == 2

@@ -46,6 +46,26 @@ def test_one_tensor(spec):
     oracle.assert_bitwise(np.asarray(out), oracle.dequantize(data, scale, np.dtype(np.float32)), "dequantize")
 
 
+@pytest.mark.parametrize(
+    "spec", [P("data", None, "fsdp"), P(("data", "fsdp"), "tp", None), P(None, "tp", "data")], ids=str
+)
+def test_producers(spec):
+    """Rows and columns may be cut, but not the two halves of a gated activation, nor a row that is normalised."""
+    x, scale = values(8, 2, 16), np.float32(3)
+    for name, m, n in (("silu_gated", 8, 16), ("gelu", 16, 16)):
+        operand = put(x, spec) if name == "silu_gated" else put(x.reshape(m, n), P(spec[0], spec[2]))
+        run = jax.jit(lambda x, name=name: ops.quantize_activation(x, scale, FORMAT.dtype, activation=name))
+        oracle.activation(np.asarray(operand), name).check(*map(np.asarray, run(operand)), scale, FORMAT, what=name)
+    gamma = values(16, seed=1)
+    both = jax.jit(
+        lambda x, gamma: ops.quantize_norm(
+            x, gamma, None, scale, FORMAT.dtype, kind="layer", epsilon=1e-6, rows=2, amax=scale
+        )
+    )
+    data, data_t, top = map(np.asarray, both(put(x, spec), put(gamma, P("tp"))))
+    oracle.norm(x, gamma, None, "layer", 1e-6).check(data, data_t, top, scale, FORMAT, start=scale)
+
+
 @pytest.mark.parametrize("extra", ["", "bias", "accumulator", "bias accumulator"])
 @pytest.mark.parametrize("spec", [P("data", "tp"), P("tp", "data"), P(None, ("data", "tp")), P(("data", "fsdp"), None)])
 def test_product(spec, extra):
@@ -118,3 +138,19 @@ def test_amaxes_are_pushed_by_xla_on_a_mesh():
         alone = jax.jit(step).lower(history, amax).compile().as_text()
     assert [f"jaxfp8_{op}_v1" in cut for op in ("delayed_scales", "push_amaxes")] == [True, False]
     assert [f"jaxfp8_{op}_v1" in alone for op in ("delayed_scales", "push_amaxes")] == [True, True]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_column_sums(spec):
+    """Summed over the devices that have the rows; amaxes over all, codes not at all."""
+    x = values(4, 6, 10)
+    for rows, cols in ((1, 1), (2, 1), (1, 2)):
+
+        def run(x, rows=rows, cols=cols):
+            return ops.quantize_transpose(x, np.float32(3), FORMAT.dtype, rows=rows, cols=cols, column_sums=True)
+
+        data, _, top, sums = jax.jit(run)(put(x, spec))
+        assert_all_bitwise((data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}")
+        batch = x.reshape(-1, np.prod(x.shape[3 - rows - cols : 3 - cols]), np.prod(x.shape[3 - cols :]))
+        for i, matrix in enumerate(batch):
+            oracle.assert_column_sums(np.asarray(sums).reshape(len(batch), -1)[i], matrix, f"{rows} by {cols}, {i}")

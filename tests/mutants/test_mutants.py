@@ -15,8 +15,7 @@ from ops import cases
 from test_delayed_scaling import assert_step, scripted_run, training_step
 
 import jaxfp8
-from jaxfp8 import ops, scaling
-from jaxfp8.recipes import DelayedScalingQuantizer
+from jaxfp8 import _gemms, ops, scaling
 
 HISTORY = 4
 
@@ -72,23 +71,28 @@ def only(product, change):
     return matmul_mutant(lambda i, a, b: change(a, b) if i == product else (a, b))
 
 
-def quantizer_mutant(change):
-    """DelayedScalingQuantizer.quantize with its result changed: `change(qtensor, next state, x, state)`."""
+def start_mutant(change):
+    """What quantizers make of their states, changed: `change(run, state) -> run`."""
 
     def install(monkeypatch):
-        original = DelayedScalingQuantizer.quantize
+        def mutant(quantizers, states, original=_gemms.start):
+            return [change(run, state) for run, state in zip(original(quantizers, states), states, strict=True)]
 
-        def mutant(self, x, state, **options):
-            q, next_state = original(self, x, state, **options)
-            return change(q, next_state, x, state)
-
-        monkeypatch.setattr(DelayedScalingQuantizer, "quantize", mutant)
+        monkeypatch.setattr(_gemms, "start", mutant)
 
     return install
 
 
-def scaling_mutant(name, replacement):
-    return lambda monkeypatch: monkeypatch.setattr(scaling, name, replacement)
+def finish_mutant(change):
+    """The next states, changed: `change(next state, run) -> next state`."""
+
+    def install(monkeypatch):
+        def mutant(runs, reduce, original=_gemms.finish):
+            return [change(state, run) for state, run in zip(original(runs, reduce), runs, strict=True)]
+
+        monkeypatch.setattr(_gemms, "finish", mutant)
+
+    return install
 
 
 def swapped_formats(monkeypatch):
@@ -133,19 +137,25 @@ def amax_after_scaling(monkeypatch):
 
 
 def unclamped_scale(monkeypatch):
-    def mutant(amax, stored, *, fp8_max, margin):
-        scale = jnp.where(amax > 0, jnp.float32(fp8_max * 2.0**-margin) / amax, 1 / stored)
-        return scale, 1 / scale
+    def mutant(histories, stored, original=ops.delayed_scales, **options):
+        scales = []
+        for found, history, old, top in zip(
+            original(histories, stored, **options), histories, stored, options["fp8_max"], strict=True
+        ):
+            amax = scaling.abs_max(scaling.clean(history)).reshape(1)
+            scale = jnp.where(amax > 0, jnp.float32(top) / amax, 1 / old)
+            scales.append(found._replace(scale=scale, scale_inv=1 / scale))
+        return scales
 
-    monkeypatch.setattr(ops, "amax_to_scale", mutant)
+    monkeypatch.setattr(ops, "delayed_scales", mutant)
 
 
 def ones(*scales):
     return tuple(jnp.ones_like(scale) for scale in scales)
 
 
-def with_history(next_state, history):
-    return dataclasses.replace(next_state, amax_history=history)
+def with_history(run, history):
+    return dataclasses.replace(run, history=history)
 
 
 STEP_MUTANTS = {
@@ -161,25 +171,21 @@ STEP_MUTANTS = {
     "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
     "e4m3 and e5m2 swapped": swapped_formats,
     "e4m3 for everything": e4m3_for_everything,
-    "stale scale_inv": quantizer_mutant(lambda q, nxt, x, state: (dataclasses.replace(q, scale_inv=state.scale), nxt)),
-    "stale stored scale": quantizer_mutant(lambda q, nxt, x, state: (q, dataclasses.replace(nxt, scale=state.scale))),
-    "scale stored instead of scale_inv": quantizer_mutant(
-        lambda q, nxt, x, state: (q, dataclasses.replace(nxt, scale=1 / nxt.scale))
+    "stale scale_inv": start_mutant(lambda run, state: dataclasses.replace(run, scale_inv=state.scale)),
+    "scale not stored": finish_mutant(lambda nxt, run: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
+    "scale stored instead of scale_inv": finish_mutant(lambda nxt, run: dataclasses.replace(nxt, scale=1 / nxt.scale)),
+    "the roll forgotten": start_mutant(lambda run, state: with_history(run, state.amax_history.at[0].set(0))),
+    "rolled the other way": start_mutant(
+        lambda run, state: with_history(run, jnp.roll(state.amax_history, 1).at[0].set(0))
     ),
-    "the roll forgotten": quantizer_mutant(
-        lambda q, nxt, x, state: (q, with_history(nxt, state.amax_history.at[0].set(nxt.amax_history[0])))
+    "newest in the last slot": finish_mutant(
+        lambda nxt, run: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
     ),
-    "rolled the other way": quantizer_mutant(
-        lambda q, nxt, x, state: (
-            q,
-            with_history(nxt, jnp.roll(state.amax_history, 1).at[0].set(nxt.amax_history[0])),
-        )
+    "inf recorded in the history": finish_mutant(
+        lambda nxt, run: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(run.amax[0]))
     ),
-    "newest in the last slot": quantizer_mutant(
-        lambda q, nxt, x, state: (q, with_history(nxt, jnp.roll(nxt.amax_history, -1)))
-    ),
-    "inf recorded in the history": quantizer_mutant(
-        lambda q, nxt, x, state: (q, with_history(nxt, nxt.amax_history.at[0].set(scaling.abs_max(x))))
+    "the amax of a step lost": finish_mutant(
+        lambda nxt, run: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
     ),
     "amax of this step in this step's scale": op_mutant(
         lambda x, scale: (x, jnp.reshape(jnp.where(scaling.abs_max(x) > 0, 448 / scaling.abs_max(x), 1), scale.shape))

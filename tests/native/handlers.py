@@ -93,9 +93,11 @@ def good(op, dtype, format, shape, scales, random):
         got = call(op, [(shape, format), ((g,), F32)], x, scales, so_far, aliases={2: 1} if g % 2 else None)
         want = [codes_of(x, scale, format), bits(np.maximum(amax_of(x), so_far))]
     elif op == "quantize_transpose":
+        parts = -(-shape[1] // 128)
         transposed = (g, shape[2], shape[1])
-        results = [(shape, format), (transposed, format), ((g,), F32)]
-        got = call(op, results, x, scales, so_far, aliases={2: 2} if g % 2 else None)
+        results = [(shape, format), (transposed, format), ((g,), F32), ((g, parts, shape[2]), F32)]
+        # Random bits have NaN in every long column and overflow in others: how sums round is tested elsewhere.
+        got = call(op, results[: 4 - g % 2], x, scales, so_far, aliases={2: 2} if g % 2 else None)[:3]
         codes = codes_of(x, scale, format)
         want = [codes, codes.swapaxes(1, 2), bits(np.maximum(amax_of(x), so_far))]
     else:

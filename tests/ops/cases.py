@@ -38,6 +38,12 @@ TARGETS = {
     "quantize": "jaxfp8_quantize_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v2",
 }
+CUDA_TARGETS = TARGETS | {
+    "quantize_activation": "jaxfp8_quantize_activation_v1",
+    "quantize_norm": "jaxfp8_quantize_norm_v1",
+    "scaled_matmul": "jaxfp8_scaled_matmul_v1",
+    "ragged_matmul": "jaxfp8_ragged_matmul_v1",
+}
 # Amaxes so far: none, one that counts, one that does not, and what a step that overflowed leaves behind.
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 

@@ -70,13 +70,10 @@ def test_empty_histories(implementation):
 def test_agrees_with_the_ops_it_stands_for(implementation):
     values, stored = history(37, 5), np.float32([0.25])
     (got,) = ops.delayed_scales([values], [stored], fp8_max=[57344.0], margin=2)
-    clean, amax = ops.read_history(values)
+    amax = oracle.clean_history(values).max()
     scale, scale_inv = ops.amax_to_scale(amax, stored, fp8_max=57344.0, margin=2)
     cases.assert_bitwise(got.scale, scale, "scale")
     cases.assert_bitwise(got.scale_inv, scale_inv, "scale_inv")
-    for amax in np.float32([3, np.inf]):
-        (pushed,) = ops.push_amaxes([got.history], [amax])
-        cases.assert_bitwise(pushed, ops.push_history(clean, amax), f"history with {amax}")
 
 
 def test_pushed_amaxes(implementation):

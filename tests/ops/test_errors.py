@@ -97,6 +97,7 @@ def _table():
         table += rows(op, "dtype", NOT_FP8_DTYPES, TypeError)
         table += rows(op, "amax", {k: v for k, v in SCALES_OF_WRONG_DTYPE.items() if v is not None}, TypeError)
         table += rows(op, "amax", SCALES_OF_WRONG_SHAPE, ValueError)
+    table += rows(quantize_transpose, "column_sums", {"int": 1, "none": None, "array": np.ones(2, bool)}, TypeError)
     ranks = {"rank 0": S, "rank 1": X[0]}
     table += rows(quantize_transpose, "x", ranks, ValueError)
     bad_histories = {"bf16": (H, H.astype(oracle.BF16)), "i32": (H, np.ones(4, np.int32)), "none": (H, None)}

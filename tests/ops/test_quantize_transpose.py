@@ -123,3 +123,44 @@ def test_amax_so_far_over_a_batch(implementation):
         for count in (0, 3):
             *_, top = ops.quantize_transpose(x[:count], np.float32(2), cases.dtype_of(oracle.E4M3), amax=amax)
             cases.assert_bitwise(top, np.maximum(amax, oracle.amax(x[:count])), f"{count} matrices, {amax}")
+
+
+# Around the 128 rows of a part, the 128 columns of a tile and the 64 of a block.
+SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
+
+
+@DTYPES
+def test_column_sums(implementation, dtype):
+    """The sums come beside results that do not know of them, and twice the same."""
+    for seed, shape in enumerate(SUM_SHAPES):
+        x = cases.random_values(shape, dtype, seed, spread=1)
+        run = jax.jit(lambda x: ops.quantize_transpose(x, np.float32(2), oracle.E5M2.dtype, column_sums=True))
+        *others, sums = run(x)
+        cases.assert_transposed(others, x, np.float32(2), oracle.E5M2)
+        oracle.assert_column_sums(sums, x, f"{shape}")
+        cases.assert_bitwise(run(x)[-1], sums, "the second time")
+
+
+def test_column_sums_of_bad_values(implementation):
+    """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns know of nothing."""
+    x = np.ones((300, 70), np.float32)
+    x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = np.inf, -np.inf, np.inf, -np.inf, np.nan
+    *_, sums = ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, column_sums=True)
+    expected = np.full(70, 300, np.float32)
+    expected[[0, 1, 2, 69]] = np.inf, -np.inf, np.nan, np.nan
+    np.testing.assert_array_equal(sums, expected)
+
+
+def test_column_sums_of_many_dimensions(implementation):
+    """Batches and members have sums of their own; rows and columns may be several dimensions."""
+    x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
+
+    def sums(x):
+        return ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, rows=2, cols=1, column_sums=True)[-1]
+
+    for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):
+        for i in range(2):
+            for j in range(3):
+                oracle.assert_column_sums(got[i, j], x[i, j].reshape(200, 6), f"batch {i}, {j}")
+    wide = ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, rows=1, cols=3, column_sums=True)[-1]
+    oracle.assert_column_sums(wide[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns")

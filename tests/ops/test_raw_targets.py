@@ -285,6 +285,21 @@ def test_numerator_of_another_type_is_refused(value):
     assert_alive("amax_to_scale")
 
 
+SUMS = ((2, 1, 4), F32)
+
+
+@pytest.mark.parametrize("bad", [((2, 4), F32), ((2, 2, 4), F32), ((2, 1, 3), F32), ((2, 1, 4), BF16)], ids=str)
+def test_bad_column_sums_are_named(bad):
+    results, operands = GOOD["quantize_transpose"]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="quantize_transpose: column_sums: expected .*got"):
+        call("quantize_transpose", [*results, bad], operands)
+    *others, sums = call("quantize_transpose", [*results, SUMS], operands)
+    assert_answer("quantize_transpose", others)
+    np.testing.assert_array_equal(sums, np.full((2, 1, 4), 3, np.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="quantize_transpose: expected 3 or 4 results, got 5"):
+        call("quantize_transpose", [*results, SUMS, SUMS], operands)
+
+
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_wrong_number_of_numerators(count):
     results, operands = GOOD["delayed_scales"]

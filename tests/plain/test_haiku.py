@@ -1,6 +1,5 @@
 """Haiku: FP8 state as an argument, as parameters and as Haiku state; three steps of each against the oracle."""
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,8 @@ import pytest
 from transforms import cases
 
 import jaxfp8
+
+hk = pytest.importorskip("haiku")
 
 STEPS = 3
 RATE = 0.1

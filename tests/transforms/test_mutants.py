@@ -1,11 +1,13 @@
 """Mutants of how uses combine: each must make the comparison with the simulation fail; the package must not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxfp8
-from jaxfp8 import _compat, scaling
+from jaxfp8 import _compat, _gemms
 from transforms import interpret, programs as p
 
 CALL = p.Call(0)
@@ -80,7 +82,12 @@ def scale_from(choose):
 
 def newest_amax_unrolled(monkeypatch):
     """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
-    monkeypatch.setattr(scaling, "push_history", lambda history, amax: history.at[0].set(amax))
+
+    def mutant(quantizers, states, original=_gemms.start):
+        runs = zip(original(quantizers, states), states, strict=True)
+        return [dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
+
+    monkeypatch.setattr(_gemms, "start", mutant)
 
 
 # Each with bodies one of which must show it.

@@ -1,8 +1,10 @@
 // A CUDA runtime for the tests: the part that cuda/ uses, running kernels on the host, one block after the other.
 //
 // Every CUDA thread is a fiber. It runs until it ends or waits, for its block (__syncthreads) or its warp
-// (__reduce_max_sync). Warps run as far ahead of each other as barriers let them, in one of two orders, so that a
-// missing barrier shows. Shared memory is static memory.
+// (__reduce_max_sync, __shfl_xor_sync, and what ptx.h says of a warp). Warps run as far ahead of each other as barriers let
+// them, in one of two orders, so that a missing barrier shows. Shared memory is static memory; what a launch asks for besides
+// is poisoned for each block. Asynchronous copies are made as early as they may be in one of the orders, and as late as they
+// may be in the other.
 //
 // What this cannot show: speed, memory ordering, and whether the instructions do what ptx.h says they do.
 #ifndef JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_
@@ -43,6 +45,16 @@ extern dim3 threadIdx, blockIdx, gridDim;
 
 void __syncthreads();
 unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
+float __shfl_xor_sync(unsigned int mask, float value, int lanes);
+
+// What each lane brought, once all have; they go on together after WarpSync.
+void WarpShare(const void* mine, const void* (&all)[32]);
+void WarpSync();
+
+// `bytes` to `target`: `count` from `source`, then zeros.
+void StartCopy(void* target, const void* source, int bytes, int count);
+void EndCopyGroup();
+void WaitForCopyGroups(int pending);
 
 inline unsigned int atomicMax(unsigned int* address, unsigned int value) {
   const unsigned int old = *address;
@@ -68,13 +80,20 @@ inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned in
 }
 
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorLaunchFailure };
 using cudaStream_t = struct CUstream_st*;
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
   cudaStream_t stream;
 };
 
@@ -82,9 +101,16 @@ const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
-enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+// The limit is remembered for the next launch, of whatever kernel.
+cudaError_t AllowSharedBytes(int bytes);
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int value) {
+  return AllowSharedBytes(value);
+}
+// Shared memory of the running block, aligned to 16 bytes.
+unsigned char* SharedOfBlock();
 
 // Runs `thread` for every thread of the grid.
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread);

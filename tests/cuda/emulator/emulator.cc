@@ -1,6 +1,7 @@
 // The scheduler of the emulated CUDA runtime.
 #include <ucontext.h>
 
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -15,10 +16,20 @@ constexpr size_t kStackBytes = 256 * 1024;
 
 enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
+struct Copy {
+  void* target;
+  const void* source;
+  int bytes;
+  int count;
+};
+
 struct Fiber {
   ucontext_t context;
   State state;
-  unsigned int value;  // brought to, and taken from, a warp reduction
+  unsigned int value;  // brought to, and taken from, an exchange of the warp
+  int from;            // the lane of the warp whose value is wanted; -1: the largest of all
+  const void* shared;  // with the warp
+  std::deque<std::vector<Copy>> copies;  // in groups; the last is not ended yet
 };
 
 std::vector<Fiber> fibers;
@@ -32,6 +43,10 @@ int multiprocessors = 132;
 bool backwards = false;
 int64_t misaligned = 0;
 int64_t kernels = 0, memsets = 0, copies = 0;
+int shared_limit = 232448;  // of a block on Hopper
+
+alignas(16) unsigned char shared[1 << 18];
+int64_t shared_allowed = 48 << 10;
 
 void Enter() {
   (*body)();
@@ -53,8 +68,14 @@ void Start(int threads) {
     fibers[i].context.uc_stack.ss_size = kStackBytes;
     fibers[i].context.uc_link = nullptr;
     fibers[i].state = State::kReady;
+    fibers[i].copies.assign(1, {});
     makecontext(&fibers[i].context, Enter, 0);
   }
+}
+
+void Perform(const Copy& copy) {
+  std::memset(copy.target, 0, copy.bytes);
+  std::memcpy(copy.target, copy.source, copy.count);
 }
 
 bool All(int first, int last, State state) {
@@ -74,10 +95,13 @@ void RunWarp(int first) {
       swapcontext(&scheduler, &fibers[current].context);
     }
     if (!All(first, first + kWarpSize, State::kAtWarp)) return;
-    unsigned int largest = 0;
-    for (int i = first; i < first + kWarpSize; ++i) largest = max(largest, fibers[i].value);
+    unsigned int values[kWarpSize], largest = 0;
+    for (int i = 0; i < kWarpSize; ++i) {
+      values[i] = fibers[first + i].value;
+      largest = max(largest, values[i]);
+    }
     for (int i = first; i < first + kWarpSize; ++i) {
-      fibers[i].value = largest;
+      fibers[i].value = fibers[i].from < 0 ? largest : values[fibers[i].from];
       fibers[i].state = State::kReady;
     }
   }
@@ -99,11 +123,58 @@ bool RunBlock(int threads) {
 
 void __syncthreads() { Wait(State::kAtBlock); }
 
-unsigned int __reduce_max_sync(unsigned int, unsigned int value) {
+namespace {
+
+unsigned int Exchange(unsigned int value, int from) {
   const int me = current;
   fibers[me].value = value;
+  fibers[me].from = from;
   Wait(State::kAtWarp);
   return fibers[me].value;
+}
+
+}  // namespace
+
+unsigned int __reduce_max_sync(unsigned int, unsigned int value) { return Exchange(value, -1); }
+
+float __shfl_xor_sync(unsigned int, float value, int lanes) {
+  unsigned int bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits = Exchange(bits, current % kWarpSize ^ lanes);
+  std::memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
+void WarpShare(const void* mine, const void* (&all)[32]) {
+  const int first = current / kWarpSize * kWarpSize;
+  fibers[current].shared = mine;
+  fibers[current].from = -1;
+  Wait(State::kAtWarp);
+  for (int i = 0; i < kWarpSize; ++i) all[i] = fibers[first + i].shared;
+}
+
+void WarpSync() {
+  fibers[current].from = -1;
+  Wait(State::kAtWarp);
+}
+
+void StartCopy(void* target, const void* source, int bytes, int count) {
+  const Copy copy = {target, source, bytes, count};
+  if (backwards) {
+    fibers[current].copies.back().push_back(copy);
+  } else {
+    Perform(copy);
+  }
+}
+
+void EndCopyGroup() { fibers[current].copies.emplace_back(); }
+
+void WaitForCopyGroups(int pending) {
+  std::deque<std::vector<Copy>>& copies = fibers[current].copies;
+  while (static_cast<int>(copies.size()) > pending + 1) {
+    for (const Copy& copy : copies.front()) Perform(copy);
+    copies.pop_front();
+  }
 }
 
 void CountMisaligned() { ++misaligned; }
@@ -116,10 +187,18 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = multiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? multiprocessors : shared_limit;
   return cudaSuccess;
 }
+
+cudaError_t AllowSharedBytes(int bytes) {
+  if (bytes > shared_limit) return cudaErrorInvalidValue;
+  shared_allowed = bytes;
+  return cudaSuccess;
+}
+
+unsigned char* SharedOfBlock() { return shared; }
 
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
   ++memsets;
@@ -134,11 +213,13 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+  if (static_cast<int64_t>(config.dynamicSmemBytes) > shared_allowed) return cudaErrorInvalidValue;
   ++kernels;
   body = &thread;
   gridDim = config.gridDim;
   for (unsigned int block = 0; block < config.gridDim.x; ++block) {
     blockIdx.x = block;
+    std::memset(shared, 0xa5, config.dynamicSmemBytes);
     if (!RunBlock(static_cast<int>(config.blockDim.x))) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
@@ -148,6 +229,9 @@ extern "C" __attribute__((visibility("default"))) void emulator_configure(int co
   multiprocessors = count;
   backwards = run_backwards != 0;
 }
+
+// How much shared memory a block may ask for.
+extern "C" __attribute__((visibility("default"))) void emulator_set_shared(int bytes) { shared_limit = bytes; }
 
 // Misaligned accesses since the last call.
 extern "C" __attribute__((visibility("default"))) int64_t emulator_take_misaligned() {

@@ -9,7 +9,10 @@
 #include "cuda/kernels/dequantize.h"
 #include "cuda/kernels/push_amaxes.h"
 #include "cuda/kernels/quantize.h"
+#include "cuda/kernels/quantize_activation.h"
+#include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
+#include "cuda/kernels/ragged_matmul.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -32,11 +35,31 @@ EXPORT int launch_quantize(int dtype, int format, const void* x, const float* sc
 }
 
 EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
-                                     void* data, void* data_t, const float* amax_so_far, float* amax, int64_t groups,
-                                     int64_t m, int64_t n) {
+                                     void* data, void* data_t, const float* amax_so_far, float* amax,
+                                     float* column_sums, int64_t groups, int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchQuantizeTranspose({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale,
-                                                scale_stride, data, data_t, amax_so_far, amax, groups, m, n},
+                                                scale_stride, data, data_t, amax_so_far, amax, column_sums, groups, m,
+                                                n},
                                                nullptr);
+}
+
+EXPORT int launch_quantize_activation(int dtype, int format, int activation, const void* x, const float* scale,
+                                      int64_t scale_stride, const float* amax_so_far, void* data, void* data_t, float* amax,
+                                      int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchQuantizeActivation(
+      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), static_cast<jaxfp8::cuda::Activation>(activation), x,
+       scale, scale_stride, amax_so_far, data, data_t, amax, groups, m, n},
+      nullptr);
+}
+
+EXPORT int launch_quantize_norm(int dtype, int format, int centered, float epsilon, const void* x, const float* scale,
+                                int64_t scale_stride, const float* amax_so_far, const float* gamma, const float* beta,
+                                int64_t parameter_stride, void* data, void* data_t, float* amax, int64_t groups,
+                                int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchQuantizeNorm(
+      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), centered != 0, epsilon, x, scale, scale_stride, amax_so_far,
+       gamma, beta, parameter_stride, data, data_t, amax, groups, m, n},
+      nullptr);
 }
 
 EXPORT int launch_dequantize(int format, int dtype, const void* data, const float* scale_inv, int64_t scale_stride,
@@ -82,3 +105,39 @@ EXPORT int slot_offset(int column, int slot, int column_group) {
 EXPORT int pair_offset(int column, int pair, int column_group) {
   return jaxfp8::cuda::PairOffset(column, pair, jaxfp8::cuda::SwizzleKey(column_group));
 }
+
+static jaxfp8::cuda::RaggedPlan RaggedPlanOf(int64_t contraction, int64_t members, int64_t groups, int64_t rows,
+                                             int64_t columns, int64_t length) {
+  const auto size = [](int64_t value) { return static_cast<int32_t>(value); };
+  return {contraction != 0, size(members), size(groups), size(rows), size(columns), size(length)};
+}
+
+EXPORT int launch_ragged_matmul(int a_dtype, int b_dtype, int out_dtype, const void* a, const void* b,
+                                const float* a_scale_inv, const float* b_scale_inv, int64_t a_scale_stride,
+                                int64_t b_scale_stride, const int32_t* group_sizes, void* out, int64_t precise,
+                                int64_t contraction, int64_t members, int64_t groups, int64_t rows, int64_t columns,
+                                int64_t length) {
+  return jaxfp8::cuda::LaunchRaggedMatmul(
+      {RaggedPlanOf(contraction, members, groups, rows, columns, length), static_cast<Dtype>(a_dtype),
+       static_cast<Dtype>(b_dtype), static_cast<Dtype>(out_dtype), a, b, a_scale_inv, b_scale_inv, a_scale_stride,
+       b_scale_stride, group_sizes, out, precise != 0},
+      nullptr);
+}
+
+EXPORT int64_t ragged_tiles(int64_t contraction, int64_t members, int64_t groups, int64_t rows, int64_t columns,
+                            int64_t length) {
+  return RaggedPlanOf(contraction, members, groups, rows, columns, length).MaxTiles();
+}
+
+// The tile with an index: member, group, row, row_end, column, begin, end. False beyond the last.
+EXPORT int ragged_tile(const int32_t* sizes, int64_t contraction, int64_t members, int64_t groups, int64_t rows,
+                       int64_t columns, int64_t length, int64_t index, int64_t* out) {
+  const jaxfp8::cuda::RaggedPlan plan = RaggedPlanOf(contraction, members, groups, rows, columns, length);
+  jaxfp8::cuda::RaggedRange range;
+  if (!jaxfp8::cuda::RaggedWalk(plan, sizes).Find(index, &range)) return 0;
+  const int64_t values[] = {range.member, range.group, range.row, range.row_end, range.column, range.begin, range.end};
+  for (int i = 0; i < 7; ++i) out[i] = values[i];
+  return 1;
+}
+
+EXPORT int ragged_offset(int row, int chunk) { return jaxfp8::cuda::RaggedOffset(row, chunk); }

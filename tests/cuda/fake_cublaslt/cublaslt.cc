@@ -1,7 +1,8 @@
 // A stand-in for libcublasLt.so.13: the functions that the GEMM calls, by cuBLASLt's documented rules, in three loops.
 //
 // It multiplies what the descriptors say, whatever they say, so a swapped operand, a wrong leading dimension or a
-// missing scale gives wrong numbers. f32 outputs only.
+// missing scale gives wrong numbers. f32 outputs only. It has many algorithms, with made-up needs and times: a product
+// moves a clock, which the stand-in for the CUDA runtime (entry.cc) reads.
 #include <cublasLt.h>
 
 #include <atomic>
@@ -19,8 +20,39 @@ std::atomic<int> descriptors{0};  // alive
 std::atomic<uint32_t> last_alignment{0};
 std::atomic<int> last_fast{-1};
 std::atomic<int64_t> last_batch{0};
+std::atomic<int64_t> last_algorithm{-1};
+std::atomic<size_t> version{130002};
+std::atomic<int64_t> clock_ns{0};
+std::atomic<const void*> last_a{nullptr};
 
 constexpr uint64_t kAlgorithm = 0xa190;
+constexpr uint64_t kTooMuch = uint64_t{1} << 40;
+constexpr int64_t kNanosecondsFromCache = 10;
+
+// In the order of the heuristic. data[0] of an algorithm is kAlgorithm, data[1] its index here, data[2] its version.
+struct Algorithm {
+  int64_t nanoseconds;
+  uint64_t workspace = 0;
+  uint32_t alignment = 16;
+  bool offered = true;  // has the status of success
+  bool runs = true;     // cublasLtMatmul takes it
+};
+constexpr Algorithm kAlgorithms[] = {
+    {1, 0, 16, /*offered=*/false},
+    {1, kTooMuch},
+    {5000},
+    {3000, 1 << 16, /*alignment=*/128},  // the fastest at full alignment
+    {2000, 0, 16, true, /*runs=*/false},
+    {4000},  // the fastest otherwise, and with little workspace
+    {9000},
+    {6000},
+    {6000},
+    {6000},
+    {6000},
+    {10},  // too far back to be timed
+};
+constexpr int kCount = sizeof(kAlgorithms) / sizeof(Algorithm);
+constexpr int kFirst = 2;  // of those that run
 
 // Any cuBLASLt object: its attributes by number.
 struct Object {
@@ -88,6 +120,8 @@ struct Matrix {
   const void* data;
 };
 
+bool IsAligned(const void* pointer, uint32_t alignment) { return reinterpret_cast<uintptr_t>(pointer) % alignment == 0; }
+
 float Bias(const Object& operation, int64_t row) {
   if (operation.Get(CUBLASLT_MATMUL_DESC_EPILOGUE) != CUBLASLT_EPILOGUE_BIAS) return 0;
   if (operation.Get(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE) != CUDA_R_16BF) return NAN;
@@ -99,7 +133,7 @@ float Bias(const Object& operation, int64_t row) {
 
 extern "C" {
 
-size_t cublasLtGetVersion() { return 130002; }
+size_t cublasLtGetVersion() { return version; }
 const char* cublasLtGetStatusName(cublasStatus_t) { return "CUBLAS_STATUS_FAKE"; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
@@ -143,23 +177,42 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
   return Set(preference, attribute, value, bytes);
 }
 
-// The first candidate cannot run, as may happen; with 7 bytes of workspace there is none.
+// With 7 bytes of workspace there is nothing.
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t operation,
                                               cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
                                               cublasLtMatrixLayout_t, cublasLtMatmulPreference_t preference,
                                               int requested, cublasLtMatmulHeuristicResult_t* results, int* found) {
   ++heuristics;
   if (Of(operation).Get(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) == 0 ||
-      Of(operation).Get(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) == 0 || requested < 2) {
+      Of(operation).Get(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) == 0 || requested < 32) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  last_alignment = static_cast<uint32_t>(Of(preference).Get(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
-  const bool none = Of(preference).Get(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) == 7;
-  *found = none ? 0 : 2;
-  if (none) return CUBLAS_STATUS_SUCCESS;
-  results[0].state = CUBLAS_STATUS_NOT_SUPPORTED;
-  results[1].state = CUBLAS_STATUS_SUCCESS;
-  results[1].algo.data[0] = kAlgorithm;
+  const Object& limits = Of(preference);
+  last_alignment = static_cast<uint32_t>(limits.Get(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
+  const uint64_t workspace = limits.Get(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
+  *found = 0;
+  for (int i = 0; i < kCount && workspace != 7; ++i) {
+    const Algorithm& algorithm = kAlgorithms[i];
+    if (algorithm.alignment > last_alignment || (algorithm.workspace > workspace && algorithm.workspace != kTooMuch)) {
+      continue;
+    }
+    cublasLtMatmulHeuristicResult_t& result = results[(*found)++];
+    result.state = algorithm.offered ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+    result.workspaceSize = algorithm.workspace;
+    result.algo.data[0] = kAlgorithm;
+    result.algo.data[1] = static_cast<uint64_t>(i);
+    result.algo.data[2] = version;
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
+                                       cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                       const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulHeuristicResult_t* result) {
+  if (algorithm->data[0] != kAlgorithm || algorithm->data[1] >= kCount || algorithm->data[2] != version) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  result->workspaceSize = kAlgorithms[algorithm->data[1]].workspace;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -167,15 +220,25 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor, const void* alpha, const void* a_data,
                               cublasLtMatrixLayout_t a_layout, const void* b_data, cublasLtMatrixLayout_t b_layout,
                               const void* beta, const void* c_data, cublasLtMatrixLayout_t c_layout, void* d_data,
-                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void*, size_t,
-                              cudaStream_t) {
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void*,
+                              size_t workspace_bytes, cudaStream_t) {
   ++matmuls;
+  if (algorithm->data[0] != kAlgorithm || algorithm->data[1] >= kCount) return CUBLAS_STATUS_INVALID_VALUE;
+  const Algorithm& chosen = kAlgorithms[algorithm->data[1]];
+  if (!chosen.runs || chosen.workspace > workspace_bytes || !IsAligned(a_data, chosen.alignment) ||
+      !IsAligned(b_data, chosen.alignment) || !IsAligned(d_data, chosen.alignment)) {
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  }
+  // The first algorithm is fastest of all where the operands are still in the cache.
+  const bool from_cache = algorithm->data[1] == kFirst && last_a.exchange(a_data) == a_data;
+  clock_ns += from_cache ? kNanosecondsFromCache : chosen.nanoseconds;
+  last_algorithm = static_cast<int64_t>(algorithm->data[1]);
   const Object& operation = Of(descriptor);
   const Matrix a(a_layout, a_data), b(b_layout, b_data), c(c_layout, c_data), d(d_layout, d_data);
   last_fast = static_cast<int>(operation.Get(CUBLASLT_MATMUL_DESC_FAST_ACCUM));
   last_batch = d.batch;
   // "TN" only: both operands have k as rows.
-  if (algorithm->data[0] != kAlgorithm || operation.Get(CUBLASLT_MATMUL_DESC_TRANSA) != CUBLAS_OP_T ||
+  if (operation.Get(CUBLASLT_MATMUL_DESC_TRANSA) != CUBLAS_OP_T ||
       operation.Get(CUBLASLT_MATMUL_DESC_TRANSB) != CUBLAS_OP_N || a.rows != b.rows || d.rows != a.columns ||
       d.columns != b.columns || c.rows != d.rows || c.columns != d.columns || a.batch != d.batch ||
       b.batch != d.batch || c.batch != d.batch || d.type != CUDA_R_32F || c.type != CUDA_R_32F) {
@@ -200,10 +263,16 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
 }
 #endif
 
-// heuristics, matmuls, handles, descriptors alive, last alignment, last fast accumulation, last batch.
+// In the order of COUNTS in checks.py.
 void fake_counts(int64_t* out) {
-  const int64_t values[] = {heuristics, matmuls, handles, descriptors, last_alignment, last_fast, last_batch};
+  const int64_t values[] = {heuristics,     matmuls,   handles,    descriptors,
+                            last_alignment, last_fast, last_batch, last_algorithm};
   std::memcpy(out, values, sizeof(values));
 }
+
+void fake_version(int64_t new_version) { version = static_cast<size_t>(new_version); }
+
+int64_t fake_clock_ns() { return clock_ns; }
+int64_t fake_last_algorithm() { return last_algorithm; }
 
 }  // extern "C"

@@ -4,6 +4,9 @@
 #include <vector>
 
 #include "common/fp8.h"
+#include "xla/ffi/api/c_api.h"
+
+extern "C" XLA_FFI_Error* jaxfp8_scaled_matmul_initialize_v1(XLA_FFI_CallFrame*);
 
 namespace jaxfp8::cuda {
 namespace {
@@ -17,7 +20,14 @@ float WidenBF16(const void* data, int64_t i) {
   return BitsToFloat(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16);
 }
 
+int prepared = 0;
+
 }  // namespace
+
+std::string PrepareScaledMatmul() {
+  ++prepared;
+  return "";
+}
 
 // f32 outputs only: the tests of the handler ask for nothing else.
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t) {
@@ -39,6 +49,18 @@ std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t) {
     }
   }
   return "";
+}
+
+// Calls the handler of the stage that XLA has on GPUs only; how often it has prepared, or -1 where it fails.
+extern "C" __attribute__((visibility("default"))) int initialize_scaled_matmul() {
+  XLA_FFI_CallFrame frame = {};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.stage = XLA_FFI_ExecutionStage_INITIALIZE;
+  // As XLA fills it; the handler must not look.
+  frame.args.size = 4;
+  frame.rets.size = 2;
+  frame.attrs.size = 3;
+  return jaxfp8_scaled_matmul_initialize_v1(&frame) == nullptr ? prepared : -1;
 }
 
 }  // namespace jaxfp8::cuda

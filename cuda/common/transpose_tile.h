@@ -1,0 +1,162 @@
+// A tile of 128 x 128 codes on its way to both layouts: what kernels that write data and data_t in one read share.
+//
+// A thread holds 8 rows of one 16-byte vector of columns. It stores the codes as they are, transposes them in registers
+// by byte permutes, and passes 8 codes of each of its columns through shared memory to the threads that store data_t,
+// 16 bytes a lane. transpose_plan.h has the index arithmetic.
+#ifndef JAXFP8_CUDA_COMMON_TRANSPOSE_TILE_H_
+#define JAXFP8_CUDA_COMMON_TRANSPOSE_TILE_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/memory.h"
+#include "cuda/common/stream_plan.h"
+#include "cuda/common/transpose_plan.h"
+
+namespace jaxfp8::cuda {
+
+constexpr int kRows = 8;  // rows a thread holds
+
+// How a thread reaches the rows of x and data. Vectors need aligned pointers and rows of whole vectors.
+enum class Access {
+  kWholeTile,  // vectors, all of them inside the matrix: loads without predicates stay in one batch
+  kEdgeTile,   // vectors, some of them outside
+  kElements,   // element by element
+};
+template <Access kAccess>
+using AccessTag = std::integral_constant<Access, kAccess>;
+
+// The share of a tile that a thread has: `kRows` rows of one vector of columns.
+template <int kVector>
+struct TileShare {
+  static constexpr int kColumnGroups = kTileSide / kVector;
+  static constexpr int kRowGroups = kTileSide / kRows;
+  static constexpr int kRowGroupsAtOnce = kBlockSize / kColumnGroups;
+  static_assert(kColumnGroups % 16 == 0 && kRowGroups == 16, "the swizzle assumes half-warps along a row");
+
+  int column_group;
+  int row_group;
+
+  __device__ __forceinline__ int FirstRow() const { return row_group * kRows; }
+  __device__ __forceinline__ int FirstColumn() const { return column_group * kVector; }
+  // Columns of row `r` inside the matrix, if positive.
+  __device__ __forceinline__ int Valid(const Tile& tile, int r) const {
+    return FirstRow() + r < tile.rows ? tile.columns - FirstColumn() : 0;
+  }
+};
+
+// Four words of four codes, as a 4 x 4 matrix of bytes.
+__device__ __forceinline__ void Transpose4x4(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
+  const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140);
+  const uint32_t low23 = __byte_perm(rows[2], rows[3], 0x5140);
+  const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362);
+  const uint32_t high23 = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(low01, low23, 0x5410);
+  columns[1] = __byte_perm(low01, low23, 0x7632);
+  columns[2] = __byte_perm(high01, high23, 0x5410);
+  columns[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// Up to kCount elements at `x`; those at or beyond `valid` are zero, which changes no amax.
+template <int kCount, class In>
+__device__ __forceinline__ Bytes<kCount * sizeof(In)> LoadElements(const In* x, int valid) {
+  Bytes<kCount * sizeof(In)> out = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i < valid) {
+      constexpr int kPerWord = 4 / sizeof(In);
+      const uint32_t bits = Load<static_cast<int>(sizeof(In))>(x + i).words[0];
+      out.words[i / kPerWord] |= bits << (32 / kPerWord * (i % kPerWord));
+    }
+  }
+  return out;
+}
+
+// One vector of x, `valid` of its elements inside the matrix.
+template <Access kAccess, class In>
+__device__ __forceinline__ Bytes<16> LoadVector(const In* x, int valid) {
+  if constexpr (kAccess == Access::kElements) return LoadElements<16 / sizeof(In)>(x, valid);
+  if (kAccess == Access::kEdgeTile && valid <= 0) return {};
+  return Load<16>(x);
+}
+
+template <int kBytes>
+__device__ __forceinline__ void StoreCodes(uint8_t* address, const Bytes<kBytes>& codes, int valid) {
+#pragma unroll
+  for (int i = 0; i < kBytes; ++i) {
+    if (i < valid) address[i] = static_cast<uint8_t>(codes.words[i / 4] >> (8 * (i % 4)));
+  }
+}
+
+// The codes of one vector of x.
+template <Access kAccess, int kBytes>
+__device__ __forceinline__ void StoreVector(uint8_t* address, const Bytes<kBytes>& codes, int valid) {
+  if constexpr (kAccess == Access::kElements) {
+    StoreCodes(address, codes, valid);
+  } else if (kAccess == Access::kWholeTile || valid > 0) {
+    Store(address, codes);
+  }
+}
+
+// Transposes a thread's codes into the tile in shared memory.
+template <int kVector>
+__device__ __forceinline__ void PutTransposed(const TileShare<kVector>& share, const Bytes<kVector> (&codes)[kRows],
+                                              uint8_t* tile_t) {
+#pragma unroll
+  for (int w = 0; w < kVector / 4; ++w) {
+    const uint32_t top[4] = {codes[0].words[w], codes[1].words[w], codes[2].words[w], codes[3].words[w]};
+    const uint32_t bottom[4] = {codes[4].words[w], codes[5].words[w], codes[6].words[w], codes[7].words[w]};
+    uint32_t top_t[4], bottom_t[4];
+    Transpose4x4(top, top_t);
+    Transpose4x4(bottom, bottom_t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = share.FirstColumn() + 4 * w + i;
+      uint8_t* slot = tile_t + SlotOffset(column, share.row_group, SwizzleKey(share.column_group));
+      *reinterpret_cast<uint2*>(slot) = make_uint2(top_t[i], bottom_t[i]);
+    }
+  }
+}
+
+// The same for the codes of one row `r` of the thread's, byte by byte: for paths that keep no eight rows in registers.
+template <int kVector>
+__device__ __forceinline__ void PutRowTransposed(const TileShare<kVector>& share, int r, const Bytes<kVector>& codes,
+                                                 uint8_t* tile_t) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const int slot = SlotOffset(share.FirstColumn() + i, share.row_group, SwizzleKey(share.column_group));
+    tile_t[slot + r] = static_cast<uint8_t>(codes.words[i / 4] >> (8 * (i % 4)));
+  }
+}
+
+// Stores a tile from shared memory to data_t, by all threads of the block: 16 rows of one column at a time. `wide`:
+// 16-byte pieces of data_t are aligned, and its rows are whole pieces.
+template <int kVector>
+__device__ __forceinline__ void StoreTransposed(const TransposePlan& plan, const Tile& tile, const uint8_t* tile_t,
+                                                uint8_t* data_t, bool wide) {
+  constexpr int kPairs = kTileSide / 16;
+#pragma unroll
+  for (int i = 0; i < kTileSide * kPairs; i += kBlockSize) {
+    const int column = (i + threadIdx.x) / kPairs;
+    const int pair = (i + threadIdx.x) % kPairs;
+    const int first_row = pair * 16;
+    if (column >= tile.columns || first_row >= tile.rows) continue;
+    const int key = SwizzleKey(column / kVector);
+    const uint4 read = *reinterpret_cast<const uint4*>(tile_t + PairOffset(column, pair, key));
+    const bool swapped = PairIsSwapped(key);
+    const Bytes<16> codes = {{swapped ? read.z : read.x, swapped ? read.w : read.y,  //
+                              swapped ? read.x : read.z, swapped ? read.y : read.w}};
+    uint8_t* address = data_t + (tile.group * plan.n + tile.column + column) * plan.m + tile.row + first_row;
+    if (wide) {
+      Store(address, codes);
+    } else {
+      StoreCodes(address, codes, tile.rows - first_row);
+    }
+  }
+}
+
+}  // namespace jaxfp8::cuda
+
+#endif  // JAXFP8_CUDA_COMMON_TRANSPOSE_TILE_H_

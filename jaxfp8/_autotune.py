@@ -1,0 +1,124 @@
+"""Measuring which algorithm each FP8 product of a program should use."""
+
+import dataclasses
+import re
+
+import jax
+
+from ._plan_files import store
+from .ops import _ffi
+from .ops._plans import Gemm, Plan, Platform
+
+# XLA aligns buffers so: kGemmAlignment of cuda/kernels/gemm_search.h.
+_ALIGNMENT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class AutotuneReport:
+    """What `autotune` found; its `str` is a table.
+
+    Attributes:
+        platform: where the measurements hold.
+        rows: a dict for each distinct product: `gemm`, `first_us` (microseconds with the algorithm that cuBLASLt puts
+            first), `best_us` (with the fastest), `gain` (their ratio), `is_new` (measured now, not found in a table).
+    """
+
+    platform: Platform
+    rows: list[dict]
+
+    def __str__(self) -> str:
+        platform = self.platform
+        title = f"{platform.device_name}, cuBLASLt {platform.cublaslt_version}: {len(self.rows)} FP8 products"
+        table = [("product", "first us", "best us", "gain", "")]
+        for row in self.rows:
+            times = (f"{row['first_us']:.1f}", f"{row['best_us']:.1f}", f"{row['gain']:.2f}")
+            table.append((str(row["gemm"]), *times, "measured" if row["is_new"] else "known"))
+        name, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+        lines = [
+            "  ".join([line[0].ljust(name), *(x.rjust(w) for x, w in zip(line[1:], widths, strict=True))])
+            for line in table
+        ]
+        return "\n".join([title, *lines])
+
+
+def autotune(fn, *args, **kwargs) -> AutotuneReport:
+    """Measures the FP8 products of `fn(*args, **kwargs)` and keeps the fastest algorithm of each.
+
+    Compiles nothing but what a mesh needs, and runs nothing of `fn`. From now on programs of this process use these
+    algorithms; so do later processes on a GPU of the same model with the same version of cuBLASLt, by way of files in
+    `$JAXFP8_CACHE_DIR` (by default `jaxfp8` in `$XDG_CACHE_HOME` or `~/.cache`). Programs that run as CUDA graphs keep
+    the algorithms they were recorded with: call this before the first step, with nothing else on the GPU.
+
+    Another algorithm may add up in another order: a product keeps its error bound and not its last bits. Runs that must
+    agree bit by bit need the same files, and so do the processes of one run: measure in one process, then start them.
+
+    Args:
+        fn: any function, jitted or not; usually a training step.
+        *args, **kwargs: of `fn`; `jax.ShapeDtypeStruct`s do, with shardings where arrays lie on a mesh.
+
+    Returns:
+        An AutotuneReport.
+
+    Raises:
+        RuntimeError: there is no NVIDIA GPU, its library was not built, or it cannot multiply FP8.
+    """
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError as error:
+        raise RuntimeError(f"autotune: needs an NVIDIA GPU to measure on: {error}") from error
+    if not _ffi.has_cuda_kernels():
+        raise RuntimeError(
+            "autotune: jaxfp8 was installed without its CUDA library; cuda/README.md says how to build it"
+        )
+    return tune(device.local_hardware_id or 0, gemms_of(fn, *args, **kwargs))
+
+
+def tune(device: int, gemms: list[Gemm]) -> AutotuneReport:
+    """Measures those of `gemms` that no table has, on the device with that ordinal."""
+    platform = _ffi.gemm_platform(device)
+    known, new = store.of(platform), {}
+    try:
+        for gemm in gemms:
+            if gemm not in known:
+                new[gemm] = _ffi.tune_gemm(device, gemm)
+    finally:
+        if new:
+            store.add(platform, new)
+    return AutotuneReport(platform, [_row(gemm, known[gemm], gemm in new) for gemm in gemms])
+
+
+def _row(gemm: Gemm, plan: Plan, is_new: bool) -> dict:
+    first, best = plan.first_microseconds, plan.microseconds
+    return {"gemm": gemm, "first_us": first, "best_us": best, "gain": first / best, "is_new": is_new}
+
+
+def gemms_of(fn, *args, **kwargs) -> list[Gemm]:
+    """The distinct FP8 products of `fn`, as one GPU runs them, in the order of the program."""
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    partitions = lowered.compiler_ir("stablehlo").operation.attributes["mhlo.num_partitions"]
+    # On a mesh, products of shards appear when XLA partitions.
+    text = lowered.compile().as_text() if partitions.value > 1 else lowered.compiler_ir("hlo").as_hlo_text()
+    calls = (line for line in text.splitlines() if f'"{_ffi.target_name("scaled_matmul")}"' in line)
+    return list(dict.fromkeys(map(_gemm, calls)))
+
+
+def _gemm(call: str) -> Gemm:
+    """The product of a custom call, a line of HLO."""
+    results, rest = call.split(" custom-call(", 1)
+    constraints = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", rest).group(1)
+    (out, _), (_, workspace) = _arrays(results.split(" = ", 1)[1])
+    (a, (groups, m, k)), (b, (_, n, _)), (_, a_scale), (_, b_scale), *_ = _arrays(constraints)
+    flags = dict(re.findall(r"(\w+) = (true|false)", rest))
+    # Groups with scales of their own are products of their own (cuda/kernels/scaled_matmul.cc).
+    batch = groups if a_scale == b_scale == [1] else 1
+    has_bias, accumulate, precise = (flags[name] == "true" for name in ("has_bias", "has_accumulator", "precise"))
+    return Gemm(batch, m, n, k, a, b, out, has_bias, accumulate, precise, workspace[0], _ALIGNMENT)
+
+
+def _arrays(text: str) -> list[tuple[str, list[int]]]:
+    """`f8e4m3fn[1,16,32]{2,1,0}, f32[1]{0}` as dtypes and sizes."""
+    return [
+        (dtype, [int(size) for size in sizes.split(",") if size])
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", text)
+    ]

@@ -1,0 +1,171 @@
+"""Inputs of a product that become FP8 in the pass that computes them: activations and norms.
+
+A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
+bfloat16 and read again; fused, only its codes are. The gradient is that of the plain computation.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from . import ops
+from .ops import _checks, _quantize_activation, _quantize_norm
+from .recipes import start
+from .tensor import QTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activated:
+    """`activation(x)`, not computed yet; `jaxfp8.activated` makes one."""
+
+    x: jax.Array
+    activation: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
+
+    @property
+    def dtype(self):
+        """The dtype of the values, where they are not codes."""
+        return self.x.dtype
+
+    @property
+    def value(self) -> jax.Array:
+        """The values, in the dtype of x."""
+        return _value(_activate(self.activation), self.x)
+
+    def quantize(self, scale, dtype, amax):
+        """`(data, data_t, amax)` of the values as a matrix: rows are all dimensions but the last."""
+        return ops.quantize_activation(
+            self.x, scale, dtype, activation=self.activation, rows=len(self.shape) - 1, amax=amax
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normalized:
+    """A norm of x over its last dimension, not computed yet; `jaxfp8.normalized` makes one."""
+
+    x: jax.Array
+    scale: jax.Array
+    bias: jax.Array | None
+    kind: str = dataclasses.field(metadata={"static": True})
+    epsilon: float = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.x.shape
+
+    @property
+    def dtype(self):
+        """The dtype of the values, where they are not codes."""
+        return self.x.dtype
+
+    @property
+    def value(self) -> jax.Array:
+        """The values, in the dtype of x."""
+        return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
+
+    def quantize(self, scale, dtype, amax):
+        """`(data, data_t, amax)` of the values as a matrix: rows are all dimensions but the last."""
+        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1, "amax": amax}
+        return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
+
+
+FusedInput = Activated | Normalized
+
+
+def activated(x, activation: str) -> Activated:
+    """The x of a product whose codes are made while the activation is computed.
+
+        h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
+        y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+
+    The activation is computed in float32 and rounded once, to FP8. For its gradient x is kept, and nothing else.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., n]`; gated `[..., 2, n]`, gate first.
+        activation: `"relu"`, `"silu"`, `"gelu"` (its tanh form), or `"silu_gated"`, `"gelu_gated"`: the activation of
+            the gate times the other half.
+
+    Returns:
+        What `jaxfp8.dot_general` takes as x, of shape `[..., n]`; `.value` is the array.
+
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: unknown activation, or x is not `[..., 2, n]` where that is gated.
+    """
+    x = _checks.high_precision("activated", "x", x)
+    _quantize_activation.check("activated", x, activation, 0)
+    return Activated(x, activation)
+
+
+def normalized(x, scale, bias=None, *, kind: str, epsilon: float = 1e-6) -> Normalized:
+    """The x of a product whose codes are made while it is normalized over its last dimension.
+
+    The norm is computed in float32 and rounded once, to FP8. For its gradient x, scale and bias are kept.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., n]`.
+        scale: bfloat16, float16 or float32 `[n]`, multiplies.
+        bias: as scale, is added; or None. Not with `"rms"`.
+        kind: `"rms"`: `x / sqrt(mean(x**2) + epsilon)`; `"layer"`: the same of `x - mean(x)`.
+        epsilon: as above.
+
+    Returns:
+        What `jaxfp8.dot_general` takes as x, of the shape of x; `.value` is the array.
+
+    Raises:
+        TypeError: an operand has another dtype.
+        ValueError: unknown kind, or an operand has another shape.
+    """
+    names = ("scale", "bias")
+    x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, 0, names)
+    return Normalized(x, scale, bias, kind, epsilon)
+
+
+def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
+    """The codes of a fused input as a matrix of rows by its last dimension, and what they are the codes of.
+
+    Args:
+        fused: the input.
+        quantizer: of the product's x.
+        state: of that quantizer, or None.
+        reduce: of amaxes, over the mesh.
+    """
+    # Codes have no derivative: gradients go to `source`, the next state to the product's state.
+    fixed, state = jax.lax.stop_gradient((fused, state))
+    (run,) = start([quantizer], [state])
+    scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
+    data, data_t, amax = fixed.quantize(scale, quantizer.fp8_dtype, amax)
+    if run is not None:
+        run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
+    return QTensor(data, scale_inv, data_t, fused.value, run)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _value(function, *operands):
+    """`function(*operands)`; its backward computes it again, so that nothing but the operands is kept."""
+    return function(*operands)
+
+
+_value.defvjp(
+    lambda function, *operands: (function(*operands), operands),
+    lambda function, operands, ct: jax.vjp(function, *operands)[1](ct),
+)
+
+
+@functools.cache
+def _activate(activation) -> Any:
+    return functools.partial(ops.activate, activation=activation)
+
+
+@functools.cache
+def _normalize(kind, epsilon) -> Any:
+    return functools.partial(ops.normalize, kind=kind, epsilon=epsilon)

@@ -1,0 +1,59 @@
+"""GatedMLP: two FP8 products with a gated activation between them that is never in memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from .._fused_input import activated
+from ._dense import Dense
+
+
+class GatedMLP(nn.Module):
+    """The gated feed-forward block of a transformer, in FP8: `(activation(x @ wi[:, 0]) * (x @ wi[:, 1])) @ wo`.
+
+        jaxfp8.linen.GatedMLP(hidden_features=14336, recipe=recipe, dtype=jnp.bfloat16)  # SwiGLU
+
+    Gate and up projection are one product, with one scale for x, one for the kernel and one for the gradient. The
+    activation is computed in float32 on the way to FP8, and for its gradient its input is kept. Two `Dense` layers,
+    `wi` with a kernel `[k, 2, hidden_features]`, gate first, and `wo` `[hidden_features, features]`, hold parameters
+    and state.
+
+    Attributes:
+        hidden_features: the size between the products.
+        features: the size of the output's last dimension; without one that of x.
+        activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`, for both.
+
+    Raises:
+        ValueError: unknown activation.
+    """
+
+    hidden_features: int
+    features: int | None = None
+    activation: str = "silu"
+    recipe: Any = None
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x):
+        """`x` `[..., k]` to y `[..., features]`."""
+        if self.activation not in ("silu", "gelu"):
+            raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
+        x = jnp.asarray(x)
+
+        def dense(features, name):
+            options = {
+                option: getattr(self, option)
+                for option in ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+            }
+            return Dense(features, name=name, **options)
+
+        hidden = dense((2, self.hidden_features), "wi")(x)
+        hidden = activated(hidden, f"{self.activation}_gated")
+        return dense(x.shape[-1] if self.features is None else self.features, "wo")(hidden)

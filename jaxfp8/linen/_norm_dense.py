@@ -1,0 +1,62 @@
+"""NormDense: a norm and a Dense layer, in FP8, without the normalized x in memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from .._compute_dtype import compute_dtype, to_compute
+from .._fused_input import normalized
+from ._dense import Dense
+
+
+class NormDense(nn.Module):
+    """`Dense(norm(x))` in FP8: the norm is computed in float32 on the way to FP8.
+
+        jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)  # queries, keys and values
+
+    Parameters: `scale` `[k]` and, with `kind="layer"`, `norm_bias` `[k]`; the `Dense` layer `dense` holds the others,
+    and the state. For the gradient of the norm x is kept, and nothing else.
+
+    Attributes:
+        features: as of `Dense`.
+        kind: `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm).
+        epsilon: of the norm.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`.
+        scale_init, norm_bias_init: initializers.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+
+    features: int | tuple[int, ...]
+    kind: str = "rms"
+    epsilon: float = 1e-6
+    recipe: Any = None
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    scale_init: nn.initializers.Initializer = nn.initializers.ones_init()
+    norm_bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+    kernel_init: nn.initializers.Initializer = nn.linear.default_kernel_init
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x):
+        """`x` `[..., k]` to y `[..., features]`."""
+        if self.kind not in ("rms", "layer"):
+            raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')
+        x = jnp.asarray(x)
+        size = (x.shape[-1],)
+        scale = self.param("scale", self.scale_init, size, self.param_dtype)
+        norm_bias = None
+        if self.kind == "layer":
+            norm_bias = self.param("norm_bias", self.norm_bias_init, size, self.param_dtype)
+        options = {
+            option: getattr(self, option)
+            for option in ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+        }
+        x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
+        x = normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon)
+        return Dense(self.features, name="dense", **options)(x)

@@ -1,0 +1,68 @@
+"""Linear: nnx.Linear whose kernel is quantized as it is stored, without a copy in the compute dtype."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from .._compute_dtype import compute_dtype, to_compute
+from .._fused_input import FusedInput
+from ._dot_general import Fp8DotGeneral
+
+KERNEL_INIT = nnx.initializers.lecun_normal()
+BIAS_INIT = nnx.initializers.zeros_init()
+SCALE_INIT = nnx.initializers.ones_init()
+
+
+class Linear(nnx.Module):
+    """A linear layer over the last dimension, in FP8; parameters and arithmetic of `jaxfp8.linen.Dense`.
+
+        jaxfp8.nnx.Linear(512, 2048, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
+
+    Parameters are named as those of `nnx.Linear`; state is in `dot_general`, a `jaxfp8.nnx.Fp8DotGeneral`.
+
+    Args:
+        in_features: the size of x's last dimension.
+        out_features: the size of the output's last dimension; or the sizes of several, whose kernel is initialized as
+            that of one.
+        recipe: how operands become FP8; without one `jaxfp8.DelayedScaling()`.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `nnx.Linear`.
+        rngs: keys, `params` among them.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        recipe: Any = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init=KERNEL_INIT,
+        bias_init=BIAS_INIT,
+        rngs: nnx.Rngs,
+    ):
+        features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
+        self.kernel = nnx.Param(kernel.reshape(in_features, *features))
+        self.bias = nnx.Param(bias_init(rngs.params(), features, param_dtype)) if use_bias else None
+        self.dot_general = Fp8DotGeneral(recipe)
+        self.dtype, self.precision = dtype, precision
+
+    def __call__(self, x):
+        """`x` `[..., in_features]` to y `[..., *out_features]`."""
+        x = x if isinstance(x, FusedInput) else jnp.asarray(x)
+        kernel = self.kernel.get_value()
+        bias = None if self.bias is None else self.bias.get_value()
+        dtype = compute_dtype(x, kernel, bias, dtype=self.dtype)
+        return self.dot_general(
+            x if isinstance(x, FusedInput) else to_compute(x, dtype),
+            kernel,
+            (((len(x.shape) - 1,), (0,)), ((), ())),
+            bias=bias,
+            precision=self.precision,
+            preferred_element_type=dtype,
+        )

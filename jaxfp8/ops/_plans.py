@@ -1,0 +1,45 @@
+"""Which algorithm a product uses on GPUs: the terms in which a measurement is kept."""
+
+from typing import NamedTuple
+
+# By XLA's names, in the order of jaxfp8::Dtype (common/dispatch.h).
+DTYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
+
+
+class Gemm(NamedTuple):
+    """What decides which algorithm is best: `jaxfp8_gemm` of cuda/kernels/gemm_c_api.h, field by field."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    a: str
+    b: str
+    out: str
+    has_bias: bool
+    accumulate: bool
+    precise: bool
+    workspace_bytes: int
+    alignment: int
+
+    def __str__(self) -> str:
+        options = ("has_bias", "accumulate", "precise")
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        words = [f"{batch}{self.m} x {self.n} x {self.k}", f"{self.a} by {self.b} to {self.out}"]
+        return ", ".join(words + [name.removeprefix("has_") for name in options if getattr(self, name)])
+
+
+class Platform(NamedTuple):
+    """Where a measurement holds: one model of device, one version of cuBLASLt."""
+
+    device_name: str
+    capability: int  # 90 for sm_90
+    cublaslt_version: int
+
+
+class Plan(NamedTuple):
+    """A measurement."""
+
+    algorithm: str  # cublasLtMatmulAlgo_t: its eight words, as 128 hexadecimal digits
+    microseconds: float
+    first_microseconds: float  # of the algorithm that cuBLASLt puts first

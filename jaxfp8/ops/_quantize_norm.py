@@ -1,0 +1,142 @@
+"""quantize_norm: RMSNorm or LayerNorm on the way to FP8, so that its result never is in memory."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import FP8_DTYPES
+from . import _checks
+from ._produced import producer_op
+
+KINDS = ("rms", "layer")
+
+
+def normalize(x, gamma, beta, kind: str, epsilon: float):
+    """RMSNorm or LayerNorm over the last dimension, in f32 and rounded once to x's dtype; differentiable.
+
+        "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
+        "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma) + beta
+
+    These are nn.RMSNorm and nn.LayerNorm. The variance is that of the centered values, which is Flax's
+    `use_fast_variance=False`; Flax's default, `max(0, mean(x**2) - mean(x)**2)`, is the same number with a larger
+    rounding error where the mean is large.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., n]`.
+        gamma: bfloat16, float16 or float32 `[n]`.
+        beta: as gamma, or None.
+        kind: "rms" (without beta) or "layer".
+        epsilon: added to the variance.
+
+    Returns:
+        `[..., n]` of x's dtype.
+
+    Raises:
+        TypeError: x, gamma or beta has another dtype.
+        ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
+    """
+    x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon, 0)
+    shape = (1,) * (x.ndim - 1) + gamma.shape
+    gamma, beta = (None if p is None else p.astype(jnp.float32).reshape(shape) for p in (gamma, beta))
+    return _normalize(x, gamma, beta, kind, epsilon).astype(x.dtype)
+
+
+def _normalize(x, gamma, beta, kind, epsilon):
+    """Of f32 gamma and beta that broadcast with x."""
+    x = x.astype(jnp.float32)
+    if kind == "layer":
+        x = x - _mean(x)
+    y = x * (lax.rsqrt(_mean(x * x) + lax.full((1,) * x.ndim, epsilon, jnp.float32)) * gamma)
+    return y if beta is None else y + beta
+
+
+def _mean(x):
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def quantize_norm(x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, transpose=True, amax=None, rows: int = 1):
+    """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32; x is read from memory once.
+
+    Equivalent to, without a rounding in between:
+
+        y = normalize(x.astype(f32), gamma, beta, kind, epsilon)
+        data, data_t, amax = quantize_transpose(y, scale, dtype, rows=rows)
+
+    up to the rounding errors of y, mostly those of the sums over n. Where they decide between two codes,
+    implementations may differ by one code. A y that is not finite gives a NaN code and an infinite amax: NaN anywhere
+    in a row makes all of its y NaN; so does an Inf, for "layer"; for "rms" an Inf does so for itself alone, the rest of
+    its row is 0, as Flax has it.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., m, n]`.
+        gamma: bfloat16, float16 or float32 `[n]`.
+        beta: as gamma, or None.
+        scale: f32[] or f32[1]; multiplies.
+        dtype: float8_e4m3fn or float8_e5m2.
+        kind: "rms" (without beta) or "layer".
+        epsilon: added to the variance.
+        transpose: whether to return data_t.
+        amax: f32[] or f32[1], not negative; the amax returned is at least this.
+        rows: how many dimensions m stands for.
+
+    Returns:
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y.
+
+    Raises:
+        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
+        ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
+    """
+    op = "quantize_norm"
+    x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
+    scale = _checks.scale(op, "scale", scale)
+    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+    amax = _checks.amax_so_far(op, amax)
+    # Parameters are small: in f32 the kernel needs no variant for each dtype.
+    parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
+    options = {"dtype": dtype, "kind": kind, "epsilon": epsilon, "transpose": bool(transpose), "rows": rows}
+    data, top, *data_t = _quantize_norm(x, scale, amax, *parameters, has_beta=beta is not None, **options)
+    return data, data_t[0] if data_t else None, top.reshape(())
+
+
+def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
+    """The arguments as arrays and an epsilon of f32; `names` are those of gamma and beta in messages."""
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
+    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + 1)
+    gamma = _checks.shape(op, names[0], _checks.high_precision(op, names[0], gamma), x.shape[-1:])
+    if beta is not None:
+        if kind == "rms":
+            raise ValueError(f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one')
+        beta = _checks.shape(op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:])
+    if not 0 <= np.float32(epsilon) < np.inf:
+        raise ValueError(f"{op}: epsilon: expected a finite number of at least 0, got {epsilon!r}")
+    return x, gamma, beta, float(np.float32(epsilon))
+
+
+def _produce(x, gamma, *beta, members, kind, epsilon, has_beta):
+    del has_beta
+    gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in (gamma, *beta))
+    return _normalize(x, gamma, *(beta or [None]), kind, epsilon)
+
+
+def _canonical(x, *parameters, members, rows, kind, epsilon, has_beta):
+    """Parameters of each group, `[g, n]`; outside of vmap one for all, `[1, n]`."""
+    del kind, epsilon, has_beta
+    leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
+    batch = math.prod(leading[members:])
+    parameters = (p.reshape(-1, n) for p in parameters)
+    if members and batch != 1:
+        parameters = (jnp.repeat(p, batch, axis=0) for p in parameters)
+    return x.reshape(math.prod(leading), math.prod(x.shape[x.ndim - rows - 1 : -1]), n), *parameters
+
+
+# A row is normalised as a whole.
+_quantize_norm = producer_op(
+    "quantize_norm",
+    produce=_produce,
+    names=lambda batch, row, col, has_beta, **_: [batch + row + col] + [col] * (1 + has_beta),
+    canonical=_canonical,
+    col="whole",
+)

@@ -1,0 +1,66 @@
+"""Whether the GPUs that a program is lowered for can run the CUDA library, and what is done where they cannot."""
+
+import re
+import warnings
+from typing import NamedTuple
+
+import jax
+
+from .. import _compat
+from . import _ffi
+
+# FP8 conversions and FP8 tensor cores.
+_MIN_CAPABILITY = (8, 9)
+_warned = set()
+
+
+class Missing(NamedTuple):
+    """Why custom calls cannot run.
+
+    Attributes:
+        reason: a clause.
+        hardware: whether it is the GPU that lacks FP8; else only cuBLASLt is missing.
+    """
+
+    reason: str
+    hardware: bool
+
+
+def local_gpus() -> list:
+    """The NVIDIA GPUs that JAX sees."""
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+def missing(ctx, *, cublaslt: bool) -> Missing | None:
+    """What keeps a CUDA custom call from running where the program of a lowering rule will run.
+
+    Asks the devices that the program is for, else those of this machine. Where there are none, the program is compiled
+    ahead of time for GPUs that are assumed to have everything.
+
+    Args:
+        ctx: of the rule.
+        cublaslt: whether the call needs cuBLASLt.
+    """
+    local = local_gpus()
+    for gpu in _compat.gpus_of(ctx) or local:
+        capability = tuple(map(int, re.findall(r"\d+", getattr(gpu, "compute_capability", ""))))
+        if capability and capability < _MIN_CAPABILITY:
+            have, need = (".".join(map(str, of)) for of in (capability, _MIN_CAPABILITY))
+            return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)
+    if cublaslt and local:
+        try:
+            _ffi.check_cublaslt()
+        except RuntimeError as error:
+            return Missing(str(error), False)
+    return None
+
+
+def warn(reason: str) -> None:
+    """Says once for each reason that programs run without custom calls."""
+    if reason not in _warned:
+        _warned.add(reason)
+        message = f"jaxfp8: {reason}; running without FP8 custom calls: same results within their bounds, slower"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,62 @@
+"""Compiles the gradients of a mixture of experts' product for an H200 and prints, as JSON, what is in the program."""
+
+import json
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+import jaxfp8
+
+from .meshes import h200_mesh
+
+ROWS, WIDTH, HIDDEN, EXPERTS = 4096, 1024, 2048, 16
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
+
+
+def compiled(device, fp8):
+    def of_shape(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    def product(x, kernels, sizes, state):
+        if fp8:
+            return jaxfp8.ragged_dot(x, kernels, sizes, recipe=RECIPE, state=state, preferred_element_type=jnp.bfloat16)
+        return jax.lax.ragged_dot(x, kernels.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.bfloat16)
+
+    def step(x, kernels, sizes, state, grad):
+        y, vjp = jax.vjp(lambda x, kernels, state: product(x, kernels, sizes, state), x, kernels, state)
+        return y, vjp(grad)
+
+    state = jax.tree.map(lambda leaf: of_shape(leaf.shape, leaf.dtype), jaxfp8.init_state(RECIPE))
+    operands = (
+        of_shape((ROWS, WIDTH), jnp.bfloat16),
+        of_shape((EXPERTS, WIDTH, HIDDEN), jnp.float32),
+        of_shape((EXPERTS,), jnp.int32),
+        state,
+        of_shape((ROWS, HIDDEN), jnp.bfloat16),
+    )
+    return jax.jit(step).lower(*operands).compile()
+
+
+def main():
+    device, report = h200_mesh().devices.flat[0], {}
+    for fp8 in (True, False):
+        program = compiled(device, fp8)
+        text = program.as_text()
+        report["fp8" if fp8 else "bf16"] = {
+            "custom_calls": Counter(re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text)),
+            "while_loops": len(re.findall(r" while\(", text)),
+            "dots": len(re.findall(r" dot\(|__cublas|__triton_gemm", text)),
+            "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+            "largest": max(
+                math.prod(map(int, shape.split(","))) for shape in re.findall(r"\b[a-z]+\d+\w*\[([\d,]+)\]", text)
+            ),
+        }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

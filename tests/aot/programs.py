@@ -1,0 +1,214 @@
+"""Training programs compiled for H200s, in bf16, with Flax's FP8 and with ours; prints as JSON what `count` finds.
+
+    python -m aot.programs [--quickly] GROUP...
+
+A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
+(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`, if any).
+
+GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
+XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that
+default changes. `--quickly` leaves machine code unoptimized: the same counts in less time.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxfp8
+
+from . import count
+
+DENSES = {
+    "bf16": nn.Dense,
+    "flax": functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
+    "drop-in": functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral),
+    "own": jaxfp8.linen.Dense,
+}
+LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
+QUICKLY = {"xla_backend_optimization_level": 0}
+TRITON = ", Triton"
+TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
+STATE = "_overwrite_with_gradient"
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` of separate layers; the candidate `fused` is one layer."""
+
+    candidate: str
+    hidden: NamedSharding | None = None  # where hidden activations lie
+
+    @nn.compact
+    def __call__(self, x):
+        if self.candidate == "fused":
+            return jaxfp8.linen.GatedMLP(HIDDEN, use_bias=False, dtype=jnp.bfloat16, name="mlp")(x)
+        dense = functools.partial(DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16)
+        hidden = nn.silu(dense(HIDDEN, name="gate")(x)) * dense(HIDDEN, name="up")(x)
+        if self.hidden is not None:
+            hidden = jax.lax.with_sharding_constraint(hidden, self.hidden)
+        return dense(x.shape[-1], name="down")(hidden)
+
+
+class Layers(nn.Module):
+    """A scan over `LAYERS` residual MLPs with parameters and state of their own."""
+
+    candidate: str
+    policy: Any = None  # of remat; None is no remat
+
+    @nn.compact
+    def __call__(self, x):
+        layer = GatedMLP if self.policy is None else nn.remat(GatedMLP, policy=self.policy, prevent_cse=False)
+        scanned = nn.scan(
+            lambda layer, x, _: (x + layer(x), None),
+            variable_axes={"params": 0, STATE: 0},
+            split_rngs={"params": True},
+            length=LAYERS,
+        )
+        return scanned(layer(self.candidate, name="layer"), x, None)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program for each candidate.
+
+    Attributes:
+        model: candidate -> module.
+        shape: of its input.
+        candidates: whose programs there are.
+        mesh: the sizes of the axes "fsdp" and "tp".
+        kernels: name of a layer -> PartitionSpec of its kernel.
+        hidden: PartitionSpec of a GatedMLP's hidden activations, where it needs to be said.
+        reads: the arguments whose reads are counted.
+    """
+
+    model: Callable
+    shape: tuple[int, ...] = (TOKENS, WIDTH)
+    candidates: tuple[str, ...] = tuple(DENSES)
+    mesh: tuple[int, int] = (1, 1)
+    kernels: Callable[[str], P] = lambda name: P()
+    hidden: P | None = None
+    reads: tuple[str, ...] = ()
+
+
+def dense(features, use_bias=False):
+    return lambda candidate: DENSES[candidate](features, use_bias=use_bias, dtype=jnp.bfloat16)
+
+
+def layers(theirs=None, ours=None):
+    """Layers whose remat has one policy where products are `dot_general`s, another where they are ours; or no remat."""
+    return lambda candidate: Layers(candidate, theirs if candidate in ("bf16", "flax") else ours)
+
+
+_POLICIES = jax.checkpoint_policies
+_MLPS = (*DENSES, *("fused",) * hasattr(jaxfp8.linen, "GatedMLP"))
+_OF_DENSE = ("x", "['kernel']", "grad")
+
+
+def _rows(name):
+    return P("fsdp")
+
+
+def _columns_then_rows(name):
+    return P("tp") if name == "down" else P(None, "tp")
+
+
+GROUPS = {
+    "dense": {
+        "dense": Case(dense(8192), (8192, 8192), (*DENSES, "bf16" + TRITON, "flax" + TRITON), reads=_OF_DENSE),
+        "dense with bias": Case(dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE),
+        "small dense": Case(dense(1024), (2048, 1024), reads=_OF_DENSE),
+        "gated mlp": Case(GatedMLP, candidates=_MLPS),
+    },
+    "layers": {
+        "scan": Case(layers(), candidates=_MLPS),
+        "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),
+        "scan, products saved": Case(
+            layers(_POLICIES.dots_saveable, jaxfp8.checkpoint_policies.save_fp8_residuals), candidates=_MLPS
+        ),
+    },
+    "sharded": {
+        "fsdp-8": Case(GatedMLP, (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows),
+        "dp x tp": Case(GatedMLP, (4 * TOKENS, WIDTH), mesh=(4, 2), kernels=_columns_then_rows, hidden=P("fsdp", "tp")),
+        "fsdp-8 scan": Case(layers(), (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows),
+    },
+}
+
+
+@functools.cache
+def h200s(sizes):
+    """A mesh of H200s that nobody needs to have."""
+    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    devices = sizes[0] * sizes[1]
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
+    return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=("fsdp", "tp"))
+
+
+def report(case: Case, candidate: str, quickly=False) -> dict:
+    """What is in the program: forward and backward of the model, all gradients and the next state."""
+    model = case.model(candidate.removesuffix(TRITON))
+    mesh = h200s(case.mesh)
+    if case.hidden is not None:
+        model = model.clone(hidden=NamedSharding(mesh, case.hidden))
+
+    def placed(spec, leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    def of_variable(path, leaf):
+        names = [key.key for key in path]
+        spec = case.kernels(names[-2]) if names[-1] == "kernel" and len(names) > 2 else P()
+        # Of a layer's own dimensions: a loop's kernels are stacked, that of GatedMLP's `wi` is [k, 2, n].
+        return (
+            placed(P(*(None,) * (leaf.ndim - (3 if names[-2] == "wi" else 2)), *spec), leaf)
+            if spec
+            else placed(P(), leaf)
+        )
+
+    def step(variables, x, grad):
+        y, vjp = jax.vjp(model.apply, variables, x)
+        # As where a loss is between them: otherwise XLA fuses parts of the backward into the forward.
+        y, grad = jax.lax.optimization_barrier((y, grad))
+        return y, vjp(grad)
+
+    x = placed(P("fsdp"), jax.ShapeDtypeStruct(case.shape, jnp.bfloat16))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = jax.tree.map_with_path(of_variable, variables)
+    where = x.sharding, (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding)
+    lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)
+    options = ({} if candidate.endswith(TRITON) else LIBRARY_GEMMS) | (QUICKLY if quickly else {})
+    start = time.perf_counter()
+    compiled = lowered.compile(options)
+    seconds = time.perf_counter() - start
+    residuals = count.residual_bytes(model.apply, variables, x)
+    return count.summary(compiled.as_text(), case.reads) | {
+        "operations": count.stablehlo_operations(lowered.as_text()),
+        "residual_bytes": residuals,
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "compile_seconds": seconds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    parser.add_argument("--quickly", action="store_true")
+    args = parser.parse_args()
+    report(GROUPS["dense"]["small dense"], "bf16", quickly=True)  # starts the compiler, so that no case pays for it
+    found = {}
+    for group in args.groups:
+        for name, case in GROUPS[group].items():
+            found[name] = {candidate: report(case, candidate, args.quickly) for candidate in case.candidates}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

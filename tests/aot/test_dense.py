@@ -1,0 +1,101 @@
+"""Forward and backward of single layers on an H200: launches, bytes, reads, operations, beside bf16 and Flax's FP8.
+
+The goals are those of issue 5. A floor for bytes: an FP8 Dense has to read x, kernel and grad once and write the codes
+of each twice, for the two GEMMs that read it.
+"""
+
+import pytest
+
+GROUP = "dense"
+MIB = 2**20
+OURS = ("drop-in", "own")
+DENSES = ("dense", "dense with bias", "small dense")
+
+
+def test_the_counts_of_others_are_known(counts):
+    """What was counted by hand in their programs; a counter that is wrong would be wrong here."""
+    bf16, flax = counts["dense"]["bf16"], counts["dense"]["flax"]
+    # Two conversions of 8192^2 numbers, of the kernel to bf16 and of its gradient to f32: 2 * (4 + 2) bytes each.
+    assert (bf16["launches"], bf16["bytes"], bf16["copies"]) == (5, 768 * MIB, 0)
+    assert bf16["reads"] == [0, 1, 0] and bf16["fp8_gemms"] == 0
+    assert (flax["launches"], flax["bytes"] // MIB, flax["copies"]) == (30, 1920, 2)
+    assert flax["reads"] == [3, 3, 2] and flax["fp8_gemms"] == flax["gemms"] == 3
+
+
+def test_triton_fuses_conversions_into_gemms(counts):
+    """XLA's default, for which the peers' other rows are not the last word."""
+    bf16, flax = counts["dense"]["bf16, Triton"], counts["dense"]["flax, Triton"]
+    assert (bf16["launches"], bf16["bytes"]) == (4, 384 * MIB)
+    assert flax["bytes"] // MIB == 1088 and flax["fp8_gemms"] == flax["gemms"] == 3
+
+
+@pytest.mark.parametrize("case", (*DENSES, "gated mlp"))
+def test_every_gemm_is_fp8(counts, case):
+    gemms = counts[case]["bf16"]["gemms"]
+    assert gemms == (9 if case == "gated mlp" else 3)
+    for name, found in counts[case].items():
+        if not name.startswith(("bf16", "flax")):
+            # In GatedMLP gate and up are one product.
+            assert found["fp8_gemms"] == found["gemms"] == (6 if name == "fused" else gemms), name
+
+
+@pytest.mark.parametrize("case", DENSES)
+def test_no_tensor_is_copied_or_transposed_by_itself(counts, case):
+    assert [counts[case][name]["copies"] for name in OURS] == [0, 0]
+
+
+@pytest.mark.parametrize("case", ("dense", "small dense"))
+@pytest.mark.parametrize("name, launches", [("own", 8), ("drop-in", 12)])
+def test_launches(counts, case, name, launches):
+    """Scales, three quantizers, three GEMMs, new state; a drop-in's layer converts the kernel and its gradient."""
+    found = counts[case][name]
+    assert found["launches"] <= launches, found["kinds"]
+
+
+@pytest.mark.parametrize("name, mib", [("own", 900), ("drop-in", 1540)])
+def test_bytes(counts, name, mib):
+    assert counts["dense"][name]["bytes"] <= mib * MIB
+    assert counts["dense"][name]["bytes"] < counts["dense"]["flax"]["bytes"]
+    # The floor, for a count that misses something: bf16 x and grad, kernel in f32, two codes of each.
+    floor = 8192**2 * (2 + 2 + 4 + 3 * 2)
+    assert counts["dense"][name]["bytes"] >= floor
+
+
+@pytest.mark.parametrize("case", ("dense", "small dense"))
+@pytest.mark.parametrize("name, reads", [("own", [1, 1, 1]), ("drop-in", [1, 2, 1])])
+def test_reads(counts, case, name, reads):
+    """Of x, kernel and grad outside of GEMMs; a drop-in's kernel is converted to bf16 first, by the layer around it."""
+    assert counts[case][name]["reads"] == reads
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_operations(counts, name):
+    assert counts["dense"][name]["operations"] <= 60
+
+
+@pytest.mark.parametrize("case", DENSES)
+def test_residuals_are_the_codes(counts, case):
+    """A byte for each element of x and kernel; bf16 keeps two."""
+    bf16 = counts[case]["bf16"]["residual_bytes"]
+    for name in OURS:
+        # Three histories of 1024, a few scales, and a bias.
+        assert counts[case][name]["residual_bytes"] <= bf16 // 2 + 3 * 4 * 1024 + 4 * 8192 + 100
+
+
+def test_gated_mlp(counts):
+    found = counts["gated mlp"].get("fused")
+    if found is None:
+        pytest.skip("jaxfp8.linen has no GatedMLP yet")
+    assert found["launches"] <= 40, found["kinds"]
+    assert found["bytes"] <= 4100 * MIB
+    assert found["bytes"] < counts["gated mlp"]["flax"]["bytes"]
+    assert found["copies"] == 0
+
+
+def test_compiling_costs_less_than_flax(counts):
+    """Loosely: seconds, all cases together, on a machine that does other things as well."""
+
+    def seconds(name):
+        return sum(counts[case][name]["compile_seconds"] for case in (*DENSES, "gated mlp"))
+
+    assert all(seconds(name) < seconds("flax") for name in OURS)

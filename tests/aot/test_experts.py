@@ -1,0 +1,30 @@
+"""A mixture of experts' product on an H200: three custom calls, nothing of the size of all experts times all rows."""
+
+import json
+
+import pytest
+
+from .experts import EXPERTS, HIDDEN, ROWS, WIDTH
+
+
+@pytest.fixture(scope="module")
+def report(on_h200):
+    return json.loads(on_h200("experts"))
+
+
+def test_three_products_and_three_quantizations(report):
+    calls = report["fp8"]["custom_calls"]
+    assert calls["ragged_matmul"] == 3
+    assert calls["quantize_transpose"] == 3 and "quantize" not in calls
+    assert report["fp8"]["dots"] == report["fp8"]["while_loops"] == 0, report["fp8"]
+
+
+def test_nothing_is_dense_in_groups(report):
+    """XLA's own ragged product copies the rows for each group; ours has no array larger than an operand."""
+    dense = EXPERTS * ROWS * WIDTH
+    assert report["bf16"]["largest"] >= dense
+    assert report["fp8"]["largest"] == max(EXPERTS * WIDTH * HIDDEN, ROWS * HIDDEN) < dense
+    # Codes of all operands in both layouts, the masked copies of x and of the gradient in bf16, and scales.
+    codes = 2 * (ROWS * WIDTH + EXPERTS * WIDTH * HIDDEN + ROWS * HIDDEN)
+    masked = 2 * (ROWS * WIDTH + ROWS * HIDDEN)
+    assert report["fp8"]["temporary_bytes"] <= codes + masked + 2**20, report

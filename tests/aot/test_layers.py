@@ -1,0 +1,42 @@
+"""A scan over eight gated MLPs on an H200, with and without remat: GEMMs, bytes, what is held for the backward."""
+
+import pytest
+
+GROUP = "layers"
+LAYERS = 8
+PRODUCTS = {"fused": 2}  # of an MLP: gate and up are one there; 3 elsewhere
+CASES = ("scan", "scan, nothing saved", "scan, products saved")
+
+
+def ours(counts, case) -> dict:
+    return {name: found for name, found in counts[case].items() if name not in ("bf16", "flax")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gemm_is_fp8(counts, case):
+    """Also those that remat runs again: gate and up, at least, for the nonlinearity after them."""
+    for name, found in ours(counts, case).items():
+        assert found["fp8_gemms"] == found["gemms"], name
+        products = LAYERS * PRODUCTS.get(name, 3)
+        again = found["gemms"] - products * 3
+        assert again == 0 if case == "scan" else 0 <= again <= products, name
+
+
+def test_residuals_are_the_codes(counts):
+    """Without remat: a byte, not two, for each element of the operands."""
+    bf16 = counts["scan"]["bf16"]["residual_bytes"]
+    assert all(found["residual_bytes"] < bf16 for found in ours(counts, "scan").values())
+
+
+def test_fp8_residuals_take_less_memory_than_saved_products(counts):
+    case = counts["scan, products saved"]
+    peers = min(case[name]["temporary_bytes"] for name in ("bf16", "flax"))
+    for name, found in ours(counts, "scan, products saved").items():
+        assert found["temporary_bytes"] <= peers, name
+        assert found["temporary_bytes"] < counts["scan"]["bf16"]["temporary_bytes"] / 2, name
+
+
+def test_remat_saves_what_it_saves_in_bf16(counts):
+    case = counts["scan, nothing saved"]
+    for name, found in ours(counts, "scan, nothing saved").items():
+        assert found["temporary_bytes"] <= min(case["bf16"]["temporary_bytes"], case["flax"]["temporary_bytes"]), name

@@ -1,0 +1,180 @@
+"""The ragged product's own source on the host, against the oracle; its tiles and its shared memory.
+
+The emulator's tensor cores are the least precise there are: they drop all but 13 bits of a sum before they add to it.
+"""
+
+import numpy as np
+import oracle
+import pytest
+
+FORMATS = tuple(oracle.FORMATS.values())
+TILE, SLICE, CHUNK = 128, 64, 16
+FAST = 2.0**-13
+A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
+
+
+def codes(shape, fmt, seed):
+    return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
+
+
+def operands(contraction, groups, m, k, n, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, members=1):
+    a, b = ((k, m), (n, m)) if contraction else ((m, k), (groups, n, k))
+    return codes((members, *a), a_fmt, 1), codes((members, *b), b_fmt, 2)
+
+
+def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, out_dtype=np.float32, shift=0, what=""):
+    sizes = np.int32(sizes).reshape(a.shape[0], -1)
+    got = kernels.ragged_matmul(a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift)
+    a_scale, b_scale = (np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale))
+    for i in range(a.shape[0]):
+        eps = oracle.PRECISE if precise else FAST
+        expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], b_scale[i], sizes[i], out_dtype=out_dtype, eps_acc=eps)
+        expected.check(got[i], f"{sizes} {what}")
+
+
+# Groups around chunks, slices and tiles; a contraction shorter and longer than the stages of shared memory.
+@pytest.mark.parametrize(
+    "sizes, m, k, n",
+    [
+        ([40, 60, 50], 150, 64, 32),
+        ([10, 0, 130, 1, 64], 304, 80, 40),  # whole chunks, cut by groups
+        ([129], 200, 144, 129),
+        ([0, 0, 17], 17, 16, 8),
+        ([1] * 20, 40, 32, 136),
+        ([16, 48, 64], 128, 208, 16),
+        ([0, 0], 30, 32, 16),
+        ([200], 200, 1, 1),
+        ([5, 90], 99, 33, 7),
+    ],
+)
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_sizes(kernels, contraction, sizes, m, k, n):
+    a, b = operands(contraction, len(sizes), m, k, n)
+    check(kernels, a, b, sizes)
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+@pytest.mark.parametrize("shift", [1, 16])
+def test_alignment(kernels, contraction, shift):
+    """Operands and result off a 16-byte boundary, and not."""
+    a, b = operands(contraction, 3, 144, 48, 32)
+    for out_dtype in (np.dtype(np.float32), oracle.BF16):
+        check(kernels, a, b, [33, 48, 60], shift=shift, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+@pytest.mark.parametrize("a_fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("b_fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_dtypes(emulated_library, contraction, a_fmt, b_fmt):
+    a, b = operands(contraction, 2, 60, 96, 33, a_fmt, b_fmt)
+    for out_dtype in (oracle.BF16, oracle.F16, np.dtype(np.float32)):
+        for precise in (False, True):
+            check(emulated_library, a, b, [23, 30], out_dtype=out_dtype, precise=precise, what=out_dtype.name)
+
+
+def test_fast_is_not_precise(emulated_library):
+    """The emulator's sums lose bits: the bound of `precise` is one that a kernel can miss."""
+    a, b = operands(False, 1, 64, 640, 64)
+    with pytest.raises(AssertionError, match="out of bound"):
+        got = emulated_library.ragged_matmul(a, b, A_INV, B_INV, np.int32([[64]]), precise=False)
+        oracle.scaled_matmul(a[0], b[0, 0], A_INV, B_INV).check(got[0])
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_every_code(emulated_library, contraction):
+    """All codes meet; NaN and infinities stay in their rows and columns."""
+    a, b = operands(contraction, 1, 64, 64, 64)
+    for codes_of in (a, b):
+        flat = codes_of.view(np.uint8).reshape(-1)
+        flat[: 256 * (flat.size // 256) : 16] = np.resize(np.arange(256, dtype=np.uint8), flat.size // 16)
+    check(emulated_library, a, b, [64])
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_nan_stays_in_its_group(kernels, contraction):
+    sizes, (a, b) = [40, 30, 50], operands(contraction, 3, 160, 48, 32)
+    rows_of = a[0].T if contraction else a[0]
+    rows_of[39:41] = rows_of[119:122] = np.nan
+    rows_of[39] = rows_of[119] = 1
+    if contraction:
+        b[0, :, 40] = b[0, :, 120:] = np.nan
+    else:
+        b[0, 1] = np.nan
+    check(kernels, a, b, sizes)
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_members(kernels, contraction):
+    """Sizes and scales of its own for each member."""
+    a, b = operands(contraction, 2, 160, 32, 24, members=3)
+    scales = np.float32([0.01, 2, 0.3])
+    sizes = [[100, 20], [0, 0], [3, 157]]
+    for a_scale, b_scale in ((scales, B_INV), (A_INV, scales), (scales, scales[::-1])):
+        check(kernels, a, b, sizes, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_sizes_that_cannot_be(kernels, contraction):
+    a, b = operands(contraction, 4, 150, 32, 24)
+    got = kernels.ragged_matmul(a, b, A_INV, B_INV, np.int32([[-5, 100, 2**31 - 1, 7]]), precise=True)
+    oracle.ragged_matmul(a[0], b[0], A_INV, B_INV, [0, 100, 50, 0]).check(got[0])
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+@pytest.mark.parametrize("m, k, n, groups", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
+def test_no_elements(emulated_library, contraction, m, k, n, groups):
+    a, b = operands(contraction, groups, m, k, n)
+    got = emulated_library.ragged_matmul(a, b, 1, 1, np.zeros((1, groups), np.int32))
+    assert not got.any()
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+@pytest.mark.parametrize("columns", [1, 300])
+def test_tiles_cover_the_output(emulated_library, contraction, columns):
+    """Every element of every group exactly once, in no more tiles than the grid is made for."""
+    sizes = np.int32([[0, 200, 0, 129, 1], [5, 0, 300, 7, 128]])
+    rows, length = (300, 500) if contraction else (500, 300)
+    plan = (int(contraction), 2, 5, rows, columns, length)
+    limit = emulated_library.ragged_tiles(*plan)
+    seen = np.zeros((2, 5 if contraction else 1, rows, columns), int)
+    for index in range(limit + 1):
+        tile = emulated_library.ragged_tile(sizes, *plan, index)
+        if tile is None:
+            break
+        member, group, row, row_end, column, begin, end = tile
+        ranges = oracle.group_ranges(sizes[member])
+        if contraction:
+            assert (begin, end) == ranges[group]
+        else:
+            in_group = group < 5
+            assert (begin, end) == (0, length if in_group else 0)
+            first, last = ranges[group] if in_group else (ranges[-1][1], rows)
+            assert first <= row and row_end == last
+        seen[member, group if contraction else 0, row : min(row + TILE, row_end), column : column + TILE] += 1
+    assert index <= limit and tile is None
+    assert (seen == 1).all()
+
+
+def test_tiles_beyond_2_to_the_31(emulated_library):
+    """More tiles than 32 bits count, in dimensions as large as they may be."""
+    size = 2**31 - 1024
+    plan = (0, 3, 1, size, size, 16)
+    per_member = (-(-size // TILE)) ** 2
+    sizes = np.int32([[size]] * 3)
+    assert emulated_library.ragged_tiles(*plan) >= 3 * per_member > 2**48
+    last = emulated_library.ragged_tile(sizes, *plan, 3 * per_member - 1)
+    edge = (size - 1) // TILE * TILE
+    assert last == [2, 0, edge, size, edge, 0, 16]
+    assert emulated_library.ragged_tile(sizes, *plan, 3 * per_member) is None
+
+
+def test_no_bank_conflicts(emulated_library):
+    """Chunks tile the slice; eight rows of one chunk are in different banks, and so are the chunks of two rows."""
+    offset = emulated_library.library.ragged_offset
+    places = {(row, chunk): offset(row, chunk) for row in range(TILE) for chunk in range(SLICE // CHUNK)}
+    assert sorted(places.values()) == list(range(0, TILE * SLICE, CHUNK))
+    for row in range(0, TILE, 8):
+        for chunk in range(4):
+            assert len({places[row + i, chunk] % 128 for i in range(8)}) == 8
+    for row in range(0, TILE, 2):
+        assert len({places[row + i, chunk] % 128 for i in range(2) for chunk in range(4)}) == 8

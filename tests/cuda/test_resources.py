@@ -1,0 +1,139 @@
+"""Registers, spills and stack of every CUDA kernel, as ptxas reported them when the library was built.
+
+A spill or a stack frame is traffic that no budget of bytes counts; registers decide how many blocks are resident on a
+multiprocessor and so how many loads are in flight.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+from .test_library import LIBRARY
+
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100")
+# Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
+# 256. The first pattern found in a kernel's mangled name decides; other kernels have the default.
+BLOCK_SIZE = 256
+DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
+BUDGETS = {
+    "QuantizeTransposeKernel.*Lb0ELb[01]E": 255,  # 1 block: element by element, 64 loads a thread in flight
+    "RaggedMatmulKernel": 128,  # 1 block of 512 threads
+    "QuantizeActivationKernelIf": 80,  # 3 blocks: of f32 at 64 registers sm_89 would spill
+    "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
+    "AmaxToScaleKernel": 32,  # 8 blocks
+}
+
+_KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'\n"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\n"
+    r".*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What one kernel uses on one architecture."""
+
+    name: str  # mangled: it tells the template's arguments apart
+    architecture: str
+    registers: int
+    stack: int
+    spilled: int
+
+    @property
+    def kernel(self) -> str:
+        """The name in the source. In a mangled name the length comes first."""
+        for match in re.finditer(r"\d+", self.name):
+            # The digits before may belong to the name of the anonymous namespace, which ends with a hash.
+            for start in range(match.start(), match.end()):
+                word = self.name[match.end() : match.end() + int(self.name[start : match.end()])]
+                if re.fullmatch(r"[A-Z][A-Za-z]*Kernel", word):
+                    return word
+        return self.name
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of BLOCK_SIZE threads fit on a multiprocessor."""
+        of_a_warp = -(-self.registers * 32 // 256) * 256
+        return 65536 // (of_a_warp * (BLOCK_SIZE // 32))
+
+    def faults(self) -> list[str]:
+        budgets = (budget for pattern, budget in BUDGETS.items() if re.search(pattern, self.name))
+        budget = next(budgets, DEFAULT_BUDGET)
+        found = {
+            f"{self.stack} bytes of stack": self.stack > 0,
+            f"{self.spilled} bytes spilled": self.spilled > 0,
+            f"{self.registers} registers, the budget is {budget} ({self.blocks} blocks fit)": self.registers > budget,
+        }
+        return [
+            f"{self.kernel} on {self.architecture}: {fault}\n    {self.name}"
+            for fault, is_one in found.items()
+            if is_one
+        ]
+
+
+def parse(log: str) -> list[Resources]:
+    """The kernels in what `ptxas -v` says."""
+    kernels = []
+    for match in _KERNEL.finditer(log):
+        of_kernel = {key: int(match[key]) for key in ("registers", "stack")}
+        spilled = int(match["stores"]) + int(match["loads"])
+        kernels.append(Resources(match["name"], match["architecture"], spilled=spilled, **of_kernel))
+    if len(kernels) != log.count("Compiling entry function"):
+        raise ValueError("ptxas reports in a form that is not understood here")
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    logs = sorted((LIBRARY.parent / "ptxas").glob("*.ptxas.txt")) if LIBRARY else []
+    if not logs:
+        pytest.skip("the CUDA library was not built, or without its report (make cuda)")
+    return [kernel for log in logs for kernel in parse(log.read_text())]
+
+
+def test_no_kernel_spills(kernels):
+    faults = [fault for kernel in kernels for fault in kernel.faults()]
+    assert not faults, "\n".join(faults)
+
+
+def test_every_kernel_on_every_architecture(kernels):
+    names = {kernel.kernel for kernel in kernels}
+    elementwise = {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "QuantizeTransposeKernel", "DequantizeKernel"}
+    assert elementwise | {"QuantizeActivationKernel", "QuantizeNormKernel"} <= names
+    by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES}
+    assert {k.architecture for k in kernels} == set(ARCHITECTURES)
+    counts = {architecture: len(found) for architecture, found in by_architecture.items()}
+    assert len(set(counts.values())) == 1, counts
+
+
+REPORT = """\
+ptxas info    : Compiling entry function '_ZN6jaxfp84cuda49_GLOBAL__N__e28579a4_7_amax_cu_e5b5868810AmaxKernelEv' for 'sm_90a'
+ptxas info    : Function properties for _ZN6jaxfp84cuda49_GLOBAL__N__e28579a4_7_amax_cu_e5b5868810AmaxKernelEv
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used {registers} registers, used 1 barriers, 400 bytes cmem[0]
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({}, None),
+        ({"stack": 8}, "8 bytes of stack"),
+        ({"stores": 4}, "4 bytes spilled"),
+        ({"loads": 12}, "12 bytes spilled"),
+        ({"registers": 65}, "65 registers, the budget is 64 \\(3 blocks fit\\)"),
+    ],
+)
+def test_a_fault_is_found(change, message):
+    (kernel,) = parse(REPORT.format(**({"stack": 0, "stores": 0, "loads": 0, "registers": 64} | change)))
+    assert kernel.kernel == "AmaxKernel" and kernel.architecture == "sm_90a"
+    faults = kernel.faults()
+    assert len(faults) == (message is not None) and all(re.search(message, fault) for fault in faults)
+
+
+def test_another_form_is_not_read_as_no_kernels():
+    with pytest.raises(ValueError, match="not understood"):
+        parse("ptxas info    : Compiling entry function 'x' for 'sm_90a'\n")

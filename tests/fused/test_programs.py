@@ -1,0 +1,193 @@
+"""Fused inputs in programs: transformations, meshes, what is kept for the backward, what is lowered for CUDA."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot import count
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxfp8
+from jaxfp8 import checkpoint_policies as policies
+
+from . import cases
+from .cases import BF16, CASES, F32, RECIPE, ROWS
+
+NAMES = ["gelu", "silu_gated", "rms", "layer with bias"]
+POLICIES = [None, policies.save_fp8_residuals, policies.save_gemm_outputs, policies.save_fp8_residuals_and_gemm_outputs]
+
+
+def use(case, operands, kernel, state, grad):
+    """A number whose gradient with respect to y is `grad`."""
+    return jnp.sum(cases.product(case.fuse(*operands), kernel, state) * grad)
+
+
+def all_gradients(function):
+    return jax.jit(jaxfp8.grad(function, argnums=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rematerialization_changes_no_bit(name):
+    case, state = CASES[name], cases.pack(cases.oracle_state())
+    operands, (kernel, grad) = cases.operands(case), cases.kernel_and_grad()
+
+    def of(policy):
+        function = jax.checkpoint(lambda *a: jnp.tanh(use(case, *a)), policy=policy)
+        return all_gradients(lambda *a: function(*a))(operands, kernel, state, grad)
+
+    expected = all_gradients(lambda *a: jnp.tanh(use(case, *a)))(operands, kernel, state, grad)
+    for policy in POLICIES:
+        cases.assert_same(of(policy), expected, f"{policy}")
+
+
+def uses(case, count=3):
+    """Operands of another size in each use, stacked; the parameters of a norm are those of all."""
+    draws = [cases.operands(case, seed) for seed in range(count)]
+    x = np.stack([operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)])
+    return (x, *draws[0][1:]), np.stack([cases.kernel_and_grad(seed)[1] for seed in range(count)])
+
+
+def check_uses(case, operands, kernel, grads, expected_state, got):
+    """Uses of one state are those of all rows at once: codes do not depend on the grouping, and amaxes combine by max.
+
+    The gradients of parameters and kernel are sums of sums; the bound of all rows in one sum covers them.
+    """
+    x, *parameters = operands
+    rows = (x.reshape(-1, *x.shape[2:]), *parameters)
+    (dx, *rest), dkernel, dstate = got
+    y = cases.product(case.fuse(*rows), kernel, cases.pack(expected_state))
+    flat = grads.reshape(-1, grads.shape[-1])
+    cases.check_step(case, rows, kernel, flat, expected_state, (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
+def test_several_uses(name, way):
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    operands, grads = uses(case)
+
+    def total(operands, kernel, state, grads):
+        x, *parameters = operands
+        if way == "vmap":
+            return jnp.sum(jax.vmap(lambda x, grad: use(case, (x, *parameters), kernel, state, grad))(x, grads))
+        if way == "loop":
+            return sum(use(case, (x[i], *parameters), kernel, state, grads[i]) for i in range(len(grads)))
+        body = lambda sum, each: (sum + use(case, (each[0], *parameters), kernel, state, each[1]), None)  # noqa: E731
+        return lax.scan(body, jnp.float32(0), (x, grads))[0]
+
+    got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
+    check_uses(case, operands, kernel, grads, state, got)
+
+
+@pytest.mark.parametrize("way", ["scan", "vmap"])
+def test_layers_with_their_own_state(way):
+    """A scan over layers and an ensemble: each has its own kernel, parameters and state."""
+    case, layers = CASES["layer with bias"], 3
+    states = [cases.oracle_state(i) for i in range(layers)]
+    operands = [cases.operands(case, 20 + i) for i in range(layers)]
+    kernels, grads = zip(*(cases.kernel_and_grad(i) for i in range(layers)), strict=True)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *operands), np.stack(kernels), cases.pack(states)
+
+    def total(operands, kernels, states, grads):
+        each = operands, kernels, states, grads
+        if way == "vmap":
+            return jnp.sum(jax.vmap(lambda *a: use(case, *a))(*each))
+        return lax.scan(lambda sum, of: (sum + use(case, *of), None), jnp.float32(0), each)[0]
+
+    got = all_gradients(total)(*stacked, np.stack(grads))
+    for i in range(layers):
+        of_layer = jax.tree.map(lambda leaf, i=i: leaf[i], got)
+        y = cases.product(case.fuse(*operands[i]), kernels[i], cases.pack(states[i]))
+        cases.check_step(case, operands[i], kernels[i], grads[i], states[i], (y, *of_layer))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_data_parallel(name, axis_type):
+    """The rows over three devices: the state is that of all rows, and so are the gradients."""
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    operands, grads = uses(case)
+    by_hand = axis_type == "shard_map"
+    axis_types = (AxisType.Auto if by_hand else axis_type,)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3])
+
+    def total(operands, kernel, state, grads):
+        x, *parameters = operands
+        return use(case, (x.reshape(-1, *x.shape[2:]), *parameters), kernel, state, grads.reshape(-1, cases.OUT))
+
+    if by_hand:
+        specs = (P("data"), *[P()] * (len(operands) - 1)), P(), P(), P("data")
+        total = jax.shard_map(
+            lambda *a, total=total: lax.psum(total(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P()
+        )
+    with jax.set_mesh(mesh):
+        cut = jax.NamedSharding(mesh, P("data"))
+        arguments = (jax.device_put(operands[0], cut), *operands[1:]), kernel, cases.pack(state)
+        got = all_gradients(total)(*arguments, jax.device_put(grads, cut))
+    check_uses(case, operands, kernel, grads, state, jax.tree.map(np.asarray, got))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_residuals(name):
+    """The activation's input, its parameters and codes: no values of it, in whatever dtype."""
+    case, rows, inner, out = CASES[name], 512, 256, 128
+    shapes = [jax.ShapeDtypeStruct((rows, *case.shapes[0][:-1], inner), BF16)]
+    shapes += [jax.ShapeDtypeStruct((inner,), F32)] * (len(case.shapes) - 1)
+    kernel, state = jax.ShapeDtypeStruct((inner, out), F32), jaxfp8.init_state(RECIPE)
+
+    def function(operands, kernel, state):
+        return cases.product(case.fuse(*operands), kernel, state, BF16)
+
+    kept = count.residual_bytes(function, shapes, kernel, jax.eval_shape(lambda: state))
+    codes = rows * inner + inner * out
+    of_operands = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    assert 0 <= kept - codes - of_operands < 300  # states and scales
+    unfused = count.residual_bytes(lambda o, *a: cases.product(case.fuse(*o).value, *a, BF16), shapes, kernel, state)
+    assert unfused == kept
+
+
+CALL = re.compile(r"custom_call @jaxfp8_(\w+)_v\d+\((.*?)\).*?: \((.*?)\) -> (.*)")
+
+
+def calls(function, *arguments):
+    """`(op, operand types, result types)` of each custom call for CUDA."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return [(match[1], match[3], match[4]) for match in CALL.finditer(text)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("cuda_custom_calls")
+def test_one_custom_call_on_cuda(name):
+    """Of the values there are codes alone: no other call sees a tensor of their shape that is not FP8."""
+    case, state = CASES[name], jaxfp8.init_state(RECIPE)
+    operands, (kernel, grad) = cases.operands(case, 0, BF16), cases.kernel_and_grad(0, BF16)
+    op = "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"
+
+    def train(operands, kernel, state):
+        return jnp.sum(cases.product(case.fuse(*operands), kernel, state, BF16) * grad)
+
+    found = calls(jax.value_and_grad(train, argnums=(0, 1, 2)), operands, kernel, state)
+    assert Counter(call[0] for call in found) == {
+        op: 1,
+        "quantize_transpose": 2,  # kernel and gradient of y
+        "scaled_matmul": 3,
+        "delayed_scales": 2,  # for x, when the others are not known yet, and for these
+        "push_amaxes": 1,
+    }
+    values = rf"tensor<({ROWS}x1?x?{cases.INNER}|1x{ROWS}x{cases.INNER})x(bf16|f32)>"
+    read = [call for call in found if call[0] not in (op, "scaled_matmul") and re.search(values, call[1])]
+    assert not read, read
+    inference = calls(lambda *a: train(*a), operands, kernel, state)
+    assert Counter(call[0] for call in inference)[op] == 1
+
+
+def test_the_value_is_dead_code_in_a_product():
+    """A compiled forward pass computes it once, for the codes."""
+    case, (kernel, _) = CASES["gelu"], cases.kernel_and_grad()
+    (x,), state = cases.operands(case), jaxfp8.init_state(RECIPE)
+    text = jax.jit(lambda x: cases.product(case.fuse(x), kernel, state)).lower(x).compile().as_text()
+    assert text.count(" exponential(") == 1

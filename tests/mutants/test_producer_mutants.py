@@ -1,0 +1,121 @@
+"""Mutants of the fused producers must fail the comparisons of their tests; the package as it is must not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+
+from jaxfp8 import ops
+from jaxfp8.ops import _produced, _quantize_activation, _quantize_norm
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_traced():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def compare_activations() -> None:
+    rng = np.random.default_rng(0)
+    for name in _quantize_activation.ACTIVATIONS:
+        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        for scale in np.float32([3.3, 2.0**24]):  # with the second the tails are what has codes
+            with ops.implementation("reference"):
+                got = ops.quantize_activation(x, scale, oracle.E4M3.dtype, activation=name)
+            oracle.activation(x, name).check(*map(np.asarray, got), scale, oracle.E4M3, what=name)
+
+
+def compare_norms() -> None:
+    rng = np.random.default_rng(0)
+    # Integers, whose sums are exact in f32: `depth` 1, whatever the order.
+    x = (2.0**13 + rng.integers(-3, 4, (64, 128))).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, 128)).astype(np.float32)
+    for kind, b in (("rms", None), ("layer", beta)):
+        with ops.implementation("reference"):
+            got = ops.quantize_norm(x, gamma, b, np.float32(30), oracle.E4M3.dtype, kind=kind, epsilon=0.5)
+        # The squares of "rms" are below 2^27, and their sums rounded.
+        values = oracle.norm(x, gamma, b, kind, 0.5, depth=128 if kind == "rms" else 1)
+        values.check(*map(np.asarray, got), np.float32(30), oracle.E4M3, what=kind)
+
+
+def function(name, mutant):
+    return lambda monkeypatch: monkeypatch.setitem(_quantize_activation._FUNCTIONS, name, mutant)
+
+
+def values(module, name, change):
+    """The f32 values, changed before they are quantized."""
+
+    def install(monkeypatch):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments)))
+
+    return install
+
+
+def normalize(mutant):
+    return lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_normalize", mutant)
+
+
+def rounded_to_bf16(h):
+    return h.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def fast_variance(x, gamma, beta, kind, epsilon):
+    mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
+    variance = jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean
+    y = (x - mean) * (lax.rsqrt(variance + epsilon) * gamma)
+    return y if beta is None else y + beta
+
+
+def epsilon_outside(x, gamma, beta, kind, epsilon):
+    centered = x - jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
+    y = centered / (jnp.sqrt(jnp.mean(centered * centered, axis=-1, keepdims=True)) + epsilon) * gamma
+    return y if beta is None else y + beta
+
+
+def amax_of_codes(monkeypatch):
+    """The amax after saturation."""
+
+    def clipped(x, members):
+        del members
+        return jnp.max(jnp.abs(jnp.clip(x, -2, 2))).reshape(1)
+
+    monkeypatch.setattr(_produced._shapes, "abs_max", clipped)
+
+
+ACTIVATION_MUTANTS = {
+    "gelu by erf": function("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
+    "gelu that cancels": function("gelu", jax.nn.gelu),
+    "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
+    "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "a rounding to bf16": values(_quantize_activation, "_activate", rounded_to_bf16),
+    "amax of what is left": amax_of_codes,
+}
+NORM_MUTANTS = {
+    "E[x^2] - E[x]^2": normalize(fast_variance),
+    "epsilon outside of the root": normalize(epsilon_outside),
+    "a rounding to bf16": values(_quantize_norm, "_normalize", rounded_to_bf16),
+    "amax of what is left": amax_of_codes,
+}
+
+
+def test_the_package_passes():
+    compare_activations()
+    compare_norms()
+
+
+@pytest.mark.parametrize("mutant", ACTIVATION_MUTANTS)
+def test_activation_mutant_is_caught(monkeypatch, mutant):
+    ACTIVATION_MUTANTS[mutant](monkeypatch)
+    with pytest.raises(AssertionError):
+        compare_activations()
+
+
+@pytest.mark.parametrize("mutant", NORM_MUTANTS)
+def test_norm_mutant_is_caught(monkeypatch, mutant):
+    NORM_MUTANTS[mutant](monkeypatch)
+    with pytest.raises(AssertionError):
+        compare_norms()

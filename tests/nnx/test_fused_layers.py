@@ -1,0 +1,145 @@
+"""nnx.GatedMLP, NormDense and Linear of several dimensions: the Linen layers' numbers, in NNX's own training."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.linen
+import jaxfp8.nnx
+from jaxfp8.nnx import GatedMLP, Linear, NormDense
+
+from .cases import RECIPE
+
+ROWS, WIDTH, HIDDEN = 5, 6, 8
+FEATURES = (3, 2, 4)
+F32, BF16 = np.dtype(np.float32), oracle.BF16
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+BIAS = {"use_bias": True, "bias_init": nn.initializers.normal(0.5)}
+NORM = {"scale_init": nn.initializers.normal(1.0), "norm_bias_init": nn.initializers.normal(0.5), "epsilon": 0.25}
+
+
+def pair(name, dtype):
+    """The layer of Linen and that of NNX."""
+    options, rngs = BIAS | {"recipe": RECIPE, "dtype": dtype}, nnx.Rngs(0)
+    if name == "dense":
+        return jaxfp8.linen.Dense(FEATURES, **options), Linear(WIDTH, FEATURES, **options, rngs=rngs)
+    if name.endswith("mlp"):
+        options |= {"activation": name.split()[0]}
+        return jaxfp8.linen.GatedMLP(HIDDEN, 7, **options), GatedMLP(WIDTH, HIDDEN, 7, **options, rngs=rngs)
+    options |= NORM | {"kind": name.split()[0]}
+    return jaxfp8.linen.NormDense(FEATURES, **options), NormDense(WIDTH, FEATURES, **options, rngs=rngs)
+
+
+NAMES = ["dense", "silu mlp", "gelu mlp", "rms dense", "layer dense"]
+
+
+def inputs(dtype=F32, rows=ROWS):
+    return np.random.default_rng(0).standard_normal((rows, WIDTH)).astype(F32).astype(dtype)
+
+
+def as_linen(model, kind):
+    """Variables of one kind as Linen nests them: the state of a Linear is in its `dot_general`."""
+    tree = nnx.to_pure_dict(nnx.state(model, kind))
+
+    def rename(node):
+        if not isinstance(node, dict):
+            return node
+        return {"Fp8DotGeneral_0" if key == "dot_general" else key: rename(value) for key, value in node.items()}
+
+    return rename(tree)
+
+
+def variables_of(model):
+    return {"params": as_linen(model, nnx.Param), OWG: as_linen(model, jaxfp8.nnx.OverwriteWithGradient)}
+
+
+def assert_same(got, expected, what):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        oracle.assert_bitwise(leaf, np.asarray(other), f"{what}{jax.tree_util.keystr(path)}")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_linen_and_nnx_agree(name, dtype):
+    """Same parameters, same tree, same bits: two steps of SGD."""
+    module, model = pair(name, dtype)
+    x, variables = inputs(dtype), variables_of(model)
+    optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
+    assert jax.tree.map(jnp.shape, module.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
+
+    @nnx.jit
+    def step(model, optimizer):
+        def loss(model):
+            y = model(x)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        gradients, y = jaxfp8.nnx.grad(loss, has_aux=True)(model)
+        optimizer.update(model, gradients)
+        return y
+
+    @jax.jit
+    def linen_step(variables):
+        def loss(variables):
+            y = module.apply(variables, x)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        gradients, y = jax.grad(loss, has_aux=True)(variables)
+        params = jax.tree.map(lambda p, g: p - np.float32(0.125) * g, variables["params"], gradients["params"])
+        return {"params": params, OWG: gradients[OWG]}, y
+
+    for i in range(2):
+        y = step(model, optimizer)
+        variables, expected = linen_step(variables)
+        oracle.assert_bitwise(y, np.asarray(expected), f"step {i}: y")
+        assert_same(variables_of(model), variables, f"step {i}: ")
+        assert y.dtype == dtype
+
+
+def test_kernels_are_initialized_as_those_of_one_dimension():
+    size = int(np.prod(FEATURES))
+    ours, theirs = Linear(WIDTH, FEATURES, rngs=nnx.Rngs(3)), nnx.Linear(WIDTH, size, rngs=nnx.Rngs(3))
+    oracle.assert_bitwise(ours.kernel.get_value().reshape(WIDTH, size), theirs.kernel.get_value(), "kernel")
+    mlp = GatedMLP(WIDTH, HIDDEN, param_dtype=BF16, rngs=nnx.Rngs(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp, nnx.Param))} == {BF16}
+    assert mlp.wi.bias is None and mlp.wo.kernel.get_value().shape == (HIDDEN, WIDTH)
+
+
+def one(name, rngs):
+    options = {"recipe": RECIPE, "rngs": rngs}
+    if name == "dense":
+        return Linear(WIDTH, FEATURES, **options)
+    if name.endswith("mlp"):
+        return GatedMLP(WIDTH, HIDDEN, 7, activation=name.split()[0], **options)
+    return NormDense(WIDTH, FEATURES, kind=name.split()[0], **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stacked_layers(name):
+    """nnx.vmap over layers: each has its own parameters and state."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rngs):
+        return one(name, rngs)
+
+    models = make(nnx.Rngs(0))
+    x = inputs()
+    y = nnx.vmap(lambda model: model(x))(models)
+    graph, state = nnx.split(models)
+    for i in range(3):
+        model = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+        np.testing.assert_allclose(y[i], model(x), rtol=2.0**-20, atol=2.0**-18)  # XLA sums up WIDTH terms in f32
+
+
+def test_errors():
+    with pytest.raises(ValueError, match='GatedMLP: activation: expected "silu" or "gelu", got \'tanh\''):
+        GatedMLP(WIDTH, HIDDEN, activation="tanh", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match='NormDense: kind: expected "rms" or "layer", got \'batch\''):
+        NormDense(WIDTH, 7, kind="batch", rngs=nnx.Rngs(0))

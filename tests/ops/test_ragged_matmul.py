@@ -1,0 +1,227 @@
+"""ragged_matmul: groups of every size, against the oracle's loop over groups."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+from jaxfp8.ops import _ragged_matmul as module
+
+from . import cases
+
+M, K, N = 150, 40, 24
+SIZES = {
+    "all rows": [40, 60, 50],
+    "rows beyond": [10, 33, 7],
+    "empty groups": [0, 100, 0, 0, 1, 0],
+    "one group": [150],
+    "part of one group": [3],
+    "all in the last": [0, 0, 150],
+    "all empty": [0, 0],
+    "rows of one": [1] * 64,
+}
+KINDS = ("rows", "contraction")
+A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
+
+
+def operands(kind, groups, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, seed=0):
+    shapes = ((M, K), (groups, N, K)) if kind == "rows" else ((K, M), (N, M))
+    return [cases.random_codes(s, fmt, seed + i) for i, (s, fmt) in enumerate(zip(shapes, (a_fmt, b_fmt), strict=True))]
+
+
+def eps_acc(implementation, precise):
+    """Tensor cores that add with 13 bits of mantissa are the worst there are (Ada)."""
+    return 2.0**-13 if implementation == "cuda" and not precise else oracle.PRECISE
+
+
+def check(implementation, kind, sizes, a, b):
+    got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32)
+    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, eps_acc=eps_acc(implementation, False))
+    expected.check(got, f"{kind}, {sizes}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_sizes(implementation, kind, sizes):
+    check(implementation, kind, sizes, *operands(kind, len(sizes)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dtypes(implementation, kind):
+    """Every pair of formats and output dtype, as one program."""
+    sizes, b_inv = [40, 0, 70], np.float32(B_INV / 64)
+    pairs = [operands(kind, 3, *formats) for formats in itertools.product(cases.FORMATS, repeat=2)]
+    precise = (False, True) if implementation == "cuda" else (True,)  # elsewhere it changes nothing
+    rows = list(itertools.product(range(len(pairs)), cases.INPUT_DTYPES, precise))
+
+    @jax.jit
+    def products(pairs, sizes):
+        return [
+            ops.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, ragged=kind, out_dtype=dtype, precise=precise)
+            for i, dtype, precise in rows
+        ]
+
+    for (i, dtype, precise), got in zip(rows, products(pairs, np.int32(sizes)), strict=True):
+        assert got.dtype == dtype
+        options = {"out_dtype": dtype, "eps_acc": eps_acc(implementation, precise)}
+        oracle.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, **options).check(got, f"{kind}, {rows[i]}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_group(implementation, kind):
+    """In a row of another group, in another group's matrix, and beyond the last group: it enters nothing else."""
+    sizes = [40, 30, 50]
+    a, b = operands(kind, len(sizes))
+    rows_of = a if kind == "rows" else a.T
+    rows_of[45] = rows_of[130] = np.nan
+    if kind == "rows":
+        b[1, 3] = np.nan
+    else:
+        b[:, 45] = b[:, 130] = np.nan
+    check(implementation, kind, sizes, a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_cannot_be(implementation, kind):
+    """Below 0 counts as 0, and groups end at the last row: nothing outside is read or written."""
+    a, b = operands(kind, 4)
+    got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32([-5, 100, 2**31 - 1, 7]), ragged=kind, out_dtype=jnp.float32)
+    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, [0, 100, 50, 0], eps_acc=eps_acc(implementation, False))
+    expected.check(got, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap(implementation, kind):
+    """Sizes, operands and scales of its own for each member, and what members share."""
+    sizes = np.int32([[40, 60, 50], [0, 10, 3]])
+    pairs = [operands(kind, 3, seed=seed) for seed in (1, 5)]
+    a, b = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
+    scales = np.float32([0.01, 0.3])
+    for axes in itertools.product((0, None), repeat=4):
+        args = [x if d == 0 else x[1] for x, d in zip((a, b, scales, sizes), axes, strict=True)]
+        if set(axes) == {None}:
+            continue
+
+        def product(a, b, scale, sizes):
+            return ops.ragged_matmul(a, b, scale, B_INV, sizes, ragged=kind, out_dtype=jnp.float32, precise=True)
+
+        got = jax.vmap(product, in_axes=axes)(*args)
+        for i in range(2):
+            a_i, b_i, scale, sizes_i = (x[i] if d == 0 else x for x, d in zip(args, axes, strict=True))
+            oracle.ragged_matmul(a_i, b_i, scale, B_INV, sizes_i).check(got[i], f"{axes}, member {i}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m, k, n", [(0, 4, 5), (6, 0, 5), (6, 4, 0)])
+def test_no_elements(implementation, kind, m, k, n):
+    a = np.zeros((m, k) if kind == "rows" else (k, m), oracle.E4M3.dtype)
+    b = np.zeros((2, n, k) if kind == "rows" else (n, m), oracle.E4M3.dtype)
+    got = ops.ragged_matmul(a, b, 1.0, 1.0, np.zeros(2, np.int32), ragged=kind, out_dtype=jnp.float32)
+    oracle.assert_bitwise(got, np.zeros((m, n) if kind == "rows" else (2, k, n), np.float32), kind)
+
+
+@pytest.mark.parametrize("name", ["reference", "ffi"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_with_groups(name, kind):
+    """`lax.ragged_dot` on CPUs makes a copy of lhs for every group; here 64 groups take what 2 take.
+
+    Beside the operands of the loop in a wider dtype, of which only b grows.
+    """
+
+    def temporaries(groups):
+        m, k, n = 1024, 128, 128
+        shapes = ((m, k), (groups, n, k)) if kind == "rows" else ((k, m), (n, m))
+        a, b = (jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn) for shape in shapes)
+        sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+        with ops.implementation(name):
+            run = jax.jit(lambda a, b, s: ops.ragged_matmul(a, b, 1.0, 1.0, s, ragged=kind)).lower(a, b, sizes)
+        own = groups * k * n * 4 * 3  # b, or the result: widened, and as a loop's initial value
+        return run.compile().memory_analysis().temp_size_in_bytes - own
+
+    assert temporaries(64) <= temporaries(2) + 2**20, (temporaries(2), temporaries(64))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+GOOD = {
+    "a": np.ones((6, 4), oracle.E4M3.dtype),
+    "b": np.ones((2, 5, 4), oracle.E5M2.dtype),
+    "a_scale_inv": np.float32(1),
+    "b_scale_inv": np.float32(1),
+    "group_sizes": np.int32([2, 3]),
+}
+BAD = [
+    ("a", np.ones((6, 4), np.float32), TypeError),
+    ("a", np.ones((1, 6, 4), oracle.E4M3.dtype), ValueError),
+    ("b", np.ones((2, 5, 4), np.int8), TypeError),
+    ("b", np.ones((3, 5, 4), oracle.E4M3.dtype), ValueError),
+    ("b", np.ones((2, 5, 3), oracle.E4M3.dtype), ValueError),
+    ("b", np.ones((5, 4), oracle.E4M3.dtype), ValueError),
+    ("a_scale_inv", np.ones(2, np.float32), ValueError),
+    ("b_scale_inv", np.ones((), oracle.BF16), TypeError),
+    ("group_sizes", np.float32([2, 3]), TypeError),
+    ("group_sizes", np.uint8([2, 3]), TypeError),
+    ("group_sizes", np.int32([[2, 3]]), ValueError),
+    ("ragged", "columns", ValueError),
+    ("out_dtype", np.float64, TypeError),
+    ("precise", 1, TypeError),
+]
+
+
+@pytest.mark.parametrize("name, value, error", BAD, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(BAD)])
+def test_bad_argument_is_named(name, value, error):
+    with pytest.raises(error, match=rf"^ragged_matmul: {name}: expected .*got"):
+        ops.ragged_matmul(**GOOD | {name: value})
+
+
+def test_bad_contraction_is_named():
+    with pytest.raises(ValueError, match=r"^ragged_matmul: b: expected \[n, 4\] .*got"):
+        ops.ragged_matmul(**GOOD, ragged="contraction")
+
+
+def test_not_differentiable():
+    with pytest.raises(TypeError, match="ragged_matmul is not differentiable"):
+        jax.grad(lambda s: jnp.sum(ops.ragged_matmul(**GOOD | {"a_scale_inv": s}, out_dtype=jnp.float32)))(1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+def _no_offset(chunks):
+    return dataclasses.replace(chunks, ends=chunks.sizes)
+
+
+def _no_last_chunk(chunks):
+    return dataclasses.replace(chunks, chunks=chunks.chunks - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mutate", [_no_offset, _no_last_chunk])
+def test_mutants_are_caught(monkeypatch, kind, mutate):
+    original = module._Chunks.of
+    monkeypatch.setattr(module._Chunks, "of", staticmethod(lambda *args: mutate(original(*args))))
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match="out of bound"):
+        check("reference", kind, SIZES["all rows"], *operands(kind, 3))
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+def test_neighbours_in_a_chunk_are_caught(monkeypatch):
+    """A contraction that does not mask what is beyond its group."""
+    original = module._Chunks.loop
+
+    def unmasked(chunks, body, out):
+        return original(chunks, lambda out, group, begin, inside: body(out, group, begin, inside | True), out)
+
+    monkeypatch.setattr(module._Chunks, "loop", unmasked)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match="out of bound"):
+        check("reference", "contraction", SIZES["rows beyond"], *operands("contraction", 3))
+    monkeypatch.undo()
+    jax.clear_caches()

@@ -1,0 +1,174 @@
+"""`dot_general(..., bias=)`: added before the only rounding, its gradient summed in f32, in every transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+
+F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
+M, K, N = 6, 8, 5
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=3)
+MATRICES = (((1,), (0,)), ((), ()))
+
+
+def operands(seed=0, dtype=F32, leading=()):
+    rng = np.random.default_rng(seed)
+    shapes = ((M, K), (K, N), (N,), (M, N))
+    draws = [rng.standard_normal(leading + shape).astype(F32) for shape in shapes]
+    return [draw.astype(dtype) for draw in draws]
+
+
+def product(x, kernel, bias, state, dtype=None):
+    return jaxfp8.dot_general(x, kernel, MATRICES, recipe=RECIPE, state=state, bias=bias, preferred_element_type=dtype)
+
+
+def sum_of_rows(grad, dtype=F32):
+    """Summed in f32: M - 1 additions, each rounds a partial sum of at most sum |grad|; then rounded to `dtype`."""
+    wide = grad.astype(np.float64).reshape(-1, grad.shape[-1])
+    exact, unit = wide.sum(axis=0), {F32: 0.0, BF16: 2.0**-8, F16: 2.0**-11}[dtype]
+    bound = len(wide) * oracle.PRECISE * np.abs(wide).sum(axis=0)
+    return oracle.Product(exact, bound + unit * (np.abs(exact) + bound))
+
+
+@pytest.mark.parametrize("bias_dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_values_and_gradient(dtype, bias_dtype):
+    x, kernel, bias, grad = operands(1, dtype)
+    bias = bias.astype(bias_dtype)
+    state = jaxfp8.init_state(RECIPE)
+    y, vjp = jax.vjp(lambda *args: product(*args, dtype), x, kernel, bias, state)
+    dx, dkernel, dbias, next_state = vjp(grad)
+    layer_state = oracle.LayerState.init(3)
+    dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
+    expected = oracle.dense_step(x, kernel, grad, layer_state, bias=bias, **dtypes)
+    expected.y.check(y)
+    expected.dgrad.check(dx)
+    expected.wgrad.check(dkernel)
+    assert dbias.dtype == bias_dtype
+    sum_of_rows(grad, bias_dtype).check(dbias)
+    for name in ("input", "kernel", "output_grad"):
+        got, wanted = getattr(next_state, name), getattr(expected.state, name)
+        oracle.assert_bitwise(got.amax_history, wanted.amax_history, name)
+    without = oracle.dense_step(x, kernel, grad, layer_state, **dtypes)
+    with pytest.raises(AssertionError, match="out of bound"):  # the bias matters here
+        without.y.check(y)
+
+
+def test_bias_alone_wants_a_gradient():
+    x, kernel, bias, grad = operands(2)
+    state = jaxfp8.init_state(RECIPE)
+    dbias = jax.grad(lambda bias: jnp.vdot(product(x, kernel, bias, state), grad))(bias)
+    sum_of_rows(grad).check(dbias)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, K), (K,)], ids=str)
+def test_any_rows(shape):
+    _, kernel, bias, _ = operands(3)
+    x = np.random.default_rng(0).standard_normal(shape).astype(F32)
+    numbers = (((len(shape) - 1,), (0,)), ((), ()))
+    state = jaxfp8.init_state(RECIPE)
+
+    def of(x, bias):
+        return jaxfp8.dot_general(x, kernel, numbers, recipe=RECIPE, state=state, bias=bias)
+
+    y, vjp = jax.vjp(of, x, bias)
+    codes, kernel_codes = (oracle.quantize(a, 1, oracle.E4M3)[0] for a in (x.reshape(-1, K), kernel))
+    oracle.scaled_matmul(codes, kernel_codes.T, 1, 1, bias=bias).check(np.asarray(y).reshape(-1, N))
+    grad = np.random.default_rng(1).standard_normal(y.shape).astype(F32)
+    sum_of_rows(grad).check(vjp(grad)[1])
+
+
+def test_kernel_of_several_free_dimensions_and_a_batch():
+    """bias has the free dimensions of kernel; it is the same for all members of a batch."""
+    rng = np.random.default_rng(4)
+    x, kernel = rng.standard_normal((2, M, K)).astype(F32), rng.standard_normal((2, K, 2, N)).astype(F32)
+    bias, grad = rng.standard_normal((2, N)).astype(F32), rng.standard_normal((2, M, 2, N)).astype(F32)
+    state = jaxfp8.init_state(RECIPE)
+
+    def of(x, kernel, bias):
+        return jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state, bias=bias)
+
+    y, vjp = jax.vjp(of, x, kernel, bias)
+    bare = jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state)
+    np.testing.assert_allclose(y, np.asarray(bare) + bias, rtol=0, atol=1e-5)  # a rounding of f32 of numbers below 20
+    sum_of_rows(grad.reshape(-1, 2 * N)).check(vjp(grad)[2].reshape(-1))
+
+
+def test_vmap_over_x_is_one_product():
+    """The bias of all is the sum over all; so is its gradient."""
+    x, kernel, bias, grad = operands(5)
+    xs, grads = np.stack([x, 2 * x, -x]), np.stack([grad, grad, 3 * grad])
+    state = jaxfp8.init_state(RECIPE)
+
+    def loss(bias, state):
+        y = jax.vmap(lambda x: product(x, kernel, bias, state))(xs)
+        return jnp.vdot(y, grads)
+
+    dbias, next_state = jax.grad(loss, argnums=(0, 1))(bias, state)
+    sum_of_rows(grads).check(dbias)
+    assert next_state.input.amax_history[0] == np.abs(xs).max()
+
+
+@pytest.mark.parametrize("shared_state", [True, False])
+def test_vmap_over_kernels(shared_state):
+    """Experts: a kernel and a bias each; state shared or each its own."""
+    x, kernel, bias, grad = operands(6, leading=(3,))
+    state = jaxfp8.init_state(RECIPE)
+    if not shared_state:
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
+
+    def loss(kernel, bias, state):
+        in_axes = (0, 0, 0, None if shared_state else 0)
+        return jnp.vdot(jax.vmap(product, in_axes)(x, kernel, bias, state), grad)
+
+    _, dbias, next_state = jax.grad(loss, argnums=(0, 1, 2))(kernel, bias, state)
+    for row in range(3):
+        sum_of_rows(grad[row]).check(dbias[row])
+    amaxes = np.abs(x).max(axis=(1, 2))
+    got = np.asarray(next_state.input.amax_history)[..., 0]
+    np.testing.assert_array_equal(got, amaxes.max() if shared_state else amaxes)
+
+
+def test_shared_by_a_scan():
+    """The gradients of the uses of a bias add, those of the state combine by max."""
+    x, kernel, bias, grad = operands(7)
+    state = jaxfp8.init_state(RECIPE)
+
+    @jax.jit
+    def loss(bias, state):
+        def body(total, scale):
+            return total + jnp.vdot(product(x * scale, kernel, bias, state), grad), None
+
+        return jax.lax.scan(body, jnp.float32(0), jnp.float32([1, 4, 2]))[0]
+
+    dbias, next_state = jax.grad(loss, argnums=(0, 1))(bias, state)
+    sum_of_rows(np.concatenate([grad] * 3)).check(dbias)
+    assert next_state.input.amax_history[0] == 4 * np.abs(x).max()
+
+
+def test_errors():
+    x, kernel, bias, _ = operands()
+    state = jaxfp8.init_state(RECIPE)
+    with pytest.raises(ValueError, match=r"dot_general: bias: expected shape \(5,\), got float32\[4\]"):
+        product(x, kernel, bias[:4], state)
+    with pytest.raises(TypeError, match="dot_general: bias: expected bfloat16"):
+        product(x, kernel, bias.astype(np.int32), state)
+
+
+def test_no_state():
+    x, kernel, bias, grad = operands(8)
+    none = jaxfp8.DotGeneralState(None, None, None)
+    y, vjp = jax.vjp(lambda x, bias: product(x, kernel, bias, none), x, bias)
+    bare = product(x, kernel, None, none)
+    np.testing.assert_allclose(y, np.asarray(bare) + bias, rtol=0, atol=1e-5)
+    sum_of_rows(grad).check(vjp(grad)[1])
+
+
+def test_zero_rows():
+    _, kernel, bias, _ = operands()
+    y, vjp = jax.vjp(lambda bias: product(np.zeros((0, K), F32), kernel, bias, jaxfp8.init_state(RECIPE)), bias)
+    assert y.shape == (0, N)
+    np.testing.assert_array_equal(vjp(y)[0], np.zeros(N))

@@ -1,0 +1,74 @@
+"""`DelayedScaling(min_size=)`: small products stay in high precision, and their state as it was."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfp8
+from jaxfp8 import ops
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=3, min_size=8)
+MATRICES = (((1,), (0,)), ((), ()))
+
+
+def step(x, kernel, recipe, state):
+    def loss(x, kernel, state):
+        return jnp.sum(jaxfp8.dot_general(x, kernel, MATRICES, recipe=recipe, state=state) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(x, kernel, state)
+
+
+def matrices(m, k, n):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+
+
+@pytest.mark.parametrize("sizes, is_fp8", [((8, 8, 8), True), ((8, 8, 7), False), ((2, 64, 4), True)], ids=str)
+def test_the_rule(sizes, is_fp8):
+    """`m * n * k < min_size**3`: plain JAX below, and the state is not touched."""
+    x, kernel = matrices(*sizes)
+    state = jaxfp8.init_state(RECIPE)
+    dx, dkernel, next_state = step(x, kernel, RECIPE, state)
+    plain = jax.grad(lambda x, kernel: jnp.sum((x @ kernel) ** 2), argnums=(0, 1))(x, kernel)
+    exactly = [np.array_equal(a, b) for a, b in zip((dx, dkernel), plain, strict=True)]
+    assert exactly == [not is_fp8] * 2
+    touched = [float(leaf.ravel()[0]) != 0 for leaf in jax.tree.leaves(next_state)]
+    assert touched == [is_fp8] * 6
+    kept = jaxfp8.update_state(state, next_state)
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, state)), strict=True)) != is_fp8
+
+
+def test_off_by_default():
+    x, kernel = matrices(1, 1, 1)
+    recipe = dataclasses.replace(RECIPE, min_size=0)
+    assert recipe == jaxfp8.DelayedScaling(amax_history_len=3)
+    next_state = step(x, kernel, recipe, jaxfp8.init_state(recipe))[2]
+    assert next_state.input.scale[0] == 1
+
+
+def test_a_program_without_fp8():
+    x, kernel = matrices(4, 4, 4)
+    text = jax.jit(step, static_argnums=2).lower(x, kernel, RECIPE, jaxfp8.init_state(RECIPE)).as_text()
+    assert "jaxfp8" not in text and "f8E" not in text
+
+
+def test_bias_and_codes():
+    """Codes that are there are used: they are what is known of the kernel where it has no source."""
+    x, kernel = matrices(4, 4, 4)
+    bias = np.float32([1, 2, 3, 4])
+    state = jaxfp8.init_state(RECIPE)
+    y = jaxfp8.dot_general(x, kernel, MATRICES, recipe=RECIPE, state=state, bias=bias)
+    np.testing.assert_array_equal(y, x @ kernel + bias)
+    data, _ = ops.quantize(kernel, jnp.float32(1), jnp.float8_e4m3fn)
+    q = jaxfp8.QTensor(data, jnp.ones((1,)))
+    y = jaxfp8.dot_general(x, q, MATRICES, recipe=RECIPE, state=state)
+    np.testing.assert_allclose(y, x @ np.asarray(data).astype(np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value, error", [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_errors(value, error):
+    with pytest.raises(error, match="DelayedScaling: min_size: expected"):
+        jaxfp8.DelayedScaling(min_size=value)

@@ -1,0 +1,521 @@
+"""ragged_dot against the oracle's loop over groups: products and gradients in their bound, state bit by bit."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from test_delayed_scaling import FORMATS, assert_state, assert_step, to_package
+
+import jaxfp8
+from jaxfp8 import _members, _ragged_dot, ops
+
+M, K, N = 90, 24, 40
+HISTORY = 4
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+WITHOUT = jaxfp8.DotGeneralState(None, None, None)
+SIZES = {
+    "all rows": [40, 20, 30],
+    "rows beyond": [10, 33, 7],
+    "empty groups": [0, 60, 0, 0, 1, 0],
+    "one group": [90],
+    "part of one group": [3],
+    "no row": [0, 0],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_traced():
+    """Mutants neither meet a program traced before them nor live on in one."""
+    yield
+    jax.clear_caches()
+
+
+def operands(groups, dtype=np.float32, seed=0, shape=()):
+    """lhs, rhs and the gradient of the output, of magnitudes apart."""
+    rng = np.random.default_rng(seed)
+    shapes = ((M, K), (groups, K, N), (M, N))
+    factors = (3.0, 0.2, 0.01)
+    return [(f * rng.standard_normal(shape + s)).astype(dtype) for f, s in zip(factors, shapes, strict=True)]
+
+
+def training_step(recipe=RECIPE, wrap=lambda f: f):
+    """One jitted step: (lhs, rhs, grad, sizes, state) -> (y, dlhs, drhs, next state)."""
+
+    @jax.jit
+    def step(lhs, rhs, grad, sizes, state):
+        @wrap
+        def product(lhs, rhs, state):
+            return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state)
+
+        y, vjp = jax.vjp(product, lhs, rhs, state)
+        return (y, *vjp(grad.astype(y.dtype)))
+
+    return step
+
+
+def compare_steps(recipe=RECIPE, steps=3, sizes=SIZES["rows beyond"], dtype=np.float32, wrap=lambda f: f, **formats):
+    """Steps with other data each, and NaN where no group is, against the oracle."""
+    step, state = training_step(recipe, wrap), oracle.LayerState.init(HISTORY)
+    package_state = jaxfp8.init_state(recipe)
+    for i in range(steps):
+        lhs, rhs, grad = operands(len(sizes), dtype, seed=i)
+        lhs[sum(sizes) :] = np.nan
+        grad[sum(sizes) :] = np.inf
+        dtypes = {name: dtype for name in ("out_dtype", "dgrad_dtype", "wgrad_dtype")}
+        expected = oracle.ragged_step(lhs, rhs, sizes, grad, state, **dtypes, **formats)
+        got = step(lhs, rhs, grad, np.int32(sizes), package_state)
+        assert_step(got, expected, f"step {i}")
+        state, package_state = expected.state, got[-1]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_steps(sizes):
+    compare_steps(sizes=sizes)
+
+
+@pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
+def test_dtypes(dtype):
+    compare_steps(dtype=dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name):
+    package, forward, backward = FORMATS[name]
+    recipe = dataclasses.replace(RECIPE, fp8_format=package)
+    compare_steps(recipe, forward=forward, backward=backward)
+
+
+@pytest.mark.parametrize("name", ["reference", "ffi", "xla"])
+def test_implementations(name):
+    with ops.implementation(name):
+        compare_steps(steps=2)
+
+
+def test_backward_uses_the_implementation_of_the_forward():
+    lhs, rhs, grad = operands(3)
+    sizes = np.int32(SIZES["rows beyond"])
+    with ops.implementation("reference"):
+        y, vjp = jax.vjp(lambda a, b, s: jaxfp8.ragged_dot(a, b, sizes, recipe=RECIPE, state=s), lhs, rhs,
+                         jaxfp8.init_state(RECIPE))  # fmt: skip
+    text = jax.jit(vjp).lower(grad).as_text()
+    assert "jaxfp8_quantize" not in text and y.shape == (M, N)
+
+
+def test_remat():
+    compare_steps(wrap=jax.checkpoint)
+    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable))
+    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jaxfp8.checkpoint_policies.save_fp8_residuals))
+
+
+def test_mixed_dtypes():
+    """bf16 activations and an f32 kernel: results in f32, gradients in the dtype of their operand."""
+    lhs, rhs, grad = operands(3)
+    lhs = lhs.astype(oracle.BF16)
+    sizes = SIZES["all rows"]
+    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY), dgrad_dtype=oracle.BF16)
+    got = training_step()(lhs, rhs, grad, np.int32(sizes), jaxfp8.init_state(RECIPE))
+    assert [x.dtype for x in got[:3]] == [np.float32, oracle.BF16, np.float32]
+    assert_step(got, expected, "mixed")
+    y = jaxfp8.ragged_dot(lhs, rhs, np.int32(sizes), recipe=RECIPE, state=WITHOUT, preferred_element_type=oracle.F16)
+    assert y.dtype == oracle.F16
+
+
+def test_rows_of_no_group():
+    """As lax.ragged_dot: zeros, and no gradient."""
+    lhs, rhs, grad = operands(3)
+    sizes = np.int32(SIZES["rows beyond"])
+    y, dlhs, _, _ = training_step()(lhs, rhs, grad, sizes, jaxfp8.init_state(RECIPE))
+    plain, vjp = jax.vjp(lambda x: lax.ragged_dot(x, rhs, sizes), lhs)
+    for ours, theirs in ((y, plain), (dlhs, *vjp(grad))):
+        np.testing.assert_array_equal(np.asarray(ours)[50:], 0)
+        np.testing.assert_array_equal(np.asarray(theirs)[50:], 0)
+
+
+def test_without_state():
+    """Each scale from the tensor at hand, padding not in it: the same as a state whose history has its amax."""
+    lhs, rhs, grad = operands(3)
+    sizes = SIZES["rows beyond"]
+    lhs[50:] = 1e9
+    tops = [oracle.amax(x) for x in (lhs[:50], rhs, grad[:50])]
+    state = oracle.LayerState(*(oracle.State(np.full(HISTORY, top, np.float32), np.float32(1)) for top in tops))
+    expected = oracle.ragged_step(lhs, rhs, sizes, grad, state)
+    y, dlhs, drhs, next_state = training_step()(lhs, rhs, grad, np.int32(sizes), WITHOUT)
+    expected.y.check(y)
+    expected.dgrad.check(dlhs)
+    expected.wgrad.check(drhs)
+    assert next_state == WITHOUT
+
+
+def test_only_one_gradient():
+    """What a gradient does not read is not written: no transposed codes of lhs without that of rhs."""
+    lhs, rhs, grad = operands(3)
+    sizes, state = np.int32(SIZES["rows beyond"]), jaxfp8.init_state(RECIPE)
+    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
+
+    def loss(lhs, rhs, state):
+        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state) * grad)
+
+    dlhs, next_state = jax.grad(loss, argnums=(0, 2))(lhs, rhs, state)
+    expected.dgrad.check(dlhs)
+    assert_state(next_state, expected.state, "without drhs")
+    drhs, next_state = jax.grad(loss, argnums=(1, 2))(lhs, rhs, state)
+    expected.wgrad.check(drhs)
+    assert_state(next_state, expected.state, "without dlhs")
+    one = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 2)))(lhs, rhs, state))
+    assert one.count("jaxfp8_ragged_matmul") == 2 and one.count("jaxfp8_quantize_transpose") == 1, one
+
+
+def test_forward_only_keeps_the_state():
+    state = to_package(oracle.LayerState.init(HISTORY))
+    lhs, rhs, _ = operands(3)
+    text = str(
+        jax.make_jaxpr(lambda s: jaxfp8.ragged_dot(lhs, rhs, np.int32([1, 2, 3]), recipe=RECIPE, state=s))(state)
+    )
+    assert "push_history" not in text, text
+
+
+@pytest.mark.parametrize("m, k, n, g", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
+def test_no_elements(m, k, n, g):
+    """Zeros, and a state that is not touched."""
+    lhs, rhs, sizes = np.ones((m, k), np.float32), np.ones((g, k, n), np.float32), np.zeros(g, np.int32)
+
+    def loss(lhs, rhs, state):
+        y = jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)
+        np.testing.assert_array_equal(y.shape, (m, n))
+        return jnp.sum(y)
+
+    value, (dlhs, drhs, state) = jax.value_and_grad(loss, argnums=(0, 1, 2))(lhs, rhs, jaxfp8.init_state(RECIPE))
+    assert value == 0 and dlhs.shape == lhs.shape and drhs.shape == rhs.shape
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves((dlhs, drhs, state)))
+
+
+# ------------------------------------------------------------------------------------------------------- shared state
+
+
+def largest(states) -> oracle.LayerState:
+    """What several uses of one state leave."""
+    leaves = [[getattr(s, f.name) for f in dataclasses.fields(s)] for s in states]
+    parts = []
+    for uses in zip(*leaves, strict=True):
+        history = np.max([use.amax_history for use in uses], axis=0)
+        parts.append(oracle.State(history, np.float32(max(use.scale for use in uses))))
+    return oracle.LayerState(*parts)
+
+
+def compare_two_calls(states_of=largest) -> None:
+    """Two calls with one state, the second with larger operands and other sizes; their state is the larger one."""
+    sizes = (np.int32([10, 33, 7]), np.int32([50, 0, 40]))
+    pairs = [operands(3, seed=seed) for seed in (1, 2)]
+    pairs[1][0] *= 2
+
+    def loss(rhs, state):
+        outs = [jaxfp8.ragged_dot(p[0], rhs, s, recipe=RECIPE, state=state) for p, s in zip(pairs, sizes, strict=True)]
+        return sum(jnp.sum(y * p[2]) for y, p in zip(outs, pairs, strict=True))
+
+    rhs = pairs[0][1]
+    drhs, state = jax.jit(jax.grad(loss, argnums=(0, 1)))(rhs, jaxfp8.init_state(RECIPE))
+    init = oracle.LayerState.init(HISTORY)
+    steps = [oracle.ragged_step(p[0], rhs, s, p[2], init) for p, s in zip(pairs, sizes, strict=True)]
+    assert_state(state, states_of([step.state for step in steps]), "two calls")
+    exact = sum(step.wgrad.exact for step in steps)
+    # Two products in their bounds, and one f32 addition of them.
+    bound = sum(step.wgrad.bound for step in steps) + 2 * oracle.PRECISE * np.abs(exact)
+    assert (np.abs(np.asarray(drhs, np.float64) - exact) <= bound).all()
+
+
+def test_two_calls():
+    compare_two_calls()
+
+
+def test_scan_over_layers():
+    """Each layer has its own experts and state; K = N."""
+    layers, sizes = 3, np.int32([20, 0, 50])
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((M, K)).astype(np.float32)
+    rhs = (0.3 * rng.standard_normal((layers, 3, K, K))).astype(np.float32)
+    states = jax.tree.map(lambda x: jnp.stack([x] * layers), jaxfp8.init_state(RECIPE))
+
+    def loop(rhs, states, run):
+        def layer(x, inputs):
+            y = jaxfp8.ragged_dot(x, inputs[0], sizes, recipe=RECIPE, state=inputs[1])
+            return jnp.tanh(y), None
+
+        return jnp.sum(run(layer, lhs, (rhs, states))[0] ** 2)
+
+    def unrolled(body, carry, inputs):
+        for i in range(layers):
+            carry, _ = body(carry, jax.tree.map(lambda x: x[i], inputs))  # noqa: B023
+        return carry, None
+
+    got = jax.jit(jax.grad(functools.partial(loop, run=lax.scan), argnums=(0, 1)))(rhs, states)
+    expected = jax.jit(jax.grad(functools.partial(loop, run=unrolled), argnums=(0, 1)))(rhs, states)
+    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        oracle.assert_bitwise(g, np.asarray(e), "scan")
+
+
+def test_scan_that_closes_over_its_state():
+    """One state for all iterations, as in a loop over microbatches: the largest amax."""
+    batches = np.stack([operands(3, seed=seed)[0] * (1 + seed) for seed in range(3)])
+    rhs, sizes = operands(3)[1], np.int32(SIZES["rows beyond"])
+
+    def loss(state):
+        def body(total, x):
+            return total + jnp.sum(jaxfp8.ragged_dot(x, rhs, sizes, recipe=RECIPE, state=state)), None
+
+        return lax.scan(body, 0.0, batches)[0]
+
+    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
+    assert state.input.amax_history[0] == max(oracle.amax(x[:50]) for x in batches)
+    assert state.kernel.amax_history[0] == oracle.amax(rhs)
+    assert state.output_grad.amax_history[0] == 1
+
+
+def test_example_of_the_documentation():
+    """It runs as it stands, the loss falls, and each state has seen three steps."""
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "experts.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names, (setup, loop, steps) = {}, code.partition("for _ in range(3)")
+    exec(setup, names)
+    loss = jax.jit(names["loss"])
+    before = loss(*(names[name] for name in ("params", "state", "x", "target")))
+    exec(loop + steps, names)
+    assert loss(*(names[name] for name in ("params", "state", "x", "target"))) < before
+    for state in jax.tree.leaves(names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.QuantizerState)):
+        assert (np.asarray(state.amax_history) > 0).sum() == 3
+
+
+# --------------------------------------------------------------------------------------------------------------- vmap
+
+
+@pytest.mark.parametrize(
+    "share", ["nothing", "state", "rhs and state", "lhs and sizes", "all but sizes", "all but lhs"]
+)
+def test_vmap(share):
+    """As many products as members; what they share gets the sum of their gradients, a state the largest."""
+    members = 2
+    lhs, rhs, grad = operands(3, shape=(members,))
+    lhs[1] *= 3
+    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
+    state = jax.tree.map(lambda x: jnp.stack([x] * members), jaxfp8.init_state(RECIPE))
+    shared = {
+        "nothing": (),
+        "state": (3,),
+        "rhs and state": (1, 3),
+        "lhs and sizes": (0, 2),
+        "all but sizes": (0, 1, 3),
+        "all but lhs": (1, 2, 3),
+    }[share]
+    args = [jax.tree.map(lambda x: x[0], x) if i in shared else x for i, x in enumerate((lhs, rhs, sizes, state))]
+    axes = tuple(None if i in shared else 0 for i in range(4))
+
+    def loss(lhs, rhs, state):
+        def product(lhs, rhs, sizes, state):
+            return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state)
+
+        y = jax.vmap(product, in_axes=axes)(lhs, rhs, args[2], state)
+        return jnp.sum(y * grad), y
+
+    run = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    (dlhs, drhs, next_state), y = run(args[0], args[1], args[3])
+    init = oracle.LayerState.init(HISTORY)
+    steps = [
+        oracle.ragged_step(
+            *(x if axis is None else x[i] for x, axis in zip(args[:3], axes, strict=False)), grad[i], init
+        )
+        for i in range(members)
+    ]
+    for i, step in enumerate(steps):
+        step.y.check(y[i], f"member {i}")
+    for got, name, axis in ((dlhs, "dgrad", axes[0]), (drhs, "wgrad", axes[1])):
+        products = [getattr(step, name) for step in steps]
+        if axis is None:
+            exact = sum(p.exact for p in products)
+            bound = sum(p.bound for p in products) + 2 * oracle.PRECISE * np.abs(exact)  # and one addition
+            assert (np.abs(np.asarray(got, np.float64) - exact) <= bound).all(), name
+        else:
+            for i, product in enumerate(products):
+                product.check(got[i], f"{name} of member {i}")
+    if axes[3] is None:
+        assert_state(next_state, largest([step.state for step in steps]), share)
+    else:
+        for i, step in enumerate(steps):
+            assert_state(jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}")  # noqa: B023
+
+
+def test_vmap_of_grad():
+    """A gradient, and a next state, for each member."""
+    lhs, rhs, grad = operands(3, shape=(2,))
+    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
+
+    def next_state(state, lhs, rhs, sizes, grad):
+        return jax.grad(lambda s: jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=s) * grad))(state)
+
+    got = jax.vmap(next_state, in_axes=(None, 0, 0, 0, 0))(jaxfp8.init_state(RECIPE), lhs, rhs, sizes, grad)
+    for i in range(2):
+        expected = oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], oracle.LayerState.init(HISTORY))
+        assert_state(jax.tree.map(lambda x: x[i], got), expected.state, f"member {i}")  # noqa: B023
+
+
+# ------------------------------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.parametrize(
+    "lhs_spec, rhs_spec",
+    [
+        (P("x"), P()),
+        (P(None, "x"), P(None, "x")),
+        (P(), P("x")),
+        (P(), P(None, None, "x")),
+        (P("x"), P(None, None, "y")),
+    ],
+)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes(lhs_spec, rhs_spec, axis_type):
+    """Where a group begins depends on all sizes: cut along rows or groups, operands are gathered, never cut through."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    lhs, rhs, grad = operands(4)
+    sizes = [30, 7, 0, 40]
+    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
+    lhs, rhs = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((lhs, lhs_spec), (rhs, rhs_spec)))
+
+    @jax.jit
+    def step(lhs, rhs, grad, state):
+        def product(lhs, rhs, state):
+            return jaxfp8.ragged_dot(lhs, rhs, jnp.int32(sizes), recipe=RECIPE, state=state)
+
+        y, vjp = jax.vjp(product, lhs, rhs, state)
+        if axis_type is AxisType.Explicit:
+            grad = jax.sharding.reshard(grad, jax.typeof(y).sharding)
+        return (y, *vjp(grad))
+
+    with jax.set_mesh(mesh):
+        assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
+
+
+def test_experts_on_devices():
+    """shard_map: each device has experts and rows of its own, and all share one state."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
+    lhs, rhs, grad = operands(3, shape=(2,))
+    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
+    lhs[1] *= 3
+
+    def products(lhs, rhs, sizes, state):
+        return jaxfp8.ragged_dot(lhs[0], rhs[0], sizes[0], recipe=RECIPE, state=state)[None]
+
+    each = P("expert")
+    product = jax.shard_map(products, mesh=mesh, in_specs=(each, each, each, P()), out_specs=each)
+
+    @jax.jit
+    def step(lhs, rhs, state):
+        y, vjp = jax.vjp(lambda lhs, rhs, state: product(lhs, rhs, sizes, state), lhs, rhs, state)
+        return (y, *vjp(jnp.asarray(grad)))
+
+    y, dlhs, drhs, state = step(lhs, rhs, jaxfp8.init_state(RECIPE))
+    init = oracle.LayerState.init(HISTORY)
+    steps = [oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], init) for i in range(2)]
+    for i, expected in enumerate(steps):
+        for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
+            getattr(expected, name).check(got[i], f"{name} on device {i}")
+    assert_state(state, largest([s.state for s in steps]), "shard_map")
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+GOOD = {
+    "lhs": np.ones((6, 4), np.float32),
+    "rhs": np.ones((2, 4, 5), np.float32),
+    "group_sizes": np.int32([2, 3]),
+    "recipe": RECIPE,
+    "state": WITHOUT,
+}
+OTHER_HISTORY = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=7))
+BAD = [
+    ("lhs", np.ones((6, 4), np.float64), TypeError),
+    ("lhs", np.ones((6, 4), np.int32), TypeError),
+    ("lhs", np.ones((1, 6, 4), np.float32), ValueError),
+    ("rhs", np.ones((2, 4, 5), oracle.E4M3.dtype), TypeError),
+    ("rhs", np.ones((3, 4, 5), np.float32), ValueError),
+    ("rhs", np.ones((2, 3, 5), np.float32), ValueError),
+    ("rhs", np.ones((4, 5), np.float32), ValueError),
+    ("group_sizes", np.float32([2, 3]), TypeError),
+    ("group_sizes", np.int32([[2, 3]]), ValueError),
+    ("preferred_element_type", np.int32, TypeError),
+    ("state", None, ValueError),
+    ("state", (), TypeError),
+    ("state", OTHER_HISTORY, ValueError),
+]
+
+
+@pytest.mark.parametrize("name, value, error", BAD, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(BAD)])
+def test_bad_argument_is_named(name, value, error):
+    with pytest.raises(error, match=rf"^ragged_dot: {name}\b"):
+        jaxfp8.ragged_dot(**GOOD | {name: value})
+
+
+def _loss(lhs, state):
+    return jnp.sum(jaxfp8.ragged_dot(**GOOD | {"lhs": lhs, "state": state}) ** 2)
+
+
+def test_only_first_derivatives_in_reverse_mode():
+    lhs, state = jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(lambda x: _loss(x, state), (lhs,), (lhs,))
+        with pytest.raises(TypeError):
+            jax.jacfwd(lambda x: _loss(x, state))(lhs)
+        with pytest.raises(TypeError, match="not differentiable"):
+            jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
+        with pytest.raises(TypeError):
+            jax.hessian(lambda x: _loss(x, state))(lhs)
+
+
+def test_state_that_never_moves_warns():
+    with pytest.warns(jaxfp8.FP8StateWarning, match="never updates"):
+        jax.grad(_loss)(jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE))
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+def test_garbage_that_is_not_masked_is_caught(monkeypatch):
+    monkeypatch.setattr(_ragged_dot, "_in_a_group", lambda x, sizes: x)
+    with pytest.raises(AssertionError):
+        compare_steps(steps=2)
+
+
+@pytest.mark.parametrize("wrong", ["group_sizes", "scale"])
+def test_wrong_gemms_are_caught(monkeypatch, wrong):
+    original = ops.ragged_matmul
+
+    def mutant(a, b, a_scale_inv, b_scale_inv, group_sizes, **options):
+        if wrong == "group_sizes":
+            group_sizes = group_sizes[::-1]
+        else:  # that of one operand twice
+            b_scale_inv = a_scale_inv
+        return original(a, b, a_scale_inv, b_scale_inv, group_sizes, **options)
+
+    monkeypatch.setattr(ops, "ragged_matmul", mutant)
+    with pytest.raises(AssertionError, match="out of bound"):
+        compare_steps(steps=2)  # from the second on, scales are not 1
+
+
+def test_a_sum_of_states_is_caught(monkeypatch):
+    monkeypatch.setattr(_ragged_dot, "shared", lambda state: state)
+    with pytest.raises(AssertionError, match="scale|amax_history"):
+        compare_two_calls()
+
+
+def test_a_sum_over_members_is_caught(monkeypatch):
+    monkeypatch.setattr(_members, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)))
+    with pytest.raises(AssertionError, match="scale|amax_history"):
+        test_vmap("rhs and state")
