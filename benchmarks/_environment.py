@@ -19,9 +19,15 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=pathlib.Path(__file__).parent).stdout.strip()
+
+
 def environment(**more) -> dict:
     """What a result depends on; `more` is added to it."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    # A copy of a checkout on another machine may have no history: JAXFP8_COMMIT names the commit there.
+    commit = os.environ.get("JAXFP8_COMMIT") or _commit()
     return {
         "command": " ".join(["python", *sys.argv]),
         "cpu": cpu_model(),
@@ -30,6 +36,6 @@ def environment(**more) -> dict:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         **more,
     }

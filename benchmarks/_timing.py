@@ -16,9 +16,10 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of the calls of one candidate."""
+    """Seconds of the calls of one candidate: elapsed, and of all CPUs together (what neighbours disturb less)."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -30,12 +31,16 @@ class Timing:
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / self.median
 
+    def times_faster(self, peer: "Timing") -> float:
+        """The median over turns of what the peer took over what this one took right beside it."""
+        return statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, self.seconds, strict=True))
 
-def _turn(call) -> float:
+
+def _turn(call) -> tuple[float, float]:
     jax.block_until_ready(call())
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     jax.block_until_ready(call())
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, Timing]:
@@ -52,11 +57,11 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
     for call in candidates.values():
         for _ in range(warmups):
             jax.block_until_ready(call())
-    seconds = {name: [] for name in candidates}
+    taken = {name: [] for name in candidates}
     for _ in range(turns):
         for name, call in candidates.items():
-            seconds[name].append(_turn(call))
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+            taken[name].append(_turn(call))
+    return {name: Timing(*zip(*values, strict=True)) for name, values in taken.items()}
 
 
 def shortlist(candidates, *, keep: int, turns: int = 3):

@@ -1,0 +1,112 @@
+"""What the GPU benchmark is measured against: goals from results, and the table."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """One line of the table; `value` is None where something it takes was not measured, `why` says what."""
+
+    what: str
+    unit: str
+    goal: float
+    stretch: float
+    value: float | None
+    why: str = ""
+
+    @property
+    def met(self) -> str:
+        if self.value is None:
+            return f"not measured: {self.why}"
+        return "stretch" if self.value >= self.stretch else "met" if self.value >= self.goal else "MISSED"
+
+
+class Missing(Exception):
+    """What a goal needs and the results lack."""
+
+
+class Results:
+    """Rows of cases, by name: `{case: {"rows": {candidate: row}, "errors": {candidate: reason}}}`."""
+
+    def __init__(self, cases: dict, dry_run: bool):
+        self._cases, self._dry_run = cases, dry_run
+
+    def best(self, case: str, prefix: str, key: str = "us", fp8: bool = False) -> float:
+        """The best of the candidates whose names begin so; with `fp8`, of those that multiplied in FP8."""
+        rows = self._cases.get(case, {}).get("rows", {})
+        named = [row for name, row in rows.items() if name.startswith(prefix) and key in row]
+        if not named:
+            raise Missing(f"{case}: {prefix}")
+        real = [row for row in named if not fp8 or self._dry_run or any(k.startswith("fp8") for k in row["gemms"])]
+        if not real:
+            raise Missing(f"{case}: {prefix} ran no FP8 GEMM, so it is no peer")
+        values = [row[key] for row in real]
+        return min(values) if key in ("us", "memory_mib") else max(values)
+
+    def faster(self, case: str, ours: str, peer: str, fp8: bool = False) -> float:
+        return self.best(case, peer, fp8=fp8) / self.best(case, ours)
+
+
+def goals(cases: dict, dry_run: bool) -> list[Goal]:
+    results = Results(cases, dry_run)
+
+    def of(what, unit, goal, stretch, value):
+        try:
+            return Goal(what, unit, goal, stretch, value())
+        except Missing as missing:
+            return Goal(what, unit, goal, stretch, None, str(missing))
+
+    def faster(what, goal, stretch, *names, **options):
+        return of(what, "x", goal, stretch, lambda: results.faster(*names, **options))
+
+    def of_copy(case):
+        # The better of this run's copy of as many bytes and the day's, which is of gigabytes.
+        copies = [results.best(case, "copy", "gb_s")]
+        if "ceilings" in cases:
+            copies.append(results.best("ceilings", "copy", "gb_s"))
+        return 100 * results.best(case, "jaxfp8", "gb_s") / max(copies)
+
+    bf16, flax, own, drop_in = "bf16", "flax", "jaxfp8 own", "jaxfp8 drop-in"
+    table = [
+        faster("GEMM fast, to torch._scaled_mm", 1.0, 1.0, "gemm", "jaxfp8 fast", "torch._scaled_mm fast"),
+        faster("GEMM fast, to bf16", 1.65, 1.7, "gemm", "jaxfp8 fast", bf16),
+        of("GEMM fast", "TFLOP/s", 1300, 1400, lambda: results.best("gemm", "jaxfp8 fast", "tflops")),
+    ]
+    for op, part, times in (("quantize", (88, 92), None), ("quantize_transpose", (80, 88), (1.5, 1.8))):
+        for dtype in ("bf16", "f32"):
+            case = f"{op} {dtype}"
+            table.append(of(f"{case}, of a copy", "%", *part, lambda case=case: of_copy(case)))
+            if times:
+                table.append(faster(f"{case}, to XLA", *times, case, "jaxfp8", "XLA"))
+    table += [
+        faster("Dense, own, to bf16", 1.5, 1.65, "dense", own, bf16),
+        faster("Dense, own, to Flax", 1.12, 1.2, "dense", own, flax, fp8=True),
+        faster("Dense, drop-in, to bf16", 1.4, 1.55, "dense", drop_in, bf16),
+        faster("Dense, own, to torch float8 linear", 1.0, 1.1, "torch_linear", own, "torch float8"),
+        faster("small Dense, own, to bf16", 0.85, 1.0, "small_dense", own, bf16),
+        faster("small Dense, own, to Flax", 2.2, 2.6, "small_dense", own, flax, fp8=True),
+        faster("gated MLP, own, to bf16", 1.4, 1.55, "gated_mlp", own, bf16),
+        faster("Llama layer + Adam, own, to bf16", 1.35, 1.5, "transformer_layer", own, bf16),
+        of(
+            "Llama layer, memory of bf16 over ours",
+            "x",
+            1 / 0.85,
+            1 / 0.75,
+            lambda: (
+                results.best("transformer_layer", bf16, "memory_mib")
+                / results.best("transformer_layer", own, "memory_mib")
+            ),
+        ),
+    ]
+    return table
+
+
+def table(lines: list[Goal], dry_run: bool) -> str:
+    head = f"{'':40} {'value':>9} {'goal':>7} {'stretch':>7}  {'dry run, no GPU times' if dry_run else ''}".rstrip()
+    rows = [head]
+    for line in lines:
+        value = "-" if line.value is None else f"{line.value:.2f}" if line.unit == "x" else f"{line.value:.0f}"
+        limits = [f"{x:.2f}" if line.unit == "x" else f"{x:.0f}" for x in (line.goal, line.stretch)]
+        met = "dry run" if dry_run and line.value is not None else line.met
+        rows.append(f"{line.what:40} {value:>9} {limits[0]:>7} {limits[1]:>7} {line.unit:7} {met}")
+    return "\n".join(rows)
