@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import ops
 from .ops import _checks, _quantize_activation, _quantize_norm
@@ -143,10 +144,32 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
     fixed, state = jax.lax.stop_gradient((fused, state))
     (run,) = start([quantizer], [state])
     scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
-    data, data_t, amax = fixed.quantize(scale, quantizer.fp8_dtype, amax)
+    data, data_t, amax = _quantize(quantizer.fp8_dtype)(fixed, scale, _checks.amax_so_far("codes", amax))
     if run is not None:
         run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
     return QTensor(data, scale_inv, data_t, fused.value, run)
+
+
+@functools.cache
+def _quantize(dtype):
+    """`(fused, scale, amax) -> (data, data_t, amax)`; a batch that shares scale and amax is more rows."""
+
+    @jax.custom_batching.custom_vmap
+    def quantize(fused, scale, amax):
+        return fused.quantize(scale, dtype, amax)
+
+    @quantize.def_vmap
+    def batch(size, is_batched, fused, scale, amax):
+        del size
+        of_x, *others = jax.tree.leaves(is_batched)
+        if of_x and not any(others):
+            data, data_t, amax = quantize(fused, scale, amax)
+            return (data, jnp.moveaxis(data_t, 1, 0), amax), (True, True, False)
+        in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
+        each = jax.vmap(lambda fused, scale, amax: fused.quantize(scale, dtype, amax), in_axes=tuple(in_axes))
+        return each(fused, scale, amax), (True, True, True)
+
+    return quantize
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

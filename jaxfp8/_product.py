@@ -79,6 +79,14 @@ def _batch(args, dims, *, plan, **params):
         out = jax.eval_shape(functools.partial(_product_p.bind, plan=plan, **params), *map(_without, args, dims))
         return jnp.zeros((0, *out.shape), out.dtype), 0
     bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
+    *_, (of_x, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
+    batched = {i for i, d in enumerate(leaf_dims) if d is not None}
+    if batched and kernel_dim is None and of_x is not None and batched <= {of_x.data, of_x.data_t}:
+        # Codes of x with one scale and one amax for all: more rows of x, as without codes.
+        for i, position in ((of_x.data, plan.members), (of_x.data_t, plan.members + 1)):
+            if i in batched:
+                leaves[i] = jnp.moveaxis(leaves[i], leaf_dims[i], position)
+        leaf_dims = []
     # Each kernel without state has its own scale. A bias belongs to a kernel: both are batched, or neither is.
     own = kernel_dim is not None and (bias is not None or None in (state.input, state.kernel, state.output_grad))
     if any(d is not None for d in leaf_dims) or own:

@@ -6,6 +6,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from aot import count
 from jax import lax
@@ -81,6 +82,31 @@ def test_several_uses(name, way):
 
     got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
     check_uses(case, operands, kernel, grads, state, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_over_x_is_one_product(name):
+    """The bits of all rows at once; in the program one product, and one kernel that is quantized."""
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.pack(cases.oracle_state())
+    (x, *parameters), grads = uses(case)
+    x, grads = np.stack([x, 2 * x]), np.stack([grads, -grads])
+
+    def batched(x, kernel, state):
+        of = lambda x, grad: jnp.sum(cases.product(case.fuse(x, *parameters), kernel, state) * grad)  # noqa: E731
+        return jnp.sum(jax.vmap(jax.vmap(of), in_axes=1, out_axes=1)(x.swapaxes(0, 1), grads.swapaxes(0, 1)))
+
+    def at_once(x, kernel, state):
+        return jnp.sum(cases.product(case.fuse(x, *parameters), kernel, state) * grads)
+
+    got, expected = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(x, kernel, state) for f in (batched, at_once))
+    oracle.assert_bitwise(got[0], np.asarray(expected[0]), "gradient of x")
+    cases.assert_same(got[2], expected[2], "state")
+    # Two sums over all rows, in two orders, of products whose factors were rounded by at most an eighth.
+    h, flat = case.values(x.reshape(-1, *x.shape[3:]), *parameters).exact, grads.reshape(-1, cases.OUT)
+    bound = 2 * len(flat) * oracle.PRECISE * 1.125**2 * (np.abs(h).T @ np.abs(flat))
+    oracle.Product(np.asarray(expected[1], np.float64), bound).check(got[1], "gradient of kernel")
+    text = str(jax.make_jaxpr(batched)(x, kernel, state))
+    assert "members=0" in text and "members=1" not in text
 
 
 @pytest.mark.parametrize("way", ["scan", "vmap"])
