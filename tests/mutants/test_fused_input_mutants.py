@@ -79,10 +79,6 @@ def forgets_the_amax(q):
     return dataclasses.replace(q.run, amax=0 * q.run.amax)
 
 
-def keeps_the_scale(q):
-    return dataclasses.replace(q.run, scale_inv=1 + 0 * q.run.scale_inv)
-
-
 MUTANTS = {
     "codes: gate and up swapped": attribute(ops, "quantize_activation", swap),
     "gradient: gate and up swapped": attribute(ops, "activate", swap),
@@ -93,7 +89,6 @@ MUTANTS = {
     "codes: no bias": attribute(ops, "quantize_norm", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
     "an amax is forgotten": attribute(_dot_general, "codes", change(run=forgets_the_amax)),
-    "a scale is not stored": attribute(_dot_general, "codes", change(run=keeps_the_scale)),
     "codes have another scale": attribute(_dot_general, "codes", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
     "the gradient is not passed on": attribute(
         _dot_general, "codes", change(source=lambda q: lax.stop_gradient(q.source))
