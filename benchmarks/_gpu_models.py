@@ -40,8 +40,8 @@ class UnfusedGatedMLP(nn.Module):
 
 
 def gated_mlp(name: str, hidden: int) -> nn.Module:
-    """Ours is the fused layer where this version has one."""
-    if name == OWN and hasattr(jaxfp8.linen, "GatedMLP"):
+    """Ours is the fused layer."""
+    if name == OWN:
         return jaxfp8.linen.GatedMLP(hidden, dtype=jnp.bfloat16)
     return UnfusedGatedMLP(name, hidden)
 

@@ -35,5 +35,6 @@ from .recipes import (
 from .tensor import QTensor as QTensor
 from .train import accumulate_gradients as accumulate_gradients, update_state as update_state
 
+# Not when a product is lowered: programs from a cache or an export, which never are, use the plans too.
 if has_cuda_kernels():
     _plan_files.store.load()

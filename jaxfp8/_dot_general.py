@@ -98,7 +98,6 @@ def dot_general(
     state, reduce = shared(state), AmaxReduction.of(recipe)
     if fused is not None and both[0].is_rows_by_last:
         x_codes = codes(fused, quantizers[0], state.input, reduce)
-        x = x_codes.source
     plan = Plan(
         quantizers=quantizers,
         dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),

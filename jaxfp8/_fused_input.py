@@ -132,7 +132,7 @@ def normalized(x, scale, bias=None, *, kind: str, epsilon: float = 1e-6) -> Norm
 
 
 def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
-    """The codes of a fused input as a matrix of rows by its last dimension, and what they are the codes of.
+    """The codes of a fused input as a matrix of rows by its last dimension; what has their gradient is its `value`.
 
     Args:
         fused: the input.
@@ -140,14 +140,14 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
         state: of that quantizer, or None.
         reduce: of amaxes, over the mesh.
     """
-    # Codes have no derivative: gradients go to `source`, the next state to the product's state.
+    # Codes have no derivative: gradients go to the value, the next state to the product's state.
     fixed, state = jax.lax.stop_gradient((fused, state))
     (run,) = start([quantizer], [state])
     scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
     data, data_t, amax = _quantize(quantizer.fp8_dtype)(fixed, scale, _checks.amax_so_far("codes", amax))
     if run is not None:
         run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
-    return QTensor(data, scale_inv, data_t, fused.value, run)
+    return QTensor(data, scale_inv, data_t, run=run)
 
 
 @functools.cache

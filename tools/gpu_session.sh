@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: build, tests, compute-sanitizer, benchmarks; for a machine without network.
 #
-#   OUT=/tmp/out tools/gpu_session.sh [SECONDS]     (default 570)
+#   OUT=results tools/gpu_session.sh [SECONDS]     (default 570)
 #
 # Steps run in order of importance, each under a limit of its own and the budget that is left; one that fails stops
 # nothing but what needs its build. Each writes $OUT/NAME.log; $OUT/steps.txt has exit codes and seconds, and is shown

@@ -219,16 +219,14 @@ def start(quantizers, states) -> list[QuantizerRun | None]:
         for i, found in zip(positions, read, strict=True):
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = found.scale, found.scale_inv, None
-            if not is_named:
-                amax = jnp.asarray(algo(scaling.clean(state.amax_history)), jnp.float32).reshape(1)
-                scale, scale_inv = ops.amax_to_scale(
-                    amax, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
-                )
             if quantizer.first_step == "current":
                 is_empty = ~jnp.any(scaling.positive_finite(state.amax_history))
-                # What is stored, for a tensor of zeros.
-                scale, scale_inv = (
-                    jnp.where(is_empty, a, b) for a, b in ((found.scale, scale), (found.scale_inv, scale_inv))
+            if not is_named:
+                amax = jnp.asarray(algo(scaling.clean(state.amax_history)), jnp.float32).reshape(1)
+                if is_empty is not None:  # what is stored then counts, for a tensor of zeros
+                    amax = jnp.where(is_empty, jnp.zeros_like(amax), amax)
+                scale, scale_inv = ops.amax_to_scale(
+                    amax, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
             runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty)
     return runs

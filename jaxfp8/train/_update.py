@@ -103,7 +103,8 @@ def _check_shapes(name, old, new):
 def _next_quantizers(quantizers):
     """`(history, scale, factors)` of each quantizer; all have the same shapes and dtypes.
 
-    They are stacked: on a GPU the whole model's state takes the launches of one.
+    They are stacked, so that the arithmetic on a whole model's state takes the launches of one
+    quantizer's; only the slices of the results are one each.
 
     Args:
         quantizers: for each `[old_history, old_scale, new_history, new_scale]`.

@@ -62,12 +62,16 @@ def without_bias(original):
     return lambda x, scale, bias, *arguments, **options: original(x, scale, None, *arguments, **options)
 
 
+def stopped(function, *operands):
+    return lax.stop_gradient(function(*operands))
+
+
 def change(**values):
     """Fields of the codes."""
 
     def mutant(original):
-        def codes(fused, quantizer, state, reduce):
-            q = original(fused, quantizer, state, reduce)
+        def codes(*arguments):
+            q = original(*arguments)
             return dataclasses.replace(q, **{name: of(q) for name, of in values.items()})
 
         return codes
@@ -90,9 +94,7 @@ MUTANTS = {
     "gradient: no bias": attribute(ops, "normalize", without_bias),
     "an amax is forgotten": attribute(_dot_general, "codes", change(run=forgets_the_amax)),
     "codes have another scale": attribute(_dot_general, "codes", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
-    "the gradient is not passed on": attribute(
-        _dot_general, "codes", change(source=lambda q: lax.stop_gradient(q.source))
-    ),
+    "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
 }
 
 

@@ -131,37 +131,3 @@ def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     for dtype in (oracle.BF16, oracle.F16):
         for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32):
             check_rows(oracle.all_half_codes(dtype), scales, fmt, "every 16-bit code")
-
-
-@FORMATS
-def test_amax_so_far(implementation, fmt):
-    """The amax goes on from the one given; the codes do not know of it. Empty arrays leave it as it is."""
-    x = cases.random_values((21, 41), oracle.BF16, 23, spread=1)
-    for amax in cases.AMAXES_SO_FAR:
-        for shape_of in (amax, amax.reshape(1)):
-            *codes, top = ops.quantize(x, np.float32(2), cases.dtype_of(fmt), amax=shape_of)
-            *expected, own = oracle.quantize(x, np.float32(2), fmt)
-            cases.assert_bitwise(top, np.maximum(amax, own), f"amax so far {amax}")
-            for i, (got, want) in enumerate(zip(codes, expected, strict=True)):
-                cases.assert_bitwise(got, want, f"amax so far {amax}: result {i}")
-        *_, top = ops.quantize(x[:0], np.float32(2), cases.dtype_of(fmt), amax=amax)
-        cases.assert_bitwise(top, amax, f"empty, amax so far {amax}")
-
-
-def test_amax_so_far_of_each_member(implementation):
-    fmt, x = oracle.E4M3, cases.random_values((3, 4, 6), np.float32, 29, spread=1)
-    amaxes = np.float32([0, 1e30, 2.0**-140])
-    *_, tops = jax.vmap(lambda x, a: ops.quantize(x, np.float32(2), cases.dtype_of(fmt), amax=a))(x, amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, [oracle.amax(member) for member in x]), "own amaxes")
-    *_, tops = jax.vmap(lambda a: ops.quantize(x[0], np.float32(2), cases.dtype_of(fmt), amax=a))(amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, oracle.amax(x[0])), "own amaxes, one x")
-
-
-def test_the_amax_that_is_given_stays(implementation):
-    """It is raised in a copy where the program needs it otherwise."""
-    x, amax = np.float32([[3, -4]]), np.float32([1])
-    *_, raised, same = jax.jit(lambda x, a: (*ops.quantize(x, np.float32(1), cases.dtype_of(oracle.E4M3), amax=a), a))(
-        x, amax
-    )
-    cases.assert_bitwise(raised, np.float32(4), "raised")
-    cases.assert_bitwise(same, amax, "the operand")

@@ -82,40 +82,6 @@ def test_agrees_with_quantize(implementation, fmt):
     cases.assert_bitwise(top, alone_top, "amax")
 
 
-@FORMATS
-def test_amax_so_far(implementation, fmt):
-    """The amax goes on from the one given; the codes do not know of it. Empty arrays leave it as it is."""
-    x = cases.random_values((21, 41), oracle.BF16, 23, spread=1)
-    for amax in cases.AMAXES_SO_FAR:
-        for shape_of in (amax, amax.reshape(1)):
-            *codes, top = ops.quantize_transpose(x, np.float32(2), cases.dtype_of(fmt), amax=shape_of)
-            *expected, own = oracle.quantize_transpose(x, np.float32(2), fmt)
-            cases.assert_bitwise(top, np.maximum(amax, own), f"amax so far {amax}")
-            for i, (got, want) in enumerate(zip(codes, expected, strict=True)):
-                cases.assert_bitwise(got, want, f"amax so far {amax}: result {i}")
-        *_, top = ops.quantize_transpose(x[:0], np.float32(2), cases.dtype_of(fmt), amax=amax)
-        cases.assert_bitwise(top, amax, f"empty, amax so far {amax}")
-
-
-def test_amax_so_far_of_each_member(implementation):
-    fmt, x = oracle.E4M3, cases.random_values((3, 4, 6), np.float32, 29, spread=1)
-    amaxes = np.float32([0, 1e30, 2.0**-140])
-    *_, tops = jax.vmap(lambda x, a: ops.quantize_transpose(x, np.float32(2), cases.dtype_of(fmt), amax=a))(x, amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, [oracle.amax(member) for member in x]), "own amaxes")
-    *_, tops = jax.vmap(lambda a: ops.quantize_transpose(x[0], np.float32(2), cases.dtype_of(fmt), amax=a))(amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, oracle.amax(x[0])), "own amaxes, one x")
-
-
-def test_the_amax_that_is_given_stays(implementation):
-    """It is raised in a copy where the program needs it otherwise."""
-    x, amax = np.float32([[3, -4]]), np.float32([1])
-    *_, raised, same = jax.jit(
-        lambda x, a: (*ops.quantize_transpose(x, np.float32(1), cases.dtype_of(oracle.E4M3), amax=a), a)
-    )(x, amax)
-    cases.assert_bitwise(raised, np.float32(4), "raised")
-    cases.assert_bitwise(same, amax, "the operand")
-
-
 def test_amax_so_far_over_a_batch(implementation):
     """One amax for all matrices of a batch, with and without matrices."""
     x = cases.random_values((3, 4, 6), np.float32, 31, spread=1)
