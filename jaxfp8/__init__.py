@@ -10,6 +10,7 @@ from . import (
     checkpoint_policies as checkpoint_policies,
     convert as convert,
     linen as linen,
+    mixed_precision as mixed_precision,
     nnx as nnx,
     ops as ops,
     train as train,

@@ -7,6 +7,7 @@ from ._training import (
     Optimizer as Optimizer,
     grad as grad,
     max_grad as max_grad,
+    step_if as step_if,
     update_state as update_state,
     value_and_grad as value_and_grad,
 )

@@ -1,4 +1,4 @@
-"""Training NNX models: gradients in which shared state combines by max, and the step that stores the next state."""
+"""Training NNX models: gradients in which shared state combines by max, the step that stores the next state or none."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ from flax import nnx
 from .. import _compat
 from .._sharing import max_grad as _max_grad
 from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..mixed_precision import select
 from ..train import optimizer, update_state as _update_state
 from ._variables import OverwriteWithGradient, trainable
 
@@ -103,6 +104,29 @@ def update_state(model, grads) -> None:
     """
     old, new = (nnx.state(tree, OverwriteWithGradient) for tree in (model, grads))
     nnx.update(model, _update_state(old, new))
+
+
+@contextlib.contextmanager
+def step_if(finite, *tree):
+    """Runs a step, and takes back all of it unless `finite`: parameters, optimizer state and FP8 state together.
+
+        finite = jaxfp8.mixed_precision.all_finite(grads)
+        with jaxfp8.nnx.step_if(finite, model, optimizer):
+            optimizer.update(model, grads)
+
+    By hand: `mixed_precision.select` of `nnx.as_pure(nnx.state(...))`; `nnx.state` alone is no copy, a step changes it.
+
+    Args:
+        finite: bool[].
+        *tree: modules and optimizers, all that the step changes.
+    """
+    variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable)]
+    before = [variable.get_value() for variable in variables]
+    yield
+    for variable, old in zip(variables, before, strict=True):
+        new = variable.get_value()
+        if new is not old:
+            variable.set_value(select(finite, new, old))
 
 
 class Optimizer(nnx.Optimizer):

@@ -1,0 +1,161 @@
+"""Whether gradients are finite, the step that is skipped when they are not, and which layer it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _mesh, _state_tree
+from ._floats import is_inexact, outside_state
+
+
+def all_finite(tree):
+    """Whether no gradient is Inf or NaN.
+
+    FP8 state does not decide: an amax that was not finite is recorded as 0, so it would say nothing. The gradients of
+    parameters do, and there the Inf or NaN that a quantizer met is still to be seen.
+
+    The answer is the same on all devices. Where XLA cuts the arrays of a program it is that of the whole arrays; inside
+    `shard_map` it is combined over every mesh axis on which gradients differ, pipeline stages included, with
+    `check_vma=False` over all its axes. So all devices must call it.
+
+    Args:
+        tree: gradients, in float16 or wider: a variables dict, an NNX state, any tree.
+
+    Returns:
+        bool[]; True for a tree without floats.
+    """
+    return jnp.logical_not(jnp.any(_nonfinite(tree)))
+
+
+def select(finite, new, old):
+    """`new` if `finite`, else `old`: a step, or nothing of it.
+
+    Give it everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
+    state together, a whole TrainState.
+
+    Args:
+        finite: bool[].
+        new: any tree of arrays.
+        old: a tree of the same structure, shapes and dtypes.
+
+    Returns:
+        The one or the other, to the bit.
+
+    Raises:
+        ValueError: the trees differ in structure, or two leaves in shape or dtype; they are the same arrays, as two
+            `nnx.state` of one module are (use `jaxfp8.nnx.step_if`).
+    """
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            f"select: new: expected the structure of old, {jax.tree.structure(old)}, got {jax.tree.structure(new)}"
+        )
+    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
+        raise ValueError(
+            "select: old: expected the arrays from before the step, got those of new; nnx.state is no copy, use "
+            "jaxfp8.nnx.step_if or nnx.as_pure"
+        )
+
+    def choose(path, new_leaf, old_leaf):
+        new_leaf, old_leaf = jnp.asarray(new_leaf), jnp.asarray(old_leaf)
+        if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
+            raise ValueError(
+                f"select: new: {jax.tree_util.keystr(path)}: expected {old_leaf.dtype}{list(old_leaf.shape)} as in "
+                f"old, got {new_leaf.dtype}{list(new_leaf.shape)}; keep parameters and optimizer state in float32"
+            )
+        return lax.select(jnp.asarray(finite), new_leaf, old_leaf)
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)
+
+
+def leaf_names(tree, order=None) -> tuple[str, ...]:
+    """The paths of the leaves that `all_finite` looks at, in the order in which `first_nonfinite_index` counts them.
+
+    Args:
+        tree: gradients.
+        order: parts of paths that name layers, in the order of the forward pass: `["embed", "layers/0", "layers/1",
+            "head"]`. Leaves are then counted against it, the layer nearest to the loss first, as the backward pass
+            meets them; leaves of no layer named come last. None: the order of the tree, which for dicts is that of the
+            alphabet and not of the model.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
+    """
+    return tuple(_ordered(tree, order)[0])
+
+
+def first_nonfinite_index(tree, order=None):
+    """`first_nonfinite` for use under `jit`: an index into `leaf_names(tree, order)`, or -1.
+
+    Args:
+        tree: gradients.
+        order: as in `leaf_names`.
+
+    Returns:
+        i32[], the same on all devices.
+    """
+    names, positions = _ordered(tree, order)
+    if not names:
+        return jnp.asarray(np.int32(-1))
+    bad = _nonfinite(tree)[np.array(positions)]
+    return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
+
+
+def first_nonfinite(tree, order=None) -> str | None:
+    """The path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
+
+    A NaN that arises in one layer's backward is in the gradients of all layers before it, and not in those after it.
+    So the layer nearest to the loss is the one to look at; give `order`, or the answer is merely the first in the tree.
+
+    Args:
+        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in it does not count.
+        order: as in `leaf_names`.
+    """
+    names = leaf_names(tree, order)
+    index = int(first_nonfinite_index(tree, order))
+    return names[index] if index >= 0 else None
+
+
+def _nonfinite(tree):
+    """bool[n]: for each float leaf that is not state whether it holds an Inf or NaN, on any device."""
+    leaves = _gradients(tree)[1]
+    bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
+    bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
+    axes = _differing_axes(bad)
+    return lax.pmax(bad.astype(jnp.int32), axes) > 0 if axes else bad
+
+
+def _differing_axes(x) -> tuple[str, ...]:
+    """The mesh axes of a `shard_map` over which `x` may differ."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual or not _mesh.varying(lax.axis_index(manual[0])):
+        return tuple(manual)  # no map, or one whose types do not tell
+    return tuple(axis for axis in manual if axis in _mesh.varying(x))
+
+
+def _gradients(tree) -> tuple[list[str], list]:
+    found = _state_tree.flatten(tree)
+    is_outside = jax.tree.leaves(outside_state(tree))
+    kept = [i for i, leaf in enumerate(found.leaves) if is_outside[i] and is_inexact(leaf)]
+    return [found.name(i) for i in kept], [found.leaves[i] for i in kept]
+
+
+def _ordered(tree, order) -> tuple[list[str], list[int]]:
+    """Names, and their positions in the order of the tree."""
+    names = _gradients(tree)[0]
+    layers = list(order or ())
+    unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
+    if unknown:
+        raise ValueError(f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}")
+
+    def depth(position):
+        return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
+
+    positions = sorted(range(len(names)), key=lambda position: -depth(position))
+    return [names[i] for i in positions], positions
+
+
+def _is_below(name, layer) -> bool:
+    """Whether the parts of `layer` stand in `name`, one after the other: `Dense_0` in `params/Dense_0/kernel`."""
+    return f"/{layer.strip('/')}/" in f"/{name}/"

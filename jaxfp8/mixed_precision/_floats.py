@@ -1,0 +1,46 @@
+"""The floats of a tree that mixed precision may touch: not FP8 codes and their scales, not integers, not keys."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _state_tree
+from ..tensor import QTensor
+
+_FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
+_COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
+
+
+def is_float(leaf) -> bool:
+    """Whether `leaf` is an array of float16, bfloat16, float32 or float64."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype in _FLOATS
+
+
+def is_inexact(leaf) -> bool:
+    """Whether `leaf` is a Python float, or an array of floats or complex numbers."""
+    return isinstance(leaf, (float, complex)) or is_float(leaf) or getattr(leaf, "dtype", None) in _COMPLEX
+
+
+def outside_state(tree):
+    """The tree with True for what is neither FP8 state nor codes: for all parameters, and the `source` of QTensors."""
+
+    def visit(leaf, is_state):
+        if not isinstance(leaf, QTensor):
+            return not is_state
+        nothing = jax.tree.map(lambda _: False, leaf)
+        return dataclasses.replace(nothing, source=jax.tree.map(lambda _: True, leaf.source))
+
+    return jax.tree.map(visit, tree, _state_tree.partition(tree), is_leaf=lambda x: isinstance(x, QTensor))
+
+
+def map_outside_state(function, tree):
+    """`function` of all leaves that are neither FP8 state nor codes; those stay as they are."""
+    return jax.tree.map(lambda leaf, is_outside: function(leaf) if is_outside else leaf, tree, outside_state(tree))
+
+
+def widest(*dtypes) -> np.dtype:
+    """What the dtypes promote to, whatever promotion the session has set."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)

@@ -1,0 +1,163 @@
+"""DynamicLossScale: the factor that keeps the gradients of a float16 backward pass above zero and below infinity."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _sharing, scaling
+from ._floats import is_inexact, map_outside_state, widest
+
+_UNSET = object()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+    """A loss scale that grows while all goes well and shrinks when a gradient overflows.
+
+        loss, grads = mixed_precision.value_and_grad(loss_fn, loss_scale)(variables, batch)
+        finite = mixed_precision.all_finite(grads)
+        train = mixed_precision.select(finite, train.apply_gradients(grads=grads), train)
+        loss_scale = loss_scale.adjust(finite)
+
+    `adjust` is the only thing that changes it, once for each step of the optimizer:
+
+        finite:      good_steps + 1; at growth_interval value *= growth_factor and good_steps = 0
+        not finite:  value *= backoff_factor, good_steps = 0
+
+    `value` stays within [2**-126, 2**126], so that it and its inverse are never 0 or infinite. With powers of two,
+    as the defaults are, scaling and unscaling round nothing.
+
+    A pytree of the arrays `value` and `good_steps`; all else is static. Pure: every method returns something new.
+
+    Args:
+        initial: the first `value`.
+        growth_factor: above 1.
+        backoff_factor: between 0 and 1.
+        growth_interval: after how many good steps in a row the value grows.
+
+    Attributes:
+        value: f32[], the factor.
+        good_steps: i32[], good steps since the last change.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    initial: dataclasses.InitVar[float] = 2.0**16
+    growth_factor: float = dataclasses.field(default=2.0, metadata={"static": True})
+    backoff_factor: float = dataclasses.field(default=0.5, metadata={"static": True})
+    growth_interval: int = dataclasses.field(default=2000, metadata={"static": True})
+    value: Any = dataclasses.field(default=_UNSET, kw_only=True)
+    good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
+
+    def __post_init__(self, initial):
+        if self.value is _UNSET:
+            _check(
+                scaling.MIN_SCALE <= initial <= scaling.MAX_SCALE, "initial", "a number from 2**-126 to 2**126", initial
+            )
+            object.__setattr__(self, "value", jnp.asarray(np.float32(initial)))
+        if self.good_steps is _UNSET:
+            object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
+        growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval
+        _check(1 < growth < math.inf, "growth_factor", "a number above 1", growth)
+        _check(0 < backoff < 1, "backoff_factor", "a number between 0 and 1", backoff)
+        _check(interval >= 1 and interval == int(interval), "growth_interval", "a positive integer", interval)
+
+    def scale(self, tree):
+        """`tree * value` in f32, or wider where the tree is: for the loss, before the gradient is taken.
+
+        Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss starts as `value` in float16,
+        which is infinite from 65520 on. FP8 state, and what is not a float, is returned as it is.
+
+        Args:
+            tree: a loss, or any tree.
+        """
+        return self._times(self.value, tree)
+
+    def unscale(self, tree):
+        """`tree / value` in f32, or wider where the tree is: for gradients, before clipping and the optimizer.
+
+        f32, because what loss scaling saved in float16 would be lost in it again. It is the product with `1 / value`
+        rounded to f32. FP8 state, and what is not a float, is returned as it is: state is not a gradient.
+
+        Args:
+            tree: gradients of a loss that `scale` scaled: a variables dict, an NNX state, any tree.
+        """
+        value = jnp.asarray(self.value, jnp.float32)
+        return self._times(scaling.round_quotient(jnp.ones_like(value), value), tree)
+
+    def adjust(self, finite) -> "DynamicLossScale":
+        """The loss scale for the next step.
+
+        Call it once for each step of the optimizer, not for each microbatch.
+
+        Args:
+            finite: bool[], whether the gradients were finite, as `all_finite` says.
+
+        Raises:
+            TypeError: `finite` is not a boolean.
+        """
+        if jnp.result_type(finite) != jnp.bool_:
+            raise TypeError(
+                f"DynamicLossScale.adjust: finite: expected a boolean, got {jnp.result_type(finite)}; pass "
+                "mixed_precision.all_finite(gradients)"
+            )
+        value, good_steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.good_steps, jnp.int32) + 1
+        grows = good_steps >= self.growth_interval
+        grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(scaling.MAX_SCALE))
+        shrunk = jnp.maximum(value * np.float32(self.backoff_factor), np.float32(scaling.MIN_SCALE))
+        return dataclasses.replace(
+            self,
+            value=jnp.where(finite, jnp.where(grows, grown, value), shrunk),
+            good_steps=jnp.where(finite & ~grows, good_steps, np.int32(0)),
+        )
+
+    @staticmethod
+    def _times(factor, tree):
+        def times(leaf):
+            if not is_inexact(leaf):
+                return leaf
+            leaf = jnp.asarray(leaf)
+            dtype = widest(leaf.dtype, jnp.float32)
+            return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
+
+        return map_outside_state(times, tree)
+
+
+def value_and_grad(loss_fn, loss_scale: DynamicLossScale, argnums=0, has_aux=False):
+    """`jaxfp8.value_and_grad` with the loss scaled on the way in and the gradients unscaled on the way out.
+
+    Args:
+        loss_fn: returns a scalar loss, or `(loss, aux)` with `has_aux`.
+        loss_scale: the scale; it is not adjusted here.
+        argnums: as JAX's.
+        has_aux: as JAX's.
+
+    Returns:
+        A function of the same arguments that returns `(loss, gradients)`: the loss as `loss_fn` gave it, gradients in
+        f32 or wider and unscaled, the next FP8 state among them as it is.
+    """
+
+    def scaled(*args, **kwargs):
+        out = loss_fn(*args, **kwargs)
+        return loss_scale.scale(out[0] if has_aux else out), out
+
+    scaled_and_gradients = _sharing.value_and_grad(scaled, argnums, has_aux=True)
+
+    @functools.wraps(loss_fn)
+    def value_and_gradients(*args, **kwargs):
+        (_, out), gradients = scaled_and_gradients(*args, **kwargs)
+        return out, loss_scale.unscale(gradients)
+
+    return value_and_gradients
+
+
+def _check(holds, name, expected, got):
+    if not holds:
+        raise ValueError(f"DynamicLossScale: {name}: expected {expected}, got {got!r}")

@@ -1,0 +1,190 @@
+"""Policy: the dtypes of parameters, computation and results, and which operations stay in float32."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._floats import is_float, map_outside_state, widest
+
+_COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
+
+# By the names that jax, flax and optax give them, and those of PyTorch where they differ (cat, mul, linear, ...).
+OPERATIONS = {
+    _COMPUTE: (
+        "matmul dot tensordot einsum dot_general ragged_dot bmm addmm baddbmm "
+        "linear dense linear_general dense_general conv conv1d conv2d conv3d conv_general_dilated conv_transpose"
+    ).split(),
+    _FLOAT32: (
+        "softmax log_softmax logsumexp layer_norm batch_norm group_norm rms_norm standardize "
+        "sum prod mean var std cumsum cumprod norm "
+        "loss cross_entropy softmax_cross_entropy softmax_cross_entropy_with_integer_labels "
+        "sigmoid_binary_cross_entropy squared_error l2_loss mse_loss l1_loss huber_loss kl_divergence ctc_loss"
+    ).split(),
+    _WIDEST: "add subtract sub multiply mul divide div where concatenate cat stack".split(),
+}
+_KINDS = {name: kind for kind, names in OPERATIONS.items() for name in names}
+
+_KEYS = {"p": "param_dtype", "c": "compute_dtype", "o": "output_dtype"}
+_KEYS |= {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of a model.
+
+        policy = Policy.parse("params=float32,compute=bfloat16,output=float32")
+        nn.Dense(features, dtype=policy.dtype_of("dense"), param_dtype=policy.param_dtype)
+        nn.LayerNorm(dtype=policy.dtype_of("layer_norm"), param_dtype=policy.param_dtype)
+        weights = policy.op(jax.nn.softmax)(scores)  # in float32, whatever scores are
+
+    A policy is a value. A region with other dtypes is code that uses another policy; `Policy()` is float32 everywhere.
+    Casts change arrays of float16, bfloat16, float32 and float64. They leave alone FP8 state, FP8 codes and their
+    scales (of a QTensor they cast the `source`), integers, booleans, complex numbers, PRNG keys and Python numbers.
+
+    Attributes:
+        param_dtype: in which parameters are stored, and updated by the optimizer.
+        compute_dtype: in which matrix products and convolutions read their operands.
+        output_dtype: of what the model returns.
+    """
+
+    param_dtype: Any = jnp.float32
+    compute_dtype: Any = jnp.float32
+    output_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _float_dtype(f"Policy: {field.name}", getattr(self, field.name)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Policy":
+        """The policy that `text` names.
+
+            "params=float32,compute=bfloat16,output=float32"
+            "p=f32,c=f16"       what is not said: params are float32, compute is as params, output as compute
+            "bfloat16"          all three
+
+        Args:
+            text: `name=dtype` pairs with commas between them, or one dtype.
+
+        Raises:
+            ValueError: an unknown name or dtype, or a name that stands there twice.
+        """
+        where = f"Policy.parse: {text!r}"
+        if "=" not in text:
+            return cls(*3 * [_float_dtype(where, text.strip())])
+        given = {}
+        for part in text.split(","):
+            key, _, dtype = (piece.strip() for piece in part.partition("="))
+            if key not in _KEYS or _KEYS[key] in given:
+                raise ValueError(f"{where}: expected params, compute and output (or p, c, o), each once, got {key!r}")
+            given[_KEYS[key]] = _float_dtype(where, dtype)
+        params = given.get("param_dtype", jnp.float32)
+        compute = given.get("compute_dtype", params)
+        return cls(params, compute, given.get("output_dtype", compute))
+
+    def __str__(self):
+        return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+
+    def cast_to_param(self, tree):
+        """`tree` with its floats in `param_dtype`."""
+        return _cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree):
+        """`tree` with its floats in `compute_dtype`."""
+        return _cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree):
+        """`tree` with its floats in `output_dtype`."""
+        return _cast(tree, self.output_dtype)
+
+    def dtype_of(self, operation: str) -> np.dtype | None:
+        """The dtype in which an operation runs.
+
+        | operations | dtype |
+        |---|---|
+        | matrix products, convolutions, the layers made of them | `compute_dtype` |
+        | softmax, norms, reductions, losses | float32 (float64 where `compute_dtype` is) |
+        | add, multiply, concatenate and the like | None: the widest of the inputs |
+
+        None is what `dtype=None` means to Flax's layers too.
+
+        Args:
+            operation: `"softmax"`, `"matmul"`, ...; `LayerNorm` and `layer_norm` are the same.
+
+        Raises:
+            ValueError: the table has no such operation.
+        """
+        kind = _kind_of(operation)
+        if kind == _COMPUTE:
+            return self.compute_dtype
+        return max(self.compute_dtype, np.dtype(np.float32), key=lambda d: d.itemsize) if kind == _FLOAT32 else None
+
+    def op(self, function, like: str | None = None):
+        """`function` in the dtype that the table has for it.
+
+            policy.op(jnp.matmul)(a, b)                      # in compute_dtype
+            policy.op(jax.nn.softmax)(scores)                # in float32
+            policy.op(jnp.add)(half, full)                   # in float32, the widest
+            policy.op(my_loss, like="loss")(logits, labels)  # in float32
+
+        Floats among the arguments are cast; what is wider than the float32 of the table stays. Results come as
+        `function` gives them.
+
+        Args:
+            function: any function of arrays.
+            like: the operation of `dtype_of` that it counts as; its own name if None.
+
+        Raises:
+            ValueError: the table has no such operation.
+        """
+        name = like or getattr(function, "__name__", repr(function))
+        dtype, narrows = self.dtype_of(name), _kind_of(name) == _COMPUTE
+
+        @functools.wraps(function)
+        def cast_and_call(*args, **kwargs):
+            to = dtype or _widest_of((args, kwargs))
+            args, kwargs = _cast((args, kwargs), to, narrows)
+            return function(*args, **kwargs)
+
+        return cast_and_call
+
+
+def _kind_of(operation):
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
+    if name not in _KINDS:
+        raise ValueError(
+            f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; say which of them it is like, "
+            "or use compute_dtype or float32 by name"
+        )
+    return _KINDS[name]
+
+
+def _cast(tree, dtype, narrows=True):
+    def cast(leaf):
+        if not is_float(leaf):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        return leaf.astype(dtype if narrows else widest(leaf.dtype, dtype))
+
+    return map_outside_state(cast, tree)
+
+
+def _widest_of(tree):
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    return widest(*dtypes) if dtypes else jnp.float32
+
+
+def _float_dtype(where, dtype) -> np.dtype:
+    try:
+        name = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if dtype is None or name not in _DTYPES.values():
+        raise ValueError(f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
+    return jnp.dtype(name)

@@ -1,0 +1,301 @@
+"""all_finite, select and first_nonfinite: which leaves count, and the same answer on all devices."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxfp8
+from jaxfp8 import mixed_precision
+from jaxfp8.mixed_precision import all_finite, first_nonfinite, first_nonfinite_index, leaf_names, select
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+DEVICES = 8
+BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
+
+
+def tree(spoil=(), value=np.nan, dtype=np.float32):
+    """Gradients and FP8 state, with `value` at one place of the leaves named."""
+    leaves = {"a": np.ones((3, 5), dtype), "b": np.ones(7, dtype), "history": np.ones(4, np.float32)}
+    for name in spoil:
+        leaves[name].flat[-1] = value
+    state = {"x_amax_history": leaves["history"], "x_scale": np.ones(1, np.float32)}
+    return {
+        "params": {"Dense_0": {"kernel": leaves["a"]}, "Dense_1": {"bias": leaves["b"], "count": np.int32(3)}},
+        OWG: {"Dense_0": {"Fp8DotGeneral_0": state}},
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- all_finite
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32, np.complex64])
+def test_one_bad_value(value, dtype):
+    check = jax.jit(all_finite)
+    assert check(tree(dtype=dtype)) and all_finite(tree(dtype=dtype))
+    for leaf in "ab":
+        assert not check(tree(leaf, value, dtype)) and not all_finite(tree(leaf, value, dtype))
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 2**20])
+def test_one_bad_value_in_many(size):
+    for where in (0, size // 2, size - 1):
+        array = np.ones(size, np.float32)
+        array[where] = np.nan
+        assert not jax.jit(all_finite)(array)
+
+
+def test_state_does_not_decide():
+    assert all_finite(tree(["history"]))
+    assert all_finite(jaxfp8.QTensor(jnp.full((2, 2), np.nan, jnp.float8_e4m3fn), jnp.full(1, np.nan)))
+    assert not all_finite(
+        jaxfp8.QTensor(jnp.ones((1, 1), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.full((1, 1), np.nan))
+    )
+
+
+def test_nothing_to_look_at():
+    for nothing in ({}, None, {"a": np.int32(1), "key": jax.random.key(0)}, np.zeros((0, 3), np.float32)):
+        assert all_finite(nothing) and first_nonfinite(nothing) is None
+
+
+def test_a_bad_step_of_an_fp8_model():
+    """What state records as 0 is to be seen in the gradients of the parameters."""
+    layer = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = np.ones((2, 8), np.float32)
+    variables = layer.init(jax.random.key(0), x)
+    grads = jax.grad(lambda v, x: layer.apply(v, x).sum())
+    assert all_finite(grads(variables, x))
+    x[0, 3] = np.inf
+    bad = grads(variables, x)
+    assert not all_finite(bad) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(bad[OWG]))
+    assert first_nonfinite(bad) == "params/kernel"
+
+
+# ------------------------------------------------------------------------------------------------------------- select
+
+
+@pytest.mark.parametrize("finite", [True, False, np.bool_(True), np.bool_(False), jnp.bool_(True), jnp.bool_(False)])
+def test_select(finite):
+    """One of the two, to the bit, NaNs and negative zeros and all; no leaf is left out."""
+
+    def draw(seed):
+        bits = np.random.default_rng(seed).integers(0, 2**32, 64, np.uint32)
+        state = {"x_amax_history": bits.view(np.float32), "x_scale": np.float32([seed])}
+        return {
+            "params": {
+                "w": bits.view(np.float32),
+                "h": bits.view(np.float16),
+                "b": bits.astype(np.uint16).view(oracle.BF16),
+            },
+            "opt_state": (np.int32(seed), bits > 2**31, None),
+            OWG: {"Dense_0": state},
+            "plain": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2)),
+            "codes": jnp.asarray(bits.view(np.uint8) & 0xFB).view(jnp.float8_e5m2),  # no NaN: XLA:CPU has but one
+            "key": jax.random.key(seed),
+        }
+
+    new, old = draw(1), draw(2)
+    for function in (select, jax.jit(select)):
+        got, wanted = function(finite, new, old), new if finite else old
+        assert jax.tree.structure(got) == jax.tree.structure(wanted)
+        assert jnp.array_equal(jax.random.key_data(got.pop("key")), jax.random.key_data(wanted["key"]))
+        wanted = {name: leaf for name, leaf in wanted.items() if name != "key"}
+        for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+            other = np.asarray(other)
+            assert leaf.dtype == other.dtype, path
+            assert np.asarray(leaf).tobytes() == other.tobytes(), path
+
+
+def test_members_decide_for_themselves():
+    new, old = {"w": jnp.ones((3, 2))}, {"w": jnp.zeros((3, 2))}
+    got = jax.vmap(select)(np.array([True, False, True]), new, old)
+    assert got["w"].tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_trees_that_differ_are_named():
+    with pytest.raises(ValueError, match="select: new: expected the structure of old"):
+        select(True, {"a": 1.0}, {"b": 1.0})
+    for other in (np.ones(3, np.float16), np.ones(4, np.float32)):
+        with pytest.raises(
+            ValueError, match=r"select: new: \['opt'\]\[0\]: expected float.* as in old, got float32\[3\]"
+        ):
+            select(True, {"opt": [np.ones(3, np.float32)]}, {"opt": [other]})
+
+
+# ---------------------------------------------------------------------------------------------------- first_nonfinite
+
+
+def layers(*bad):
+    """Six layers; those named have a NaN."""
+    names = ["head", "embed", *(f"layers/{i}" for i in range(10, 14))]
+    grads = {"params": {}}
+    for name in names:
+        node = grads["params"]
+        for part in name.split("/")[:-1]:
+            node = node.setdefault(part, {})
+        node[name.split("/")[-1]] = {
+            "kernel": np.full((2, 2), np.nan if name in bad else 1, np.float32),
+            "bias": np.ones(2),
+        }
+    return grads
+
+
+ORDER = ["embed", *(f"layers/{i}" for i in range(10, 14)), "head"]
+
+
+def test_which_layer():
+    """The layer whose backward made the NaN is the one nearest to the loss; all before it have it too."""
+    assert first_nonfinite(layers()) is None and first_nonfinite(layers(), ORDER) is None
+    bad = layers(*ORDER[:4])
+    assert first_nonfinite(bad, ORDER) == "params/layers/12/kernel"
+    assert first_nonfinite(bad) == "params/embed/kernel", "without an order the first in the tree"
+    assert first_nonfinite(layers(*ORDER), ORDER) == "params/head/kernel"
+    assert first_nonfinite(bad, ["layers", "head"]) == "params/layers/10/kernel"
+    assert first_nonfinite(layers("embed"), ["layers", "head"]) == "params/embed/kernel", "of no layer named: last"
+
+
+def test_parts_of_names_do_not_count():
+    grads = {"Dense_1": np.float32(1), "Dense_10": np.float32(np.nan), "Dense_2": np.float32(np.nan)}
+    assert first_nonfinite(grads, ["Dense_10", "Dense_1", "Dense_2"]) == "Dense_2"
+    assert first_nonfinite({**grads, "Dense_2": np.float32(0)}, ["Dense_10", "Dense_1", "Dense_2"]) == "Dense_10"
+
+
+@pytest.mark.parametrize("order", [None, ORDER])
+def test_under_jit(order):
+    index = jax.jit(lambda grads: first_nonfinite_index(grads, order))
+    names = leaf_names(layers(), order)
+    assert len(names) == 12 and len(set(names)) == 12
+    assert index(layers()) == -1 and index(layers()).dtype == jnp.int32
+    for bad in (ORDER[:1], ORDER[:3], ORDER[2:5], ORDER):
+        assert names[index(layers(*bad))] == first_nonfinite(layers(*bad), order)
+
+
+def test_state_is_not_named():
+    assert first_nonfinite(tree(["history"])) is None
+    assert leaf_names(tree()) == ("params/Dense_0/kernel", "params/Dense_1/bias")
+
+
+def test_nnx():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+    x = np.float32([[1, 2]])
+    good = nnx.grad(lambda m: m(x).sum())(model)
+    bad = nnx.grad(lambda m: jnp.sqrt(0.0 * m(x)).sum())(model)
+    assert all_finite(good) and not all_finite(bad)
+    assert first_nonfinite(good) is None
+    assert first_nonfinite(bad, ["layers/0", "layers/1"]).startswith("layers/1/")
+
+
+def test_an_order_of_another_model():
+    with pytest.raises(
+        ValueError, match=r"first_nonfinite: order: expected the names of layers in .*got \['decoder'\]"
+    ):
+        first_nonfinite(layers(), ["embed", "decoder"])
+
+
+# ------------------------------------------------------------------------------------------------------------- meshes
+
+
+def mesh_of(kind, *shape):
+    return jax.make_mesh(shape, ("data", "model")[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def gradients(bad):
+    """Two leaves, one of them cut by rows; a NaN on device 5 alone, or nowhere."""
+    cut = np.ones((DEVICES, 4), np.float32)
+    if bad:
+        cut[5, 2] = np.nan
+    return {"cut": cut, "whole": np.ones(3, np.float16)}
+
+
+def values_on_devices(x):
+    return [np.asarray(shard.data).item() for shard in x.addressable_shards]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("bad", [True, False])
+def test_arrays_cut_by_jit(kind, bad):
+    mesh = mesh_of(kind, DEVICES)
+    with jax.set_mesh(mesh):
+        grads = {
+            "cut": jax.device_put(gradients(bad)["cut"], NamedSharding(mesh, P("data"))),
+            "whole": jax.device_put(gradients(bad)["whole"], NamedSharding(mesh, P())),
+        }
+        finite, index, got = jax.jit(
+            lambda g: (all_finite(g), first_nonfinite_index(g), select(all_finite(g), jax.tree.map(jnp.negative, g), g))
+        )(grads)
+    assert values_on_devices(finite) == [not bad] * DEVICES
+    assert values_on_devices(index) == [0 if bad else -1] * DEVICES
+    sign = 1 if bad else -1
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad))
+    assert got["cut"].sharding.is_equivalent_to(grads["cut"].sharding, 2)
+
+
+def in_shard_map(function, mesh, check_vma, **specs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, check_vma=check_vma, **specs))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
+@pytest.mark.parametrize("bad", [True, False])
+def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
+    """FSDP, or pipeline stages: one device has the NaN, all skip. The answer has no axis left in its type."""
+    mesh = mesh_of(AxisType.Auto, *shape)
+    axes = tuple(mesh.axis_names)
+
+    def function(grads):
+        finite = all_finite(grads)
+        seen = jnp.reshape(finite, (1,))
+        seen = lax.pcast(seen, axes, to="varying") if check_vma else seen
+        return finite, first_nonfinite_index(grads), seen, select(finite, jax.tree.map(jnp.negative, grads), grads)
+
+    specs = {"cut": P(axes), "whole": P()}
+    finite, index, seen, got = in_shard_map(
+        function, mesh, check_vma, in_specs=(specs,), out_specs=(P(), P(), P(axes), specs)
+    )(gradients(bad))
+    assert seen.tolist() == [not bad] * DEVICES and finite == (not bad) and index == (0 if bad else -1)
+    sign = 1 if bad else -1
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, sign * b), got, gradients(bad))
+
+
+def test_gradients_that_agree_need_no_collective():
+    """Summed over the devices already, as types say: one reduction a leaf, and no all-reduce."""
+    mesh = mesh_of(AxisType.Auto, DEVICES)
+
+    def lowered(spec):
+        return in_shard_map(all_finite, mesh, True, in_specs=(spec,), out_specs=P()).lower(np.ones(DEVICES)).as_text()
+
+    assert "all_reduce" not in lowered(P()) and lowered(P("data")).count("all_reduce") == 1
+
+
+def test_some_axes_manual():
+    mesh = mesh_of(AxisType.Auto, 4, 2)
+    grads = gradients(True)["cut"]
+    got = jax.jit(
+        jax.shard_map(all_finite, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}, check_vma=True)
+    )(grads)
+    assert not got
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_loss_scales_stay_alike(check_vma):
+    """Ten steps in which another device overflows each time: one loss scale, that of a single process."""
+    mesh = mesh_of(AxisType.Auto, DEVICES)
+    who = np.random.default_rng(0).integers(-DEVICES, DEVICES, 10)  # negative: nobody
+
+    def step(loss_scale, who):
+        here = lax.axis_index("data") == who
+        loss_scale = loss_scale.adjust(all_finite(jnp.where(here, jnp.inf, 1.0)))
+        return loss_scale, jnp.reshape(loss_scale.value + 0.0 * lax.axis_index("data").astype(jnp.float32), (1,))
+
+    run = in_shard_map(step, mesh, check_vma, in_specs=(P(), P()), out_specs=(P(), P("data")))
+    loss_scale = expected = mixed_precision.DynamicLossScale(growth_interval=2)
+    for w in who:
+        loss_scale, seen = run(loss_scale, np.int32(w))
+        expected = expected.adjust(bool(w < 0))
+        assert seen.tolist() == [float(expected.value)] * DEVICES

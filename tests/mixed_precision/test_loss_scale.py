@@ -1,0 +1,273 @@
+"""DynamicLossScale against GradScaler in numpy, to the bit; the numbers people know it by; its life as a pytree."""
+
+import dataclasses
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint
+import pytest
+from jax import lax
+from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
+
+import jaxfp8
+from jaxfp8.mixed_precision import DynamicLossScale
+
+from .grad_scaler import GradScaler
+
+adjust = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite))
+
+
+def assert_agrees(loss_scale, scaler, what):
+    oracle.assert_bitwise(loss_scale.value, np.asarray(scaler.scale), f"{what}: value")
+    oracle.assert_bitwise(loss_scale.good_steps, np.asarray(scaler.growth_tracker, np.int32), f"{what}: good steps")
+
+
+# ----------------------------------------------------------------------------------------------------------- dynamics
+
+
+def run(loss_scale, finite):
+    """The loss scales after each of these steps, in one program: value f32[n], good_steps i32[n]."""
+
+    def body(loss_scale, ok):
+        loss_scale = loss_scale.adjust(ok)
+        return loss_scale, (loss_scale.value, loss_scale.good_steps)
+
+    return jax.jit(lambda loss_scale, finite: lax.scan(body, loss_scale, finite))(loss_scale, finite)[1]
+
+
+def test_the_worked_example():
+    """65536; 2000 good steps double it; an overflow in the next halves it back; the counter starts again."""
+    loss_scale = DynamicLossScale()
+    assert (loss_scale.value, loss_scale.good_steps) == (65536, 0)
+    value, good_steps = run(loss_scale, np.array([True] * 2000 + [False, True]))
+    assert value[1998] == 65536 and good_steps[1998] == 1999
+    assert value[1999] == 131072 and good_steps[1999] == 0
+    assert value[2000] == 65536 and good_steps[2000] == 0
+    assert value[2001] == 65536 and good_steps[2001] == 1
+
+
+def test_an_overflow_resets_the_counter():
+    """1999 good steps and a bad one: 32768, and 2000 more good steps until it doubles."""
+    value, _ = run(DynamicLossScale(), np.array([True] * 1999 + [False] + [True] * 2000))
+    assert value[1998] == 65536 and (value[1999:3999] == 32768).all() and value[3999] == 65536
+
+
+def test_the_spiral():
+    """An overflow in each step: 65536, 32768, 16384, 8192."""
+    assert run(DynamicLossScale(), np.zeros(3, bool))[0].tolist() == [32768, 16384, 8192]
+
+
+OPTIONS = {
+    "defaults": {},
+    "often": {"growth_interval": 3},
+    "each step": {"growth_interval": 1},
+    "no powers of two": {"initial": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 5},
+    "from 2**20": {"initial": 2.0**20, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("bad", [0.0, 0.0004, 0.05, 0.5, 1.0])
+def test_thousands_of_random_steps(options, bad):
+    """Bitwise; long enough to meet the bounds where overflows are as rare or as frequent as that."""
+    finite = np.random.default_rng(len(str(options))).random(9000) >= bad
+    values, good_steps = map(np.asarray, run(DynamicLossScale(**options), finite))
+    scaler = GradScaler(scale=np.float32(options.get("initial", 65536)))
+    scaler = dataclasses.replace(scaler, **{k: v for k, v in options.items() if k != "initial"})
+    expected = []
+    for ok in finite:
+        scaler.update(not ok)
+        expected.append((scaler.scale, scaler.growth_tracker))
+    oracle.assert_bitwise(values, np.float32([e[0] for e in expected]), "value")
+    oracle.assert_bitwise(good_steps, np.int32([e[1] for e in expected]), "good steps")
+
+
+def test_never_zero_and_never_infinite():
+    """At both bounds the value and its inverse are normal floats, and unscaling undoes scaling."""
+    top, bottom = DynamicLossScale(2.0**125, growth_interval=1), DynamicLossScale(2.0**-125)
+    for _ in range(5):
+        top, bottom = adjust(top, True), adjust(bottom, False)
+    assert float(top.value) == 2.0**126 and float(bottom.value) == 2.0**-126
+    for loss_scale in (top, bottom):
+        assert loss_scale.unscale(loss_scale.scale(np.float32(1.5))) == 1.5
+    assert float(adjust(top, False).value) == 2.0**125
+
+
+def test_an_interval_that_was_passed_long_ago():
+    """A run goes on with a shorter interval: it grows at the next good step, where `==` would never."""
+    loss_scale = DynamicLossScale(growth_interval=10, good_steps=jnp.int32(50))
+    assert adjust(loss_scale, True).value == 131072
+
+
+# --------------------------------------------------------------------------------------------------- scale and unscale
+
+
+def test_a_loss_of_1e_minus_5():
+    """0.65536 in f32; 0.65625 of the float16 that 1e-5 becomes, a subnormal and not 0."""
+    loss_scale = DynamicLossScale()
+    oracle.assert_bitwise(loss_scale.scale(np.float32(1e-5)), np.float32(1e-5) * np.float32(65536), "f32")
+    assert abs(float(loss_scale.scale(1e-5)) - 0.65536) < 1e-7
+    scaled = loss_scale.scale(np.float16(1e-5))
+    assert scaled.dtype == jnp.float32 and scaled == 0.65625
+
+
+@pytest.mark.parametrize("initial", [65536.0, 1.0, 2.0**-20, 1000.0, 3.3e7])
+@pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32])
+def test_unscale_in_f32(dtype, initial):
+    """All bits of every float16 and bfloat16 gradient, and of many f32 ones, as numpy has them."""
+    if dtype == np.float32:
+        gradient = (np.random.default_rng(0).standard_normal(10000) * 2.0 ** np.arange(-40, 60).repeat(100)).astype(
+            dtype
+        )
+    else:
+        gradient = np.arange(2**16).astype(np.uint16).view(dtype)
+    got = np.asarray(jax.jit(DynamicLossScale(initial).unscale)(gradient))
+    assert got.dtype == np.float32
+    expected = GradScaler(np.float32(initial)).unscale(gradient)
+    tiny = np.finfo(np.float32).tiny
+    normal = ~(np.abs(gradient.astype(np.float32)) < tiny) & ~(np.abs(expected) < tiny)  # XLA:CPU flushes the others
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    normal &= ~np.isnan(expected)
+    oracle.assert_bitwise(got[normal], expected[normal], "unscaled")
+    assert (np.abs(got[~normal & ~np.isnan(got)]) < tiny).all()
+
+
+def test_powers_of_two_lose_nothing():
+    """Every positive float16 gradient of a scaled loss is, unscaled, that number over 65536: none becomes 0."""
+    gradient = np.arange(1, 0x7C00).astype(np.uint16).view(np.float16)
+    unscaled = np.asarray(DynamicLossScale().unscale(gradient), np.float64)
+    np.testing.assert_array_equal(unscaled * 65536, gradient.astype(np.float64))
+    assert (gradient.astype(np.float32) / 65536).astype(np.float16)[0] == 0  # as it would be in float16
+
+
+def test_what_is_no_gradient_stays():
+    """FP8 state, codes, integers, keys: bit by bit, whatever they are named and however deep."""
+    state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=3))
+    qtensor = jaxfp8.QTensor(jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.ones((2, 2)))
+    tree = {
+        "params": {"kernel": np.float16([2, 4]), "scale": np.float32([8]), "complex": np.complex64([1j])},
+        jaxfp8.OVERWRITE_WITH_GRADIENT: {
+            "Dense_0": {"input_amax_history": np.float32([1, 2]), "input_scale": np.float32([3])},
+            "own": np.float32([5, 7]),
+        },
+        "plain": state,
+        "codes": qtensor,
+        "ints": np.int32([1, 2]),
+        "flag": np.bool_(True),
+        "key": jax.random.key(0),
+        "nothing": None,
+    }
+    loss_scale = DynamicLossScale()
+    for change, factor in ((loss_scale.scale, 65536), (loss_scale.unscale, 1 / 65536)):
+        got = change(tree)
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+        assert got["params"]["kernel"].tolist() == [2 * factor, 4 * factor]
+        assert got["params"]["scale"].tolist() == [8 * factor], "the scale of a norm is a parameter"
+        assert got["params"]["complex"].tolist() == [1j * factor]
+        assert got["codes"].source.tolist() == [[factor] * 2] * 2, "the gradient of a kernel that was quantized before"
+        for key in (jaxfp8.OVERWRITE_WITH_GRADIENT, "plain", "ints", "flag"):
+            jax.tree.map(np.testing.assert_array_equal, got[key], tree[key])
+        assert jnp.array_equal(jax.random.key_data(got["key"]), jax.random.key_data(tree["key"]))
+        assert got["codes"].data is qtensor.data and got["codes"].scale_inv is qtensor.scale_inv
+
+
+# ------------------------------------------------------------------------------------------------------- as a pytree
+
+
+def used():
+    return adjust(adjust(DynamicLossScale(growth_interval=7), False), True)
+
+
+def test_a_pytree_of_two_arrays():
+    leaves, treedef = jax.tree.flatten(used())
+    assert [(leaf.dtype, leaf.shape) for leaf in leaves] == [(jnp.float32, ()), (jnp.int32, ())]
+    back = treedef.unflatten(leaves)
+    assert (back.value, back.good_steps, back.growth_interval) == (32768, 1, 7)
+    nothing = jax.tree.map(lambda _: None, used())
+    assert nothing.value is None, "None is kept and not filled in"
+
+
+def test_donated():
+    donating = jax.jit(lambda loss_scale, finite: loss_scale.adjust(finite), donate_argnums=0)
+    loss_scale, scaler = DynamicLossScale(growth_interval=2), GradScaler(growth_interval=2)
+    for finite in (True, True, False, True):
+        before, loss_scale = loss_scale, donating(loss_scale, finite)
+        scaler.update(not finite)
+        assert_agrees(loss_scale, scaler, "donated")
+        assert before.value.is_deleted()
+
+
+def test_one_trace_for_all_steps():
+    traces = []
+
+    @jax.jit
+    def step(loss_scale, finite):
+        traces.append(loss_scale)
+        return loss_scale.adjust(finite)
+
+    loss_scale = DynamicLossScale()
+    for finite in (True, False, True):
+        loss_scale = step(loss_scale, np.bool_(finite))
+    assert len(traces) == 1
+
+
+def test_members_of_an_ensemble():
+    loss_scales = jax.vmap(lambda initial: DynamicLossScale(value=initial))(jnp.float32([4, 8]))
+    got = jax.vmap(lambda loss_scale, finite: loss_scale.adjust(finite))(loss_scales, np.array([True, False]))
+    assert got.value.tolist() == [4, 4] and got.good_steps.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_msgpack(alone):
+    wrap = (lambda x: x) if alone else (lambda x: {"step": 3, "loss_scale": x})
+    data = flax.serialization.to_bytes(wrap(used()))
+    got = flax.serialization.from_bytes(wrap(DynamicLossScale(growth_interval=7)), data)
+    got = got if alone else got["loss_scale"]
+    assert isinstance(got, DynamicLossScale)
+    assert_agrees(adjust(got, True), GradScaler(np.float32(32768), growth_tracker=2), "restored")
+
+
+def test_orbax(tmp_path):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", {"loss_scale": used()})
+        checkpointer.wait_until_finished()
+        got = checkpointer.restore(tmp_path / "checkpoint", {"loss_scale": DynamicLossScale(growth_interval=7)})
+    assert_agrees(adjust(got["loss_scale"], True), GradScaler(np.float32(32768), growth_tracker=2), "restored")
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+BAD = {
+    "initial": [0, -1, np.inf, np.nan, 2.0**127],
+    "growth_factor": [1, 0.5, np.inf, np.nan],
+    "backoff_factor": [0, 1, -0.5, np.nan],
+    "growth_interval": [0, -1, 2.5],
+}
+
+
+@pytest.mark.parametrize("name, got", [(name, got) for name, all_bad in BAD.items() for got in all_bad])
+def test_bad_options_are_named(name, got):
+    with pytest.raises(ValueError, match=f"DynamicLossScale: {name}: expected a .*got "):
+        DynamicLossScale(**{name: got})
+
+
+@pytest.mark.parametrize("finite", [1, 1.0, np.float32(1), np.ones(2)])
+def test_finite_that_is_no_boolean(finite):
+    with pytest.raises(TypeError, match="DynamicLossScale.adjust: finite: expected a boolean, got"):
+        DynamicLossScale().adjust(finite)
+
+
+@pytest.mark.usefixtures("promotion_as_optax_wants")
+def test_optax_sees_no_scale():
+    """The state of a clipped step is that of the true gradient, to the bit, at any power of two."""
+    tx, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), {"w": jnp.float32([1.0, -3.0])}
+    gradient = {"w": np.float32([0.3, -7.0])}
+    expected = tx.update(gradient, tx.init(params), params)
+    for initial in (2.0**16, 2.0**-10, 2.0**60):
+        loss_scale = DynamicLossScale(initial)
+        got = tx.update(loss_scale.unscale({"w": gradient["w"] * np.float32(initial)}), tx.init(params), params)
+        jax.tree.map(lambda a, b: oracle.assert_bitwise(a, np.asarray(b), "optax"), got, expected)

@@ -1,0 +1,241 @@
+"""Policy: what it casts and leaves alone, its grammar, and the table of what stays in float32."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+from jaxfp8.mixed_precision import Policy
+
+HALF = Policy.parse("params=float32,compute=float16,output=float32")
+FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
+
+# ------------------------------------------------------------------------------------------------------------- grammar
+
+PARSED = {
+    "params=float32,compute=bfloat16,output=float32": ("float32", "bfloat16", "float32"),
+    "p=f32,c=f16,o=f32": ("float32", "float16", "float32"),
+    "p=f32,c=f16": ("float32", "float16", "float16"),
+    "c=bf16": ("float32", "bfloat16", "bfloat16"),
+    "o=bf16": ("float32", "float32", "bfloat16"),
+    "p=f16": ("float16", "float16", "float16"),
+    "output=float32, params = bfloat16": ("bfloat16", "bfloat16", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
+    " f16 ": ("float16", "float16", "float16"),
+}
+
+
+@pytest.mark.parametrize("text", PARSED)
+def test_parse(text):
+    policy = Policy.parse(text)
+    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == tuple(map(jnp.dtype, PARSED[text]))
+    assert Policy.parse(str(policy)) == policy and hash(Policy.parse(str(policy))) == hash(policy)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "int8", "float8_e4m3fn", "p=f32,p=f16", "p=f32,params=f16", "x=f32", "p=", "p=f9", ","]
+)
+def test_bad_text_is_named(text):
+    with pytest.raises(ValueError, match="Policy.parse: .*expected .*got "):
+        Policy.parse(text)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn, "nonsense", None])
+def test_bad_dtypes_are_named(field, dtype):
+    with pytest.raises(ValueError, match=f"Policy: {field}: expected float16, bfloat16, float32 or float64, got "):
+        Policy(**{field: dtype})
+
+
+def test_a_policy_is_a_value():
+    assert Policy() == Policy("float32", np.float32, jnp.float32) == Policy.parse("f32")
+    assert jax.jit(lambda x, policy: policy.cast_to_compute(x), static_argnums=1)(np.ones(2), HALF).dtype == jnp.float16
+
+
+# --------------------------------------------------------------------------------------------------------------- casts
+
+
+@pytest.mark.parametrize("to", ["param", "compute", "output"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_are_cast(to, dtype):
+    policy = Policy(jnp.float32, jnp.float16, jnp.bfloat16)
+    array = np.linspace(-3, 3, 50).astype(dtype)
+    got = getattr(policy, f"cast_to_{to}")({"a": [array]})["a"][0]
+    wanted = getattr(policy, f"{to}_dtype")
+    # float64 is float32 in JAX before anything else.
+    oracle.assert_bitwise(got, (array.astype(np.float32) if dtype == np.float64 else array).astype(wanted), to)
+
+
+def test_all_else_stays():
+    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
+    qtensor = jaxfp8.QTensor(jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.ones((2, 2)))
+    tree = {
+        jaxfp8.OVERWRITE_WITH_GRADIENT: {"Dense_0": {"x_amax_history": jnp.ones(2), "x_scale": jnp.ones(1)}},
+        "own": {jaxfp8.OVERWRITE_WITH_GRADIENT: {"linear_input_amax": jnp.ones(2)}},
+        "plain": jaxfp8.init_state(recipe),
+        "codes": jnp.ones(2, jnp.float8_e5m2),
+        "ints": jnp.arange(2),
+        "flag": np.bool_(True),
+        "complex": jnp.ones(2, jnp.complex64),
+        "key": jax.random.key(0),
+        "number": 1.5,
+        "nothing": None,
+        "text": "relu",
+    }
+    for to in ("param", "compute", "output"):
+        got = getattr(Policy.parse("f16"), f"cast_to_{to}")({**tree, "q": qtensor})
+        of_q = got.pop("q")
+        assert jax.tree.structure(got) == jax.tree.structure(tree)
+        assert all(a is b for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True))
+        assert of_q.data is qtensor.data and of_q.scale_inv is qtensor.scale_inv
+        assert of_q.source.dtype == jnp.float16
+
+
+def test_models():
+    """The variables of Linen and NNX models: parameters are cast, state is not."""
+    x = np.ones((4, 8), np.float32)
+    variables = nn.Dense(3, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
+    got = HALF.cast_to_compute(variables)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got["params"])} == {jnp.dtype("float16")}
+    owg = jaxfp8.OVERWRITE_WITH_GRADIENT
+    assert all(a is b for a, b in zip(jax.tree.leaves(got[owg]), jax.tree.leaves(variables[owg]), strict=True))
+
+    model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
+    model(x)
+    state = HALF.cast_to_compute(nnx.state(model))
+    dtypes = {type(v): v.get_value().dtype for _, v in nnx.to_flat_state(state)}
+    assert dtypes[nnx.Param] == jnp.float16 and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32", "float64"])
+def test_table(compute):
+    """The table of mixed precision as people know it."""
+    policy = Policy.parse(f"p=f32,c={compute},o=f32")
+    for operation in (
+        "matmul",
+        "linear",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "conv2d",
+        "einsum",
+        "dot_general",
+        "Dense",
+        "Conv",
+    ):
+        assert policy.dtype_of(operation) == compute
+    full = "float64" if compute == "float64" else "float32"
+    for operation in (
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "LayerNorm",
+        "batch_norm",
+        "BatchNorm",
+        "sum",
+        "prod",
+        "loss",
+    ):
+        assert policy.dtype_of(operation) == full
+    for operation in ("add", "mul", "multiply", "cat", "concatenate"):
+        assert policy.dtype_of(operation) is None
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS[:3])
+@pytest.mark.parametrize("w_dtype", FLOATS[:3])
+def test_compute_operations(x_dtype, w_dtype):
+    """The operands are rounded to float16, the product is that of numpy."""
+    x, w = np.ones((2, 4), x_dtype) + np.arange(4).astype(x_dtype), np.full((4, 3), 1 / 3, w_dtype)
+    exact = x.astype(np.float16).astype(np.float64) @ w.astype(np.float16).astype(np.float64)
+    for got in (HALF.op(jnp.matmul)(x, w), HALF.op(jnp.einsum)("mk,kn->mn", x, w), jax.jit(HALF.op(jnp.dot))(x, w)):
+        assert got.dtype == jnp.float16
+        # Four f32 additions and one rounding to float16, all numbers positive.
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2.0**-11 + 2.0**-21)
+
+
+LOGITS = np.linspace(-9, 9, 4096)
+IN_F32 = {
+    "softmax": (jax.nn.softmax, lambda x: np.exp(x) / np.exp(x).sum()),
+    "log_softmax": (jax.nn.log_softmax, lambda x: x - np.log(np.exp(x).sum())),
+    "sum": (jnp.sum, np.sum),
+    "a loss of one's own": (lambda x: jnp.mean(x**2), lambda x: np.mean(x**2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_F32)
+def test_f32_operations(name):
+    """Results of float16 inputs are f32, and the exact ones within 4096 roundings of f32, far below one of float16."""
+    function, exact = IN_F32[name]
+    x = LOGITS.astype(np.float16)
+    got = HALF.op(function, like=None if name in ("softmax", "log_softmax", "sum") else "loss")(x)
+    assert got.dtype == jnp.float32
+    wanted = exact(x.astype(np.float64))
+    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=4096 * 2.0**-24, atol=4096 * 9 * 2.0**-24)
+
+
+def test_sums_of_70000():
+    """What float16 cannot hold."""
+    ones = np.ones(70000, np.float16)
+    assert HALF.op(jnp.sum)(ones) == 70000 and jnp.isinf(jnp.sum(ones))
+
+
+def test_widest_operations():
+    half, bf16, full = np.ones(3, np.float16), np.ones(3, oracle.BF16), np.ones(3, np.float32)
+    for function in (jnp.add, jnp.multiply):
+        assert HALF.op(function)(half, full).dtype == jnp.float32
+        assert HALF.op(function)(half, half).dtype == jnp.float16
+        assert HALF.op(function)(half, bf16).dtype == jnp.float32
+    assert HALF.op(jnp.concatenate)([half, full]).dtype == jnp.float32
+    assert HALF.op(jnp.add)(1, 2) == 3
+
+
+def test_regions():
+    """Another policy inside, float32 inside that, and the first again: as nested and disabled regions go."""
+    x = np.full((2, 2), 1 / 3, np.float32)
+    outer, inner, disabled = HALF, Policy.parse("c=bf16"), Policy()
+    x1 = outer.op(jnp.matmul)(x, x)
+    x2 = inner.op(jnp.matmul)(x1, x)
+    x3 = disabled.op(jnp.matmul)(x2, x)
+    assert [v.dtype for v in (x1, x2, x3, outer.op(jnp.matmul)(x3, x))] == ["float16", "bfloat16", "float32", "float16"]
+
+
+def test_gradients_come_in_the_dtype_of_the_argument():
+    """Backward runs in the dtypes that forward chose; the gradient of an f32 parameter is f32."""
+    w = np.full((4, 4), 0.5, np.float32)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w: HALF.op(jnp.sum)(HALF.op(jnp.matmul)(np.ones((4, 4)), w))))(w)
+    products = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    inner = [e for eqn in jaxpr.jaxpr.eqns if "jaxpr" in eqn.params for e in eqn.params["jaxpr"].jaxpr.eqns]
+    products += [eqn for eqn in inner if eqn.primitive.name == "dot_general"]
+    assert products and {v.aval.dtype for eqn in products for v in eqn.invars} == {jnp.dtype("float16")}
+    assert jaxpr.out_avals[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("function, like", [(jnp.cos, None), (functools.partial(jnp.sum), None), (jnp.cos, "cosine")])
+def test_unknown_operations_are_named(function, like):
+    with pytest.raises(ValueError, match="Policy: operation: expected one of .*'softmax'.*got"):
+        HALF.op(function, like)
+    with pytest.raises(ValueError, match="expected one of"):
+        HALF.dtype_of("cosine")
+
+
+def test_names_are_those_of_the_libraries():
+    """Every function of jax, jnp, lax and optax that the table names is found by its own name."""
+    known = 0
+    for module in (jnp, jax.nn, jax.lax, optax):
+        for name in (n for kind in jaxfp8.mixed_precision._policy.OPERATIONS.values() for n in kind):
+            function = getattr(module, name, None)
+            if callable(function):
+                known += 1
+                assert HALF.dtype_of(function.__name__) == HALF.dtype_of(name)
+                HALF.op(function)
+    assert known > 35

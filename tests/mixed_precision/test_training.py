@@ -1,0 +1,309 @@
+"""Training in float16 with loss scaling, with FP8 and without, in every trainer, against numpy's account of the run."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+from jax import lax
+from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
+
+import jaxfp8
+from jaxfp8 import mixed_precision
+from jaxfp8.mixed_precision import DynamicLossScale
+
+from . import trainers
+from .trainers import HUGE, MAKERS, TINY, Account, batch
+
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+
+SGD = optax.sgd(trainers.LEARNING_RATE)
+everywhere = pytest.mark.parametrize(
+    "make, fp8", [(make, fp8) for make in MAKERS.values() for fp8 in (True, False)],
+    ids=[f"{name}, {'FP8' if fp8 else 'float16'}" for name in MAKERS for fp8 in (True, False)],
+)  # fmt: skip
+
+
+def assert_same_bits(got, expected, what):
+    assert jax.tree.structure(got) == jax.tree.structure(expected), what
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        oracle.assert_bitwise(leaf, np.asarray(other), f"{what}: {jax.tree_util.keystr(path)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+def run(make, fp8, step=None):
+    """Fourteen steps, three of which overflow; the scale grows after three good ones."""
+    trainer, account = make(fp8, SGD), Account(growth_interval=3)
+    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=3)
+    step = jax.jit(step or trainer.step)
+    skipped = 0
+    for i in range(14):
+        x, grad = batch(i, HUGE if i in (4, 5, 11) else TINY)
+        before, kernel = train, trainer.kernel(train)
+        train, loss_scale = step(train, loss_scale, x, grad)
+        if account.step([(x, grad)]):
+            skipped += 1
+            assert_same_bits(jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped")
+        else:
+            assert not np.array_equal(trainer.kernel(train), kernel), "the kernel trains"
+        account.check(trainer, train, loss_scale, fp8, f"step {i}")
+    assert skipped == 3 and loss_scale.value == 65536 * 2.0 ** (1 - 2 + 1 - 1)
+
+
+@everywhere
+def test_run(make, fp8):
+    run(make, fp8)
+
+
+def test_without_loss_scaling_nothing_trains():
+    """What the runs show would show nothing if float16 could hold these gradients."""
+    trainer = MAKERS["our TrainState"](False, SGD)
+    grads = trainer.gradient(trainer.train, DynamicLossScale(1.0), *batch(0))
+    assert not np.any(grads["params"]["kernel"])
+
+
+@pytest.mark.parametrize("initial", [2.0**10, 2.0**16, 2.0**20])
+def test_gradient_of_an_fp8_layer(initial):
+    """Scaled in, unscaled out: the product of the codes of the scaled gradient, within the bound of any product."""
+    trainer, account = MAKERS["our TrainState"](True, SGD), Account()
+    x, grad = batch(0, 2.0**-20)
+    got = trainer.gradient(trainer.train, DynamicLossScale(initial), x, grad)["params"]["kernel"]
+    assert got.dtype == jnp.float32
+    operands = (a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(initial)))
+    expected = oracle.dense_step(*operands, account.state, wgrad_dtype=np.float16).wgrad
+    expected.check((np.asarray(got) * np.float32(initial)).astype(np.float16), "kernel gradient")
+    np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)  # such numbers are exact in FP8: scales are 1
+
+
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
+@everywhere
+def test_a_skipped_step_leaves_everything(make, fp8):
+    """Parameters, both moments and the count of Adam, step, FP8 state; eager and jitted; then a good step moves all."""
+    trainer = make(fp8, optax.adamw(0.1))
+    step = jax.jit(trainer.step)
+    train, loss_scale = step(trainer.train, DynamicLossScale(), *batch(0))
+    for advance in (step, trainer.step):
+        skipped, smaller = advance(train, loss_scale, *batch(1, HUGE))
+        assert_same_bits(jax.tree.leaves(skipped), jax.tree.leaves(train), "skipped")
+        assert smaller.value == 32768 and smaller.good_steps == 0
+    good, _ = step(train, loss_scale, *batch(1))
+    alike = [np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (good, train)), strict=True)]
+    assert sum(alike) <= 3  # scales of FP8 state stay for a while
+
+
+def test_bad_data_is_skipped():
+    """An Inf in the data is no overflow, but the step is as bad: nothing of it stays, in the history neither."""
+    trainer = MAKERS["our TrainState"](True, optax.adam(0.1))
+    x, grad = batch(1)
+    x[2, 3] = np.nan
+    train, loss_scale = jax.jit(trainer.step)(trainer.train, DynamicLossScale(), x, grad)
+    assert_same_bits(train, trainer.train.replace(step=np.int32(0)), "skipped")
+    assert loss_scale.value == 32768
+
+
+def test_settles():
+    """A gradient of 8 overflows until 8 * scale fits: 65536, 32768, 16384, 8192 are skipped, 4096 is not."""
+    trainer = MAKERS["our TrainState"](False, optax.sgd(0.0))
+    x, grad = np.zeros((trainers.M, trainers.K), np.float32), np.zeros((trainers.M, trainers.N), np.float32)
+    x[0, 0], grad[0, 0] = 1, 8
+    train, loss_scale, step = trainer.train, DynamicLossScale(), jax.jit(trainer.step)
+    counts = []
+    for _ in range(8):
+        train, loss_scale = step(train, loss_scale, x, grad)
+        counts.append(int(train.step))
+    assert counts == [0, 0, 0, 0, 1, 2, 3, 4] and loss_scale.value == 4096 and loss_scale.good_steps == 4
+
+
+def test_a_loss_in_float16_costs_one_step():
+    """Its gradient starts as 65536, which float16 cannot hold; as 32768 it can. In float32 nothing is lost."""
+    for dtype, values in ((jnp.float16, [32768, 32768]), (jnp.float32, [65536, 65536])):
+        loss_scale, seen = DynamicLossScale(), []
+        for _ in range(2):
+            of_loss = lambda w, dtype=dtype: (w * 2).astype(dtype)  # noqa: E731
+            grads = mixed_precision.value_and_grad(of_loss, loss_scale)(jnp.float32(1))[1]
+            loss_scale = loss_scale.adjust(mixed_precision.all_finite(grads))
+            seen.append(float(loss_scale.value))
+        assert seen == values and grads == 2
+
+
+def test_nnx_states_are_no_copies():
+    """Two states of one module are one; `select` says so, and `as_pure` is the way out."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    before = nnx.state(model)
+    model.kernel.set_value(model.kernel.get_value() + 1)
+    with pytest.raises(ValueError, match="select: old: expected the arrays from before the step"):
+        mixed_precision.select(False, nnx.state(model), before)
+    before = nnx.as_pure(nnx.state(model))
+    model.kernel.set_value(model.kernel.get_value() + 1)
+    nnx.update(model, mixed_precision.select(False, nnx.as_pure(nnx.state(model)), before))
+    oracle.assert_bitwise(model.kernel.get_value(), np.asarray(before["kernel"]), "rolled back")
+
+
+# -------------------------------------------------------------------------------------------------------- accumulation
+
+
+def in_a_loop(trainer, train, loss_scale, xs, grads):
+    total = None
+    for x, grad in zip(xs, grads, strict=True):
+        gradient = trainer.gradient(train, loss_scale, x, grad)
+        total = jaxfp8.accumulate_gradients(total, gradient, weight=1 / len(xs))
+    finite = mixed_precision.all_finite(total)
+    return trainer.finish(train, total, finite), loss_scale.adjust(finite)
+
+
+def in_a_scan(trainer, train, loss_scale, xs, grads):
+    def body(total, operands):
+        gradient = trainer.gradient(train, loss_scale, *operands)
+        return jaxfp8.accumulate_gradients(total, gradient, weight=1 / len(xs)), None
+
+    shapes = jax.eval_shape(trainer.gradient, train, loss_scale, xs[0], grads[0])
+    total, _ = lax.scan(body, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), (xs, grads))
+    finite = mixed_precision.all_finite(total)
+    return trainer.finish(train, total, finite), loss_scale.adjust(finite)
+
+
+def scaled_sums(trainer, train, loss_scale, xs, grads, adjust_inside=False):
+    """As GradScaler is used: what is summed is scaled, and unscaled once. The scale must not change on the way."""
+    no_scale, now, total = DynamicLossScale(1.0), loss_scale, None
+    for x, grad in zip(xs, grads, strict=True):
+        # The gradient of the scaled loss: grad enters it linearly.
+        gradient = trainer.gradient(train, no_scale, x, grad * now.value)
+        total = jaxfp8.accumulate_gradients(total, gradient, weight=1 / len(xs))
+        if adjust_inside:
+            now = now.adjust(mixed_precision.all_finite(gradient))
+    total = now.unscale(total)
+    finite = mixed_precision.all_finite(total)
+    return trainer.finish(train, total, finite), now if adjust_inside else now.adjust(finite)
+
+
+def accumulate(make, fp8, form, steps=8):
+    """Four microbatches a step; in the third and the sixth step one of them overflows, and the step is skipped."""
+    trainer, account = make(fp8, SGD), Account(growth_interval=2)
+    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=2)
+    step = jax.jit(functools.partial(form, trainer))
+    for i in range(steps):
+        batches = [batch(10 * i + j, HUGE if (i, j) in ((2, 0), (5, 3)) else TINY * 2**j) for j in range(4)]
+        before = train
+        train, loss_scale = step(train, loss_scale, *map(np.stack, zip(*batches, strict=True)))
+        if account.step(batches):
+            assert i in (2, 5)
+            assert_same_bits(jax.tree.leaves(train), jax.tree.leaves(before), f"step {i} was skipped")
+        account.check(trainer, train, loss_scale, fp8, f"step {i}")
+
+
+@everywhere
+@pytest.mark.parametrize("form", [in_a_loop, in_a_scan, scaled_sums])
+def test_accumulation(make, fp8, form):
+    accumulate(make, fp8, form)
+
+
+def test_multi_steps():
+    """optax accumulates what is unscaled, so here the scale may change between mini-steps, and does in each."""
+    trainer, account = MAKERS["our TrainState"](False, optax.MultiSteps(SGD, 4)), Account()
+    train, loss_scale = trainer.train, DynamicLossScale(growth_interval=1)
+    step = jax.jit(trainer.step)
+    for i in range(2):
+        batches = [batch(10 * i + j) for j in range(4)]
+        for x, grad in batches:
+            oracle.assert_bitwise(trainer.kernel(train), account.kernel, "not yet")
+            train, loss_scale = step(train, loss_scale, x, grad)
+        account.step(batches)
+        # optax's running mean divides by 2, 3 and 4: seven roundings of what is less than 8.
+        np.testing.assert_allclose(trainer.kernel(train), account.kernel, rtol=0, atol=7 * 2.0**-21)
+        account.kernel = trainer.kernel(train)
+    assert loss_scale.value == 2.0**24
+
+
+# ------------------------------------------------------------------------------------------------------------- clipping
+
+
+def clipped(unscale_first=True, fp8=False):
+    """(kernel after a clipped step in float16, the same in f32 with the true gradient)."""
+    true = batch(3)[0].T @ batch(3)[1]
+    norm = float(np.linalg.norm(true))
+    tx = optax.chain(optax.clip_by_global_norm(norm / 4), SGD)
+    trainer, loss_scale = MAKERS["our TrainState"](fp8, tx), DynamicLossScale()
+    train = trainer.train
+    grads = trainer.gradient(train, loss_scale, *batch(3))
+    if unscale_first:
+        got = trainer.kernel(trainer.apply(train, grads))
+    else:
+        updates, _ = tx.update(loss_scale.scale(grads["params"]), tx.init(train.params["params"]))
+        got = np.asarray(train.params["params"]["kernel"] + loss_scale.unscale(updates)["kernel"])
+    params = {"kernel": jnp.asarray(trainers.KERNEL)}
+    updates, _ = tx.update({"kernel": jnp.asarray(true)}, tx.init(params), params)
+    return got, np.asarray(optax.apply_updates(params, updates)["kernel"])
+
+
+def test_clipping_after_unscaling_is_that_of_the_true_gradient():
+    oracle.assert_bitwise(*clipped(), "kernel")
+
+
+def test_clipping_before_unscaling_is_not():
+    got, expected = clipped(unscale_first=False)
+    assert np.abs(got - expected).max() > 0.04, "next to nothing is left of the step"
+
+
+# ---------------------------------------------------------------------------------------------------------- convergence
+
+
+def regression(dtype, loss_scale):
+    """Losses over 60 steps of a model whose gradients are of the order of 1e-9."""
+    rng = np.random.default_rng(0)
+    x, target = rng.standard_normal((64, 16)).astype(np.float32), rng.standard_normal((64, 1)).astype(np.float32)
+    layer, tx = nn.Dense(1, dtype=dtype), optax.sgd(0.2 * 2.0**28)
+    train = jaxfp8.linen.TrainState.create(
+        apply_fn=layer.apply, params=layer.init(jax.random.key(0), x)["params"], tx=tx
+    )
+
+    def of_loss(params):
+        return jnp.mean((layer.apply({"params": params}, x).astype(jnp.float32) - target) ** 2) * 2.0**-28
+
+    @jax.jit
+    def step(train, loss_scale):
+        value, grads = mixed_precision.value_and_grad(of_loss, loss_scale)(train.params)
+        finite = mixed_precision.all_finite(grads)
+        train = mixed_precision.select(finite, train.apply_gradients(grads=grads), train)
+        return train, loss_scale.adjust(finite), value * 2.0**28
+
+    losses = []
+    for _ in range(60):
+        train, loss_scale, value = step(train, loss_scale)
+        losses.append(float(value))
+    return losses
+
+
+def test_float16_learns_what_float32_learns():
+    """With loss scaling to 1 %; without it, nothing."""
+    f32 = regression(jnp.float32, DynamicLossScale(1.0))
+    assert f32[-1] < 0.6 * f32[0]
+    scaled = regression(jnp.float16, DynamicLossScale())
+    assert scaled[-1] == pytest.approx(f32[-1], rel=0.01)
+    unscaled = regression(jnp.float16, DynamicLossScale(1.0))
+    assert unscaled[-1] == unscaled[0] > 1.5 * f32[-1]
+
+
+# ------------------------------------------------------------------------------------------------------- value_and_grad
+
+
+def test_value_and_grad_is_jax_s():
+    """The loss as it is, aux, argnums, keyword arguments; gradients in f32."""
+
+    def of_loss(w, v, *, bias):
+        return (w * v + bias).sum(), {"w": w}
+
+    w, v = jnp.float32([1, 2]), jnp.float16([3, 4])
+    f = mixed_precision.value_and_grad(of_loss, DynamicLossScale(2.0**8), argnums=(0, 1), has_aux=True)
+    with jax.numpy_dtype_promotion("standard"):
+        (value, aux), grads = f(w, v, bias=jnp.float32(0.5))
+    assert value == 12 and aux["w"].tolist() == [1, 2]
+    assert [g.tolist() for g in grads] == [[3, 4], [1, 2]] and {g.dtype for g in grads} == {jnp.dtype("float32")}

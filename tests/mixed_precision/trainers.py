@@ -1,0 +1,198 @@
+"""One float16 layer in every trainer, and numpy's account of its run.
+
+The loss is `vdot(y, grad)` with small integers in x and grad, so that the gradient of the kernel is known to the bit:
+`x.T @ grad`, in float16 as well as in float64, unless it under- or overflows. That it does without loss scaling:
+gradients are integers times 2**-28, and float16 ends at 2**-24.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+from flax import nnx
+from flax.training import train_state
+
+import jaxfp8
+from jaxfp8 import mixed_precision
+
+from .grad_scaler import GradScaler
+
+M, K, N, HISTORY = 6, 8, 5, 4
+TINY, HUGE = 2.0**-28, 2.0**10  # sizes of gradients: 0 in float16, and infinite once scaled
+LEARNING_RATE = 2.0**20
+OPERANDS = ("input", "kernel", "output_grad")
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+KERNEL = np.random.default_rng(7).integers(-4, 5, (K, N)).astype(np.float32)
+
+
+def batch(seed, size=TINY):
+    """(x, grad): integers up to 3, and up to 4 times `size`."""
+    rng = np.random.default_rng(seed)
+    signs = rng.choice([-1, 1], (M, N))
+    x, grad = rng.integers(-3, 4, (M, K)), rng.integers(1, 5, (M, N)) * signs
+    x[0, 0], grad[0, 0] = 3, 4
+    return x.astype(np.float32), (grad * size).astype(np.float32)
+
+
+def loss(apply, variables, x, grad):
+    return jnp.vdot(apply(variables, x).astype(jnp.float32), grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """What a user writes, framework by framework.
+
+    Attributes:
+        train: everything that a step changes, one pytree.
+        gradient: `(train, loss_scale, x, grad) -> gradients`, unscaled.
+        apply: `(train, gradients) -> train`.
+        apply_if: the same with `finite` and its own way of skipping, or None for `mixed_precision.select`.
+        kernel: `train -> kernel`.
+        state: `train -> {leaf: array}` of the layer's FP8 state.
+    """
+
+    train: Any
+    gradient: Callable
+    apply: Callable
+    kernel: Callable
+    state: Callable
+    apply_if: Callable | None = None
+
+    def step(self, train, loss_scale, x, grad):
+        """The step of the documentation."""
+        grads = self.gradient(train, loss_scale, x, grad)
+        finite = mixed_precision.all_finite(grads)
+        return self.finish(train, grads, finite), loss_scale.adjust(finite)
+
+    def finish(self, train, grads, finite):
+        """The step, if `finite`."""
+        if self.apply_if is not None:
+            return self.apply_if(train, grads, finite)
+        return mixed_precision.select(finite, self.apply(train, grads), train)
+
+
+def linen(cls, fp8, tx):
+    dot_general = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE) if fp8 else None
+    layer = nn.Dense(N, use_bias=False, dtype=jnp.float16, dot_general_cls=dot_general)
+    variables = {
+        **layer.init(jax.random.key(0), np.ones((M, K), np.float32)),
+        "params": {"kernel": jnp.asarray(KERNEL)},
+    }
+    of_loss = functools.partial(loss, layer.apply)
+    if cls is None:  # bare optax
+        tx = jaxfp8.train.optimizer(tx)
+        train, variables_of = (variables, tx.init(variables)), lambda train: train[0]
+
+        def apply(train, grads):
+            updates, opt_state = tx.update(grads, train[1], train[0])
+            return optax.apply_updates(train[0], updates), opt_state
+
+    else:
+        train = cls.create(apply_fn=layer.apply, params=variables, tx=tx)
+        variables_of, apply = lambda train: train.params, lambda train, grads: train.apply_gradients(grads=grads)
+
+    def gradient(train, loss_scale, x, grad):
+        return mixed_precision.value_and_grad(of_loss, loss_scale)(variables_of(train), x, grad)[1]
+
+    return Trainer(
+        train,
+        gradient,
+        apply,
+        lambda train: np.asarray(variables_of(train)["params"]["kernel"]),
+        lambda train: variables_of(train)[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"],
+    )
+
+
+def in_nnx(fp8, tx):
+    dot_general = {"dot_general": jaxfp8.nnx.Fp8DotGeneral(RECIPE)} if fp8 else {}
+    model = nnx.Linear(K, N, use_bias=False, dtype=jnp.float16, rngs=nnx.Rngs(0), **dot_general)
+    model(np.ones((M, K), np.float32))
+    model.kernel.set_value(jnp.asarray(KERNEL))
+    graph, train = nnx.split((model, jaxfp8.nnx.Optimizer(model, tx)))
+
+    def gradient(train, loss_scale, x, grad):
+        model, _ = nnx.merge(graph, train, copy=True)
+        scaled = lambda model: loss_scale.scale(loss(lambda model, x: model(x), model, x, grad))  # noqa: E731
+        return loss_scale.unscale(jaxfp8.nnx.grad(scaled)(model))
+
+    def apply(train, grads, finite=None):
+        model, optimizer = nnx.merge(graph, train, copy=True)
+        if finite is None:
+            optimizer.update(model, grads)
+        else:
+            with jaxfp8.nnx.step_if(finite, model, optimizer):
+                optimizer.update(model, grads)
+        return nnx.split((model, optimizer))[1]
+
+    def state(train):
+        found = nnx.state(nnx.merge(graph, train)[0], jaxfp8.nnx.OverwriteWithGradient)
+        return {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(found)}
+
+    def kernel(train):
+        return np.asarray(nnx.merge(graph, train)[0].kernel.get_value())
+
+    return Trainer(train, gradient, apply, kernel, state, apply_if=apply)
+
+
+MAKERS = {
+    "our TrainState": functools.partial(linen, jaxfp8.linen.TrainState),
+    "Flax's TrainState": functools.partial(linen, train_state.TrainState),
+    "optax": functools.partial(linen, None),
+    "NNX": in_nnx,
+}
+
+
+class Account:
+    """The run in numpy: kernel, FP8 state, loss scale."""
+
+    def __init__(self, **options):
+        self.kernel, self.state, self.scaler = KERNEL.copy(), oracle.LayerState.init(HISTORY), GradScaler(**options)
+
+    def gradient(self, batches):
+        """The mean over the microbatches, and whether any overflows in float16."""
+        with np.errstate(over="ignore"):
+            infinite = any(np.isinf((grad * self.scaler.scale).astype(np.float16)).any() for _, grad in batches)
+        return np.mean([x.T.astype(np.float64) @ grad for x, grad in batches], axis=0), infinite
+
+    def step(self, batches, skip=False):
+        """One step of SGD over microbatches, or none where one of them overflows."""
+        mean, infinite = self.gradient(batches)
+        if not infinite:
+            states = [self.state_after(x, grad * self.scaler.scale) for x, grad in batches]
+            parts = {
+                name: oracle.State(
+                    np.max([getattr(s, name).amax_history for s in states], axis=0), getattr(states[0], name).scale
+                )
+                for name in OPERANDS
+            }
+            self.kernel = (self.kernel - LEARNING_RATE * mean).astype(np.float32)
+            self.state = oracle.LayerState(**parts)
+        self.scaler.update(infinite)
+        return infinite
+
+    def state_after(self, x, grad):
+        operands = (a.astype(np.float16) for a in (x, self.kernel, grad))
+        return oracle.dense_step(*operands, self.state).state
+
+    def check(self, trainer, train, loss_scale, fp8, what):
+        """Loss scale always; the kernel where products are exact; state where there is any."""
+        oracle.assert_bitwise(loss_scale.value, np.asarray(self.scaler.scale), f"{what}: loss scale")
+        oracle.assert_bitwise(loss_scale.good_steps, np.int32(self.scaler.growth_tracker), f"{what}: good steps")
+        if not fp8:
+            oracle.assert_bitwise(trainer.kernel(train), self.kernel, f"{what}: kernel")
+            return
+        self.kernel = trainer.kernel(
+            train
+        )  # products of FP8 codes are rounded; test_gradient_of_an_fp8_layer bounds it
+        stored = trainer.state(train)
+        for name in OPERANDS:
+            wanted = getattr(self.state, name)
+            oracle.assert_bitwise(stored[f"{name}_amax_history"], wanted.amax_history, f"{what}: {name} history")
+            oracle.assert_bitwise(stored[f"{name}_scale"], wanted.scale.reshape(1), f"{what}: {name} scale")
