@@ -15,6 +15,7 @@ from . import (
     ops as ops,
     train as train,
 )
+from ._autocast import autocast as autocast
 from ._autotune import AutotuneReport as AutotuneReport, autotune as autotune
 from ._dot_general import dot_general as dot_general
 from ._einsum import einsum as einsum
@@ -28,8 +29,21 @@ from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as For
 from .linen import Fp8DotGeneral as Fp8DotGeneral
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
+    CustomRecipe as CustomRecipe,
     DelayedScaling as DelayedScaling,
+    DelayedScalingQuantizer as DelayedScalingQuantizer,
     DotGeneralState as DotGeneralState,
+    Float8BlockQuantizer as Float8BlockQuantizer,
+    Float8BlockScaling as Float8BlockScaling,
+    Float8CurrentScaling as Float8CurrentScaling,
+    Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer as Float8RowwiseQuantizer,
+    Float8RowwiseScaling as Float8RowwiseScaling,
+    GEMMType as GEMMType,
+    HighPrecision as HighPrecision,
+    MXFP8BlockScaling as MXFP8BlockScaling,
+    MXFP8Quantizer as MXFP8Quantizer,
+    Quantizer as Quantizer,
     QuantizerState as QuantizerState,
     init_state as init_state,
 )

@@ -17,7 +17,7 @@ from ._product import OUTPUT_NAME, product
 from ._sharing import shared
 from .formats import FP8_DTYPES
 from .ops import _checks
-from .recipes import DotGeneralState
+from .recipes import DotGeneralState, HighPrecision, TensorwiseQuantizer, checked, init_state
 from .tensor import QTensor
 
 
@@ -46,10 +46,11 @@ def dot_general(
         kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32. Or a QTensor of
             `jaxfp8.quantize_params`, which is not quantized again; `source` gets its gradient.
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
-        recipe: for example `DelayedScaling()`.
-        state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none:
-            every scale then comes from the amax of the tensor at hand, with one more read of it. Under `vmap` each
-            kernel of a batch has its own; x alone has one for its batch.
+        recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
+        state: `init_state(recipe)`, or what the last step returned; recipes that keep none need none.
+            `DotGeneralState(None, None, None)` goes without: delayed scaling then takes every scale from the amax of
+            the tensor at hand, with one more read of it. Under `vmap` each kernel of a batch then has its own; x alone
+            has one for its batch.
         bias: bfloat16, float16 or float32, of the free dimensions of kernel: is rounded to the result's dtype and added
             in float32, before the only rounding of the result. Its gradient is summed in float32, in the pass that
             quantizes the gradient of the output.
@@ -63,7 +64,7 @@ def dot_general(
 
     Raises:
         TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; the state is not one;
-            second derivatives and forward mode.
+            recipe is none; second derivatives and forward mode.
         ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
             option cannot be honoured.
     """
@@ -72,7 +73,10 @@ def dot_general(
         _operand("x", x if fused is None else fused.value),
         _operand("kernel", kernel),
     )
-    quantizers = checked_quantizers("dot_general", recipe, state)
+    if isinstance(recipe, HighPrecision):
+        recipe = None
+    if recipe is not None:
+        quantizers, state = checked_quantizers("dot_general", recipe, state)
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             known = [operand for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]
@@ -84,8 +88,14 @@ def dot_general(
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), wanted)
     if 0 in x.shape or 0 in kernel.shape:  # nothing to see: gradients are zero, the state is not touched
         return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
-    if math.prod(out_shape(*both)) * math.prod(x.shape[d] for d in both[0].contract) < recipe.min_size**3:
-        operands = (_in_high_precision(x, x_codes, out_dtype), _in_high_precision(kernel, kernel_codes, out_dtype))
+    size = math.prod(out_shape(*both)) * math.prod(x.shape[d] for d in both[0].contract)
+    if recipe is None or size < recipe.min_size**3:
+        dtype = out_dtype
+        if fp8_free := [operand.dtype for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]:
+            with jax.numpy_dtype_promotion("standard"):  # not wider than the operands are
+                widest = jnp.result_type(*fp8_free)
+                dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
+        operands = (_in_high_precision(x, x_codes, dtype), _in_high_precision(kernel, kernel_codes, dtype))
         y = lax.dot_general(
             *operands,
             dimension_numbers,
@@ -96,7 +106,7 @@ def dot_general(
         return _plus(y, bias, out_dtype)
 
     state, reduce = shared(state), AmaxReduction.of(recipe)
-    if fused is not None and both[0].is_rows_by_last:
+    if fused is not None and both[0].is_rows_by_last and isinstance(quantizers[0], TensorwiseQuantizer):
         x_codes = codes(fused, quantizers[0], state.input, reduce)
     plan = Plan(
         quantizers=quantizers,
@@ -130,23 +140,31 @@ def _plus(y, bias, dtype):
     return y.astype(dtype)
 
 
-def checked_quantizers(op: str, recipe, state) -> tuple:
-    """The quantizers of a recipe, for which `state`, an argument of `op`, is a state.
+def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
+    """`(quantizers, state)` of a recipe, for which `state`, an argument of `op`, is a state: one for each tensor.
 
     Raises:
         TypeError, ValueError: it is not.
     """
+    fields = dataclasses.fields(DotGeneralState)
+    quantizers = checked(f"{op}: recipe", recipe).quantizers()
+    quantizers += (None,) * (len(fields) - len(quantizers))
     if state is None:
-        raise ValueError(
-            f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
-            "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
-        )
+        if jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe))):
+            raise ValueError(
+                f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
+                "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
+            )
+        state = DotGeneralState(None, None, None)
     if not isinstance(state, DotGeneralState):
         raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
-    quantizers = recipe.quantizers()
-    for field, quantizer in zip(dataclasses.fields(state), quantizers, strict=True):
-        quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
-    return quantizers
+    for field, quantizer in zip(fields, quantizers, strict=True):
+        of, name = getattr(state, field.name), f"{op}: state.{field.name}"
+        if quantizer is not None:
+            quantizer.check_state(name, of)
+        elif jax.tree.leaves(of):
+            raise ValueError(f"{name}: {type(recipe).__name__} has no quantizer there that keeps state, got {of!r}")
+    return quantizers, state
 
 
 def _spec(out_sharding) -> PartitionSpec | None:

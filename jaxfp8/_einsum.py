@@ -24,7 +24,7 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
         eqn: for example `"bqd,dhk->bqhk"`; labels are letters.
         x: bfloat16, float16 or float32; the `input`, in the first place of the equation.
         kernel: bfloat16, float16 or float32; in the second place. A float32 kernel gets its gradient in float32.
-        recipe: for example `DelayedScaling()`.
+        recipe: for example `DelayedScaling()`; None computes in high precision.
         state: `init_state(recipe)`, or what the last step returned. Its cotangent is the next state.
         precision: as in `dot_general`.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.

@@ -136,7 +136,7 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
 
     Args:
         fused: the input.
-        quantizer: of the product's x.
+        quantizer: of the product's x; a TensorwiseQuantizer.
         state: of that quantizer, or None.
         reduce: of amaxes, over the mesh.
     """
@@ -145,9 +145,7 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
     (run,) = start([quantizer], [state])
     scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
     data, data_t, amax = _quantize(quantizer.fp8_dtype)(fixed, scale, _checks.amax_so_far("codes", amax))
-    if run is not None:
-        run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
-    return QTensor(data, scale_inv, data_t, run=run)
+    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax))
 
 
 @functools.cache

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from . import ops
 from ._layout import layouts
 from ._mesh import AmaxReduction
-from .recipes import DotGeneralState, finish, start
+from ._operand import Operand, matmul, operands
+from .recipes import DotGeneralState, GEMMType, QuantizerRun, column_sums, finish, start
 from .tensor import QTensor
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -28,7 +28,7 @@ class Plan:
     """What is static about one product.
 
     Attributes:
-        quantizers: of x, kernel and grad.
+        quantizers: of x, kernel, grad, y and the gradient of x; None is high precision.
         dimension_numbers: as of `lax.dot_general`, of one member.
         members: how many leading axes of x, kernel and every leaf of the state enumerate independent products.
         x_dtype, kernel_dtype: of the operands, and so of their gradients.
@@ -51,23 +51,42 @@ class Plan:
     def member(self) -> "Plan":
         return dataclasses.replace(self, members=self.members - 1)
 
-    def gemm(self, name, a, b, out_dtype, contracting, swap=False, bias=None):
-        """`a @ b.T` of `(codes, scale_inv, codes in the other layout or None)`, or its transpose `b @ a.T`."""
-        (a, a_scale_inv, a_t), (b, b_scale_inv, b_t) = (b, a) if swap else (a, b)
-        batch = len(self.dimension_numbers[1][0])
-        return ops.scaled_matmul(
+    def gemm(self, gemm_type, a, b, out_dtype, contracting, swap=False, bias=None):
+        """`a @ b.T` of two `Operand`, or its transpose `b @ a.T`."""
+        of_x, of_kernel, of_grad = self.quantizers[:3]
+        first, second = {
+            GEMMType.FPROP: (of_x, of_kernel),
+            GEMMType.DGRAD: (of_grad, of_kernel),
+            GEMMType.WGRAD: (of_x, of_grad),
+        }[gemm_type]
+        return matmul(
             a,
             b,
-            a_scale_inv,
-            b_scale_inv,
-            bias=bias,
+            gemm_type=gemm_type,
+            qgemm=getattr(first, "qgemm", None) or getattr(second, "qgemm", None),
             out_dtype=out_dtype,
-            precise=name in self.precise,
-            batch=batch,
+            precise=gemm_type in self.precise,
+            batch=len(self.dimension_numbers[1][0]),
             contracting=contracting,
-            a_t=a_t,
-            b_t=b_t,
+            bias=bias,
+            swap=swap,
         )
+
+    def quantized(self, i, x, run, **options):
+        """`(QTensor, run, sums)` of a tensor by quantizer `i`; see `Quantizer.quantize_operand`."""
+        quantizer = self.quantizers[i]
+        if quantizer is None:
+            rows, cols = options["rows"], options["cols"]
+            return QTensor(x, None, cols=cols), None, column_sums(x, rows, cols) if options.get("sums") else None
+        return quantizer.quantize_operand(x, run, reduce=self.reduce, **options)
+
+    def rounded(self, i, x, run, cols):
+        """`(x, run)`: a result that is quantized and dequantized at once, by quantizer `i` if there is one."""
+        if self.quantizers[i] is None:
+            return x, None
+        batch = len(self.dimension_numbers[1][0])
+        q, run, _ = self.quantized(i, x, run, rows=x.ndim - batch - cols, cols=cols, columnwise=False)
+        return q.dequantize(x.dtype), run
 
 
 def _per_member(function):
@@ -82,26 +101,37 @@ def _per_member(function):
     return mapped
 
 
-def _views(q, contract_first):
-    """Codes with the contracting dimensions last, for fprop, and with them first, for the backward."""
-    return (q.data_t, q.data) if contract_first else (q.data, q.data_t)
-
-
-def _in_order(codes: QTensor, layout, rows, cols, transpose) -> QTensor:
+def _in_order(codes: QTensor, layout, rows, cols, columnwise) -> QTensor:
     """Codes that were made before the product was known, in its order."""
     data, data_t = layout.ordered(codes.data), codes.data_t
-    if not transpose:
+    if not codes.has_one_scale:
+        if data is not codes.data or cols != codes.cols or data_t is None:
+            raise ValueError(
+                f"dot_general: kernel: a QTensor with a scale for each block of {codes.block} fits products that "
+                f"contract its rows or its last {codes.cols} dimensions; quantize it inside of the product"
+            )
+        return codes
+    if not columnwise:
         data_t = None
     elif data_t is None or data is not codes.data:
         batch = data.ndim - rows - cols
         order = (*range(batch), *range(batch + rows, data.ndim), *range(batch, batch + rows))
         data_t = jnp.transpose(data, order)
-    return QTensor(data, codes.scale_inv, data_t)
+    return QTensor(data, codes.scale_inv, data_t, cols=cols)
 
 
-def _with_scale(kept, run):
-    """`(codes, scale_inv, None)` of an operand that the backward reads; else None."""
-    return None if kept is None else (kept[0], kept[1] if run is None else run.scale_inv, None)
+def _kept(operand: Operand | None, run):
+    """What the backward reads of an operand; a scale is kept once: in a loop every residual costs a copy."""
+    if operand is None or not isinstance(run, QuantizerRun):
+        return operand
+    return dataclasses.replace(operand, scale_inv=None)
+
+
+def _restored(kept: Operand | None, run):
+    """The operand that `_kept` was given."""
+    if kept is None or not isinstance(run, QuantizerRun):
+        return kept
+    return dataclasses.replace(kept, scale_inv=run.scale_inv)
 
 
 def forward(plan, x, kernel, bias, state: DotGeneralState, codes, wanted):
@@ -123,34 +153,34 @@ def forward(plan, x, kernel, bias, state: DotGeneralState, codes, wanted):
     @_per_member
     def of_member(plan, x, kernel, bias, state, codes):
         x_layout, kernel_layout = layouts(x.shape, kernel.shape, plan.dimension_numbers)
-        states = [state.input, state.kernel] + ([] if wanted is None else [state.output_grad])
+        states = [getattr(state, field.name) for field in dataclasses.fields(state)]
+        if wanted is None:
+            states[2] = states[4] = None
         # The state of codes was read when they were made.
         states[:2] = (of if made is None else None for of, made in zip(states, codes, strict=False))
-        runs = start(plan.quantizers[: len(states)], states)
+        runs = start(plan.quantizers, states)
 
-        def quantize(i, operand, layout, other):
-            needs_first = other in (wanted or ())
-            options = layout.counts | {"transpose": needs_first or layout.contract_first}
+        def quantize(i, x, layout, other):
+            needs_first, contract_first = other in (wanted or ()), layout.contract_first
+            options = layout.counts | {"columnwise": needs_first or contract_first}
             if codes[i] is None:
-                q, run, _ = plan.quantizers[i].quantize(layout.ordered(operand), runs[i], **options, reduce=plan.reduce)
+                options |= {"rowwise": needs_first or not contract_first, "contract_first": contract_first}
+                q, run, _ = plan.quantized(i, layout.ordered(x), runs[i], **options)
             else:
                 q, run = _in_order(codes[i], layout, **options), codes[i].run
-            last, first = _views(q, layout.contract_first)
-            first = first if needs_first else None
-            # Kept once each: in a loop every residual costs a copy into its stack.
-            if run is not None:
+            if isinstance(run, QuantizerRun):
                 run = dataclasses.replace(run, scale=None, scale_inv=q.scale_inv, is_empty=None)
-            kept = None if first is None else (first, q.scale_inv if run is None else None)
-            # The backward reads the other layout: if codes have to cross devices, it is that one, once.
-            return (last, q.scale_inv, first), kept, run
+            last, first = operands(q, len(layout.batch), contract_first, want_first=needs_first)
+            return last, _kept(first, run), run
 
-        x_last, x_first, x_run = quantize(0, x, x_layout, "kernel")
-        kernel_last, kernel_first, kernel_run = quantize(1, kernel, kernel_layout, "x")
+        x_last, x_first, runs[0] = quantize(0, x, x_layout, "kernel")
+        kernel_last, kernel_first, runs[1] = quantize(1, kernel, kernel_layout, "x")
         if bias is not None:
             batch = [x.shape[d] for d in plan.dimension_numbers[1][0]]
             bias = jnp.broadcast_to(bias.astype(plan.out_dtype), (*batch, *bias.shape))
-        y = plan.gemm("fprop", x_last, kernel_last, plan.out_dtype, len(x_layout.contract), bias=bias)
-        return y, (x_first, kernel_first, (x_run, kernel_run, *runs[2:]))
+        y = plan.gemm(GEMMType.FPROP, x_last, kernel_last, plan.out_dtype, len(x_layout.contract), bias=bias)
+        y, runs[3] = plan.rounded(3, y, runs[3], len(kernel_layout.free))
+        return y, (x_first, kernel_first, tuple(runs))
 
     y, residuals = of_member(plan, x, kernel, bias, state, codes)
     return y, checkpoint_name(residuals, RESIDUAL_NAME)
@@ -161,33 +191,31 @@ def backward(plan, x_shape, kernel_shape, wanted, residuals, grad):
 
     @_per_member
     def of_member(plan, residuals, grad):
-        x_first, kernel_first, (x_run, kernel_run, grad_run) = residuals
-        x_first, kernel_first = _with_scale(x_first, x_run), _with_scale(kernel_first, kernel_run)
+        x_first, kernel_first, runs = residuals
+        runs = list(runs)
+        x_first, kernel_first = _restored(x_first, runs[0]), _restored(kernel_first, runs[1])
         x_layout, kernel_layout = layouts(x_shape, kernel_shape, plan.dimension_numbers)
         rows, cols = len(x_layout.free), len(kernel_layout.free)
-        q_grad, grad_run, dbias = plan.quantizers[2].quantize(
-            grad,
-            grad_run,
-            rows=rows,
-            cols=cols,
-            transpose="kernel" in wanted,
-            sums="bias" in wanted,
-            reduce=plan.reduce,
+        wants = {"rowwise": "x" in wanted, "columnwise": "kernel" in wanted}
+        q, runs[2], dbias = plan.quantized(2, grad, runs[2], rows=rows, cols=cols, sums="bias" in wanted, **wants)
+        grad_rows, grad_cols = operands(
+            q, len(x_layout.batch), want_last=wants["rowwise"], want_first=wants["columnwise"]
         )
-        grad_rows = (q_grad.data, q_grad.scale_inv, q_grad.data_t)
         dx = dkernel = None
         if "x" in wanted:
             swap = x_layout.contract_first
-            dx = plan.gemm("dgrad", grad_rows, kernel_first, plan.x_dtype, cols, swap=swap)
+            dx = plan.gemm(GEMMType.DGRAD, grad_rows, kernel_first, plan.x_dtype, cols, swap=swap)
+            dx, runs[4] = plan.rounded(4, dx, runs[4], len(x_layout.free if swap else x_layout.contract))
             dx = x_layout.restored(dx)
         if "kernel" in wanted:
             swap = not kernel_layout.contract_first
-            grad_cols = (q_grad.data_t, q_grad.scale_inv, None)
-            dkernel = plan.gemm("wgrad", x_first, grad_cols, plan.kernel_dtype, rows, swap=swap)
+            dkernel = plan.gemm(GEMMType.WGRAD, x_first, grad_cols, plan.kernel_dtype, rows, swap=swap)
             dkernel = kernel_layout.restored(dkernel)
         if dbias is not None:
             dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
-        return dx, dkernel, dbias, DotGeneralState(*finish([x_run, kernel_run, grad_run], plan.reduce))
+        if "x" not in wanted:
+            runs[4] = None
+        return dx, dkernel, dbias, DotGeneralState(*finish(runs, plan.reduce))
 
     x_shape, kernel_shape = x_shape[plan.members :], kernel_shape[plan.members :]
     return of_member(plan, residuals, grad)

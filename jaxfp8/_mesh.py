@@ -26,9 +26,9 @@ def plain(aval):
     return jax.core.ShapedArray(aval.shape, aval.dtype)
 
 
-def types(operands, operand_names, result_names, dtypes) -> list:
-    """The types of an op's results: sizes and shardings go by the names of dimensions."""
-    sizes, axes = {}, {}
+def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
+    """The types of an op's results: sizes and shardings go by the names of dimensions; `new_sizes` of new names."""
+    sizes, axes = dict(new_sizes), {}
     for operand, named in zip(operands, operand_names, strict=True):
         sizes.update(zip(named, operand.shape, strict=True))
         sizes.setdefault("one", 1)

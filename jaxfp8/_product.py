@@ -177,11 +177,15 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
         is_linear=is_linear,
         residual_tree=residual_tree,
         operands=tuple(jax.typeof(operand) for operand in primals[:plain]),
-        kept=tuple(of is not None for of in (state.input, state.kernel, state.output_grad)),
+        kept=tuple(len(jax.tree.leaves(of)) for of in _by_field(state)),
         implementation=implementation,
         out=out,
     )
     return _mesh.placed_as(out, y), tangent
+
+
+def _by_field(state: DotGeneralState) -> list:
+    return [getattr(state, field.name) for field in dataclasses.fields(state)]
 
 
 def _wanted(is_linear, plain) -> list[str]:
@@ -202,9 +206,9 @@ def _transpose(grad, *args, plan, is_linear, residual_tree, operands, kept, impl
         for aval, ct in zip(operands, gradients, strict=False)
     ]
     cotangents = gradients
-    for has_state, of in zip(kept, (next_state.input, next_state.kernel, next_state.output_grad), strict=True):
-        if has_state:  # without a run, as of codes that are final, it is not touched
-            cotangents += [None, None] if of is None else [of.amax_history, of.scale]
+    for count, of in zip(kept, _by_field(next_state), strict=True):
+        # Without a run, as of codes that are final, it is not touched.
+        cotangents += [None] * count if of is None else jax.tree.leaves(of)
     cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have none
     linear = [ct for ct, is_wanted in zip(cotangents, is_linear, strict=True) if is_wanted]
     return linear + [None] * (len(args) - len(linear))

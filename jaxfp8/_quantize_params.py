@@ -1,12 +1,13 @@
 """quantize_params: kernels quantized once a step, for every microbatch, remat and pipeline tick that uses them."""
 
+import dataclasses
+
 import jax
 
 from . import _state_tree
 from ._mesh import AmaxReduction
 from ._sharing import shared
-from .recipes import QuantizerState, start
-from .tensor import QTensor
+from .recipes import DelayedScalingQuantizer, QuantizerState, checked, start
 
 
 def quantize_params(params, state, recipe):
@@ -34,11 +35,16 @@ def quantize_params(params, state, recipe):
         it; kernels that no state belongs to stay as they are.
 
     Raises:
-        ValueError: no kernel was found for any state; a state does not fit the recipe.
+        ValueError: no kernel was found for any state; a state does not fit the recipe, or the recipe has none.
     """
     tree, found = _state_tree.flatten(params), _state_tree.flatten(state)
     where = {path: i for i, path in enumerate(tree.paths)}
-    quantizer, reduce = recipe.quantizers()[1], AmaxReduction.of(recipe)
+    quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.of(recipe)
+    if not isinstance(quantizer, DelayedScalingQuantizer):
+        raise ValueError(
+            f"quantize_params: recipe: expected DelayedScaling, got {recipe!r}, which keeps no state that says which "
+            "parameters are kernels; its products quantize their kernels themselves"
+        )
     values = {}
     for pair in found.quantizers:
         position = next((where[path] for path in _kernel_paths(found.paths[pair.amax_history]) if path in where), None)
@@ -50,8 +56,8 @@ def quantize_params(params, state, recipe):
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
         x, old = jax.lax.stop_gradient((kernel, shared(old)))
         (run,) = start([quantizer], [old])
-        q, run, _ = quantizer.quantize(x, run, rows=1, cols=x.ndim - 1, transpose=x.ndim == 2, reduce=reduce)
-        values[position] = QTensor(q.data, q.scale_inv, q.data_t, kernel, run)
+        q, run, _ = quantizer.quantize_operand(x, run, rows=1, cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
+        values[position] = dataclasses.replace(q, source=kernel, run=run)
     if not values:
         raise ValueError(
             "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "

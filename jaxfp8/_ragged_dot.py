@@ -22,7 +22,7 @@ from ._warning import FP8StateWarning
 from .ops import _checks
 from .ops._implementation import selected, using
 from .ops._ragged_matmul import sizes_of_groups
-from .recipes import DotGeneralState, finish, start
+from .recipes import DotGeneralState, TensorwiseQuantizer, finish, start
 
 
 def ragged_dot(lhs, rhs, group_sizes, *, recipe, state=None, preferred_element_type=None):
@@ -52,7 +52,8 @@ def ragged_dot(lhs, rhs, group_sizes, *, recipe, state=None, preferred_element_t
 
     Raises:
         TypeError: a dtype is not one of these; the state is not one; second derivatives and forward mode.
-        ValueError: shapes do not fit, or the state is missing or of another shape or history length.
+        ValueError: shapes do not fit, the state is missing or of another shape or history length, or the recipe has
+            more than one scale a tensor.
     """
     op = "ragged_dot"
     lhs, rhs = _checks.high_precision(op, "lhs", lhs), _checks.high_precision(op, "rhs", rhs)
@@ -64,7 +65,11 @@ def ragged_dot(lhs, rhs, group_sizes, *, recipe, state=None, preferred_element_t
             f"{op}: rhs: expected [{group_sizes.size}, {lhs.shape[1]}, n] to go with lhs{list(lhs.shape)} and "
             f"{group_sizes.size} group_sizes, got {rhs.shape}"
         )
-    quantizers = checked_quantizers(op, recipe, state)
+    quantizers, state = checked_quantizers(op, recipe, state)
+    if not all(isinstance(quantizer, TensorwiseQuantizer) for quantizer in quantizers[:3]) or any(quantizers[3:]):
+        raise ValueError(
+            f"{op}: recipe: expected one scale for each tensor, DelayedScaling or Float8CurrentScaling, got {recipe!r}"
+        )
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(lhs, rhs)
@@ -97,7 +102,7 @@ class _Plan:
 
     def quantize(self, index: int, x, run, *, transpose: bool):
         """`(QTensor, run)` of operand `index`."""
-        q, run, _ = self.quantizers[index].quantize(x, run, transpose=transpose, reduce=self.reduce)
+        q, run, _ = self.quantizers[index].quantize_operand(x, run, columnwise=transpose, reduce=self.reduce)
         return q, run
 
     def gemm(self, name: str, a, b, group_sizes, out_dtype):

@@ -1,12 +1,17 @@
-"""QTensor: a quantized tensor and what undoes its scale."""
+"""QTensor: a quantized tensor and what undoes its scales."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import ops
+from .formats import FP8_DTYPES
+from .ops import _blocks
+
+Block = tuple[int | None, int | None]
 
 
 @jax.tree_util.register_dataclass
@@ -15,18 +20,29 @@ class QTensor:
     """A quantized tensor; a pytree.
 
     Attributes:
-        data: codes `[..., rows, cols]`.
-        scale_inv: f32[1]; `data * scale_inv` approximates the original.
-        data_t: the same codes as `[..., cols, rows]`, or None. For GEMMs that contract over rows.
+        data: codes `[..., rows, cols]`: FP8, or any dtype that a user's quantizer chooses.
+        scale_inv: f32[1], or one a block, f32 or float8_e8m0fnu `[..., rows / r, cols / c]`, rounded up;
+            `data * scale_inv` approximates the original.
+        data_t: codes of the same tensor as `[..., cols, rows]`, or None. For GEMMs that contract over rows.
+        scale_inv_t: the scales of `data_t`, where that has its own: blocks along the rows are other blocks. Without
+            them `data_t` holds the codes of `data`.
         source: the tensor these are the codes of, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
         run: of its quantizer, for the state that a product with these codes returns; or None.
+        block: `(r, c)`, the rows and columns that share a scale, in `data` as well as, with its own scales, in
+            `data_t`; None in place of a number is all of them. Without it scales are f32[1], or divide the codes
+            evenly.
+        cols: how many of the last dimensions of `data` are its columns; all before them, but for those that scales for
+            blocks lead with, are its rows.
     """
 
     data: jax.Array
     scale_inv: jax.Array
     data_t: jax.Array | None = None
+    scale_inv_t: jax.Array | None = None
     source: jax.Array | None = None
     run: Any = None
+    block: Block | None = dataclasses.field(default=None, metadata={"static": True})
+    cols: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,6 +53,43 @@ class QTensor:
     def ndim(self) -> int:
         """The number of dimensions of the tensor."""
         return self.data.ndim
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether one scale is that of the whole tensor."""
+        return self.scale_inv is not None and self.block is None and self.scale_inv.ndim <= 1
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the codes are FP8."""
+        return self.data.dtype in FP8_DTYPES
+
+    def transposed(self) -> "QTensor":
+        """The transposed tensor, of a matrix."""
+        if self.scale_inv_t is None:
+            data_t = self.data.mT if self.data_t is None else self.data_t
+            scale_inv = self.scale_inv if self.has_one_scale else self.scale_inv.mT
+            block = None if self.block is None else self.block[::-1]
+            return dataclasses.replace(self, data=data_t, data_t=self.data, scale_inv=scale_inv, block=block)
+        return dataclasses.replace(
+            self, data=self.data_t, data_t=self.data, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv
+        )
+
+    def reshape(self, shape, batch: int, cols: int) -> "QTensor":
+        """The codes of matrices as those of a tensor `[*batch, *rows, *cols]`; scales stay as they are.
+
+        Args:
+            shape: of all dimensions.
+            batch, cols: how many of them come before the rows and after.
+        """
+        shape_t = (*shape[:batch], *shape[len(shape) - cols :], *shape[batch : len(shape) - cols])
+        data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
+        return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, cols=cols)
+
+    def map_scales(self, function) -> "QTensor":
+        """The same with scales as `function` gives them."""
+        scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
+        return dataclasses.replace(self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t)
 
     def map(self, function) -> "QTensor":
         """The codes and the source as `function` rearranges them: an `all_gather`, a slice, a transpose.
@@ -50,7 +103,15 @@ class QTensor:
 
         Returns:
             A QTensor without `data_t`.
+
+        Raises:
+            ValueError: the tensor has a scale for each block; where these would go `function` does not say.
         """
+        if not self.has_one_scale:
+            raise ValueError(
+                f"QTensor.map: expected a tensor with one scale, got scales of shape {self.scale_inv.shape} for blocks "
+                f"{self.block}; move the kernel before it is quantized"
+            )
         data = jax.lax.bitcast_convert_type(
             function(jax.lax.bitcast_convert_type(self.data, jnp.uint8)), self.data.dtype
         )
@@ -59,4 +120,27 @@ class QTensor:
 
     def dequantize(self, dtype):
         """`data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""
-        return ops.dequantize(self.data, self.scale_inv, dtype)
+        if self.has_one_scale and self.is_fp8:
+            return ops.dequantize(self.data, self.scale_inv, dtype)
+        return dequantized(self.data, self.scale_inv, self.block, self.cols).astype(dtype)
+
+
+def dequantized(data, scale_inv, block: Block | None, cols: int = 1):
+    """`data * scale_inv` in f32; the last `cols` dimensions of data are its columns."""
+    if scale_inv.ndim <= 1:
+        return data.astype(jnp.float32) * scale_inv.astype(jnp.float32).reshape(())
+    batch, first = scale_inv.ndim - 2, data.ndim - cols
+    m, n = math.prod(data.shape[batch:first]), math.prod(data.shape[first:])
+    counts = scale_inv.shape[batch:]
+    if block is None:  # equal blocks
+        block = tuple(-(-size // max(count, 1)) for size, count in zip((m, n), counts, strict=True))
+    if _blocks.count(block, m, n) != counts or scale_inv.shape[:batch] != data.shape[:batch]:
+        raise ValueError(
+            f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
+            f"{scale_inv.shape}; block=(rows, cols) says how many elements share one"
+        )
+    factors = [scale_inv] if scale_inv.dtype != _blocks.E8M0 else _blocks.e8m0_factors(scale_inv, jnp.float32)
+    values = data.astype(jnp.float32)
+    for factor in factors:
+        values = values * _blocks.spread(factor.astype(jnp.float32), block, m, n).reshape(data.shape)
+    return values

@@ -29,7 +29,7 @@ class Dense(nn.Module):
     Attributes:
         features: the size of the output's last dimension; or the sizes of several, whose kernel is initialized as that
             of one.
-        recipe: how operands become FP8; without one `DelayedScaling()`.
+        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, else `DelayedScaling()`.
         use_bias: whether to add a bias.
         dtype: the compute dtype, in which x arrives at the quantizer and y leaves; without one, what x and the
             parameters promote to.

@@ -18,9 +18,10 @@ class Fp8DotGeneral(Fp8Module):
     Applied to variables without the collection, the module takes its scales from the tensors at hand.
 
     Attributes:
-        recipe: how operands become FP8; without one `DelayedScaling(amax_history_len=amax_history_length)` in the
-            format that the two dtypes name.
-        amax_history_length, e4m3_dtype, e5m2_dtype: as Flax's class has them; for use without a recipe.
+        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, outside of it
+            `DelayedScaling(amax_history_len=amax_history_length)` in the format that the two dtypes name.
+        amax_history_length, e4m3_dtype, e5m2_dtype: as Flax's class has them; for use without a recipe. A layer that
+            sets one names its recipe with it.
 
     Raises:
         ValueError: e4m3_dtype and e5m2_dtype are not a format of ours.

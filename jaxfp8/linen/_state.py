@@ -5,9 +5,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from .._autocast import resolve
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..formats import E4M3, E5M2, HYBRID
-from ..recipes import DelayedScaling, DotGeneralState, QuantizerState, init_state
+from ..recipes import DelayedScaling, DotGeneralState, map_variables
+
+_FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody sets them
 
 
 class Fp8Module(nn.Module):
@@ -19,32 +22,34 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     def recipe_and_state(self) -> dict:
-        """The keywords `recipe` and `state` of this module's product.
+        """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
 
         Variables without state, as for inference, are fine: scales then come from the tensors at hand.
         """
-        recipe = self.recipe if self.recipe is not None else self._recipe_of_fields()
-        if not self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) and not self.has_variable(
-            OVERWRITE_WITH_GRADIENT, "input_scale"
-        ):
-            return {"recipe": recipe, "state": DotGeneralState(None, None, None)}
-        initial = init_state(recipe)
+        named = self.recipe
+        if named is None and self._fields() != _FIELDS:
+            named = self._recipe_of_fields()
+        recipe = resolve(named, self._recipe_of_fields)
+        if recipe is None:
+            return {"recipe": None, "state": None}
+        missing = []
 
-        def stored(name):
-            init: QuantizerState = getattr(initial, name)
-            return QuantizerState(
-                amax_history=self.variable(
-                    OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", lambda: init.amax_history
-                ).value,
-                scale=self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", lambda: init.scale).value,
-            )
+        def stored(name, leaf):
+            if self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or self.has_variable(OVERWRITE_WITH_GRADIENT, name):
+                return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
+            missing.append(name)
+            return leaf
 
-        return {"recipe": recipe, "state": DotGeneralState(stored("input"), stored("kernel"), stored("output_grad"))}
+        state = map_variables(recipe, stored)
+        return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
+
+    def _fields(self) -> tuple:
+        return self.amax_history_length, jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)
 
     def _recipe_of_fields(self) -> DelayedScaling:
-        wanted = (jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype))
+        _, *wanted = self._fields()
         for fp8_format in (HYBRID, E4M3, E5M2):
-            if (fp8_format.dtype, fp8_format.backward_dtype) == wanted:
+            if [fp8_format.dtype, fp8_format.backward_dtype] == wanted:
                 return DelayedScaling(amax_history_len=self.amax_history_length, fp8_format=fp8_format)
         raise ValueError(
             f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn or float8_e5m2 forward and "

@@ -4,12 +4,11 @@ import sys
 
 from flax import nnx
 
+from .._autocast import resolve
 from .._dot_general import dot_general
 from .._einsum import einsum
-from ..recipes import DelayedScaling, DotGeneralState, QuantizerState, init_state
+from ..recipes import DelayedScaling, HighPrecision, map_variables
 from ._variables import OverwriteWithGradient
-
-OPERANDS = ("input", "kernel", "output_grad")
 
 
 class _Fp8Product(nnx.Module):
@@ -17,21 +16,31 @@ class _Fp8Product(nnx.Module):
 
     def __init__(self, recipe=None):
         _not_inside_a_call(type(self).__name__)
-        self.recipe = DelayedScaling() if recipe is None else recipe
-        initial = init_state(self.recipe)
-        for name in OPERANDS:
-            quantizer = getattr(initial, name)
-            setattr(self, f"{name}_amax_history", OverwriteWithGradient(quantizer.amax_history))
-            setattr(self, f"{name}_scale", OverwriteWithGradient(quantizer.scale))
+        self.names_recipe = recipe is not None
+        self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
+        map_variables(self.recipe, self._store)
 
-    def _state(self) -> DotGeneralState:
-        def read(name):
-            return QuantizerState(
-                amax_history=getattr(self, f"{name}_amax_history").get_value(),
-                scale=getattr(self, f"{name}_scale").get_value(),
-            )
+    def _store(self, name, leaf):
+        setattr(self, name, OverwriteWithGradient(leaf))
+        return leaf
 
-        return DotGeneralState(*map(read, OPERANDS))
+    def _recipe_and_state(self) -> dict:
+        """The keywords `recipe` and `state` of the product; recipe None where `autocast` turned FP8 off."""
+        recipe = resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
+        if recipe is None:
+            return {"recipe": None, "state": None}
+
+        def read(name, leaf):
+            del leaf
+            if not hasattr(self, name):
+                raise ValueError(
+                    f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer does not: it was made for "
+                    f"{self.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
+                    "change its recipe with jaxfp8.nnx.quantize"
+                )
+            return getattr(self, name).get_value()
+
+        return {"recipe": recipe, "state": map_variables(recipe, read)}
 
 
 class Fp8DotGeneral(_Fp8Product):
@@ -46,7 +55,8 @@ class Fp8DotGeneral(_Fp8Product):
     and the training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
 
     Args:
-        recipe: how operands become FP8; without one `jaxfp8.DelayedScaling()`.
+        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`. State is
+            made for the recipe that holds where the object is made.
 
     Raises:
         TypeError: made by a layer in its forward pass (`dot_general_cls=`).
@@ -68,8 +78,7 @@ class Fp8DotGeneral(_Fp8Product):
             x,
             kernel,
             dimension_numbers,
-            recipe=self.recipe,
-            state=self._state(),
+            **self._recipe_and_state(),
             bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
@@ -93,8 +102,7 @@ class Fp8Einsum(_Fp8Product):
             eqn,
             x,
             kernel,
-            recipe=self.recipe,
-            state=self._state(),
+            **self._recipe_and_state(),
             precision=precision,
             preferred_element_type=preferred_element_type,
         )

@@ -4,6 +4,7 @@ bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequ
 
 from ._amax import amax as amax
 from ._amax_to_scale import amax_to_scale as amax_to_scale
+from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
 from ._dequantize import dequantize as dequantize
 from ._ffi import custom_call_targets as custom_call_targets
@@ -15,6 +16,7 @@ from ._quantize_activation import (
     is_gated as is_gated,
     quantize_activation as quantize_activation,
 )
+from ._quantize_blocks import quantize_blocks as quantize_blocks
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul

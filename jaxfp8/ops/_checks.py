@@ -89,3 +89,26 @@ def dtype(op: str, name: str, value, allowed) -> np.dtype:
         names = ", ".join(d.name for d in allowed)
         raise TypeError(f"{op}: {name}: expected one of {names}, got {result.name}")
     return result
+
+
+def product(op: str, a, b, batch: int | None, contracting: int):
+    """`(a, b, batch, m, n, k)` of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`: FP8 arrays, then sizes.
+
+    Args:
+        batch: how many leading dimensions a and b share; None where m and n are one each.
+        contracting: how many dimensions `k` stands for.
+    """
+    a, is_matrix = fp8(op, "a", a), batch is None
+    batch = a.ndim - 1 - contracting if is_matrix else batch
+    a = rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
+    b = fp8(op, "b", b)
+    leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
+    matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
+    if not matches or (is_matrix and b.ndim != a.ndim):
+        needed = ", ".join(map(str, (*leading, "n", *k)))
+        raise ValueError(
+            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got {b.shape}; both operands have the "
+            "contracting dimension last"
+        )
+    m, n = (x.shape[batch : x.ndim - contracting] for x in (a, b))
+    return a, b, leading, m, n, k

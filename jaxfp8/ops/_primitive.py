@@ -37,6 +37,7 @@ def tensor_op(
     cpu: Callable,
     cuda: Callable,
     combine: Callable,
+    sizes: Callable = lambda *shapes, **static: {},
     batch_first: Callable | None = None,
     other_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
@@ -57,6 +58,8 @@ def tensor_op(
             of it.
         combine: `(**static) -> lax.pmax or lax.psum`, the reduction over the shards of dimensions that a result lacks;
             None where there is none, so that these dimensions cannot be cut. Or one of them for each result.
+        sizes: `(*shapes, **static) -> {name: size}`: of the names that results alone have, from the shapes of the
+            operands without members.
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
         on_one_device_only: the reference runs on a mesh and in a `shard_map`.
@@ -76,7 +79,8 @@ def tensor_op(
     def abstract(*operands, implementation, members, **static):
         del implementation
         operand_names, result_names = all_names(operands, members, static)
-        return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static))
+        new = sizes(*(x.shape[members:] for x in operands), **static)
+        return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
 
     def batch(operands, batch_dims, *, implementation, members, **static):
         run = functools.partial(op.bind, implementation=implementation, **static)

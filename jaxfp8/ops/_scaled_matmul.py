@@ -70,19 +70,7 @@ def scaled_matmul(
         ValueError: an argument has another shape.
     """
     op = "scaled_matmul"
-    a, is_matrix = _checks.fp8(op, "a", a), batch is None
-    batch = a.ndim - 1 - contracting if is_matrix else batch
-    a = _checks.rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
-    b = _checks.fp8(op, "b", b)
-    leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
-    matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
-    if not matches or (is_matrix and b.ndim != a.ndim):
-        needed = ", ".join(map(str, (*leading, "n", *k)))
-        raise ValueError(
-            f"{op}: b: expected [{needed}] to go with a{list(a.shape)}, got {b.shape}; both operands have the "
-            "contracting dimension last"
-        )
-    m, n = (x.shape[batch : x.ndim - contracting] for x in (a, b))
+    a, b, leading, m, n, _ = _checks.product(op, a, b, batch, contracting)
     operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
     if bias is not None:
         operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
@@ -99,7 +87,7 @@ def scaled_matmul(
         has_bias=bias is not None,
         has_accumulator=accumulator is not None,
         rewritten_by_xla=selected() == "xla",
-        batch=batch,
+        batch=len(leading),
         rows=len(m),
         contracting=contracting,
         has_a_t=a_t is not None,

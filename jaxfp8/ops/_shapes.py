@@ -13,11 +13,16 @@ def merge(x, *counts):
 
     `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
     """
-    shape, rest = [], x.shape
+    return x.reshape(merged(x.shape, *counts))
+
+
+def merged(shape, *counts):
+    """The shape that `merge` gives."""
+    sizes, rest = [], shape
     for count in counts:
-        shape.append(math.prod(rest[:count]))
+        sizes.append(math.prod(rest[:count]))
         rest = rest[count:]
-    return x.reshape(*shape, math.prod(rest))
+    return (*sizes, math.prod(rest))
 
 
 def group_scales(scale, members, batch=1):

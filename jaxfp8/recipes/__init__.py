@@ -1,14 +1,32 @@
 """Recipes: how operands become FP8, and the state that takes. A recipe is data; its quantizers are pure functions."""
 
+from ._block import Float8BlockScaling as Float8BlockScaling
+from ._blockwise import (
+    Float8BlockQuantizer as Float8BlockQuantizer,
+    Float8RowwiseQuantizer as Float8RowwiseQuantizer,
+    MXFP8Quantizer as MXFP8Quantizer,
+)
+from ._current import (
+    Float8CurrentScaling as Float8CurrentScaling,
+    Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
+)
+from ._custom import CustomRecipe as CustomRecipe
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingQuantizer as DelayedScalingQuantizer,
     finish as finish,
     start as start,
 )
+from ._high_precision import HighPrecision as HighPrecision
+from ._mx import MXFP8BlockScaling as MXFP8BlockScaling
+from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, column_sums as column_sums
+from ._recipe import Recipe as Recipe, checked as checked
+from ._rowwise import Float8RowwiseScaling as Float8RowwiseScaling
 from ._state import (
     DotGeneralState as DotGeneralState,
     QuantizerRun as QuantizerRun,
     QuantizerState as QuantizerState,
     init_state as init_state,
+    map_variables as map_variables,
 )
+from ._tensorwise import TensorwiseQuantizer as TensorwiseQuantizer

@@ -13,15 +13,15 @@ import numpy as np
 
 from .. import _compat, ops, scaling
 from .._mesh import NOT_SAID
-from ..formats import HYBRID, Format, fp8_max
-from ..tensor import QTensor
+from ..formats import E4M3, HYBRID, Format, fp8_max
+from ._quantizer import alone, fp8_dtype
+from ._recipe import Recipe
 from ._state import QuantizerRun, QuantizerState
-
-PRODUCTS = ("fprop", "dgrad", "wgrad")
+from ._tensorwise import TensorwiseQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(Recipe):
     """Scales from a window of past amaxes.
 
     One step with stored `(h, s)`:
@@ -41,14 +41,7 @@ class DelayedScaling:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
-        pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
-            `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
-            needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
-        min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
-            launches of quantization cost more than FP8 saves (docs/performance.md). 0 means none. Their state is there
-            and not touched. Sizes are those of one call, under `vmap` of one member, in `shard_map` of one device.
-        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
-            about 2**-14 accurate and exists on Hopper and Ada only.
+        pipeline_axes, precise, min_size: see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -64,29 +57,17 @@ class DelayedScaling:
     min_size: int = 0
 
     def __post_init__(self):
-        def expect(condition, name, wanted, error=ValueError):
-            if not condition:
-                raise error(f"DelayedScaling: {name}: expected {wanted}, got {getattr(self, name)!r}")
-
         number = (int, float, np.integer, np.floating)
-        expect(isinstance(self.margin, number) and not isinstance(self.margin, bool), "margin", "a number", TypeError)
-        expect(-64 <= self.margin <= 64, "margin", "a number of powers of two between -64 and 64")
+        is_number = isinstance(self.margin, number) and not isinstance(self.margin, bool)
+        self.expect(is_number, "margin", "a number", TypeError)
+        self.expect(-64 <= self.margin <= 64, "margin", "a number of powers of two between -64 and 64")
         is_length = isinstance(self.amax_history_len, (int, np.integer)) and not isinstance(self.amax_history_len, bool)
-        expect(is_length, "amax_history_len", "an int", TypeError)
-        expect(self.amax_history_len >= 1, "amax_history_len", "at least 1")
+        self.expect(is_length, "amax_history_len", "an int", TypeError)
+        self.expect(self.amax_history_len >= 1, "amax_history_len", "at least 1")
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
-        expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
-        expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
-        expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
-        expect(not isinstance(self.pipeline_axes, str), "pipeline_axes", "a tuple of mesh axis names", TypeError)
-        if self.pipeline_axes is not NOT_SAID:
-            object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
-        expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
-        object.__setattr__(self, "precise", tuple(self.precise))
-        expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
-        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
-        expect(is_size, "min_size", "an int", TypeError)
-        expect(self.min_size >= 0, "min_size", "at least 0")
+        self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
+        self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
+        self.check_options()
 
     def quantizers(self) -> tuple["DelayedScalingQuantizer", ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
@@ -96,21 +77,18 @@ class DelayedScaling:
         return forward, forward, dataclasses.replace(forward, fp8_dtype=self.fp8_format.backward_dtype)
 
 
-def _alone(amax, leaf):
-    """No mesh: the amax at hand is that of the whole tensor."""
-    del leaf
-    return amax
-
-
 @dataclasses.dataclass(frozen=True)
-class DelayedScalingQuantizer:
+class DelayedScalingQuantizer(TensorwiseQuantizer):
     """Delayed scaling of one tensor; the attributes are those of `DelayedScaling`."""
 
-    fp8_dtype: np.dtype
+    fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
     first_step: Literal["unit", "current"] = "unit"
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def init(self) -> QuantizerState:
         """An empty history and scale 1."""
@@ -146,66 +124,47 @@ class DelayedScalingQuantizer:
                 "jaxfp8.convert.merge_state"
             )
 
-    def quantize(self, x, run: QuantizerRun | None, *, rows=1, cols=1, transpose=True, sums=False, reduce=_alone):
-        """Quantizes `x` with the scale that its state gave; without a state, with the scale of its own amax.
+    def quantize(self, x, state):
+        """`(QTensor, next state)` of a matrix; see `Quantizer`."""
+        (run,) = start([self], [state])
+        q, run, _ = self.quantize_operand(x, run)
+        (state,) = finish([run])
+        return q, state
 
-        Args:
-            x: bfloat16, float16 or float32 `[..., *rows, *cols]`; one scale for all of it.
-            run: what `start` made of the state, or None.
-            rows, cols: how many dimensions are rows and columns.
-            transpose: also give `data_t`.
-            sums: also give the sums over rows, f32 `[..., *cols]`.
-            reduce: `(amax, state leaf or None) -> amax`, over the devices that share the state.
-
-        Returns:
-            `(q, run, sums or None)`: the codes, and the run with the amax of x in it.
-        """
-        scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
-        data_t = total = None
-        if transpose:
-            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums}
-            data, data_t, amax, *more = ops.quantize_transpose(x, scale, self.fp8_dtype, **options)
-            total = more[0] if sums else None
-        else:
-            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax)
-            if sums:
-                first = x.ndim - rows - cols
-                total = jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + rows)))
-        if run is not None:
-            run = dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
-        return QTensor(data, scale_inv, data_t), run, total
-
-    def scale(self, current, run: QuantizerRun | None, reduce=_alone):
-        """`(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where there is no state.
-
-        Args:
-            current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
-            run, reduce: as of `quantize`.
-        """
-
-        def of_tensor(leaf, stored):
-            amax = reduce(current(), leaf).reshape(1)
-            return ops.amax_to_scale(amax, stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
-
+    def scale(self, current, run: QuantizerRun | None, reduce=alone):
+        """As `TensorwiseQuantizer.scale`; without a state, from the amax of the tensor."""
         if run is None:
-            return (*of_tensor(None, jnp.ones((1,), jnp.float32)), None)
+            return super().scale(current, run, reduce)
         scales = run.scale, run.scale_inv
         if run.is_empty is not None:
-            scales = jax.lax.cond(run.is_empty, lambda: of_tensor(run.history, run.scale_inv), lambda: scales)
+
+            def of_tensor():
+                return self.scale_of(reduce(current(), run.history), run.scale_inv)
+
+            scales = jax.lax.cond(run.is_empty, of_tensor, lambda: scales)
         return (*scales, run.amax)
 
+    def seen(self, run: QuantizerRun | None, scale, scale_inv, amax):
+        """As `TensorwiseQuantizer.seen`."""
+        if run is None:
+            return None
+        return dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
 
-def start(quantizers, states) -> list[QuantizerRun | None]:
-    """Reads the states of quantizers that run in one product; those of one recipe in one operation.
+
+def start(quantizers, states) -> list:
+    """Reads the states of quantizers that run in one product; those of one delayed scaling in one operation.
 
     Args:
-        quantizers: of type DelayedScalingQuantizer.
-        states: a QuantizerState each, or None.
+        quantizers: of any kind; or None.
+        states: a state each, or None.
+
+    Returns:
+        What `quantize_operand` takes: a QuantizerRun for delayed scaling, else the state.
     """
-    runs = [None] * len(quantizers)
+    runs = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
-        if state is not None:
+        if state is not None and isinstance(quantizer, DelayedScalingQuantizer):
             alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
     for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
@@ -232,12 +191,15 @@ def start(quantizers, states) -> list[QuantizerRun | None]:
     return runs
 
 
-def finish(runs, reduce=_alone) -> list[QuantizerState | None]:
-    """The next states, in one operation; `reduce` as in `DelayedScalingQuantizer.quantize`."""
-    kept = [run for run in runs if run is not None]
-    if not kept:
+def finish(runs, reduce=alone) -> list:
+    """The next states; `reduce` as in `Quantizer.quantize_operand`."""
+    delayed = [run for run in runs if isinstance(run, QuantizerRun)]
+    if not delayed:
         return list(runs)
-    histories = [run.history for run in kept]
-    amaxes = [reduce(run.amax.reshape(()), run.history) for run in kept]
+    histories = [run.history for run in delayed]
+    amaxes = [reduce(run.amax.reshape(()), run.history) for run in delayed]
     pushed = iter(ops.push_amaxes(histories, amaxes))
-    return [None if run is None else QuantizerState(amax_history=next(pushed), scale=run.scale_inv) for run in runs]
+    return [
+        QuantizerState(amax_history=next(pushed), scale=run.scale_inv) if isinstance(run, QuantizerRun) else run
+        for run in runs
+    ]

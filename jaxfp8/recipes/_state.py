@@ -1,9 +1,12 @@
 """Quantizer state: explicit pytrees, one leaf an array."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax import export
+
+from ._recipe import checked
 
 
 @jax.tree_util.register_dataclass
@@ -42,11 +45,19 @@ class QuantizerRun:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DotGeneralState:
-    """The state of one FP8 product: a quantizer each for the input, the kernel and the gradient of the output."""
+    """The state of one FP8 product, by quantizer; None where one keeps none.
 
-    input: QuantizerState
-    kernel: QuantizerState
-    output_grad: QuantizerState
+    Attributes:
+        input, kernel, output_grad: of x, the kernel and the gradient of the output. Of delayed scaling each is a
+            QuantizerState, of a user's quantizer what its `init` returns.
+        output, input_grad: of the output and the gradient of x, which only a `CustomRecipe` quantizes.
+    """
+
+    input: Any
+    kernel: Any
+    output_grad: Any
+    output: Any = None
+    input_grad: Any = None
 
 
 for _cls in (QuantizerState, DotGeneralState):
@@ -60,5 +71,31 @@ for _cls in (QuantizerState, DotGeneralState):
 
 
 def init_state(recipe) -> DotGeneralState:
-    """State of a product that has not run: empty histories, scale 1."""
-    return DotGeneralState(*(quantizer.init() for quantizer in recipe.quantizers()))
+    """State of a product that has not run: of delayed scaling empty histories and scale 1; empty where none is kept.
+
+    Raises:
+        TypeError: `recipe` is none.
+    """
+    quantizers = checked("init_state: recipe", recipe).quantizers()
+    return DotGeneralState(*(None if quantizer is None else quantizer.init() for quantizer in quantizers))
+
+
+def map_variables(recipe, function) -> DotGeneralState:
+    """`init_state(recipe)` with `function(name, leaf)` in place of each leaf; names are those of Flax variables.
+
+    A leaf of the quantizer of `input` is called `input_<its name>`, in a custom recipe `linear_input_<its name>`; a
+    state that is an array alone `input_state`.
+    """
+    initial = init_state(recipe)
+    fields = [field.name for field in dataclasses.fields(initial)]
+
+    def of(operand, state):
+        def leaf(path, value):
+            names = (str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+            return function("_".join((operand, *names)) if path else f"{operand}_state", value)
+
+        return jax.tree_util.tree_map_with_path(leaf, state)
+
+    pairs = zip(fields, recipe.operands, strict=False)  # stock recipes have no quantizers of results
+    states = {field: of(operand, getattr(initial, field)) for field, operand in pairs}
+    return DotGeneralState(**dict.fromkeys(fields) | states)

@@ -1,0 +1,62 @@
+"""autocast: the recipe of layers that name none."""
+
+import contextlib
+import dataclasses
+
+import jax
+
+from .recipes import HighPrecision, Recipe, checked
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    recipe: Recipe | None
+    enabled: bool
+
+
+# A context that is part of jit's cache key: another recipe is another program. Each thread has its own.
+_region = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def autocast(recipe: Recipe | None = None, enabled: bool = True):
+    """The recipe of layers that name none, for what is traced inside.
+
+        with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
+            loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
+
+    Regions nest, the innermost wins; each thread has its own. The backward of what was traced inside belongs to it,
+    wherever it runs. A model is initialized in the region it is used in: a layer has the state of its recipe.
+
+    Args:
+        recipe: of layers that name none; None is `DelayedScaling()`, what these layers have outside of any region.
+        enabled: False computes in high precision all that is traced inside, layers with a recipe of their own too.
+            They create no state, and what they have is left alone.
+
+    Raises:
+        TypeError: recipe is none, or enabled no bool.
+    """
+    if recipe is not None:
+        checked("autocast: recipe", recipe)
+    if not isinstance(enabled, bool):
+        raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
+    with _region(_Region(recipe, enabled)):
+        yield
+
+
+def resolve(recipe: Recipe | None, default) -> Recipe | None:
+    """The recipe of a layer here and now; None is high precision.
+
+    Args:
+        recipe: what the layer names, or None.
+        default: gives the recipe of a layer that names none, outside of `autocast`.
+
+    Raises:
+        TypeError: it names something else.
+    """
+    region = _region.value
+    if region is not None and not region.enabled:
+        return None
+    if recipe is None:
+        recipe = default() if region is None or region.recipe is None else region.recipe
+    return None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe

@@ -1,0 +1,218 @@
+"""block_scaled_matmul: the FP8 GEMM of operands that have a scale for each block."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _blocks, _checks
+from ._primitive import ONE, dims, tensor_op
+
+
+def block_scaled_matmul(
+    a,
+    b,
+    a_scale_inv,
+    b_scale_inv,
+    *,
+    a_block=None,
+    b_block=None,
+    bias=None,
+    out_dtype=jnp.bfloat16,
+    precise=False,
+    batch: int | None = None,
+    contracting: int = 1,
+):
+    """Product of two FP8 matrices, each scaled back block by block.
+
+    Equivalent to, in f32 and rounded once at the end, with the scale of its block for each element:
+
+        ((a * a_scales) @ (b * b_scales).mT + bias).astype(out_dtype)
+
+    The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
+    (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, come after
+    it. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
+    `|error| <= (K * eps + 5 * 2**-24) * S` before the last rounding, `eps` as for `scaled_matmul`; numbers below
+    2**-126 may be lost.
+
+    Args:
+        a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
+        b: float8_e4m3fn or float8_e5m2 `[..., n, k]`.
+        a_scale_inv: with `a_block=(r, c)` float32 or float8_e8m0fnu `[..., ceil(m / r), ceil(k / c)]`, as
+            `quantize_blocks` gives it; without, f32[] or f32[1].
+        b_scale_inv: the same for b, with n in place of m.
+        a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
+        bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
+        out_dtype: bfloat16, float16 or float32.
+        precise: turns fast accumulation off (it exists on Hopper and Ada only, and not with scales along k).
+        batch: how many leading dimensions a and b share, where m and n may be any number of dimensions, counted merged;
+            by default m and n are one each.
+        contracting: how many dimensions `k` stands for.
+
+    Returns:
+        `[..., m, n]` of `out_dtype`.
+
+    Raises:
+        TypeError: an argument has another dtype; or the op is differentiated.
+        ValueError: an argument has another shape, or a block is none.
+    """
+    op = "block_scaled_matmul"
+    a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
+    scales = []
+    for name, scale, block, rows in (("a", a_scale_inv, a_block, m), ("b", b_scale_inv, b_block, n)):
+        if block is not None:
+            block = _blocks.checked(op, f"{name}_block", block)
+        scales.append((_checked_scale(op, f"{name}_scale_inv", scale, block, leading, rows, k), block))
+    (a_scale_inv, a_block), (b_scale_inv, b_block) = scales
+    operands = [a, b, a_scale_inv, b_scale_inv]
+    if bias is not None:
+        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
+    if not isinstance(precise, (bool, np.bool_)):
+        raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
+    spec = _Spec(
+        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        precise=bool(precise),
+        has_bias=bias is not None,
+        a_block=a_block,
+        b_block=b_block,
+        batch=len(leading),
+        rows=len(m),
+        contracting=contracting,
+    )
+    return _block_scaled_matmul(*operands, spec=spec)[0]
+
+
+def _checked_scale(op, name, scale, block, leading, rows, cols):
+    if block is None:
+        return _checks.scale(op, name, scale)
+    scale = _checks.array(op, name, scale)
+    if scale.dtype not in (np.float32, _blocks.E8M0):
+        raise TypeError(
+            f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are never rounded"
+        )
+    return _checks.shape(op, name, scale, (*leading, *_blocks.count(block, math.prod(rows), math.prod(cols))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What is static about one product; operands: a, b, a_scale_inv, b_scale_inv, bias if any.
+
+    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k.
+    """
+
+    out_dtype: np.dtype
+    precise: bool
+    has_bias: bool
+    a_block: tuple | None
+    b_block: tuple | None
+    batch: int
+    rows: int
+    contracting: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, its scales and their block."""
+
+    codes: object
+    scales: object
+    block: tuple | None
+    leading: int
+    contracting: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The size of the merged matrix."""
+        rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
+        return math.prod(rows), math.prod(self.codes.shape[self.codes.ndim - self.contracting :])
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether a scale is one number along the whole contraction."""
+        return self.block is None or (_blocks.count(self.block, *self.matrix)[1] <= 1 and not self.is_exact)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the product of a code and its scale is exact in bfloat16."""
+        return self.scales.dtype == _blocks.E8M0
+
+    def widened(self, dtype):
+        """The codes in a wider dtype; with their scales, unless these come after the product."""
+        values = self.codes.astype(dtype)
+        if self.scales_rows:
+            return values
+        for factor in _blocks.e8m0_factors(self.scales, dtype) if self.is_exact else [self.scales]:
+            values = values * _blocks.spread(factor, self.block, *self.matrix).reshape(self.codes.shape)
+        return values
+
+    def of_rows(self):
+        """The scale of each row, f32 `[*leading, *rows]`; or `[*leading, 1, ...]`; None where they are applied."""
+        rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
+        if not self.scales_rows:
+            return None
+        if self.block is None:
+            members = self.scales.shape[:-1]
+            return self.scales.reshape(*members, *[1] * (self.leading - len(members) + len(rows)))
+        spread = _blocks.spread(self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1])
+        # No column at all: an empty contraction, whose sum is zero whatever its scale.
+        spread = spread[..., 0] if spread.shape[-1] else jnp.ones(spread.shape[:-1], jnp.float32)
+        return spread.reshape(*self.codes.shape[: self.leading], *rows)
+
+
+def _reference(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
+    """One product of whole tensors, which XLA can partition."""
+    leading = members + spec.batch
+    sides = [
+        _Side(codes, scales, block, leading, spec.contracting)
+        for codes, scales, block in ((a, a_scale_inv, spec.a_block), (b, b_scale_inv, spec.b_block))
+    ]
+    exact = all(side.is_exact or side.scales_rows for side in sides)
+    operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
+    batch = tuple(range(leading))
+    contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
+    out = lax.dot_general(
+        *operands,
+        (contracting, (batch, batch)),
+        preferred_element_type=jnp.float32,
+        # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
+        precision=None if exact else lax.Precision.HIGHEST,
+    )
+    factors = []
+    for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
+        scale = side.of_rows()
+        if scale is not None:
+            axes = (*batch, *range(first, first + scale.ndim - leading))
+            rank = [1] * out.ndim
+            for axis, size in zip(axes, scale.shape, strict=True):
+                rank[axis] = size
+            factors.append(scale.reshape(rank))
+    if factors:
+        out = out * jnp.broadcast_to(math.prod(factors[1:], start=factors[0]), out.shape)
+    if spec.has_bias:
+        columns = (*batch, *range(leading + spec.rows, out.ndim))
+        out = out + lax.broadcast_in_dim(bias[0].astype(jnp.float32), out.shape, columns)
+    return (out.astype(spec.out_dtype),)
+
+
+def _names(a, b, *_, spec):
+    leading, k = dims("batch", spec.batch), dims("k", spec.contracting)
+    m, n = dims("m", a - spec.batch - spec.contracting), dims("n", b - spec.batch - spec.contracting)
+    scales = [
+        ONE if block is None else (*leading, f"{name}_rows", f"{name}_cols")
+        for name, block in (("a", spec.a_block), ("b", spec.b_block))
+    ]
+    return [leading + m + k, leading + n + k, *scales, *[leading + n] * spec.has_bias], [leading + m + n]
+
+
+_block_scaled_matmul = tensor_op(
+    "block_scaled_matmul",
+    names=_names,
+    dtypes=lambda *_, spec: [spec.out_dtype],
+    reference=_reference,
+    cpu=_reference,
+    cuda=_reference,
+    combine=lambda **_: lax.psum,
+    added=lambda spec: range(4, 4 + spec.has_bias),
+)

@@ -1,0 +1,81 @@
+"""Blocks of a matrix that have a scale each: how a matrix is cut, and the arithmetic of E8M0 scales.
+
+A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all of them. The last block of a
+dimension may be smaller. Scales are `[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
+
+An E8M0 code means `2**(code - 127)`, or NaN where it is 255. Code 0 is a subnormal float, which XLA's CPU threads read
+as zero: codes are made and read as integers.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E8M0 = np.dtype(jnp.float8_e8m0fnu)
+NAN_CODE = 255
+_BIAS = 127
+
+
+def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
+    """A block as a tuple of Python integers of at least 1, or None."""
+    is_pair = isinstance(block, (tuple, list)) and len(block) == 2
+    if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
+        raise ValueError(
+            f"{op}: {name}: expected (rows, columns), each a positive integer or None for all of them, got {block!r}"
+        )
+    return tuple(None if b is None else int(b) for b in block)
+
+
+def shape(block, m: int, n: int) -> tuple[int, int]:
+    """The size of a block in a matrix `[m, n]`."""
+    return tuple(max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True))
+
+
+def count(block, m: int, n: int) -> tuple[int, int]:
+    """How many blocks a matrix `[m, n]` has along its rows and columns."""
+    return tuple(math.ceil(size / b) for b, size in zip(shape(block, m, n), (m, n), strict=True))
+
+
+def cut(x, block):
+    """`[..., m, n]` as `[..., R, r, C, c]`; the last block of a dimension is filled up with zeros."""
+    *leading, m, n = x.shape
+    (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
+    widths = [(0, 0)] * len(leading) + [(0, rows * r - m), (0, cols * c - n)]
+    if (rows * r, cols * c) != (m, n):
+        x = jnp.pad(x, widths)
+    return x.reshape(*leading, rows, r, cols, c)
+
+
+def uncut(x, m: int, n: int):
+    """The inverse of `cut`."""
+    *leading, rows, r, cols, c = x.shape
+    return x.reshape(*leading, rows * r, cols * c)[..., :m, :n]
+
+
+def spread(scales, block, m: int, n: int):
+    """Scales `[..., R, C]` for each element of a matrix `[m, n]`."""
+    r, c = shape(block, m, n)
+    *leading, rows, cols = scales.shape
+    axes = (*range(len(leading)), len(leading), len(leading) + 2)
+    return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
+
+
+def e8m0(exponent, is_nan):
+    """The scales `2**exponent`, int32 in [-127, 127]; NaN where `is_nan`."""
+    codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
+    return lax.bitcast_convert_type(codes.astype(jnp.uint8), E8M0)
+
+
+def power_of_two(exponent, is_nan):
+    """f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
+    return lax.bitcast_convert_type(jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32)
+
+
+def e8m0_factors(scales, dtype):
+    """Two normal numbers of `dtype` whose product is the scale: each is about its square root."""
+    codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
+    exponent, is_nan = codes - _BIAS, codes == NAN_CODE
+    first = exponent >> 1
+    return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]

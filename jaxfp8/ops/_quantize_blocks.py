@@ -1,0 +1,153 @@
+"""quantize_blocks: to FP8 with a scale for each block, found from the block itself."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import scaling
+from ..formats import FP8_DTYPES, fp8_max
+from . import _blocks, _checks, _shapes
+from ._primitive import dims, tensor_op
+from ._reference import encode
+
+SCALES = ("f32", "e8m0")
+ROUNDINGS = ("ceil", "floor")
+
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+
+
+def quantize_blocks(
+    x,
+    dtype,
+    *,
+    block,
+    scale: str = "f32",
+    rounding: str = "ceil",
+    power_2_scale: bool = False,
+    rows: int = 1,
+    cols: int = 1,
+):
+    """Quantizes each block of a matrix with a scale of its own.
+
+    For each block, with `amax = max |x|` of it:
+
+        scale="f32"     sf = min(FP8_MAX / amax, 2**126), or 1 where amax is 0 or not finite; with power_2_scale
+                        rounded down to a power of two. data = quantize(x, sf), scale_inv = 1 / sf
+        scale="e8m0"    e = ceil(log2(amax / FP8_MAX)), or floor(log2(amax)) - floor(log2(FP8_MAX)) for
+                        rounding="floor"; at least -127. data = quantize(x, 2**-e), scale_inv = 2**e
+
+    "ceil" is the smallest power of two with which nothing saturates. "floor" is the text of the OCP specification for
+    MX formats: the largest values of a block saturate where amax is above 1.75 times a power of two. A block of zeros
+    has the smallest E8M0 scale, 2**-127.
+
+    An Inf or NaN makes the E8M0 scale of its block NaN, and all its codes: no power of two fits, and a product
+    contracts over the block, so that the same results are lost as by that element alone. With f32 scales it becomes a
+    NaN code by itself and the rest of its block has scale 1, as for a whole tensor in current scaling.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., *m, *n]`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        block: `(r, c)`: rows and columns of a block, None for all. (1, 32) is MX, (1, 128) and (128, 128) are block
+            scaling, (1, None) row-wise scaling. The last block of a dimension may be smaller.
+        scale: "f32" or "e8m0": what scales are.
+        rounding: "ceil" or "floor", of E8M0 exponents.
+        power_2_scale: makes f32 scales powers of two.
+        rows, cols: how many dimensions m and n stand for; blocks count them merged.
+
+    Returns:
+        `(data, scale_inv)`: data of `dtype` with the shape of x; scale_inv float32 or float8_e8m0fnu
+        `[..., ceil(m / r), ceil(n / c)]`.
+
+    Raises:
+        TypeError: x or dtype has another dtype, power_2_scale is no bool; or the op is differentiated.
+        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is none of these; or an option
+            does not go with this kind of scale.
+    """
+    op = "quantize_blocks"
+    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
+    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+    for name, value, allowed in (("scale", scale, SCALES), ("rounding", rounding, ROUNDINGS)):
+        if value not in allowed:
+            raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
+    if not isinstance(power_2_scale, (bool, np.bool_)):
+        raise TypeError(f"{op}: power_2_scale: expected a bool, got {power_2_scale!r}")
+    if scale == "e8m0" and power_2_scale:
+        raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out with scale="e8m0"')
+    if scale == "f32" and rounding != "ceil":
+        raise ValueError(f'{op}: rounding: goes with scale="e8m0" only, got {rounding!r} with scale="f32"')
+    data, scale_inv = _quantize_blocks(
+        x,
+        dtype=dtype,
+        block=_blocks.checked(op, "block", block),
+        scale=scale,
+        rounding=rounding,
+        power_2_scale=bool(power_2_scale),
+        rows=int(rows),
+        cols=int(cols),
+    )
+    return data, scale_inv
+
+
+def _f32_scales(amax, dtype, power_2_scale):
+    """`(scale, scale_inv)` of each block."""
+    scale, scale_inv = scaling.amax_to_scale(amax, jnp.ones_like(amax), scaling.scale_numerator(fp8_max(dtype), 0))
+    if power_2_scale:
+        bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT_BITS
+        scale, scale_inv = (lax.bitcast_convert_type(b, jnp.float32) for b in (bits, (254 << 23) - bits))
+    return scale, scale_inv
+
+
+def _e8m0_scales(amax, dtype, rounding):
+    """`(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
+
+    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
+    difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
+    amax is read as -127, and e is -127 whatever it is.
+    """
+    largest = np.float32(fp8_max(dtype)).view(np.int32)
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    exponent = (bits >> 23) - int(largest >> 23)
+    if rounding == "ceil":
+        exponent = exponent + (bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)).astype(jnp.int32)
+    exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
+    return _blocks.power_of_two(-exponent, is_nan), _blocks.e8m0(exponent, is_nan)
+
+
+def _reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols):
+    del members  # leading dimensions like any other
+    leading = x.shape[: x.ndim - rows - cols]
+    matrix = _shapes.merge(x, *[1] * len(leading), rows)
+    m, n = matrix.shape[-2:]
+    blocks = _blocks.cut(matrix, block)
+    amax = scaling.abs_max(blocks, axis=(-3, -1))
+    if scale == "e8m0":
+        factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
+    else:
+        factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
+    data = encode(blocks, factor[..., :, None, :, None], dtype)
+    return _blocks.uncut(data, m, n).reshape(x.shape), scale_inv
+
+
+def _names(x, *, rows, cols, **_):
+    leading = dims("batch", x - rows - cols)
+    matrix = leading + dims("row", rows) + dims("col", cols)
+    return [matrix], [matrix, (*leading, "row_blocks", "col_blocks")]
+
+
+def _sizes(x, *, block, rows, cols, **_):
+    m, n = _shapes.merged(x[len(x) - rows - cols :], rows)
+    return dict(zip(("row_blocks", "col_blocks"), _blocks.count(block, m, n), strict=True))
+
+
+# XLA cuts it on a mesh by itself, also where a block lies on two devices.
+_quantize_blocks = tensor_op(
+    "quantize_blocks",
+    names=_names,
+    sizes=_sizes,
+    dtypes=lambda _, *, dtype, scale, **__: [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32],
+    reference=_reference,
+    cpu=_reference,
+    cuda=_reference,
+    combine=lambda **_: None,
+)

@@ -1,0 +1,42 @@
+"""Block scaling: f32 scales for tiles of 1x128 and blocks of 128x128."""
+
+import dataclasses
+
+from .._mesh import NOT_SAID
+from ..formats import E4M3, Format
+from ._blockwise import Float8BlockQuantizer
+from ._recipe import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale for each tile of 1x128 of `x` and `grad`, and for each 128x128 of the kernel; no state.
+
+    Tiles lie along what a product contracts, so that `x` and `grad` are quantized once for each product that reads
+    them; the codes of the kernel serve both. Sizes need not be multiples of 128: the last block is smaller.
+
+    Source: TransformerEngine's Float8BlockScaling, DeepSeek-V3. There scales are powers of two unless told otherwise.
+
+    Attributes:
+        fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
+        power_2_scale: round scales down to a power of two.
+        precise, min_size, pipeline_axes: see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = E4M3
+    power_2_scale: bool = False
+    precise: tuple[str, ...] = ("dgrad", "wgrad")
+    min_size: int = 0
+    pipeline_axes: tuple[str, ...] = NOT_SAID
+
+    def __post_init__(self):
+        self.check_options()
+
+    def quantizers(self) -> tuple:
+        """The quantizers of `x`, `kernel` and `grad`."""
+        dtype, backward = self.fp8_format.dtype, self.fp8_format.backward_dtype
+        x, kernel = (Float8BlockQuantizer(dtype, dim, self.power_2_scale) for dim in (1, 2))
+        return x, kernel, dataclasses.replace(x, fp8_dtype=backward)

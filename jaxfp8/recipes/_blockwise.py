@@ -1,0 +1,124 @@
+"""Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ops
+from ..formats import E4M3
+from ..tensor import QTensor
+from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
+
+
+class BlockwiseQuantizer(Quantizer):
+    """A scale for each block, from its own amax; no state, and nothing to reduce over a mesh.
+
+    Codes for a product along the first dimension are others than along the last: their blocks are.
+
+    Attributes:
+        fp8_dtype: of the codes.
+        block: `(r, c)`: the rows and columns that share a scale; None is all of them.
+    """
+
+    def quantize(self, x, state):
+        """`(QTensor, state)` of a matrix; see `Quantizer`."""
+        return self.quantize_operand(x, None)[0], state
+
+    def quantize_operand(
+        self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
+    ):
+        """As `Quantizer.quantize_operand`."""
+        del reduce, contract_first
+        first, second = slice(x.ndim - rows - cols, x.ndim - cols), slice(x.ndim - cols, x.ndim)
+        dims = tuple(range(x.ndim))
+        order = (*dims[: first.start], *dims[second], *dims[first])
+        data = scale_inv = data_t = scale_inv_t = None
+        is_square = self.block[0] == self.block[1]
+        if rowwise or is_square:
+            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, rows=rows, cols=cols, **self.scaling())
+        if columnwise and is_square:  # the same codes
+            data_t, scale_inv_t = jnp.transpose(data, order), scale_inv.mT
+        elif columnwise:
+            x_t = jnp.transpose(x, order)
+            data_t, scale_inv_t = ops.quantize_blocks(x_t, self.fp8_dtype, rows=cols, cols=rows, **self.scaling())
+        q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols)
+        return q, run, column_sums(x, rows, cols) if sums else None
+
+    def scaling(self) -> dict:
+        """The keywords of `ops.quantize_blocks` that say how blocks are scaled."""
+        return {"block": self.block, "power_2_scale": self.power_2_scale}
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8RowwiseQuantizer(BlockwiseQuantizer):
+    """One f32 scale for each row of what a product contracts.
+
+    Attributes:
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        power_2_scale: round scales down to a power of two.
+    """
+
+    fp8_dtype: np.dtype = E4M3.dtype
+    power_2_scale: bool = False
+    block = (1, None)
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockQuantizer(BlockwiseQuantizer):
+    """One f32 scale for 128 elements along what a product contracts, or for 128 by 128.
+
+    Attributes:
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        block_scaling_dim: 1 for tiles of 1x128, 2 for blocks of 128x128, as TransformerEngine counts.
+        power_2_scale: round scales down to a power of two.
+
+    Raises:
+        ValueError: another block_scaling_dim.
+    """
+
+    fp8_dtype: np.dtype = E4M3.dtype
+    block_scaling_dim: int = 1
+    power_2_scale: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+        if self.block_scaling_dim not in (1, 2):
+            raise ValueError(f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}")
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns that share a scale."""
+        return (1, 128) if self.block_scaling_dim == 1 else (128, 128)
+
+
+ROUNDINGS = ("ceil", "floor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Quantizer(BlockwiseQuantizer):
+    """One power of two, as float8_e8m0fnu, for 32 elements along what a product contracts.
+
+    Attributes:
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rounding: of the exponent, `"ceil"` or `"floor"`; see `MXFP8BlockScaling`.
+
+    Raises:
+        ValueError: another rounding.
+    """
+
+    fp8_dtype: np.dtype = E4M3.dtype
+    rounding: str = "ceil"
+    block = (1, 32)
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
+
+    def scaling(self) -> dict:
+        """As `BlockwiseQuantizer.scaling`."""
+        return {"block": self.block, "scale": "e8m0", "rounding": self.rounding}

@@ -1,0 +1,72 @@
+"""Current scaling: the scale comes from the tensor in hand, which is read twice."""
+
+import dataclasses
+
+import numpy as np
+
+from .._mesh import NOT_SAID
+from ..formats import HYBRID, Format
+from ._quantizer import fp8_dtype
+from ._recipe import Recipe
+from ._tensorwise import TensorwiseQuantizer, floor_to_power_of_two
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """One scale for each tensor, from its own amax; no state.
+
+        sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or one that is not finite
+        q  = quantize(x, sf)
+
+    On a mesh the amax is that of the whole tensor: where delayed scaling reduces amaxes once a step, each product here
+    waits for its own. `ops.amax` reads the tensor once more.
+
+    Source: TransformerEngine's FP8 current scaling.
+
+    Attributes:
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        power_2_scale: round scales down to a power of two; then quantizing is exact but for the mantissa's rounding.
+        precise, min_size, pipeline_axes: see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = HYBRID
+    power_2_scale: bool = False
+    precise: tuple[str, ...] = ("dgrad", "wgrad")
+    min_size: int = 0
+    pipeline_axes: tuple[str, ...] = NOT_SAID
+
+    def __post_init__(self):
+        self.check_options()
+
+    def quantizers(self) -> tuple:
+        """The quantizers of `x`, `kernel` and `grad`."""
+        forward, backward = (
+            Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
+            for dtype in (self.fp8_format.dtype, self.fp8_format.backward_dtype)
+        )
+        return forward, forward, backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
+    """Current scaling of one tensor.
+
+    Attributes:
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        power_2_scale: as of `Float8CurrentScaling`.
+    """
+
+    fp8_dtype: np.dtype
+    power_2_scale: bool = False
+    margin = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+
+    def scale_of(self, amax, stored):
+        """As `TensorwiseQuantizer.scale_of`."""
+        scale, scale_inv = super().scale_of(amax, stored)
+        return floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

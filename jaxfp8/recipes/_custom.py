@@ -1,0 +1,73 @@
+"""Custom recipes: a user's quantizer, or a stock one, for each tensor of a product."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from .._mesh import NOT_SAID
+from ._quantizer import Quantizer
+from ._recipe import Recipe
+
+# In the order of `Recipe.quantizers`.
+ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """A quantizer for each tensor of a product, chosen by the role of the tensor.
+
+        def qfactory(role):
+            if role in ("linear_input", "linear_weight"):
+                return jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+            if role == "linear_grad_output":
+                return jaxfp8.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
+
+        recipe = jaxfp8.CustomRecipe(qfactory)
+
+    Where both operands of a product are FP8 in a way that a kernel exists for, it runs; a quantizer may bring its own
+    product (`Quantizer.qgemm`); otherwise operands are dequantized to float32 and multiplied.
+
+    State of a quantizer is in the variables `<role>_<name of the leaf>` of the collection
+    `_overwrite_with_gradient`: of delayed scaling `linear_input_amax_history` and `linear_input_scale`.
+
+    Source: TransformerEngine's custom recipes, which exist in PyTorch only.
+
+    Attributes:
+        qfactory: `role -> Quantizer or None`; pure, is asked once for each role. Roles: `linear_input` (x),
+            `linear_weight` (kernel), `linear_grad_output` (the gradient of y); and `linear_output` (y) and
+            `linear_grad_input` (the gradient of x), whose codes are dequantized at once: nothing reads them as codes.
+            None keeps that tensor in high precision.
+        precise, min_size, pipeline_axes: see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have; qfactory is not a function, or returns something
+            else.
+    """
+
+    qfactory: Callable[[str], Quantizer | None]
+    precise: tuple[str, ...] = ("dgrad", "wgrad")
+    min_size: int = 0
+    pipeline_axes: tuple[str, ...] = NOT_SAID
+
+    operands = ROLES
+
+    def __post_init__(self):
+        self.expect(callable(self.qfactory), "qfactory", "a function of a role", TypeError)
+        self.check_options()
+
+    def quantizers(self) -> tuple:
+        """The quantizers of `x`, `kernel`, `grad`, `y` and the gradient of x."""
+        return _asked(self.qfactory)
+
+
+@functools.lru_cache(maxsize=256)
+def _asked(qfactory) -> tuple:
+    """What a factory says: once, because programs with equal quantizers are the same program."""
+    found = tuple(map(qfactory, ROLES))
+    for role, quantizer in zip(ROLES, found, strict=True):
+        if quantizer is not None and not isinstance(quantizer, Quantizer):
+            hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
+            raise TypeError(
+                f"CustomRecipe: qfactory: expected a jaxfp8.Quantizer or None for {role!r}, got {quantizer!r}{hint}"
+            )
+    return found

@@ -1,0 +1,75 @@
+"""Recipe: what all recipes share."""
+
+import numpy as np
+
+from .._mesh import NOT_SAID
+from ..formats import Format
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+class Recipe:
+    """How the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
+
+    Attributes:
+        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
+            about 2**-14 accurate and exists on Hopper and Ada only.
+        min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
+            launches of quantization cost more than FP8 saves (docs/performance.md). 0 means none. Their state is there
+            and not touched. Sizes are those of one call, under `vmap` of one member, in `shard_map` of one device.
+        pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
+            `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
+            needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
+    """
+
+    precise: tuple[str, ...] = ("dgrad", "wgrad")
+    min_size: int = 0
+    pipeline_axes: tuple[str, ...] = NOT_SAID
+
+    # What the variables of the quantizers are called, in the order of `quantizers()`.
+    operands = ("input", "kernel", "output_grad")
+
+    def quantizers(self) -> tuple:
+        """The quantizers of x, kernel and grad; a `CustomRecipe` has those of y and of the gradient of x after them.
+
+        None is no quantizer: high precision.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: quantizers")
+
+    def expect(self, condition, name, wanted, error=ValueError) -> None:
+        """Raises unless the condition on the option `name` holds."""
+        if not condition:
+            raise error(f"{type(self).__name__}: {name}: expected {wanted}, got {getattr(self, name)!r}")
+
+    def check_options(self) -> None:
+        """Checks what all recipes share, and makes tuples of lists; for `__post_init__`.
+
+        Raises:
+            ValueError, TypeError: an option has a value it cannot have.
+        """
+        if hasattr(self, "fp8_format"):
+            self.expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
+        if hasattr(self, "power_2_scale"):
+            self.expect(isinstance(self.power_2_scale, (bool, np.bool_)), "power_2_scale", "a bool", TypeError)
+        self.expect(not isinstance(self.pipeline_axes, str), "pipeline_axes", "a tuple of mesh axis names", TypeError)
+        if self.pipeline_axes is not NOT_SAID:
+            object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
+        self.expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
+        object.__setattr__(self, "precise", tuple(self.precise))
+        self.expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
+        is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
+        self.expect(is_size, "min_size", "an int", TypeError)
+        self.expect(self.min_size >= 0, "min_size", "at least 0")
+
+
+def checked(where: str, recipe) -> Recipe:
+    """`recipe`; `where` is how the message calls it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    is_class = isinstance(recipe, type) and issubclass(recipe, Recipe)
+    hint = "; call the class: a recipe is an instance" if is_class else ""
+    raise TypeError(f"{where}: expected a recipe, for example jaxfp8.DelayedScaling(), got {recipe!r}{hint}")

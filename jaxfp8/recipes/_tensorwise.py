@@ -1,0 +1,65 @@
+"""Quantizers with one scale for the whole tensor."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from .. import ops
+from ..formats import fp8_max
+from ..tensor import QTensor
+from ._quantizer import Quantizer, alone, column_sums
+
+
+class TensorwiseQuantizer(Quantizer):
+    """One scale for the whole tensor: codes and transposed codes are the same numbers, made in one pass.
+
+    Attributes:
+        fp8_dtype: of the codes.
+        margin: headroom in powers of two.
+    """
+
+    def quantize(self, x, state):
+        """`(QTensor, next state)` of a matrix; see `Quantizer`."""
+        return self.quantize_operand(x, None)[0], state
+
+    def quantize_operand(
+        self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
+    ):
+        """As `Quantizer.quantize_operand`."""
+        del rowwise, contract_first  # the codes are there anyway
+        scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
+        data_t = total = None
+        if columnwise:
+            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums}
+            data, data_t, amax, *more = ops.quantize_transpose(x, scale, self.fp8_dtype, **options)
+            total = more[0] if sums else None
+        else:
+            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax)
+            total = column_sums(x, rows, cols) if sums else None
+        return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax), total
+
+    def scale(self, current, run, reduce=alone):
+        """`(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where there is no state.
+
+        Args:
+            current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
+            run, reduce: as of `quantize_operand`.
+        """
+        del run
+        scale, scale_inv = self.scale_of(reduce(current(), None), jnp.ones((1,), jnp.float32))
+        return scale, scale_inv, None
+
+    def scale_of(self, amax, stored):
+        """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""
+        return ops.amax_to_scale(amax.reshape(1), stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+
+    def seen(self, run, scale, scale_inv, amax):
+        """The run of a tensor that was quantized with this scale and had this amax."""
+        del scale, scale_inv, amax
+        return run
+
+
+def floor_to_power_of_two(scale):
+    """`(scale, scale_inv)`, f32: the scale rounded down to a power of two; both are in [2**-126, 2**126]."""
+    bits = lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
+    inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
+    return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)

@@ -1,0 +1,306 @@
+"""block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle_blocks.py)."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_blocks
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxfp8 import ops
+from jaxfp8.ops import _block_scaled_matmul, _blocks
+
+from . import cases
+
+F32, E8M0 = np.dtype(np.float32), oracle_blocks.E8M0
+ONE_SCALE = (None, "f32")
+# How each operand may be scaled: block and scale.
+SCALINGS = {
+    "tensor": ONE_SCALE,
+    "rows": ((1, None), "f32"),
+    "1x128": ((1, 128), "f32"),
+    "128x128": ((128, 128), "f32"),
+    "MX": ((1, 32), "e8m0"),
+    "5x7": ((5, 7), "f32"),
+    "MX 4x16": ((4, 16), "e8m0"),
+}
+# Those of recipes, and the others against one of each kind.
+PAIRS = (
+    ("tensor", "tensor"),
+    ("rows", "rows"),
+    ("1x128", "128x128"),
+    ("128x128", "1x128"),
+    ("1x128", "1x128"),
+    ("MX", "MX"),
+    ("5x7", "MX 4x16"),
+    ("MX", "rows"),
+    ("tensor", "MX"),
+    ("tensor", "1x128"),
+)
+ALL_PAIRS = pytest.mark.parametrize("pair", PAIRS, ids=" by ".join)
+FORMAT_PAIRS = tuple(itertools.product(cases.FORMATS, repeat=2))
+OUT_DTYPES = pytest.mark.parametrize("out_dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def implementation(request):
+    """On a GPU: cuBLASLt where it has the mode, else the reference."""
+    with jax.default_device(jax.devices(request.param)[0]):
+        yield request.param
+
+
+def operand(shape, scaling, fmt=oracle.E4M3, seed=0):
+    """(codes, scales) of random numbers as the oracle quantizes them; neighbouring blocks differ by up to 2**8."""
+    block, scale = SCALINGS[scaling]
+    x = cases.random_values(shape, F32, seed, spread=1.0)
+    rows, cols = (2.0 ** (np.arange(size) // 32 % 5 * 2 - 4) for size in shape)
+    x = np.float32(x * rows[:, None] * cols[None])
+    if block is None:
+        scale = np.float32(fmt.max / max(float(np.abs(x).max(initial=0)), 1e-3))
+        return oracle.quantize(x, scale, fmt)[0], np.float32([1 / scale])
+    return oracle_blocks.quantize(x, fmt, block, scale=scale)
+
+
+def operands(m, n, k, pair, formats=(oracle.E4M3, oracle.E4M3)):
+    sides = [operand((rows, k), s, fmt, i) for i, (rows, s, fmt) in enumerate(zip((m, n), pair, formats, strict=True))]
+    (a, a_scale), (b, b_scale) = sides
+    return a, b, a_scale, b_scale
+
+
+def blocks_of(pair):
+    return dict(zip(("a_block", "b_block"), (SCALINGS[s][0] for s in pair), strict=True))
+
+
+def eps(implementation):
+    """A GPU may accumulate fast, and does so for whole rows only."""
+    return oracle.FAST_HOPPER if implementation == "gpu" else oracle.PRECISE
+
+
+def check(implementation, args, pair, out_dtype=F32, **options):
+    got = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options))(
+        *args
+    )
+    assert got.dtype == out_dtype
+    expected = oracle_blocks.matmul(
+        *args, **blocks_of(pair), bias=options.get("bias"), out_dtype=out_dtype, eps_acc=eps(implementation)
+    )
+    expected.check(got, f"{pair}")
+    return got
+
+
+@ALL_PAIRS
+@pytest.mark.parametrize("shape", [(16, 48, 256), (7, 5, 131), (130, 129, 64), (1, 1, 1)], ids=str)
+def test_shapes(implementation, shape, pair):
+    check(implementation, operands(*shape, pair), pair)
+
+
+@pytest.mark.parametrize(
+    "formats", itertools.product(cases.FORMATS, repeat=2), ids=lambda f: "x".join(x.name for x in f)
+)
+@OUT_DTYPES
+def test_formats_and_output_dtypes(implementation, formats, out_dtype):
+    for pair in (("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")):
+        args = operands(33, 17, 150, pair, formats)
+        bias = np.float32(np.linspace(-900, 500, 17)).astype(out_dtype)
+        for options in ({}, {"bias": bias}, {"precise": True}):
+            check(implementation, args, pair, out_dtype, **options)
+        without = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype)
+        with pytest.raises(AssertionError, match="out of bound"):  # the control: the bias counts
+            without.check(ops.block_scaled_matmul(*args, **blocks_of(pair), bias=bias, out_dtype=out_dtype))
+
+
+def test_one_scale_is_scaled_matmul(implementation):
+    """To the bit, on a CPU."""
+    a, b, a_scale, b_scale = operands(33, 17, 150, ("tensor", "tensor"))
+    got = ops.block_scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
+    with ops.implementation("reference"):
+        expected = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@OUT_DTYPES
+def test_empty_operands(implementation, out_dtype):
+    for m, n, k in ((0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)):
+        for pair in PAIRS:
+            a, b = np.zeros((m, k), oracle.E4M3.dtype), np.zeros((n, k), oracle.E4M3.dtype)
+            scales = [operand(x.shape, s)[1] for x, s in zip((a, b), pair, strict=True)]
+            got = ops.block_scaled_matmul(a, b, *scales, **blocks_of(pair), out_dtype=out_dtype)
+            cases.assert_bitwise(got, np.zeros((m, n), out_dtype), f"{m}x{n}x{k} {pair}")
+
+
+@pytest.mark.parametrize("value, exponents", [(1, (-127, 127)), (1, (-127, 0)), (1, (-64, -62)), (256, (119, -127))])
+def test_extreme_powers_of_two(implementation, value, exponents):
+    """2**-127 is a subnormal float. Results are exact: all products are the same multiple of a power of two."""
+    a = np.full((2, 64), 448, oracle.E4M3.dtype)
+    b = np.full((3, 64), value, oracle.E4M3.dtype)
+    scales = [np.full((rows, 2), e + 127, np.uint8).view(E8M0) for rows, e in zip((2, 3), exponents, strict=True)]
+    got = ops.block_scaled_matmul(a, b, *scales, a_block=(1, 32), b_block=(1, 32), out_dtype=F32)
+    exact = np.full((2, 3), 64 * 448 * value * 2.0 ** sum(exponents), F32)
+    cases.assert_bitwise(got, exact, f"{exponents}")
+
+
+def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
+    """A NaN scale in one block of a row, a NaN code in a column."""
+    x = cases.random_values((20, 96), F32, 1, spread=1)
+    x[3, 40] = np.inf
+    for pair in (("MX", "MX"), ("1x128", "1x128"), ("rows", "rows")):
+        block, scale = SCALINGS[pair[0]]
+        a, a_scale = ops.quantize_blocks(x, oracle.E4M3.dtype, block=block, scale=scale)
+        b, b_scale = operand((18, 96), pair[1])
+        b[11, 0] = np.nan
+        got = np.isnan(check(implementation, (np.asarray(a), b, np.asarray(a_scale), b_scale), pair))
+        wanted = np.zeros((20, 18), bool)
+        wanted[3], wanted[:, 11] = True, True
+        np.testing.assert_array_equal(got, wanted)
+
+
+# -------------------------------------------------------------------------------------------------- shapes, transforms
+
+
+@ALL_PAIRS
+def test_dimensions_of_their_own(implementation, pair):
+    """Two batch dimensions, two of m, one of n, two contracting: as merged."""
+    batch, (m, n, k) = (2, 2), (6, 10, 64)
+    flat = [operands(m, n, k, pair) for _ in range(4)]
+    whole = [np.stack([np.roll(f[i], j, axis=0) if i < 2 else f[i] for j, f in enumerate(flat)]) for i in range(2)]
+    a, b = whole[0].reshape(*batch, 2, 3, 8, 8), whole[1].reshape(*batch, n, 8, 8)
+    scales = [
+        flat[0][2 + i] if SCALINGS[s][0] is None else np.broadcast_to(flat[0][2 + i], (*batch, *flat[0][2 + i].shape))
+        for i, s in enumerate(pair)
+    ]
+    bias = np.float32(np.arange(4 * n).reshape(*batch, n))
+    got = ops.block_scaled_matmul(
+        a, b, *scales, **blocks_of(pair), bias=bias, batch=2, contracting=2, out_dtype=F32, precise=True
+    )
+    assert got.shape == (*batch, 2, 3, n)
+    for i, index in enumerate(np.ndindex(batch)):
+        expected = oracle_blocks.matmul(
+            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index]
+        )
+        expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
+
+
+@pytest.mark.parametrize("pair", [("1x128", "128x128"), ("MX", "MX"), ("rows", "rows"), ("tensor", "1x128")], ids=str)
+def test_vmap(implementation, pair):
+    sets = [operands(6, 7, 160, pair) for _ in range(3)]
+    for i, args in enumerate(sets):
+        args[0][:] = np.roll(args[0], i, axis=0)
+    stacked = [np.stack([args[i] for args in sets]) for i in range(4)]
+
+    def product(*args):
+        return ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=F32, precise=True)
+
+    for axes in ((0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0), (None, None, 0, None)):
+        batched = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
+        for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
+            got = np.asarray(run(*batched))
+            for i in range(3):
+                member = [x[i] if axis == 0 else x for x, axis in zip(batched, axes, strict=True)]
+                oracle_blocks.matmul(*member, **blocks_of(pair)).check(got[i], f"vmap {axes}, member {i}")
+
+
+def test_transposed_operands(implementation):
+    pair = "MX", "MX"
+    a, b, a_scale, b_scale = operands(40, 24, 64, pair)
+    got = jax.jit(lambda a, b: ops.block_scaled_matmul(a.T, b.T, a_scale, b_scale, **blocks_of(pair), out_dtype=F32))
+    oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair)).check(got(a.T.copy(), b.T.copy()))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("pair", [("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")], ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P("data", "tp"), P(("data", "tp")), P(None, "tp")], ids=str)
+def test_meshes(axis_type, pair, spec):
+    """Scales come as they are quantized there; a bias is added once."""
+    mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(axis_type,) * 2)
+    a, b, a_scale, b_scale = operands(16, 32, 512, pair)
+    bias = np.float32(np.linspace(-9, 5, 32))
+    product = oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair), bias=bias)
+    with jax.set_mesh(mesh):
+        put = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((a, spec), (b, P(None, *spec[1:])))]
+        run = jax.jit(lambda *x: ops.block_scaled_matmul(*x[:4], **blocks_of(pair), bias=x[4], out_dtype=F32))
+        product.check(run(*put, a_scale, b_scale, bias), f"{spec}")
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "error, match, change",
+    [
+        (TypeError, "block_scaled_matmul: a: expected float8", {"a": np.zeros((4, 64), F32)}),
+        (ValueError, r"block_scaled_matmul: b: expected \[n, 64\]", {"b": np.zeros((4, 63), oracle.E4M3.dtype)}),
+        (ValueError, r"a_block: expected \(rows, columns\)", {"a_block": 32}),
+        (TypeError, "a_scale_inv: expected float32 or float8_e8m0fnu", {"a_scale_inv": np.ones((4, 2), oracle.BF16)}),
+        (ValueError, r"a_scale_inv: expected shape \(4, 2\)", {"a_scale_inv": np.ones((4, 3), F32)}),
+        (ValueError, r"b_scale_inv: expected shape \(6, 2\)", {"b_scale_inv": np.ones((1,), F32)}),
+        (ValueError, r"b_scale_inv: expected f32\[\] or f32\[1\]", {"b_block": None}),
+        (ValueError, r"bias: expected shape \(6,\)", {"bias": np.ones(4, F32)}),
+        (TypeError, "precise: expected a bool", {"precise": "yes"}),
+        (TypeError, "out_dtype: expected one of", {"out_dtype": oracle.E4M3.dtype}),
+    ],
+)
+def test_bad_arguments_are_named(error, match, change):
+    good = {
+        "a": np.zeros((4, 64), oracle.E4M3.dtype),
+        "b": np.zeros((6, 64), oracle.E4M3.dtype),
+        "a_scale_inv": np.ones((4, 2), F32),
+        "b_scale_inv": np.ones((6, 2), F32),
+        "a_block": (1, 32),
+        "b_block": (1, 32),
+    }
+    ops.block_scaled_matmul(**good)
+    with pytest.raises(error, match=match):
+        ops.block_scaled_matmul(**good | change)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+def shifts_blocks(monkeypatch):
+    original = _blocks.spread
+
+    def mutant(scales, block, m, n):
+        return jnp.roll(original(scales, block, m, n), 1, axis=-1 if n > 1 else -2)
+
+    monkeypatch.setattr(_blocks, "spread", mutant)
+
+
+def multiplies_by_the_scale(monkeypatch):
+    original = _block_scaled_matmul._Side
+
+    def mutant(codes, scales, *rest):
+        return original(codes, (1 / scales.astype(jnp.float32)).astype(scales.dtype), *rest)
+
+    monkeypatch.setattr(_block_scaled_matmul, "_Side", mutant)
+
+
+def scales_in_bfloat16(monkeypatch):
+    """What a product in bf16 of f32 scales would be."""
+    original = _block_scaled_matmul._Side.widened
+    mutant = lambda self, dtype: original(self, dtype).astype(jnp.bfloat16).astype(dtype)  # noqa: E731
+    monkeypatch.setattr(_block_scaled_matmul._Side, "widened", mutant)
+
+
+def reads_subnormal_scales_as_floats(monkeypatch):
+    monkeypatch.setattr(_blocks, "e8m0_factors", lambda scales, dtype: [scales.astype(jnp.float32).astype(dtype)])
+
+
+@pytest.mark.parametrize(
+    "mutant, run",
+    [
+        (shifts_blocks, lambda: [test_shapes("cpu", (16, 48, 256), pair) for pair in PAIRS[1:]]),
+        (multiplies_by_the_scale, lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128"))),
+        (scales_in_bfloat16, lambda: test_shapes("cpu", (16, 48, 256), ("1x128", "128x128"))),
+        (reads_subnormal_scales_as_floats, lambda: test_extreme_powers_of_two("cpu", 1, (-127, 127))),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_mutants_are_caught(monkeypatch, mutant, run):
+    mutant(monkeypatch)
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match="out of bound|differ"):
+        run()
+    jax.clear_caches()
