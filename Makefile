@@ -12,7 +12,7 @@ SETUP = @tools/setup.sh $(VENV)
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
-	@echo "make test       build the CPU and CUDA libraries and run the tests (under 15 minutes on 2 cores)"
+	@echo "make test       build the CPU and CUDA libraries and run the tests (under 10 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -27,11 +27,11 @@ train:
 # Without a toolkit, and where none can be had, the CUDA tests say why they are skipped.
 test:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-all:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
-	@$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 cuda:
 	$(SETUP) test cuda

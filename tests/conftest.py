@@ -37,6 +37,24 @@ def cuda_custom_calls(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What `varied` means. A fixture with parameters, such as the implementation, does not count."""
+    for item in items:
+        if item.get_closest_marker("varied"):
+            different = [mark for mark in item.iter_markers("parametrize") if not _has_first(item.callspec, *mark.args)]
+            if len(different) > 1:
+                item.add_marker("slow")
+
+
+def _has_first(callspec, names, values) -> bool:
+    """Whether the parameters of one `parametrize` have the first of their values."""
+    names, first = [name.strip() for name in names.split(",")], next(iter(values))
+    first = getattr(first, "values", first)  # of a pytest.param
+    first = first if len(names) > 1 else [first]
+    return all(callspec.params[name] is value for name, value in zip(names, first, strict=True))
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not gpu_devices():
         pytest.skip(f"needs an NVIDIA GPU; JAX sees only {jax.default_backend()}")

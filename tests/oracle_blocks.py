@@ -127,3 +127,24 @@ def matmul(
         eps_out = oracle._UNIT_ROUNDOFF[np.dtype(out_dtype)]
         bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + oracle._ABSOLUTE[np.dtype(out_dtype)]
     return Product(exact, bound)
+
+
+def cublaslt_layout(scales, block, rows: int, k: int) -> np.ndarray:
+    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes."""
+    scales = np.asarray(scales)
+    if block == (1, None):
+        return scales.reshape(-1)
+    if block == (1, 128):
+        return np.ascontiguousarray(scales.T).reshape(-1)
+    blocks = scales.shape[1]
+    if block == (128, 128):  # the stride between columns is a multiple of 4
+        out = np.zeros((scales.shape[0], -(-blocks // 4) * 4), F32)
+        out[:, :blocks] = scales
+        return out.reshape(-1)
+    assert block == (1, 32) and scales.dtype == E8M0
+    inner_dim = -(-blocks // 4) * 4
+    out = np.zeros(-(-rows // 128) * 128 * inner_dim, np.uint8)
+    for outer, inner in np.ndindex(rows, blocks):
+        tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
+        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner].view(np.uint8)
+    return out

@@ -1,30 +1,13 @@
 // jaxfp8_scaled_matmul_v1: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
 #include "cuda/kernels/scaled_matmul.h"
 
+#include "cuda/ffi/gemm_checks.h"
 #include "cuda/ffi/support.h"
 
 namespace jaxfp8::cuda {
 namespace {
 
 constexpr char kOp[] = "scaled_matmul";
-// cuBLASLt's FP8 kernels move 16 bytes at a time. Python pads before it calls.
-constexpr int64_t kAlignment = 16;
-
-ffi::Error CheckMatrix(const Operand& matrix) {
-  JAXFP8_RETURN_IF_ERROR(CheckFp8(matrix));
-  return CheckInput(matrix, 3);
-}
-
-ffi::Error CheckMultiples(const Operand& matrix) {
-  const ffi::Span<const int64_t> dims = matrix.buffer.dimensions();
-  if (dims[1] % kAlignment == 0 && dims[2] % kAlignment == 0) return ffi::Error::Success();
-  return Mismatch(matrix, "sizes that are multiples of 16");
-}
-
-ffi::Error CheckPointer(const Operand& operand) {
-  if (reinterpret_cast<uintptr_t>(operand.buffer.untyped_data()) % kAlignment == 0) return ffi::Error::Success();
-  return Mismatch(operand, "a pointer that is a multiple of 16 bytes");
-}
 
 ffi::Error CheckOperandCount(const ffi::RemainingArgs& rest, bool has_bias, bool has_accumulator) {
   const size_t expected = size_t{has_bias} + size_t{has_accumulator};
@@ -55,25 +38,16 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
                                bool has_accumulator) {
   const Operand a_operand{kOp, "a", a};
   const Operand b_operand{kOp, "b", b};
-  JAXFP8_RETURN_IF_ERROR(CheckMatrix(a_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckMatrix(b_operand));
+  const Operand out_operand{kOp, "out", *out};
+  const Operand workspace_operand{kOp, "workspace", *workspace};
+  JAXFP8_RETURN_IF_ERROR(CheckFactors(a_operand, b_operand));
   const int64_t groups = a.dimensions()[0];
   const int64_t m = a.dimensions()[1];
   const int64_t n = b.dimensions()[1];
   const int64_t k = a.dimensions()[2];
-  JAXFP8_RETURN_IF_ERROR(CheckShape(b_operand, {groups, n, k}));
-  if (a.element_type() == ffi::DataType::F8E5M2) {
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(b_operand, {ffi::DataType::F8E4M3FN}));  // no tensor core multiplies two e5m2
-  }
   JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "a_scale_inv", a_scale_inv}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "b_scale_inv", b_scale_inv}, groups));
-  const Operand out_operand{kOp, "out", *out};
-  const Operand workspace_operand{kOp, "workspace", *workspace};
-  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(out_operand, 3));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(out_operand, {groups, m, n}));
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(workspace_operand, {ffi::DataType::U8}));
-  JAXFP8_RETURN_IF_ERROR(CheckRank(workspace_operand, 1));
+  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
   JAXFP8_RETURN_IF_ERROR(CheckOperandCount(rest, has_bias, has_accumulator));
 
   ScaledMatmulParams params = {};
@@ -102,10 +76,10 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   params.out_dtype = ToDtype(out->element_type());
   params.a = a.untyped_data();
   params.b = b.untyped_data();
-  params.a_scale_inv = static_cast<const float*>(a_scale_inv.untyped_data());
-  params.b_scale_inv = static_cast<const float*>(b_scale_inv.untyped_data());
-  params.a_scale_stride = ScaleStride(a_scale_inv);
-  params.b_scale_stride = ScaleStride(b_scale_inv);
+  params.a_scale_inv = a_scale_inv.untyped_data();
+  params.b_scale_inv = b_scale_inv.untyped_data();
+  params.a_scale_stride = ScaleStride(a_scale_inv) * int64_t{sizeof(float)};
+  params.b_scale_stride = ScaleStride(b_scale_inv) * int64_t{sizeof(float)};
   params.out = out->untyped_data();
   params.workspace = workspace->untyped_data();
   params.workspace_bytes = workspace->dimensions()[0];

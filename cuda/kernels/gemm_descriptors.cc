@@ -1,6 +1,8 @@
 // Filling in cuBLASLt's descriptors, and the call that reads them.
 #include "cuda/kernels/gemm_descriptors.h"
 
+#include <utility>
+
 #define JAXFP8_RETURN_IF_CUBLAS_ERROR(expression)                                                       \
   do {                                                                                                  \
     if (const cublasStatus_t status = (expression); status != CUBLAS_STATUS_SUCCESS) return status;     \
@@ -18,6 +20,17 @@ cudaDataType_t ToCuda(Dtype dtype) {
     case Dtype::kE5M2: return CUDA_R_8F_E5M2;
   }
   return CUDA_R_32F;
+}
+
+cublasLtMatmulMatrixScale_t ToCuda(ScaleMode mode) {
+  switch (mode) {
+    case ScaleMode::kTensor: return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    case ScaleMode::kRows: return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    case ScaleMode::kBlocks1x32: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    case ScaleMode::kBlocks1x128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case ScaleMode::kBlocks128x128: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  }
+  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 }
 
 template <class Value>
@@ -41,6 +54,12 @@ cublasStatus_t GemmDescriptors::InitOperation(const GemmShape& shape, const Gemm
   JAXFP8_RETURN_IF_CUBLAS_ERROR(Set(raw, CUBLASLT_MATMUL_DESC_TRANSB, int32_t{CUBLAS_OP_N}));
   JAXFP8_RETURN_IF_CUBLAS_ERROR(Set(raw, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.b_scale_inv));
   JAXFP8_RETURN_IF_CUBLAS_ERROR(Set(raw, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.a_scale_inv));
+  for (const auto& [attribute, mode] : {std::pair{CUBLASLT_MATMUL_DESC_A_SCALE_MODE, shape.b_scales},
+                                        std::pair{CUBLASLT_MATMUL_DESC_B_SCALE_MODE, shape.a_scales}}) {
+    // The default is left alone: it needs no library that knows of modes.
+    if (mode == ScaleMode::kTensor) continue;
+    JAXFP8_RETURN_IF_CUBLAS_ERROR(Set(raw, attribute, static_cast<int32_t>(ToCuda(mode))));
+  }
   const int8_t fast = shape.precise ? 0 : 1;
   JAXFP8_RETURN_IF_CUBLAS_ERROR(Set(raw, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast));
   if (shape.has_bias) {

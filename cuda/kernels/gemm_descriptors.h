@@ -11,6 +11,7 @@
 
 #include "common/dispatch.h"
 #include "cuda/kernels/cublaslt.h"
+#include "cuda/kernels/scale_mode.h"
 
 namespace jaxfp8::cuda {
 
@@ -26,13 +27,15 @@ struct GemmShape {
   bool has_bias;
   bool accumulate;
   bool precise;
+  ScaleMode a_scales = ScaleMode::kTensor;
+  ScaleMode b_scales = ScaleMode::kTensor;
 };
 
 struct GemmPointers {
   const void* a;
   const void* b;
-  const float* a_scale_inv;
-  const float* b_scale_inv;
+  const void* a_scale_inv;  // as the scale modes have them
+  const void* b_scale_inv;
   const void* bias;          // null without
   const float* accumulator;  // null without; may equal out
   void* out;

@@ -12,13 +12,14 @@ namespace {
 using Key = std::tuple<int64_t, int64_t, int64_t, int64_t,  // batch, m, n, k
                        Dtype, Dtype, Dtype,                 // a, b, out
                        bool, bool, bool,                    // has_bias, accumulate, precise
+                       ScaleMode, ScaleMode,                // of a, of b
                        int64_t, uint32_t,                   // workspace bytes, alignment
                        std::string, int, size_t>;           // device, its capability, version of cuBLASLt
 
 Key MakeKey(const GemmPlatform& platform, const GemmShape& shape, const GemmLimits& limits) {
   return {shape.batch, shape.m, shape.n, shape.k, shape.a, shape.b, shape.out, shape.has_bias, shape.accumulate,
-          shape.precise, limits.workspace_bytes, limits.alignment, platform.device_name, platform.capability,
-          platform.cublaslt_version};
+          shape.precise, shape.a_scales, shape.b_scales, limits.workspace_bytes, limits.alignment,
+          platform.device_name, platform.capability, platform.cublaslt_version};
 }
 
 struct Plan {

@@ -39,9 +39,14 @@ std::string DescribeShape(const GemmDevice& device, const GemmShape& shape, cons
     static constexpr const char* kNames[] = {"bf16", "f16", "f32", "e4m3", "e5m2"};
     return kNames[static_cast<int>(dtype)];
   };
+  const auto scales = [](ScaleMode mode) {
+    static constexpr const char* kNames[] = {"", " scaled by rows", " scaled 1x32", " scaled 1x128", " scaled 128x128"};
+    return kNames[static_cast<int>(mode)];
+  };
   std::ostringstream text;
-  text << "a " << name(shape.a) << "[" << shape.batch << "," << shape.m << "," << shape.k << "], b " << name(shape.b)
-       << "[" << shape.batch << "," << shape.n << "," << shape.k << "], out " << name(shape.out)
+  text << "a " << name(shape.a) << "[" << shape.batch << "," << shape.m << "," << shape.k << "]"
+       << scales(shape.a_scales) << ", b " << name(shape.b) << "[" << shape.batch << "," << shape.n << "," << shape.k
+       << "]" << scales(shape.b_scales) << ", out " << name(shape.out)
        << (shape.has_bias ? ", bias" : "") << (shape.accumulate ? ", accumulator" : "")
        << (shape.precise ? ", precise" : "") << ", workspace of " << limits.workspace_bytes << " bytes, alignment "
        << limits.alignment << ", compute capability " << device.capability / 10 << "." << device.capability % 10

@@ -30,8 +30,8 @@ GemmPointers FirstGroup(const ScaledMatmulParams& params) {
 void NextGroup(const ScaledMatmulParams& params, GemmPointers* pointers) {
   pointers->a = static_cast<const uint8_t*>(pointers->a) + params.m * params.k;
   pointers->b = static_cast<const uint8_t*>(pointers->b) + params.n * params.k;
-  pointers->a_scale_inv += params.a_scale_stride;
-  pointers->b_scale_inv += params.b_scale_stride;
+  pointers->a_scale_inv = static_cast<const uint8_t*>(pointers->a_scale_inv) + params.a_scale_stride;
+  pointers->b_scale_inv = static_cast<const uint8_t*>(pointers->b_scale_inv) + params.b_scale_stride;
   if (pointers->accumulator != nullptr) pointers->accumulator += params.m * params.n;
   pointers->out = static_cast<uint8_t*>(pointers->out) + params.m * params.n * ByteWidth(params.out_dtype);
 }
@@ -79,8 +79,18 @@ std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t st
   // cuBLASLt reads one scale for a whole batch, so groups with scales of their own are calls of their own.
   const bool one_call = params.groups == 1 || (params.a_scale_stride == 0 && params.b_scale_stride == 0 &&
                                                params.groups <= std::numeric_limits<int32_t>::max());
-  const GemmShape shape = {one_call ? params.groups : 1, params.m, params.n, params.k, params.a_dtype, params.b_dtype,
-                           params.out_dtype, params.bias != nullptr, params.accumulator != nullptr, params.precise};
+  const GemmShape shape = {one_call ? params.groups : 1,
+                           params.m,
+                           params.n,
+                           params.k,
+                           params.a_dtype,
+                           params.b_dtype,
+                           params.out_dtype,
+                           params.bias != nullptr,
+                           params.accumulator != nullptr,
+                           params.precise,
+                           params.a_scales,
+                           params.b_scales};
   GemmPointers pointers = FirstGroup(params);
   for (int64_t calls = one_call ? 1 : params.groups; calls > 0; --calls) {
     std::string error = Multiply(device, shape, pointers, params.workspace, params.workspace_bytes, stream);

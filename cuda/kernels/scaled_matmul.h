@@ -1,4 +1,5 @@
 // scaled_matmul: out [g, m, n] = (a [g, m, k] @ b [g, n, k]^T) * a_scale_inv * b_scale_inv (+ bias) (+ accumulator).
+// block_scaled_matmul: the same with scales of rows or blocks, and nothing added.
 #ifndef JAXFP8_CUDA_KERNELS_SCALED_MATMUL_H_
 #define JAXFP8_CUDA_KERNELS_SCALED_MATMUL_H_
 
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "common/dispatch.h"
+#include "cuda/kernels/scale_mode.h"
 
 namespace jaxfp8::cuda {
 
@@ -17,10 +19,10 @@ struct ScaledMatmulParams {
   Dtype out_dtype;  // bf16, f16 or f32
   const void* a;
   const void* b;
-  const float* a_scale_inv;  // [1] or [groups]
-  const float* b_scale_inv;  // [1] or [groups]
-  int64_t a_scale_stride;    // 0 or 1
-  int64_t b_scale_stride;    // 0 or 1
+  const void* a_scale_inv;   // as the scale modes have them, for each group or for all
+  const void* b_scale_inv;
+  int64_t a_scale_stride;    // bytes from one group's scales to the next; 0: the same for all groups
+  int64_t b_scale_stride;
   const void* bias;          // [n], bf16 (f16 where out is f16); or null
   const float* accumulator;  // [groups, m, n], where out is f32; may equal out; or null
   void* out;
@@ -31,13 +33,15 @@ struct ScaledMatmulParams {
   int64_t n;
   int64_t k;
   bool precise;
+  ScaleMode a_scales = ScaleMode::kTensor;
+  ScaleMode b_scales = ScaleMode::kTensor;  // AreMultiplied
 };
 
 // Makes what a product needs of the current device and what allocates there, once: call it before a stream is captured.
 // Returns the reason of a failure, or an empty string.
 std::string PrepareScaledMatmul();
 
-// All pointers but those of the scales must be multiples of 16 bytes. With k = 0 there may be no bias and no
+// All pointers must be multiples of 16 bytes, but those of one scale a tensor. With k = 0 there may be no bias and no
 // accumulator, and out is zeros. Returns the reason of a failure, or an empty string.
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t stream);
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _blocks, _checks
+from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import ONE, dims, tensor_op
+from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
 
 def block_scaled_matmul(
@@ -30,6 +31,11 @@ def block_scaled_matmul(
     Equivalent to, in f32 and rounded once at the end, with the scale of its block for each element:
 
         ((a * a_scales) @ (b * b_scales).mT + bias).astype(out_dtype)
+
+    On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads such scales: float32 ones of `(1, None)` by `(1, None)`,
+    `(1, 128)` by `(1, 128)`, `(1, 128)` by `(128, 128)` or the other way round on compute capability 9.0; E8M0 ones of
+    `(1, 32)` by `(1, 32)` from 10.0 on; not of two float8_e5m2. Elsewhere the reference runs, after one warning on such
+    a GPU; `implementation("ffi")` raises there.
 
     The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
     (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, come after
@@ -55,6 +61,7 @@ def block_scaled_matmul(
         `[..., m, n]` of `out_dtype`.
 
     Raises:
+        RuntimeError: `implementation("ffi")` asks for a custom call that a GPU of the program does not have.
         TypeError: an argument has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, or a block is none.
     """
@@ -206,13 +213,94 @@ def _names(a, b, *_, spec):
     return [leading + m + k, leading + n + k, *scales, *[leading + n] * spec.has_bias], [leading + m + n]
 
 
+def _modes(a_scale_inv, b_scale_inv, spec):
+    """cuBLASLt's modes for the scales of both operands; None where it has none."""
+    pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
+    return tuple(_scale_layouts.mode(block, scale.dtype) for scale, block in pairs)
+
+
+def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
+    """Why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
+    if a.dtype == b.dtype == E5M2:
+        return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
+    reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities)
+    described = (
+        f"{scale.dtype} of {block}" for scale, block in ((a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block))
+    )
+    return None if reason is None else f"block_scaled_matmul: {reason} (scales are {' by '.join(described)})"
+
+
+def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
+    """One custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
+    leading = members + spec.batch
+    shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
+    modes = _modes(a_scale_inv, b_scale_inv, spec)
+    rows = spec.rows, b.ndim - leading - spec.contracting
+    codes = [_shapes.merge(x, leading, count) for x, count in zip((a, b), rows, strict=True)]
+    (g, m, k), n = codes[0].shape, codes[1].shape[1]
+    if 0 in (g, m, n, k):
+        return _reference(a, b, a_scale_inv, b_scale_inv, *bias, members=members, spec=spec)
+    depth = -k % max(map(_scale_layouts.depth, modes))
+    codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
+    scales = [
+        _scale_layouts.ordered(_shapes.merge(scale, leading, 1), mode, x.shape[1])
+        for scale, mode, x in zip((a_scale_inv, b_scale_inv), modes, codes, strict=True)
+    ]
+    out, _ = _ffi.call(
+        "block_scaled_matmul",
+        [
+            ((g, codes[0].shape[1], codes[1].shape[1]), jnp.float32 if spec.has_bias else spec.out_dtype),
+            ((WORKSPACE_BYTES,), jnp.uint8),
+        ],
+        *codes,
+        *scales,
+        # Fast accumulation would span blocks with scales of their own.
+        precise=spec.precise or modes[0] != "rows",
+        a_scales=modes[0],
+        b_scales=modes[1],
+    )
+    out = out[:, :m, :n].reshape(shape)
+    if spec.has_bias:
+        columns = (*range(leading), *range(leading + spec.rows, out.ndim))
+        out = out + lax.broadcast_in_dim(bias[0].astype(jnp.float32), shape, columns)
+    return (out.astype(spec.out_dtype),)
+
+
+def _align(axes, sizes, shards, *, spec):
+    """Scales are cut as the blocks are; a matrix whose blocks would lie on two devices is not cut there."""
+    axes = {name: of for name, of in axes.items() if not name.endswith(("_rows", "_cols"))}
+    a_block, b_block = spec.a_block or (None, None), spec.b_block or (None, None)
+    for letter, followers in (
+        ("m", {"a_rows": a_block[0]}),
+        ("n", {"b_rows": b_block[0]}),
+        ("k", {"a_cols": a_block[1], "b_cols": b_block[1]}),
+    ):
+        names = [name for name in dims(letter, len(sizes)) if name in sizes]
+        cut = [name for name in names if name in axes]
+        if not cut:
+            continue
+        # Scales count merged dimensions: a cut of the first is a cut of them.
+        size = math.prod(sizes[name] for name in names) // shards[cut[0]]
+        if cut == names[:1] and all(b is None or size % b == 0 for b in followers.values()):
+            axes |= {name: axes[cut[0]] for name, b in followers.items() if b is not None and name in sizes}
+        else:
+            axes = {name: of for name, of in axes.items() if name not in cut}
+    return axes
+
+
+_RULES = {
+    "names": _names,
+    "dtypes": lambda *_, spec: [spec.out_dtype],
+    "reference": _reference,
+    "combine": lambda **_: lax.psum,
+    "added": lambda spec: range(4, 4 + spec.has_bias),
+    "align": _align,
+}
 _block_scaled_matmul = tensor_op(
     "block_scaled_matmul",
-    names=_names,
-    dtypes=lambda *_, spec: [spec.out_dtype],
-    reference=_reference,
     cpu=_reference,
-    cuda=_reference,
-    combine=lambda **_: lax.psum,
-    added=lambda spec: range(4, 4 + spec.has_bias),
+    cuda=_cublaslt,
+    by_xla=_reference,
+    not_on=_not_on,
+    **_RULES,
 )

@@ -27,7 +27,8 @@ _ON_BOTH = (
     "quantize",
     "quantize_transpose",
 )
-_CUDA_ONLY = ("quantize_activation", "quantize_norm", "ragged_matmul", "scaled_matmul")
+_CUDA_ONLY = ("block_scaled_matmul", "quantize_activation", "quantize_norm", "ragged_matmul", "scaled_matmul")
+_BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
 _VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
 _loaded = {}  # platform -> library
@@ -64,9 +65,9 @@ def _load(platform: str) -> bool:
 def _handlers(library, platform: str, op: str):
     """What XLA runs; and what it calls before, outside of the graphs it records."""
     execute = jax.ffi.pycapsule(library[target_name(op)])
-    if (platform, op) != ("CUDA", "scaled_matmul"):
+    if platform != "CUDA" or op not in _BY_CUBLASLT:
         return execute
-    initialize = jax.ffi.pycapsule(library[target_name(f"{op}_initialize")])
+    initialize = jax.ffi.pycapsule(library[target_name("scaled_matmul_initialize")])
     return {"initialize": initialize, "execute": execute}
 
 
@@ -92,7 +93,7 @@ def call(op: str, results, *operands, aliases=None, **attributes):
         results: `(shape, dtype)` of each result.
         *operands: arrays in the canonical form of common/README.md.
         aliases: operand index -> result index of buffers updated in place.
-        **attributes: Python bools, NumPy scalars or arrays of one dimension; handlers see an explicit type.
+        **attributes: Python bools and strings, NumPy scalars or arrays of one dimension; handlers see an explicit type.
     """
     return jax.ffi.ffi_call(
         target_name(op),

@@ -19,8 +19,8 @@ def implementation(name: str):
 
     Args:
         name: `"ffi"` custom calls only, an error on platforms without them; `"reference"` plain jnp, bitwise equal;
-            `"xla"` as the reference, but the GEMM is the convert-multiply-dot pattern that XLA rewrites to FP8 on
-            GPUs (seed of the pattern: XLA's native FP8 guide).
+            `"xla"` as the reference, but the GEMM is the convert-multiply-dot pattern that XLA's compiler for GPUs
+            rewrites to FP8 (docs/xla.md).
 
     Raises:
         ValueError: unknown `name`.

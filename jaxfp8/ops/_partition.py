@@ -33,6 +33,7 @@ def lower(
     other_layouts,
     added,
     on_one_device_only,
+    align,
     as_bytes,
     ctx,
     operands,
@@ -47,6 +48,7 @@ def lower(
         other_layouts: position of an operand -> position of the same in another order; these come last.
         added: positions of operands that are added to the first result: once, where parts of it are summed.
         on_one_device_only: whether anywhere else `jnp_program` runs.
+        align: `(axes, sizes, shards) -> axes`, by the names of dimensions: a last word on how they are cut.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
             it stays what it is, and what several ops gather is gathered once.
         ctx, operands: of the rule.
@@ -58,7 +60,7 @@ def lower(
         run = jnp_program
     elif devices == "mesh" and run.func is not jnp_program.func:
         dtypes = [aval.dtype for aval in plain]
-        run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, as_bytes)
+        run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, align, as_bytes)
         count = len(operands)
     elif devices == "unknown":
         run = jnp_program
@@ -67,7 +69,7 @@ def lower(
         return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
 
 
-def _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, as_bytes):
+def _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, align, as_bytes):
     """`run` for any shards."""
     operand_names, result_names = tuple(operand_names), tuple(result_names)
     count = len(operand_names) - len(other_layouts)
@@ -83,8 +85,11 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
             return list(map(raw, typed(*operands)))
 
         def partition(mesh, operands, results):
-            tensors = zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True)
+            tensors = list(zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True))
             axes = _assign(mesh, [(x.shape, x.sharding.spec, named) for x, named in tensors])
+            sizes = {name: size for x, named in tensors for name, size in zip(named, x.shape, strict=True)}
+            shards = {name: math.prod(mesh.shape[axis] for axis in of) for name, of in axes.items()}
+            axes = align(axes, sizes, shards)
             axes = {name: of for name, of in axes.items() if all(name in named for named in complete)}
             # One layout crosses devices, for all products that read the tensor; here it is put in order afterwards.
             moved = {
@@ -181,7 +186,7 @@ def _reduced_over(mesh, axes, named, combine) -> tuple[str, ...]:
     the same devices become one collective.
     """
     kept = {axis for name in named for axis in axes.get(name, ())}
-    lost = [axis for of in axes.values() for axis in of if axis not in kept]
+    lost = list(dict.fromkeys(axis for of in axes.values() for axis in of if axis not in kept))
     if lost and combine is lax.pmax:
         lost = [axis for axis in mesh.axis_names if axis not in kept and mesh.shape[axis] > 1]
     return tuple(lost)

@@ -42,7 +42,9 @@ def tensor_op(
     other_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
     on_one_device_only: bool = False,
-    without_cublaslt: Callable | None = None,
+    by_xla: Callable | None = None,
+    not_on: Callable = lambda capabilities, *types, **static: None,
+    align: Callable = lambda axes, sizes, shards, **static: axes,
 ) -> Callable:
     """A primitive `op(*operands, members=0, **static) -> list of arrays`.
 
@@ -63,8 +65,12 @@ def tensor_op(
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
         on_one_device_only: the reference runs on a mesh and in a `shard_map`.
-        without_cublaslt: what runs instead of `cuda` where a GPU has FP8 but cuBLASLt is missing; None where `cuda`
-            needs none.
+        by_xla: jnp as XLA's GPU compiler wants it, to call cuBLASLt itself: what runs where it is selected, and where a
+            GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs none.
+        not_on: `(capabilities, *types, **static) -> reason`: why `cuda` has nothing for these operands on GPUs of these
+            compute capabilities, so that the reference runs; or None.
+        align: `(axes, sizes, shards, **static) -> axes`: a last word on how dimensions are cut on a mesh, where not
+            every cut is one of the op. All by the names of dimensions: the mesh axes, sizes and numbers of shards.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
@@ -100,14 +106,21 @@ def tensor_op(
         run = jnp_program = reference
         if implementation == "ffi" and not loaded():
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
-        if implementation in (None, "ffi") and loaded():
+        if implementation == "xla" and by_xla is not None:
+            run = by_xla
+        elif implementation in (None, "ffi") and loaded():
             run = native
-            lacks = _support.missing(ctx, cublaslt=without_cublaslt is not None) if platform == "cuda" else None
+            lacks = None
+            if platform == "cuda":
+                lacks = _support.missing(ctx, cublaslt=by_xla is not None)
+                capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
+                reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
+                lacks = lacks if reason is None else _support.Missing(reason, True)
             if lacks is not None:
                 if implementation == "ffi":
                     raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
                 _support.warn(lacks.reason)
-                run = jnp_program = reference if lacks.hardware else without_cublaslt
+                run = reference if lacks.hardware else by_xla
         run, jnp_program = (functools.partial(f, members=members, **static) for f in (run, jnp_program))
         named = all_names(ctx.avals_in, members, static)
         return _partition.lower(
@@ -118,6 +131,7 @@ def tensor_op(
             other_layouts=other_layouts(**static),
             added=added(**static),
             on_one_device_only=on_one_device_only,
+            align=functools.partial(align, **static),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,

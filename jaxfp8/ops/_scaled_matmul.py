@@ -1,6 +1,7 @@
 """scaled_matmul: the FP8 GEMM, both operands with the contracting dimension last."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -9,16 +10,15 @@ from jax import lax
 
 from . import _checks, _ffi, _shapes
 from ._dequantize import dequantize
-from ._implementation import selected
 from ._primitive import ONE, dims, tensor_op
 
 # What cuBLASLt may use while it multiplies: its advice for Hopper, more than it asks for on Ada. XLA lends the memory
 # to other steps of the program.
-_WORKSPACE_BYTES = 32 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
 # cuBLASLt wants 16-byte rows in FP8.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
-_E5M2 = np.dtype(jnp.float8_e5m2)
+E5M2 = np.dtype(jnp.float8_e5m2)
 
 
 def scaled_matmul(
@@ -86,7 +86,6 @@ def scaled_matmul(
         precise=bool(precise),
         has_bias=bias is not None,
         has_accumulator=accumulator is not None,
-        rewritten_by_xla=selected() == "xla",
         batch=len(leading),
         rows=len(m),
         contracting=contracting,
@@ -107,7 +106,6 @@ class _Spec:
     precise: bool
     has_bias: bool
     has_accumulator: bool
-    rewritten_by_xla: bool
     batch: int
     rows: int
     contracting: int
@@ -169,16 +167,11 @@ def _to_f32(codes):
     return codes.astype(jnp.float32)
 
 
-def _pad(x, *widths):
-    """`x` with zeros after the end of each dimension."""
-    return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x
-
-
 def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     """One custom call; what cuBLASLt does not take is padded, or added afterwards."""
     g, m, k = a.shape
     n = b.shape[1]
-    if a.dtype == b.dtype == _E5M2 or 0 in (g, m, n, k):
+    if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
         return _finish(spec, _dot(_to_f32(a), _to_f32(b)), a_scale_inv * b_scale_inv, bias, accumulator)
 
     # The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32); and an f32 accumulator
@@ -188,23 +181,23 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
     finished = (bias is None or bias_inside) and (accumulator is None or accumulator_inside)
 
-    pad_m, pad_n, pad_k = (-d % _ALIGNMENT for d in (m, n, k))
+    pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
     operands = [
-        _pad(a, 0, pad_m, pad_k),
-        _pad(b, 0, pad_n, pad_k),
+        _shapes.pad(a, 0, pad_m, pad_k),
+        _shapes.pad(b, 0, pad_n, pad_k),
         a_scale_inv,
         b_scale_inv,
     ]
     aliases = None
     if bias_inside:
-        operands.append(_pad(bias[0], pad_n))
+        operands.append(_shapes.pad(bias[0], pad_n))
     if accumulator_inside:
         aliases = {len(operands): 0}
-        operands.append(_pad(accumulator, 0, pad_m, pad_n))
+        operands.append(_shapes.pad(accumulator, 0, pad_m, pad_n))
     out_dtype = spec.out_dtype if finished else jnp.float32
     out, _ = _ffi.call(
         "scaled_matmul",
-        [((g, m + pad_m, n + pad_n), out_dtype), ((_WORKSPACE_BYTES,), jnp.uint8)],
+        [((g, m + pad_m, n + pad_n), out_dtype), ((WORKSPACE_BYTES,), jnp.uint8)],
         *operands,
         aliases=aliases,
         precise=spec.precise,
@@ -221,20 +214,22 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
 def _reference(*operands, members, spec, widen=_to_f32):
     """Codes in a wider dtype, exact, and a dot of whole tensors with f32 accumulation. XLA can partition it."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    a, b = widen(a), widen(b)
-    if spec.rewritten_by_xla:  # the pattern of XLA's GPU compiler: convert, multiply by the scale, dot
-        a, b = (x * _shapes.stretch(scale, x) for x, scale in ((a, a_scale_inv), (b, b_scale_inv)))
+    out = _dot_of_tensors(widen(a), widen(b), members, spec, preferred_element_type=jnp.float32)
+    out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+    return (_with_terms(out, bias, accumulator, members, spec).astype(spec.out_dtype),)
+
+
+def _dot_of_tensors(a, b, members, spec, **options):
     leading = tuple(range(members + spec.batch))
     contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
-    out = lax.dot_general(a, b, (contracting, (leading, leading)), preferred_element_type=jnp.float32)
-    if not spec.rewritten_by_xla:
-        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+    return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
+
+
+def _with_terms(out, bias, accumulator, members, spec):
     if bias is not None:
-        columns = (*leading, *range(len(leading) + spec.rows, out.ndim))
-        out = out + lax.broadcast_in_dim(bias.astype(jnp.float32), out.shape, columns)
-    if accumulator is not None:
-        out = out + accumulator
-    return (out.astype(spec.out_dtype),)
+        columns = (*range(members + spec.batch), *range(members + spec.batch + spec.rows, out.ndim))
+        out = out + lax.broadcast_in_dim(bias.astype(out.dtype), out.shape, columns)
+    return out if accumulator is None else out + accumulator
 
 
 def _on_cpu(*operands, members, spec):
@@ -248,8 +243,46 @@ def _on_cpu(*operands, members, spec):
 
 
 def _by_xla(*operands, members, spec):
-    """The pattern that XLA rewrites to FP8 products of its own."""
-    return _reference(*operands, members=members, spec=dataclasses.replace(spec, rewritten_by_xla=True))
+    """The pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
+
+    The product is rewritten in the dtype of its operands. In float32 a bfloat16 result would be converted in another
+    pass over it, and a bias added there; so on GPUs the pattern is in bfloat16 where the result is. Elsewhere, where
+    operands in bfloat16 would round, it stays in float32.
+    """
+    in_f32 = functools.partial(_pattern, members=members, spec=spec, dtype=jnp.float32)
+    narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
+    if not (narrow and _is_rewritten(operands[0], operands[1], members)):
+        return in_f32(*operands)
+    in_bf16 = functools.partial(_pattern, members=members, spec=spec, dtype=jnp.bfloat16)
+    return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
+
+
+def _is_rewritten(a, b, members) -> bool:
+    """Whether there is an FP8 product of these: one pair of scales, and not E5M2 twice."""
+    return members == 0 and not a.dtype == b.dtype == E5M2
+
+
+def _pattern(*operands, members, spec, dtype):
+    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+    wide = a.astype(dtype), b.astype(dtype)
+    scales_inside = _is_rewritten(a, b, members)
+    if scales_inside:
+        wide = (x * lax.broadcast(_scalar(scale, dtype), x.shape) for x, scale in zip(wide, operands[2:4], strict=True))
+    # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
+    precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
+    out = _dot_of_tensors(*wide, members, spec, precision=precision, preferred_element_type=dtype)
+    if not scales_inside:
+        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+    return (_with_terms(out, bias, accumulator, members, spec).astype(spec.out_dtype),)
+
+
+def _scalar(scale, dtype):
+    """An f32[1] scale as XLA wants it in the pattern.
+
+    XLA hands cuBLASLt the f32 again that was converted to bfloat16 here, unrounded, if the two conversions meet. The
+    barrier keeps a reshape from coming between them. (`xla_allow_excess_precision`, which is on by default.)
+    """
+    return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
 def _names(a, b, *rest, spec):
@@ -296,5 +329,5 @@ _scaled_matmul = tensor_op(
     added=lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
     batch_first=_batch,
     other_layouts=_other_layouts,
-    without_cublaslt=_by_xla,
+    by_xla=_by_xla,
 )

@@ -25,6 +25,11 @@ def merged(shape, *counts):
     return (*sizes, math.prod(rest))
 
 
+def pad(x, *widths):
+    """`x` with zeros after the end of each dimension."""
+    return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x
+
+
 def group_scales(scale, members, batch=1):
     """The scale of each group: f32 `[*members, 1]` to `[1]`, one for all, or to `[g]`, `batch` groups a member."""
     if members == 0:

@@ -34,6 +34,16 @@ def local_gpus() -> list:
         return []
 
 
+def gpus(ctx) -> list:
+    """The GPUs that the program of a lowering rule is for, else those of this machine."""
+    return _compat.gpus_of(ctx) or local_gpus()
+
+
+def capability(gpu) -> tuple[int, ...]:
+    """`(major, minor)`; empty where it is not known."""
+    return tuple(map(int, re.findall(r"\d+", getattr(gpu, "compute_capability", ""))))
+
+
 def missing(ctx, *, cublaslt: bool) -> Missing | None:
     """What keeps a CUDA custom call from running where the program of a lowering rule will run.
 
@@ -44,13 +54,11 @@ def missing(ctx, *, cublaslt: bool) -> Missing | None:
         ctx: of the rule.
         cublaslt: whether the call needs cuBLASLt.
     """
-    local = local_gpus()
-    for gpu in _compat.gpus_of(ctx) or local:
-        capability = tuple(map(int, re.findall(r"\d+", getattr(gpu, "compute_capability", ""))))
-        if capability and capability < _MIN_CAPABILITY:
-            have, need = (".".join(map(str, of)) for of in (capability, _MIN_CAPABILITY))
+    for gpu in gpus(ctx):
+        if () < capability(gpu) < _MIN_CAPABILITY:
+            have, need = (".".join(map(str, of)) for of in (capability(gpu), _MIN_CAPABILITY))
             return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)
-    if cublaslt and local:
+    if cublaslt and local_gpus():
         try:
             _ffi.check_cublaslt()
         except RuntimeError as error:

@@ -7,7 +7,8 @@ A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with
 
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
 XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that
-default changes. `--quickly` leaves machine code unoptimized: the same counts in less time.
+default changes. `own, xla` is `own` under `implementation("xla")`. `--quickly` leaves machine code unoptimized: the
+same counts in less time.
 """
 
 import argparse
@@ -38,6 +39,7 @@ DENSES = {
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
+XLA = ", xla"
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
 STATE = "_overwrite_with_gradient"
 
@@ -124,7 +126,12 @@ def _columns_then_rows(name):
 
 GROUPS = {
     "dense": {
-        "dense": Case(dense(8192), (8192, 8192), (*DENSES, "bf16" + TRITON, "flax" + TRITON), reads=_OF_DENSE),
+        "dense": Case(
+            dense(8192),
+            (8192, 8192),
+            (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA),
+            reads=_OF_DENSE,
+        ),
         "dense with bias": Case(dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE),
         "small dense": Case(dense(1024), (2048, 1024), reads=_OF_DENSE),
         "gated mlp": Case(GatedMLP, candidates=_MLPS),
@@ -155,6 +162,9 @@ def h200s(sizes):
 
 def report(case: Case, candidate: str, quickly=False) -> dict:
     """What is in the program: forward and backward of the model, all gradients and the next state."""
+    if candidate.endswith(XLA):
+        with jaxfp8.ops.implementation("xla"):
+            return report(case, candidate.removesuffix(XLA), quickly)
     model = case.model(candidate.removesuffix(TRITON))
     mesh = h200s(case.mesh)
     if case.hidden is not None:

@@ -6,11 +6,11 @@ from . import emulated
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory):
+def emulated_library():
     """The kernels of cuda/, compiled for the host."""
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
-    return emulated.Emulated(emulated.build(tmp_path_factory.mktemp("emulated")))
+    return emulated.Emulated(emulated.build())
 
 
 @pytest.fixture(params=[(132, False), (1, True), (2, False)], ids=["132", "1-backwards", "2"])

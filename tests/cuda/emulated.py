@@ -5,8 +5,12 @@ can be shifted off their alignment. The launchers take canonical forms: a leadin
 """
 
 import ctypes
+import functools
+import hashlib
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +22,9 @@ KERNELS = (
     "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
     "quantize_norm", "quantize_transpose", "ragged_matmul",
 )  # fmt: skip
-FLAGS = "-std=c++17 -O2 -shared -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
+FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
+# What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
+CACHE = ROOT / "build" / "emulated"
 
 # The order of jaxfp8::cuda::Activation.
 ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
@@ -39,27 +45,54 @@ def compiler() -> str | None:
     return None
 
 
-def _compile(library: Path, *arguments) -> ctypes.CDLL:
-    command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}", *map(str, arguments), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+@functools.cache
+def _digest(*folders: Path) -> bytes:
+    """Of all files."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.digest()
+
+
+def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
+    """What the compiler makes of `arguments`, which include files of ours and of `headers`."""
+    sources = _digest(ROOT / "common", ROOT / "cuda", EMULATOR, *headers)
+    key = "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode() + sources
+    result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
+    if not result.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:  # two workers may be here: the last one wins
+            command = [compiler(), *FLAGS.split(), f"-I{EMULATOR}", f"-I{ROOT}", *map(str, arguments), "-o", name]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            os.replace(Path(folder, name), result)
+    return result
 
 
 def _kernels() -> list:
-    return [*sorted(EMULATOR.glob("*.cc")), "-x", "c++", *(ROOT / "cuda" / "kernels" / f"{k}.cu" for k in KERNELS)]
+    """Objects of the emulated kernels."""
+    sources = [*sorted(EMULATOR.glob("*.cc")), *(ROOT / "cuda" / "kernels" / f"{name}.cu" for name in KERNELS)]
+    return [_cached(f"{source.stem}.o", "-O2", "-x", "c++", "-c", source) for source in sources]
 
 
-def build(folder: Path) -> ctypes.CDLL:
+def build() -> ctypes.CDLL:
     """Compiles and loads the emulated kernels."""
-    return _compile(folder / "libemulated.so", *_kernels())
+    return ctypes.CDLL(str(_cached("libemulated.so", "-shared", *_kernels())))
 
 
-def build_handlers(folder: Path, ffi_include: str) -> ctypes.CDLL:
+def build_handlers(ffi_include: str) -> ctypes.CDLL:
     """Compiles and loads the FFI handlers of cuda/ over the emulated kernels, as custom calls that run on the CPU."""
-    handlers = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]
-    stream = ["-isystem", ffi_include, "-include", EMULATOR / "ffi" / "stream.h"]
-    return _compile(folder / "libemulated_handlers.so", *stream, *handlers, *_kernels())
+    headers = (Path(ffi_include) / "xla" / "ffi",)
+    # Not optimized: a handler runs once a call. XLA's headers are most of what is compiled: once for all handlers.
+    options = ["-O0", "-isystem", ffi_include]
+    stream = _cached("stream.h.gch", *options, "-x", "c++-header", EMULATOR / "ffi" / "stream.h", headers=headers)
+    options += ["-include", stream.with_suffix(""), "-c"]
+    sources = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]
+    handlers = [
+        _cached(f"{file.parent.parent.name}-{file.stem}.o", *options, file, headers=headers) for file in sources
+    ]
+    return ctypes.CDLL(str(_cached("libemulated_handlers.so", "-shared", *handlers, *_kernels())))
 
 
 class _Buffer:

@@ -12,8 +12,8 @@ import pytest
 from . import emulated
 
 FAKE = Path(__file__).resolve().parent / "fake_cublaslt"
-CHECKS = """products groups plans first_algorithm capture tuner tuner_errors tuned_plans autotune threads no_algorithm
-old_device missing_library old_library no_terms"""
+CHECKS = """products groups block_scales block_scale_plans plans first_algorithm capture tuner tuner_errors tuned_plans
+autotune threads no_algorithm old_device missing_library old_library no_terms"""
 
 
 def include_folders() -> list[Path]:

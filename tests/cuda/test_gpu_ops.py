@@ -6,6 +6,7 @@ these under compute-sanitizer.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import os
 import subprocess
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_blocks
 import pytest
 
 from jaxfp8 import _plan_files, ops
@@ -287,6 +289,41 @@ def test_batched_product(own_scales):
         got = jax.vmap(product, in_axes=(0, 0, None))(a, b, scales[0])
     for i in range(g):
         oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9)).check(got[i])
+
+
+# What cuBLASLt multiplies, by the compute capability that it needs.
+SCALED_BLOCKS = {
+    ((1, None), (1, None)): "9.0",
+    ((1, 128), (1, 128)): "9.0",
+    ((1, 128), (128, 128)): "9.0",
+    ((128, 128), (1, 128)): "9.0",
+    ((1, 32), (1, 32)): "10",
+}
+
+
+@pytest.mark.parametrize("blocks", SCALED_BLOCKS, ids=str)
+@pytest.mark.parametrize("m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (1024, 512, 2048)])
+def test_block_scaled(blocks, m, n, k):
+    """Scales that differ by powers of two from block to block show where cuBLASLt reads each."""
+    capability = jax.devices("gpu")[0].compute_capability
+    if not capability.startswith(SCALED_BLOCKS[blocks]):
+        pytest.skip(f"cuBLASLt has this on compute capability {SCALED_BLOCKS[blocks]}, this GPU has {capability}")
+    rng, sides = np.random.default_rng(0), []
+    for rows, block in zip((m, n), blocks, strict=True):
+        x = rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7)
+        sides.append(
+            oracle_blocks.quantize(np.float32(x), oracle.E4M3, block, scale="e8m0" if block[1] == 32 else "f32")
+        )
+    (a, a_scale), (b, b_scale) = sides
+    options = {"a_block": blocks[0], "b_block": blocks[1]}
+    for precise in (False, True):
+        product = functools.partial(ops.block_scaled_matmul, **options, precise=precise, out_dtype=jnp.float32)
+        got = jax.jit(product)(a, b, a_scale, b_scale)
+        expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, eps_acc=oracle.PRECISE if precise else FAST)
+        expected.check(got, f"{blocks}, precise {precise}")
+        stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
+        pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(*stacked, a_scale, b_scale)
+        expected.check(pair[0], f"{blocks}, group 0")
 
 
 # Groups around chunks of 16, slices of 64 and tiles of 128; odd sizes, which go element by element.

@@ -7,9 +7,15 @@ a handler that wrote before it checked would have spoilt.
 import jax
 import numpy as np
 import oracle
+import oracle_blocks
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 from ops import cases
 from ops.test_raw_targets import ANSWERS, ATTRIBUTES, GOOD as ELEMENTWISE_GOOD, ROWS as ELEMENTWISE_ROWS
+
+from jaxfp8 import ops
+from jaxfp8.ops import _block_scaled_matmul, _ffi, _scale_layouts
+from jaxfp8.ops._primitive import tensor_op
 
 from . import emulated
 
@@ -20,6 +26,7 @@ FLAGS = {"precise": False, "has_bias": True, "has_accumulator": True}
 NORM = {"kind": "layer", "epsilon": np.float32(0), "has_beta": True}
 DEFAULTS = ATTRIBUTES | {
     "scaled_matmul": FLAGS,
+    "block_scaled_matmul": {"precise": True, "a_scales": "1x128", "b_scales": "128x128"},
     "ragged_matmul": {"precise": True},
     "quantize_activation": {"activation": "gelu_gated"},
     "quantize_norm": NORM,
@@ -30,6 +37,10 @@ GOOD = ELEMENTWISE_GOOD | {
     "scaled_matmul": (
         [((2, 16, 32), F32), ((1024,), U8)],
         [((2, 16, 48), E4M3), ((2, 32, 48), E5M2), ((2,), F32), ((1,), F32), ((32,), BF16), ((2, 16, 32), F32)],
+    ),
+    "block_scaled_matmul": (
+        [((2, 16, 32), F32), ((1024,), U8)],
+        [((2, 16, 160), E4M3), ((2, 32, 160), E5M2), ((2, 2, 16), F32), ((2, 1, 4), F32)],
     ),
     "ragged_matmul": (
         [((2, 4, 5), F32)],
@@ -68,6 +79,19 @@ MATMUL_ROWS = [
     ("out", "result", 0, ((2, 16, 32), E4M3)),
     ("workspace", "result", 1, ((1024,), F32)),
     ("workspace", "result", 1, ((32, 32), U8)),
+]
+BLOCK_MATMUL_ROWS = [
+    ("a", "operand", 0, ((2, 16, 160), BF16)),
+    ("b", "operand", 1, ((2, 32, 144), E5M2)),
+    ("a_scale_inv", "operand", 2, ((2, 16, 2), F32)),
+    ("a_scale_inv", "operand", 2, ((1, 2, 16), F32)),
+    ("a_scale_inv", "operand", 2, ((2, 2, 16), BF16)),
+    ("a_scale_inv", "operand", 2, ((2, 2, 16), U8)),
+    ("b_scale_inv", "operand", 3, ((2, 1, 2), F32)),
+    ("b_scale_inv", "operand", 3, ((2, 4), F32)),
+    ("out", "result", 0, ((2, 32, 16), F32)),
+    ("out", "result", 0, ((2, 16, 32), E4M3)),
+    ("workspace", "result", 1, ((1024,), F32)),
 ]
 RAGGED_ROWS = [
     ("a", "operand", 0, ((2, 4, 6), BF16)),
@@ -122,6 +146,7 @@ NORM_ROWS = [
 ROWS = [
     *ELEMENTWISE_ROWS,
     *(("scaled_matmul", *row) for row in MATMUL_ROWS),
+    *(("block_scaled_matmul", *row) for row in BLOCK_MATMUL_ROWS),
     *(("ragged_matmul", *row) for row in RAGGED_ROWS),
     *(("quantize_activation", *row) for row in CODES_ROWS + ACTIVATION_ROWS),
     *(("quantize_norm", *row) for row in CODES_ROWS + NORM_ROWS),
@@ -130,11 +155,11 @@ IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") f
 
 
 @pytest.fixture(scope="module", autouse=True)
-def handlers(tmp_path_factory):
+def handlers():
     """Registers the handlers as custom calls `emulated_cuda_<op>` of the CPU."""
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
-    library = emulated.build_handlers(tmp_path_factory.mktemp("handlers"), jax.ffi.include_dir())
+    library = emulated.build_handlers(jax.ffi.include_dir())
     for op in GOOD:
         handler = jax.ffi.pycapsule(library[cases.CUDA_TARGETS[op]])
         jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
@@ -153,6 +178,7 @@ def call(op, results, operands, **attributes):
 # gelu(1) is 0.841, next to the code 0.8125; the amax so far is 1. A row of ones is 0 / 0 when it is centered.
 CUDA_ANSWERS = ANSWERS | {
     "scaled_matmul": [np.float32(50)],
+    "block_scaled_matmul": [np.float32(160)],
     "ragged_matmul": [np.float32(6)],
     "quantize_activation": np.float32([0.8125, 1, 0.8125]),
     "quantize_norm": np.float32([np.nan, np.inf, np.nan]),
@@ -160,10 +186,10 @@ CUDA_ANSWERS = ANSWERS | {
 
 
 def assert_alive(op):
-    """A good call of the op, checked: ones quantize to ones, 48 products of ones and two ones make 50, 6 make 6."""
+    """A good call of the op, checked: ones quantize to ones, 48 products of ones and two ones make 50, 160 make 160."""
     outputs = call(op, *GOOD[op])
     answers = CUDA_ANSWERS.get(op, [np.float32(1)] * len(outputs))
-    for out, answer in zip(outputs, answers, strict=op != "scaled_matmul"):
+    for out, answer in zip(outputs, answers, strict="scaled_matmul" not in op):
         np.testing.assert_array_equal(oracle.widen(out), np.broadcast_to(answer, out.shape))
 
 
@@ -189,11 +215,27 @@ def test_unaligned_matmul_is_refused(m, n, k):
         call("scaled_matmul", [((1, m, n), F32), ((0,), U8)], specs, has_bias=False, has_accumulator=False)
 
 
-def test_two_e5m2_are_refused():
-    results, operands = GOOD["scaled_matmul"]
-    operands = [((2, 16, 48), E5M2), *operands[1:]]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"scaled_matmul: b: expected dtype F8E4M3FN"):
-        call("scaled_matmul", results, operands)
+@pytest.mark.parametrize("op", ["scaled_matmul", "block_scaled_matmul"])
+def test_two_e5m2_are_refused(op):
+    results, operands = GOOD[op]
+    operands = [(operands[0][0], E5M2), *operands[1:]]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"\b{op}: b: expected dtype F8E4M3FN"):
+        call(op, results, operands)
+
+
+@pytest.mark.parametrize("m, n, k", [(8, 32, 48), (16, 31, 48), (16, 32, 40)])
+def test_unaligned_block_scaled_matmul_is_refused(m, n, k):
+    specs = [((1, m, k), E4M3), ((1, n, k), E4M3), ((1, m), F32), ((1, n), F32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block_scaled_matmul: [ab]: expected .* multiples of 16"):
+        call("block_scaled_matmul", [((1, m, n), F32), ((0,), U8)], specs, a_scales="rows", b_scales="rows")
+
+
+@pytest.mark.parametrize("modes", [("128x128", "128x128"), ("rows", "1x128"), ("1x32", "1x128"), ("", "rows")], ids=str)
+def test_unknown_scales_are_named(modes):
+    """Also two that cuBLASLt does not multiply."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"block_scaled_matmul: a_scales, .* got {' by '.join(modes)}"):
+        call("block_scaled_matmul", *GOOD["block_scaled_matmul"], a_scales=modes[0], b_scales=modes[1])
+    assert_alive("block_scaled_matmul")
 
 
 @pytest.mark.parametrize("has_bias, has_accumulator", [(False, True), (True, False), (False, False)])
@@ -311,6 +353,102 @@ def test_matmul_arguments_arrive_in_their_places(own_scales):
         scale = a_scale[i % a_scale.size]
         product = oracle.scaled_matmul(a[i], b[i], scale, b_scale[0], bias=bias, accumulator=accumulator[i])
         product.check(out[i])
+
+
+SCALED_PAIRS = {
+    "rows by rows": ((1, None), (1, None)),
+    "MX": ((1, 32), (1, 32)),
+    "1x128 by 128x128": ((1, 128), (128, 128)),
+    "128x128 by 1x128": ((128, 128), (1, 128)),
+    "1x128 by 1x128": ((1, 128), (1, 128)),
+}
+PAIRS = pytest.mark.parametrize("blocks", SCALED_PAIRS.values(), ids=SCALED_PAIRS)
+
+
+@pytest.fixture
+def over_handlers(monkeypatch):
+    """block_scaled_matmul as on a GPU, but over the emulated handler: padding, layouts of scales, meshes."""
+    monkeypatch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
+    run = _block_scaled_matmul._cublaslt
+    op = tensor_op("block_scaled_matmul", cpu=run, cuda=run, **_block_scaled_matmul._RULES)
+    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)
+
+
+def scaled_operands(m, n, k, blocks, seed=0):
+    """(a, b, their scales), as the oracle quantizes."""
+    rng, sides = np.random.default_rng(seed), []
+    for rows, block in zip((m, n), blocks, strict=True):
+        x = F32.type(rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7))
+        sides.append(oracle_blocks.quantize(x, oracle.E4M3, block, scale="e8m0" if block == (1, 32) else "f32"))
+    return *(side[0] for side in sides), *(side[1] for side in sides)
+
+
+@PAIRS
+@pytest.mark.parametrize("m, n, k", [(16, 32, 256), (5, 7, 33), (130, 129, 150)])
+def test_block_scaled_products(over_handlers, blocks, m, n, k):
+    args = scaled_operands(m, n, k, blocks)
+    options = {"a_block": blocks[0], "b_block": blocks[1]}
+    bias = np.float32(np.arange(n))
+    for extra in ({}, {"bias": bias}):
+        got = jax.jit(lambda *x, e=extra: ops.block_scaled_matmul(*x, **options, **e, out_dtype=F32))(*args)
+        oracle_blocks.matmul(*args, **options, **extra).check(got, f"{blocks}")
+
+
+@PAIRS
+def test_block_scaled_groups(over_handlers, blocks):
+    """Batches, members of vmap, several dimensions of m and k."""
+    sets = [scaled_operands(6, 10, 160, blocks, seed) for seed in range(4)]
+    a, b, a_scale, b_scale = (np.stack(parts).reshape(2, 2, *parts[0].shape) for parts in zip(*sets, strict=True))
+    a, b = a.reshape(2, 2, 2, 3, 16, 10), b.reshape(2, 2, 10, 16, 10)
+    options = {"a_block": blocks[0], "b_block": blocks[1]}
+
+    def product(*args):
+        return ops.block_scaled_matmul(*args, **options, batch=1, contracting=2, out_dtype=F32)
+
+    got = np.asarray(jax.jit(jax.vmap(product))(a, b, a_scale, b_scale)).reshape(4, 6, 10)
+    for i, args in enumerate(sets):
+        oracle_blocks.matmul(*args, **options).check(got[i], f"{blocks}, {i}")
+
+
+MESH_SPECS = (
+    (P("x"), P()),
+    (P(None, "x"), P(None, "x")),  # blocks of 32 and 128 of k on each device
+    (P("y", "x"), P("x", "y")),
+    (P(("x", "y")), P(None, ("x", "y"))),  # too fine for blocks of 128
+    (P(None, "x"), P("y")),
+)
+
+
+@PAIRS
+@pytest.mark.parametrize("specs", MESH_SPECS, ids=str)
+def test_block_scaled_products_on_a_mesh(over_handlers, blocks, specs):
+    """Each device multiplies its shards, with the scales of their blocks; the bias is added once."""
+    args = scaled_operands(32, 256, 512, blocks)
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    options = {"a_block": blocks[0], "b_block": blocks[1]}
+    bias = np.float32(np.arange(256))
+    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, (*specs, P(), P()), strict=True)]
+    run = jax.jit(lambda *x: ops.block_scaled_matmul(*x[:4], bias=x[4], **options, out_dtype=F32))
+    compiled = run.lower(*put, bias).compile()
+    assert "emulated_cuda_block_scaled_matmul" in compiled.as_text()
+    oracle_blocks.matmul(*args, **options, bias=bias).check(compiled(*put, bias), f"{blocks}, {specs}")
+
+
+@pytest.mark.parametrize("block", [(1, None), (1, 32), (1, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("rows, k", [(16, 32), (48, 640), (272, 1152)])
+def test_layouts_of_scales(block, rows, k):
+    """Against the manual's formulas; rows that were added have scales of 0."""
+    counts = [len(oracle_blocks.bounds(size, b)) for size, b in zip((rows - 5, k), block, strict=True)]
+    codes = np.random.default_rng(0).integers(1, 255, (2, *counts), dtype=np.uint8)
+    is_mx = block == (1, 32)
+    scales = codes.view(oracle_blocks.E8M0) if is_mx else codes.astype(F32)
+    mode = _scale_layouts.mode(block, scales.dtype)
+    got = np.asarray(_scale_layouts.ordered(scales, mode, rows))
+    padded = np.zeros((2, counts[0] if block[0] == 128 else rows, counts[1]), scales.dtype)
+    padded.view(np.uint8 if is_mx else F32)[:, : counts[0]] = scales.view(np.uint8 if is_mx else F32)
+    for i in range(2):
+        expected = oracle_blocks.cublaslt_layout(padded[i], block, rows, k)
+        oracle.assert_bitwise(got[i].reshape(-1), expected, f"{block}, group {i}")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from . import cases
 from .cases import BF16, CASES, F16, F32, RECIPE
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("implementation", ["ffi", "reference"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -53,6 +54,7 @@ NOT_FUSED = {
 }
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):
@@ -117,6 +119,7 @@ def test_no_rows():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((dkernel, dstate)))
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("rows", [(2, 3), (1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "silu_gated", "layer"])
 def test_more_dimensions(name, rows):

@@ -91,6 +91,7 @@ def written_out(layer, variables, x, dtype):
     return product(x, variables, (), dtype)
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_values_and_gradients(layer, dtype):

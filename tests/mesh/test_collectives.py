@@ -107,7 +107,8 @@ def check_gathers(text, name):
     assert {math.prod(shape) for c in gathers for _, shape in c.results} == wanted
 
 
-STEPS = [("auto", name) for name in cases.LAYOUTS] + [("explicit", name) for name in ("fsdp", "sp", "all")]
+STEPS = [("auto", name) for name in cases.LAYOUTS] + [("explicit", name) for name in ("all",)]
+STEPS += [pytest.param("explicit", name, marks=pytest.mark.slow) for name in ("fsdp", "sp")]
 
 
 @pytest.mark.parametrize("kind, name", STEPS)

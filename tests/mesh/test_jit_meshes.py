@@ -53,6 +53,7 @@ def test_the_model_is_exact_in_any_order():
     cases.assert_same(cases.Run(back, again.state, again.losses), run, "another order")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("name", cases.LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps(kind, name):
@@ -228,7 +229,9 @@ def no_reduction(of):
     return reduced_over
 
 
-@pytest.mark.parametrize("name", cases.LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("dp", "all") else pytest.mark.slow) for name in cases.LAYOUTS]
+)
 def test_amaxes_of_shards_are_caught(name, monkeypatch):
     monkeypatch.setattr(_partition, "_reduced_over", no_reduction(of=lax.pmax))
     assert_caught("auto", name)

@@ -72,6 +72,7 @@ def train_uneven(cut, shape):
     cases.assert_same(jax.jit(functools.partial(step, place=place))(*tensors, state), wanted, f"{cut} {shape}")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("shape", [(10, 12, 14), (3, 16, 7), (1, 1, 1)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_dimensions_that_the_devices_do_not_divide(cut, shape):
@@ -123,6 +124,7 @@ def test_axes_of_size_one(kind, shape):
     cases.assert_same(run, cases.reference(steps=3), f"{kind} {shape}")
 
 
+@pytest.mark.varied
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
 @pytest.mark.parametrize("context", ["none", "with mesh"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,6 +188,7 @@ def test_outside_of_jit():
         cases.assert_same(cases.train(cases.make_step(), weights, state, batches[:2]), wanted, "eager")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("spmd_axis_name", [None, "data"])
 @pytest.mark.parametrize("kind, own", [("auto", ""), ("auto", "kernel"), ("auto", "state"), ("auto", "kernel, state")])
 def test_vmap_auto(kind, own, spmd_axis_name):
@@ -232,6 +235,7 @@ def train_members(kind, own, spmd_axis_name):
         cases.assert_same(run(*placed), wanted, f"vmap {kind}, own {own}")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own state", "shared state"])
 @pytest.mark.parametrize("kind, is_remat", [("auto", False), ("explicit", True)])
 def test_scan_over_stacked_layers(kind, is_remat, is_shared):

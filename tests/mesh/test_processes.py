@@ -64,7 +64,13 @@ def kill(process):
     process.wait()
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 1)], ids=["2 processes of 2 devices", "4 processes of 1 device"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, 2), id="2 processes of 2 devices"),
+        pytest.param((4, 1), id="4 processes of 1 device", marks=pytest.mark.slow),
+    ],
+)
 def ranks(request, tmp_path_factory):
     """What each process holds at the end of each run: `{"run|path|index|device": values}`."""
     processes, devices = request.param

@@ -100,6 +100,7 @@ def train(step, mesh, layout, recipe=RECIPE, with_state=True, steps=cases.STEPS)
 # ----------------------------------------------------------------------------------------------------- ten steps
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("name", cases.LAYOUTS)
 @CHECKED
 def test_gradient_inside(name, checked):
@@ -190,6 +191,7 @@ def wrapped(wrap, loss):
     return lambda weights, state, batch: wrap(loss)(weights, jaxfp8.max_grad(state), batch)
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @CHECKED
 def test_inside_of_the_map(checked, wrap):
@@ -238,6 +240,7 @@ def test_a_map_in_a_map(checked):
     cases.assert_same(run, cases.reference(), "nested")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("name, manual", [("fsdp+tp", ("data",)), ("all", ("data", "tp"))])
 @CHECKED
 def test_some_axes_manual(name, manual, checked):

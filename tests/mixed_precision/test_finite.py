@@ -299,3 +299,12 @@ def test_loss_scales_stay_alike(check_vma):
         loss_scale, seen = run(loss_scale, np.int32(w))
         expected = expected.adjust(bool(w < 0))
         assert seen.tolist() == [float(expected.value)] * DEVICES
+
+
+def test_one_collective_for_all_gradients():
+    """Twenty leaves that XLA cut over the devices: their answers share an all-reduce."""
+    mesh = mesh_of(AxisType.Auto, DEVICES)
+    cut = NamedSharding(mesh, P("data"))
+    grads = {f"layer_{i}": jax.ShapeDtypeStruct((64, 8 + i), jnp.float32, sharding=cut) for i in range(20)}
+    program = jax.jit(all_finite).lower(grads).compile().as_text()
+    assert program.count(" all-reduce(") + program.count(" all-reduce-start(") == 1

@@ -62,10 +62,6 @@ def devices():
     test_finite.test_gradients_that_differ_in_shard_map(False, (8,), True)
 
 
-def typed_devices():
-    test_finite.test_gradients_that_differ_in_shard_map(True, (4, 2), True)
-
-
 def infinities():
     test_finite.test_one_bad_value(np.inf, np.float32)
 
@@ -149,7 +145,6 @@ MUTANTS = {
     "does not skip FP8 state": (adam_in_fp8, mixed_precision, "select", state_left_behind),
     "sees NaN alone": (infinities, test_finite, "all_finite", nan_alone),
     "asks this device alone": (devices, _finite, "_differing_axes", this_device_alone),
-    "asks this device alone, with types": (typed_devices, _finite, "_differing_axes", this_device_alone),
 }
 
 

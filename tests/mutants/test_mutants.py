@@ -76,7 +76,8 @@ def start_mutant(change):
 
     def install(monkeypatch):
         def mutant(quantizers, states, original=_gemms.start):
-            return [change(run, state) for run, state in zip(original(quantizers, states), states, strict=True)]
+            runs = zip(original(quantizers, states), states, strict=True)
+            return [None if run is None else change(run, state) for run, state in runs]
 
         monkeypatch.setattr(_gemms, "start", mutant)
 
@@ -88,7 +89,8 @@ def finish_mutant(change):
 
     def install(monkeypatch):
         def mutant(runs, reduce, original=_gemms.finish):
-            return [change(state, run) for state, run in zip(original(runs, reduce), runs, strict=True)]
+            states = zip(original(runs, reduce), runs, strict=True)
+            return [None if state is None else change(state, run) for state, run in states]
 
         monkeypatch.setattr(_gemms, "finish", mutant)
 

@@ -65,6 +65,7 @@ def assert_same(got, expected, what):
         oracle.assert_bitwise(leaf, np.asarray(other), f"{what}{jax.tree_util.keystr(path)}")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_linen_and_nnx_agree(name, dtype):

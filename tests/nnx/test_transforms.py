@@ -113,7 +113,8 @@ def check_shared(program, grad, jit):
         assert_plain(layer)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.varied
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_shared_state_is_the_max_of_all_uses(program, jit):
     check_shared(program, jaxfp8.nnx.grad, jit)

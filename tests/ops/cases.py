@@ -42,6 +42,7 @@ CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v1",
     "quantize_norm": "jaxfp8_quantize_norm_v1",
     "scaled_matmul": "jaxfp8_scaled_matmul_v1",
+    "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }
 # Amaxes so far: none, one that counts, one that does not, and what a step that overflowed leaves behind.

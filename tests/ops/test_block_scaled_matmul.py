@@ -1,6 +1,8 @@
 """block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle_blocks.py)."""
 
 import itertools
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ import oracle_blocks
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul, _blocks
+from jaxfp8 import _compat, ops
+from jaxfp8.ops import _block_scaled_matmul, _blocks, _support
 
 from . import cases
 
@@ -97,9 +99,7 @@ def test_shapes(implementation, shape, pair):
     check(implementation, operands(*shape, pair), pair)
 
 
-@pytest.mark.parametrize(
-    "formats", itertools.product(cases.FORMATS, repeat=2), ids=lambda f: "x".join(x.name for x in f)
-)
+@pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=lambda formats: "x".join(fmt.name for fmt in formats))
 @OUT_DTYPES
 def test_formats_and_output_dtypes(implementation, formats, out_dtype):
     for pair in (("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")):
@@ -304,3 +304,94 @@ def test_mutants_are_caught(monkeypatch, mutant, run):
     with pytest.raises(AssertionError, match="out of bound|differ"):
         run()
     jax.clear_caches()
+
+
+# ------------------------------------------------------------------------------------------------- what CUDA lowers to
+
+ON_HOPPER = (("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128"))
+ON_BLACKWELL = (("MX", "MX"),)
+NOWHERE = (("128x128", "128x128"), ("rows", "1x128"), ("tensor", "1x128"), ("MX", "1x128"), ("5x7", "5x7"))
+
+
+def cuda_text(pair, m=32, n=48, k=256, formats=(oracle.E4M3, oracle.E4M3), **options):
+    args = operands(m, n, k, pair, formats)
+    run = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), **options))
+    return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture
+def lowered_for(monkeypatch, cuda_custom_calls):
+    """Sets the compute capabilities of the GPUs that programs are lowered for; none: ahead of time."""
+    monkeypatch.setattr(_support, "_warned", set())
+    monkeypatch.setattr(_support, "local_gpus", list)
+
+    def are(*capabilities):
+        kind = "A fake GPU"
+        gpus = [types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=c) for c in capabilities]
+        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus)
+        jax.clear_caches()
+
+    return are
+
+
+@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("12.0",), ("8.9",), ("9.0", "10.0")], ids=str)
+def test_custom_call_where_all_gpus_have_the_mode(lowered_for, capabilities):
+    lowered_for(*capabilities)
+    for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
+        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "12.0"} if pair in ON_BLACKWELL else set()
+        expected = pair not in NOWHERE and set(capabilities) <= allowed
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            text = cuda_text(pair)
+        assert ("@jaxfp8_block_scaled_matmul_v1" in text) == expected, pair
+        if expected:
+            assert not caught and text.count("stablehlo.dot_general") == 0
+        with ops.implementation("ffi"):
+            if expected:
+                assert cuda_text(pair) == text
+            else:
+                with pytest.raises(RuntimeError, match=r'implementation\("ffi"\): block_scaled_matmul: cuBLASLt'):
+                    cuda_text(pair)
+
+
+def test_what_a_gpu_lacks_is_said_once(lowered_for):
+    lowered_for("10.0")
+    with pytest.warns(RuntimeWarning) as warned:
+        cuda_text(("1x128", "128x128"))
+        jax.clear_caches()
+        cuda_text(("1x128", "128x128"))
+    assert [str(w.message) for w in warned] == [
+        "jaxfp8: block_scaled_matmul: cuBLASLt multiplies scales of 1x128 by 128x128 on compute capability 9.0, this "
+        "GPU has 10.0 (scales are float32 of (1, 128) by float32 of (128, 128)); running without FP8 custom calls: "
+        "same results within their bounds, slower"
+    ]
+
+
+def test_two_e5m2_have_no_custom_call(lowered_for):
+    lowered_for("9.0")
+    both = oracle.E5M2, oracle.E5M2
+    with pytest.warns(RuntimeWarning, match="no tensor core multiplies two float8_e5m2"):
+        assert "@jaxfp8" not in cuda_text(("rows", "rows"), formats=both)
+    with ops.implementation("ffi"), pytest.raises(RuntimeError, match="no tensor core multiplies two float8_e5m2"):
+        cuda_text(("rows", "rows"), formats=both)
+
+
+def test_attributes_of_the_custom_call(lowered_for):
+    """Fast accumulation for whole rows alone; what is padded; a bias is added by XLA, to f32."""
+    lowered_for("9.0")
+    rows, blocks = ON_HOPPER[0], ON_HOPPER[2]
+    for precise, pair, expected in ((False, rows, "false"), (True, rows, "true"), (False, blocks, "true")):
+        (line,) = (x for x in cuda_text(pair, precise=precise).splitlines() if "custom_call @jaxfp8" in x)
+        assert f"precise = {expected}" in line, line
+    (line,) = (x for x in cuda_text(ON_HOPPER[2], 5, 7, 33, bias=np.ones(7, F32)).splitlines() if "@jaxfp8" in x)
+    assert "tensor<1x16x128xf8E4M3FN>, tensor<1x16x128xf8E4M3FN>, tensor<1x1x16xf32>, tensor<1x1x4xf32>" in line
+    assert "tensor<1x16x16xf32>, tensor<33554432xui8>" in line
+    assert 'a_scales = "1x128", b_scales = "128x128"' in line
+
+
+def test_no_custom_call_elsewhere(cuda_custom_calls):
+    for name in ("reference", "xla"):
+        with ops.implementation(name):
+            assert "@jaxfp8" not in cuda_text(("rows", "rows"))
+    with ops.implementation("ffi"):  # a CPU has no GEMM of its own
+        check("cpu", operands(8, 8, 64, ("MX", "MX")), ("MX", "MX"))

@@ -79,6 +79,7 @@ def test_empty(implementation, fmt):
         cases.assert_quantized(ops.quantize(x, np.float32(1), cases.dtype_of(fmt)), x, np.float32(1), fmt)
 
 
+@pytest.mark.varied
 @FORMATS
 @DTYPES
 def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
@@ -93,6 +94,7 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
             assert np.isnan(oracle.widen(got[0])).sum() == 1
 
 
+@pytest.mark.varied
 @FORMATS
 @DTYPES
 def test_sliced_and_transposed_operands(implementation, dtype, fmt):

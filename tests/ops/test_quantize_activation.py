@@ -32,6 +32,7 @@ def check(got, x, name, scale, fmt, **options):
     oracle.activation(x, name).check(data, data_t, top, scale, fmt, **options)
 
 
+@pytest.mark.varied
 @ACTIVATIONS
 @DTYPES
 @FORMATS

@@ -39,6 +39,7 @@ def check(got, x, gamma, beta, kind, fmt, scale=SCALE, epsilon=EPSILON, **option
     oracle.norm(x, gamma, beta, kind, epsilon).check(data, data_t, top, scale, fmt, **options)
 
 
+@pytest.mark.varied
 @KINDS
 @DTYPES
 @FORMATS

@@ -80,6 +80,10 @@ def test_no_custom_calls_elsewhere(op, name, cuda_custom_calls):
     with ops.implementation(name):
         assert "jaxfp8_" not in jax.jit(function).lower(*arguments).as_text()
         assert "jaxfp8_" not in cuda_text(function, *arguments)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_no_custom_calls_elsewhere_in_a_dense_step(name, cuda_custom_calls):
     with ops.implementation(name):
         assert "jaxfp8_" not in jax.jit(dense_step).lower(*dense_arguments()).as_text()
 

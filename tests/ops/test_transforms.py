@@ -42,7 +42,7 @@ def forms(fmt):
     }
 
 
-OPS = pytest.mark.parametrize("op", ["amax", "quantize", "quantize_transpose", "dequantize"])
+OPS = pytest.mark.parametrize("op", ["quantize", "quantize_transpose", "dequantize", "amax"])
 
 
 def assert_members(got, members, expected, what):
@@ -52,6 +52,7 @@ def assert_members(got, members, expected, what):
             cases.assert_bitwise(np.asarray(got[j])[i], value, f"{what}: member {i}, output {j}")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_eager_equals_jit_equals_donated(implementation, op, fmt):
@@ -65,6 +66,7 @@ def test_eager_equals_jit_equals_donated(implementation, op, fmt):
     assert_members([value[None] for value in out], [(x, scale)], expected, f"{op} donated")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_vmap(implementation, op, fmt):
@@ -85,6 +87,7 @@ def test_vmap(implementation, op, fmt):
             assert_members(run(*arguments), members, expected, f"{op} vmap {name}")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_nested_vmap(implementation, op, fmt):
@@ -106,6 +109,7 @@ def test_nested_vmap(implementation, op, fmt):
         assert_members(flat, members, expected, f"{op} nested vmap {name}")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_scan_and_remat_inside_it(implementation, op, fmt):
@@ -115,6 +119,7 @@ def test_scan_and_remat_inside_it(implementation, op, fmt):
         assert_members(got, list(zip(X, S, strict=True)), expected, f"{op} scan")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_inside_custom_vjp(implementation, op, fmt):
@@ -173,6 +178,7 @@ def test_handlers_that_run_at_once(implementation, fmt):
                 cases.assert_transposed(got, x[i], S[i % 3], fmt, "in a thread")
 
 
+@pytest.mark.varied
 @OPS
 @FORMATS
 def test_column_major_operands(implementation, op, fmt):

@@ -53,6 +53,7 @@ def test_prints_collectives_and_a_table(straight):
     running.assert_table(lines[-3:])
 
 
+@pytest.mark.slow
 def test_resumes_bitwise(straight, folder):
     """A run that goes on from the checkpoint ends in the bits of the one that was never interrupted."""
     resumed = run(folder, "--resume", "--arms", "jaxfp8")

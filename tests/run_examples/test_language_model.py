@@ -40,6 +40,7 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
 
 
+@pytest.mark.slow
 def test_language_model_runs_a_subset_of_arms(tmp_path):
     run = running.run(tmp_path, "language_model", "--tiny", "--arms", "jaxfp8", "--out", "here.png")
     assert run.returncode == 0, run.stderr
@@ -47,9 +48,11 @@ def test_language_model_runs_a_subset_of_arms(tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--seeds", "0"), ("--arms", "int4")])
-def test_language_model_refuses(tmp_path, options):
-    run = running.run(tmp_path, "language_model", *options)
-    assert run.returncode == 2 and options[0] in run.stderr
+def test_language_model_refuses(language_model, options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        language_model.main()
+    assert options[0] in capsys.readouterr().err
 
 
 def test_arms_start_from_the_same_weights_and_batches(language_model):

@@ -1,5 +1,7 @@
 """examples/nnx_language_model.py: its table, and what makes its comparison fair."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -25,9 +27,11 @@ def test_prints_a_table(tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
-def test_refuses(tmp_path, options):
-    done = running.run(tmp_path, NAME, *options)
-    assert done.returncode == 2 and options[0] in done.stderr
+def test_refuses(example, options, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [NAME, *options])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert options[0] in capsys.readouterr().err
 
 
 def test_arms_start_from_the_same_weights_and_train(example):

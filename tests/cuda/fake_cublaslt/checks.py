@@ -14,6 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import oracle  # noqa: E402
+import oracle_blocks  # noqa: E402
 
 FORMATS = {oracle.E4M3: 3, oracle.E5M2: 4}  # jaxfp8::Dtype
 COUNTS = ("heuristics", "matmuls", "handles", "alive", "alignment", "fast", "batch", "algorithm")
@@ -38,18 +39,20 @@ class Gemm:
         return dict(zip(COUNTS, out, strict=True))
 
     def error(
-        self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None, precise=False, workspace=WORKSPACE
-    ) -> str:
+        self, a, b, a_scale, b_scale, out, *, bias=None, accumulator=None, precise=False, workspace=WORKSPACE,
+        modes=(0, 0),
+    ) -> str:  # fmt: skip
         def pointer(x):
             return ctypes.c_void_p(None if x is None else x.ctypes.data)
 
         codes = {fmt.dtype: code for fmt, code in FORMATS.items()}
         g, m, k = a.shape
-        sizes = (workspace, g, m, b.shape[1], k, int(precise))
+        sizes = (workspace, g, m, b.shape[1], k, int(precise), *modes)
+        strides = (0 if x.size == 1 else x.nbytes // g for x in (a_scale, b_scale))
         text = ctypes.create_string_buffer(4096)
         self.library.scaled_matmul(
             codes[a.dtype], codes[b.dtype], pointer(a), pointer(b), pointer(a_scale), pointer(b_scale),
-            ctypes.c_int64(a_scale.size > 1), ctypes.c_int64(b_scale.size > 1), pointer(bias), pointer(accumulator),
+            *map(ctypes.c_int64, strides), pointer(bias), pointer(accumulator),
             pointer(out), *map(ctypes.c_int64, sizes), text,
         )  # fmt: skip
         assert self.library.fake_capture_mode_is_restored()
@@ -114,6 +117,58 @@ def groups(folder):
             before = gemm.counts()["matmuls"]
             gemm.check(3, 16, 32, 48, scales=scales, **extras)
             assert gemm.counts()["matmuls"] == before + calls and gemm.counts()["batch"] == batch
+
+
+# By ScaleMode (cuda/kernels/scale_mode.h): what cuBLASLt multiplies, and what it does not.
+ROWS, MX, ROW_BLOCKS, BLOCKS = 1, 2, 3, 4
+BLOCK_OF = {ROWS: (1, None), MX: (1, 32), ROW_BLOCKS: (1, 128), BLOCKS: (128, 128)}
+PAIRS = ((ROWS, ROWS), (MX, MX), (ROW_BLOCKS, ROW_BLOCKS), (ROW_BLOCKS, BLOCKS), (BLOCKS, ROW_BLOCKS))
+
+
+def _scaled(gemm, modes, g, m, n, k, **options):
+    """One product of random codes and scales; returns the reason of a failure."""
+    rng = np.random.default_rng(m * n + k)
+    sides, padded = [], []
+    for rows, mode in zip((m, n), modes, strict=True):
+        x = rng.standard_normal((g, rows, k)) * 2.0 ** rng.integers(-6, 6, (g, rows, k // 16)).repeat(16, axis=2)
+        kind = {"scale": "e8m0"} if mode == MX else {}
+        sides.append([oracle_blocks.quantize(np.float32(y), oracle.E4M3, BLOCK_OF[mode], **kind) for y in x])
+        codes, scales = (np.stack([side[i] for side in sides[-1]]) for i in range(2))
+        layouts = [oracle_blocks.cublaslt_layout(scale, BLOCK_OF[mode], rows, k) for scale in scales]
+        padded.append((aligned(codes), aligned(np.stack(layouts))))
+    (a, a_scale), (b, b_scale) = padded
+    out = aligned(np.full((g, m, n), np.nan, np.float32))
+    error = gemm.error(a, b, a_scale, b_scale, out, modes=modes, **options)
+    if not error:
+        blocks = dict(zip(("a_block", "b_block"), map(BLOCK_OF.get, modes), strict=True))
+        for i, (left, right) in enumerate(zip(*sides, strict=True)):
+            oracle_blocks.matmul(left[0], right[0], left[1], right[1], **blocks).check(out[i], f"{modes}, group {i}")
+    return error
+
+
+def block_scales(folder):
+    """Each mode where the manual says that it reads its scales; distinct sizes, several blocks and tiles, groups."""
+    gemm = Gemm(folder)
+    for modes in PAIRS:
+        for shape in ((1, 16, 48, 32), (1, 144, 272, 640), (3, 160, 16, 272)):
+            before = gemm.counts()["matmuls"]
+            assert _scaled(gemm, modes, *shape) == ""
+            assert gemm.counts()["matmuls"] == before + shape[0], "a call for each group"
+    assert gemm.counts()["alive"] == 0
+
+
+def block_scale_plans(folder):
+    """Each pair of modes has plans of its own; what cuBLASLt has no product for is named."""
+    gemm = Gemm(folder)
+    gemm.check(1, 32, 48, 64)
+    for modes in PAIRS:
+        before = gemm.counts()["heuristics"]
+        for asked in (1, 1):
+            assert _scaled(gemm, modes, 1, 32, 48, 64) == ""
+            assert gemm.counts()["heuristics"] == before + asked, modes
+    for modes in ((BLOCKS, BLOCKS), (ROWS, ROW_BLOCKS), (MX, BLOCKS)):
+        reason = _scaled(gemm, modes, 1, 32, 48, 64)
+        assert "no cuBLASLt algorithm" in reason and "scaled " in reason, reason
 
 
 def plans(folder):
@@ -407,6 +462,8 @@ def no_terms(folder):
 CHECKS = [
     products,
     groups,
+    block_scales,
+    block_scale_plans,
     plans,
     first_algorithm,
     capture,

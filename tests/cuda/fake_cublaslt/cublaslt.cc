@@ -10,6 +10,7 @@
 #include <map>
 
 #include "common/fp8.h"
+#include "tests/cuda/scale_layouts.h"
 
 namespace {
 
@@ -129,6 +130,31 @@ float Bias(const Object& operation, int64_t row) {
   return jaxfp8::BitsToFloat(static_cast<uint32_t>(bits) << 16);
 }
 
+// Rows and elements along K of a block, by cublasLtMatmulMatrixScale_t; what is for FP4 has none.
+constexpr int kBlocks[][2] = {{0, 0}, {-1, -1}, {1, 32}, {1, 0}, {1, 128}, {128, 128}};
+
+struct Scales {
+  Scales(const Object& operation, cublasLtMatmulDescAttributes_t mode, cublasLtMatmulDescAttributes_t pointer)
+      : mode(static_cast<int>(operation.Get(mode))), data(operation.Pointer<const void*>(pointer)) {}
+  float At(int64_t outer, int64_t inner, const Matrix& matrix) const {
+    return ScaleAt(data, kBlocks[mode][0], kBlocks[mode][1], outer, inner, matrix.columns, matrix.rows);
+  }
+  int mode;
+  const void* data;
+};
+
+// The table of supported combinations, and what they ask of sizes and addresses.
+bool AreMultiplied(const Object& operation) {
+  const Scales a(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER);
+  const Scales b(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER);
+  constexpr int kVec = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F, kBlk = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  if (a.mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F && b.mode == a.mode) return true;
+  if (!IsAligned(a.data, 16) || !IsAligned(b.data, 16)) return false;
+  if (a.mode == kVec || a.mode == kBlk) return b.mode == kVec || (b.mode == kBlk && a.mode == kVec);
+  return a.mode == b.mode && (a.mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F ||
+                              a.mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
+}
+
 }  // namespace
 
 extern "C" {
@@ -187,6 +213,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
       Of(operation).Get(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) == 0 || requested < 32) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  if (!AreMultiplied(Of(operation))) return CUBLAS_STATUS_NOT_SUPPORTED;
   const Object& limits = Of(preference);
   last_alignment = static_cast<uint32_t>(limits.Get(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
   const uint64_t workspace = limits.Get(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
@@ -244,16 +271,23 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
       b.batch != d.batch || c.batch != d.batch || d.type != CUDA_R_32F || c.type != CUDA_R_32F) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  const float scale = *operation.Pointer<const float*>(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER) *
-                      *operation.Pointer<const float*>(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER) *
-                      *static_cast<const float*>(alpha);
+  const Scales a_scales(operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER);
+  const Scales b_scales(operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER);
+  // One number for the whole sum, or numbers along it.
+  const bool is_whole = kBlocks[a_scales.mode][1] == 0;
+  // One scale pointer serves a batch only where it is one number.
+  if (d.batch > 1 && a_scales.mode != CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
   const float keep = *static_cast<const float*>(beta);
   for (int64_t batch = 0; batch < d.batch; ++batch) {
     for (int64_t column = 0; column < d.columns; ++column) {
       for (int64_t row = 0; row < d.rows; ++row) {
         float sum = 0;
-        for (int64_t k = 0; k < a.rows; ++k) sum += a.Value(batch, k, row) * b.Value(batch, k, column);
-        float out = sum * scale + Bias(operation, row);
+        for (int64_t k = 0; k < a.rows; ++k) {
+          const float product = a.Value(batch, k, row) * b.Value(batch, k, column);
+          sum += is_whole ? product : product * (a_scales.At(row, k, a) * b_scales.At(column, k, b));
+        }
+        if (is_whole) sum *= a_scales.At(row, 0, a) * b_scales.At(column, 0, b);
+        float out = sum * *static_cast<const float*>(alpha) + Bias(operation, row);
         if (keep != 0) out += keep * c.Value(batch, row, column);
         static_cast<float*>(d_data)[d.At(batch, row, column)] = out;
       }

@@ -83,13 +83,16 @@ __attribute__((visibility("default"))) int fake_capture_mode_is_restored() {
 
 // Writes the reason of a failure, or an empty string, to `error`.
 __attribute__((visibility("default"))) void scaled_matmul(
-    int a_dtype, int b_dtype, const void* a, const void* b, const float* a_scale_inv, const float* b_scale_inv,
+    int a_dtype, int b_dtype, const void* a, const void* b, const void* a_scale_inv, const void* b_scale_inv,
     int64_t a_scale_stride, int64_t b_scale_stride, const void* bias, const float* accumulator, void* out,
-    int64_t workspace_bytes, int64_t groups, int64_t m, int64_t n, int64_t k, int64_t precise, char* error) {
+    int64_t workspace_bytes, int64_t groups, int64_t m, int64_t n, int64_t k, int64_t precise, int64_t a_scales,
+    int64_t b_scales, char* error) {
   const auto dtype = [](int value) { return static_cast<jaxfp8::Dtype>(value); };
+  const auto mode = [](int64_t value) { return static_cast<jaxfp8::cuda::ScaleMode>(value); };
   const std::string reason = jaxfp8::cuda::LaunchScaledMatmul(
       {dtype(a_dtype), dtype(b_dtype), jaxfp8::Dtype::kF32, a, b, a_scale_inv, b_scale_inv, a_scale_stride,
-       b_scale_stride, bias, accumulator, out, nullptr, workspace_bytes, groups, m, n, k, precise != 0},
+       b_scale_stride, bias, accumulator, out, nullptr, workspace_bytes, groups, m, n, k, precise != 0,
+       mode(a_scales), mode(b_scales)},
       nullptr);
   std::strcpy(error, reason.c_str());
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "common/fp8.h"
+#include "tests/cuda/scale_layouts.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" XLA_FFI_Error* jaxfp8_scaled_matmul_initialize_v1(XLA_FFI_CallFrame*);
@@ -20,6 +21,13 @@ float WidenBF16(const void* data, int64_t i) {
   return BitsToFloat(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16);
 }
 
+// The scale of an element of a matrix [rows, k].
+float Scale(ScaleMode mode, const void* scales, int64_t row, int64_t l, int64_t rows, int64_t k) {
+  static constexpr int kBlocks[][2] = {{0, 0}, {1, 0}, {1, 32}, {1, 128}, {128, 128}};
+  const auto& [r, c] = kBlocks[static_cast<int>(mode)];
+  return ScaleAt(scales, r, c, row, l, rows, k);
+}
+
 int prepared = 0;
 
 }  // namespace
@@ -34,16 +42,19 @@ std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t) {
   if (params.out_dtype != Dtype::kF32) return "not emulated";
   float* out = static_cast<float*>(params.out);
   for (int64_t g = 0; g < params.groups; ++g) {
-    const float scale = params.a_scale_inv[g * params.a_scale_stride] * params.b_scale_inv[g * params.b_scale_stride];
+    const void* a_scales = static_cast<const uint8_t*>(params.a_scale_inv) + g * params.a_scale_stride;
+    const void* b_scales = static_cast<const uint8_t*>(params.b_scale_inv) + g * params.b_scale_stride;
     for (int64_t i = 0; i < params.m; ++i) {
       for (int64_t j = 0; j < params.n; ++j) {
         float sum = 0;
         for (int64_t l = 0; l < params.k; ++l) {
           sum += Widen(params.a_dtype, params.a, (g * params.m + i) * params.k + l) *
-                 Widen(params.b_dtype, params.b, (g * params.n + j) * params.k + l);
+                 Scale(params.a_scales, a_scales, i, l, params.m, params.k) *
+                 Widen(params.b_dtype, params.b, (g * params.n + j) * params.k + l) *
+                 Scale(params.b_scales, b_scales, j, l, params.n, params.k);
         }
         const int64_t at = (g * params.m + i) * params.n + j;
-        out[at] = sum * scale + (params.bias ? WidenBF16(params.bias, j) : 0) +
+        out[at] = sum + (params.bias ? WidenBF16(params.bias, j) : 0) +
                   (params.accumulator ? params.accumulator[at] : 0);
       }
     }

@@ -1,0 +1,113 @@
+// jaxfp8_block_scaled_matmul_v1: a [g, m, k], b [g, n, k], scales of their rows or blocks -> out [g, m, n], workspace.
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "cuda/ffi/gemm_checks.h"
+#include "cuda/ffi/support.h"
+#include "cuda/kernels/scaled_matmul.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+constexpr char kOp[] = "block_scaled_matmul";
+
+std::optional<ScaleMode> ToScaleMode(std::string_view name) {
+  if (name == "rows") return ScaleMode::kRows;
+  if (name == "1x32") return ScaleMode::kBlocks1x32;
+  if (name == "1x128") return ScaleMode::kBlocks1x128;
+  if (name == "128x128") return ScaleMode::kBlocks128x128;
+  return std::nullopt;
+}
+
+// The scales of a matrix [g, rows, k], in cuBLASLt's layout (kernels/scale_mode.h).
+ffi::Error CheckScales(const Operand& scales, ScaleMode mode, const Operand& matrix) {
+  const ffi::Span<const int64_t> dims = matrix.buffer.dimensions();
+  const int64_t groups = dims[0];
+  const int64_t rows = dims[1];
+  const int64_t blocks = CeilDiv(dims[2], 128);
+  const bool is_e8m0 = mode == ScaleMode::kBlocks1x32;
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(scales, {is_e8m0 ? ffi::DataType::U8 : ffi::DataType::F32}));
+  if (mode == ScaleMode::kRows) {
+    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, rows}));
+  } else if (mode == ScaleMode::kBlocks1x32) {
+    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, CeilDiv(rows, 128), blocks, 512}));
+  } else if (mode == ScaleMode::kBlocks1x128) {
+    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, blocks, rows}));
+  } else {
+    JAXFP8_RETURN_IF_ERROR(CheckShape(scales, {groups, CeilDiv(rows, 128), CeilDiv(blocks, 4) * 4}));
+  }
+  return CheckPointer(scales);
+}
+
+ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer a_scale_inv,
+                                    ffi::AnyBuffer b_scale_inv, ffi::Result<ffi::AnyBuffer> out,
+                                    ffi::Result<ffi::AnyBuffer> workspace, bool precise, std::string_view a_scales,
+                                    std::string_view b_scales) {
+  const std::optional<ScaleMode> a_mode = ToScaleMode(a_scales);
+  const std::optional<ScaleMode> b_mode = ToScaleMode(b_scales);
+  if (!a_mode.has_value() || !b_mode.has_value() || !AreMultiplied(*a_mode, *b_mode)) {
+    return ffi::Error::InvalidArgument(std::string(kOp) + ": a_scales, b_scales: expected rows by rows, 1x32 by 1x32, " +
+                                       "1x128 by 1x128, 1x128 by 128x128 or 128x128 by 1x128, got " +
+                                       std::string(a_scales) + " by " + std::string(b_scales));
+  }
+  const Operand a_operand{kOp, "a", a};
+  const Operand b_operand{kOp, "b", b};
+  const Operand out_operand{kOp, "out", *out};
+  const Operand workspace_operand{kOp, "workspace", *workspace};
+  JAXFP8_RETURN_IF_ERROR(CheckFactors(a_operand, b_operand));
+  const int64_t groups = a.dimensions()[0];
+  const int64_t m = a.dimensions()[1];
+  const int64_t n = b.dimensions()[1];
+  const int64_t k = a.dimensions()[2];
+  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
+  JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "a_scale_inv", a_scale_inv}, *a_mode, a_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "b_scale_inv", b_scale_inv}, *b_mode, b_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckMultiples(b_operand));
+  for (const Operand& operand : {a_operand, b_operand, out_operand, workspace_operand}) {
+    JAXFP8_RETURN_IF_ERROR(CheckPointer(operand));
+  }
+
+  ScaledMatmulParams params = {};
+  params.a_dtype = ToDtype(a.element_type());
+  params.b_dtype = ToDtype(b.element_type());
+  params.out_dtype = ToDtype(out->element_type());
+  params.a = a.untyped_data();
+  params.b = b.untyped_data();
+  params.a_scale_inv = a_scale_inv.untyped_data();
+  params.b_scale_inv = b_scale_inv.untyped_data();
+  params.a_scale_stride = ScaleBytes(*a_mode, m, k);
+  params.b_scale_stride = ScaleBytes(*b_mode, n, k);
+  params.out = out->untyped_data();
+  params.workspace = workspace->untyped_data();
+  params.workspace_bytes = workspace->dimensions()[0];
+  params.groups = groups;
+  params.m = m;
+  params.n = n;
+  params.k = k;
+  params.precise = precise;
+  params.a_scales = *a_mode;
+  params.b_scales = *b_mode;
+  const std::string error = LaunchScaledMatmul(params, stream);
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
+}
+
+}  // namespace
+}  // namespace jaxfp8::cuda
+
+// Its initialize stage is that of scaled_matmul.
+JAXFP8_EXPORT_HANDLER(jaxfp8_block_scaled_matmul_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // a
+                                  .Arg<xla::ffi::AnyBuffer>()  // b
+                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
+                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
+                                  .Ret<xla::ffi::AnyBuffer>()  // out
+                                  .Ret<xla::ffi::AnyBuffer>()  // workspace
+                                  .Attr<bool>("precise")
+                                  .Attr<std::string_view>("a_scales")
+                                  .Attr<std::string_view>("b_scales"),
+                              {jaxfp8::cuda::kRecordable});

@@ -1,0 +1,66 @@
+"""implementation("xla") on H200s: every product is one that XLA rewrote to cuBLASLt's FP8, with unrounded scales."""
+
+import json
+
+import pytest
+
+from .native_xla import BESIDE, CASES, GROUPS, SHARDED, K, N
+
+
+@pytest.fixture(scope="module")
+def report(on_h200):
+    return json.loads(on_h200("native_xla"))
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
+def test_three_fp8_products_and_nothing_else(report, case):
+    found = report[case]
+    assert found["targets"] == {"__cublas$lt$matmul$f8": 3} and found["gemms"] == found["fp8_gemms"] == 3, found
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
+def test_scales_are_not_rounded(report, case):
+    """Although the pattern is in bfloat16, where XLA of itself rounds them, as in Flax's program."""
+    assert not any(any(product["rounded_scales"]) for product in report[case]["products"])
+    assert all(any(product["rounded_scales"]) for product in report["flax"]["products"])
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
+def test_accumulation(report, case):
+    """fprop is fast, dgrad and wgrad are precise, as the recipe has it; in XLA's words: DEFAULT and HIGHEST."""
+    assert sorted(product["precision"] for product in report[case]["products"]) == ["DEFAULT", "HIGHEST", "HIGHEST"]
+
+
+@pytest.mark.parametrize("case", [*CASES, *SHARDED])
+def test_results_have_their_dtypes(report, case):
+    """No product is written in f32 to be converted: but for members, whose scales XLA does not take."""
+    in_f32 = {"dot_general in f32": 3, "members": 3}
+    expected = in_f32.get(case, 1 if case.startswith(("Dense", "FSDP Dense")) else 0)  # an f32 kernel's gradient
+    assert [product["out"] for product in report[case]["products"]].count("f32") == expected
+
+
+@pytest.mark.parametrize("case", ["Dense with bias", "nnx.Linear", "FSDP Dense with bias"])
+def test_a_bias_is_added_in_the_product(report, case):
+    products = report[case]["products"]
+    assert [product["epilogue"] for product in products if product["precision"] == "DEFAULT"] == ["BIAS"]
+    assert {product["epilogue"] for product in products if product["precision"] == "HIGHEST"} == {"DEFAULT"}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_kernels_are_gathered_as_codes(report, case):
+    """Once, a byte an element, for fprop and dgrad."""
+    gathers = [c for c in report[case]["collectives"] if c["kind"] == "all-gather"]
+    assert [(c["dtypes"], c["bytes"]) for c in gathers] == [(["f8e4m3fn"], K * N)]
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_it_costs(report, case):
+    """More launches and bytes than custom calls, no more bytes than Flax's layer."""
+    ours, flax, default = report[case], report["flax"], report[f"default {case}"]
+    assert default["launches"] < ours["launches"] <= flax["launches"] + 2
+    assert default["bytes"] < ours["bytes"] <= flax["bytes"]
+
+
+def test_members(report):
+    """A scale for each kernel: one product of all of them, which the scales then multiply in f32."""
+    assert report["members"]["gemms"] == 3 < GROUPS

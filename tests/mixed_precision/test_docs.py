@@ -1,0 +1,54 @@
+"""docs/mixed_precision.md: its programs run, its tables are those of the package."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
+
+from jaxfp8 import mixed_precision
+
+TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "mixed_precision.md").read_text()
+
+
+@pytest.mark.usefixtures("promotion_as_optax_wants")
+def test_programs():
+    programs = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(programs) == 5
+    names = {}
+    with jax.numpy_rank_promotion("allow"):
+        exec("\n".join(programs), names)
+    assert jnp.isfinite(names["loss"]) and names["loss_scale"].value <= 65536 and 1 <= names["train"].step <= 6
+
+
+def rows_below(header) -> list[list[str]]:
+    lines = TEXT[TEXT.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_table_of_operations():
+    policy = mixed_precision.Policy.parse("p=f32,c=f16")
+    dtypes = {"`compute_dtype`": jnp.dtype("float16"), "float32": jnp.dtype("float32"), "None": None}
+    rows = rows_below("| operations | dtype |")
+    assert len(rows) == 3
+    for _, dtype, examples in rows:
+        names = re.findall(r"`(\w+)`", examples)
+        assert len(names) >= 5
+        assert {policy.dtype_of(name) for name in names} == {dtypes[dtype.split(":")[0]]}
+
+
+def test_table_of_formats():
+    rows = rows_below("| | bits | exponent")
+    assert len(rows) == 6
+    for name, bits, exponent, fraction, largest, smallest in rows:
+        if name == "TF32":  # float32 but for the fraction
+            info, bits = jnp.finfo("float32"), "32"
+            assert fraction == "10"
+        else:
+            info = jnp.finfo(name)
+            assert int(fraction) == info.nmant
+        assert (int(bits), int(exponent)) == (info.bits, info.nexp)
+        assert float(largest) == pytest.approx(float(info.max), rel=0.01)
+        assert float(smallest) == pytest.approx(float(info.tiny), rel=0.03)

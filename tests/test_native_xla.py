@@ -1,0 +1,209 @@
+"""implementation("xla"): the values and the state are those of the other implementations; the examples of XLA's guide.
+
+What XLA makes of the programs on an H200 is in `aot/test_xla.py`.
+"""
+
+import functools
+import pathlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax.linen import fp8_ops
+from ops import cases
+
+import jaxfp8
+from jaxfp8 import ops
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
+ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
+DTYPES = pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16, np.dtype(np.float32)], ids=["bf16", "f16", "f32"])
+
+
+def step(x, kernel, grad, bias, state, recipe=RECIPE):
+    """`(y, (gradients of x, kernel and bias, the next state))`."""
+
+    def product(x, kernel, bias, state):
+        return jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state, bias=bias)
+
+    y, vjp = jax.vjp(product, x, kernel, bias, state)
+    return y, vjp(grad)
+
+
+def arguments(dtype, m=24, k=70, n=17):
+    x, grad = (cases.random_values(shape, dtype, i, spread=1) for i, shape in enumerate([(m, k), (m, n)]))
+    return x, cases.random_values((k, n), dtype, 2, spread=1), grad, cases.random_values((n,), dtype, 3, spread=1)
+
+
+@DTYPES
+def test_three_steps(dtype):
+    """The state, bit for bit, is that of other implementations; products lie within the bound of the exact ones."""
+    tensors = arguments(dtype)
+    run = jax.jit(step)
+    state = wanted = jaxfp8.init_state(RECIPE)
+    of_oracle = oracle.LayerState.init(4)
+    for size in (1, 4, 0.25):
+        x, kernel, grad, bias = (np.asarray(tensor * np.asarray(size, dtype)) for tensor in tensors)
+        with ops.implementation("xla"):
+            y, (dx, dkernel, _, state) = run(x, kernel, grad, bias, state)
+        _, (*_, wanted) = run(x, kernel, grad, bias, wanted)
+        jax.tree.map(functools.partial(oracle.assert_bitwise, what=f"state, {size}"), state, jax.device_get(wanted))
+        dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
+        exact = oracle.dense_step(x, kernel, grad, of_oracle, bias=bias, **dtypes)
+        of_oracle = exact.state
+        exact.y.check(y)
+        exact.dgrad.check(dx)
+        exact.wgrad.check(dkernel)
+    assert np.unique(state.input.amax_history).size == 4, "amaxes of three steps and a zero"
+
+
+def cuda_text(function, *arguments) -> str:
+    with ops.implementation("xla"):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def dots(text) -> list:
+    """`(dtype of the operands, dtype of the result, precision)` of each product."""
+    found = []
+    for line in re.findall(r"stablehlo.dot_general .*", text):
+        a, b, out = re.findall(r"((?:bf|f)\d+)>", line.split(" : ")[-1])
+        assert a == b
+        found.append((a, out, re.search(r"precision = \[(\w+),", line)[1]))
+    return sorted(found)
+
+
+@DTYPES
+def test_products_on_gpus(dtype):
+    """In bfloat16 where the result is, else in float32; precise ones say so."""
+    wide = "bf16" if dtype == oracle.BF16 else "f32"
+    text = cuda_text(step, *arguments(dtype), jaxfp8.init_state(RECIPE))
+    assert dots(text) == [(wide, wide, "DEFAULT"), (wide, wide, "HIGHEST"), (wide, wide, "HIGHEST")]
+    # On a CPU nothing rewrites the pattern, and bfloat16 would round its operands.
+    with ops.implementation("xla"):
+        text = jax.jit(step).lower(*arguments(dtype), jaxfp8.init_state(RECIPE)).as_text()
+    assert {(a, out) for a, out, _ in dots(text)} == {("f32", "f32")}
+
+
+def test_without_an_fp8_product():
+    """cuBLASLt does not multiply E5M2 by E5M2: the codes, which f32 and TF32 hold, are multiplied, then scaled."""
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=jaxfp8.E5M2)
+    tensors = arguments(oracle.BF16)
+    text = cuda_text(functools.partial(step, recipe=recipe), *tensors, jaxfp8.init_state(recipe))
+    assert {(a, out) for a, out, _ in dots(text)} == {("f32", "f32")}
+    a, b = cases.random_codes((6, 33), oracle.E5M2, 1), cases.random_codes((7, 33), oracle.E5M2, 2)
+    scale = np.float32(1e-6)
+    with ops.implementation("xla"):
+        got = ops.scaled_matmul(a, b, scale, scale)
+    oracle.scaled_matmul(a, b, scale, scale, out_dtype=oracle.BF16).check(got)
+
+
+def test_the_matmul_of_the_guide():
+    """Its function beside the op, on the same codes; and its scales for the next step beside those of a state."""
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.uniform(key, shape, jnp.bfloat16) for key, shape in zip(keys, [(16, 32), (32, 64)], strict=True))
+    one = jnp.bfloat16(1)
+    a_fp8, b_fp8 = (x.astype(jnp.float8_e4m3fn) for x in (a, b))
+
+    @jax.jit
+    def matmul_fp8(a_fp8, a_scale, b_fp8, b_scale):
+        return jax.lax.dot(a_fp8.astype(jnp.bfloat16) * a_scale, b_fp8.astype(jnp.bfloat16) * b_scale)
+
+    theirs = matmul_fp8(a_fp8, one, b_fp8, one)
+    with ops.implementation("xla"):
+        ours = ops.scaled_matmul(a_fp8, b_fp8.T, np.float32(1), np.float32(1))
+    exact = oracle.scaled_matmul(np.asarray(a_fp8), np.asarray(b_fp8).T, 1, 1, out_dtype=oracle.BF16)
+    exact.check(ours)
+    exact.check(theirs)
+
+    def product(a, b, state):
+        return jaxfp8.dot_general(a, b, ROWS_BY_COLUMNS, recipe=RECIPE, state=state)
+
+    def run(state):
+        y, vjp = jax.vjp(functools.partial(product, a, b), state)
+        return y, vjp(jnp.ones_like(y))[0]
+
+    with ops.implementation("xla"):
+        y, state = run(jaxfp8.init_state(RECIPE))
+        exact.check(y)
+        _, state = run(state)  # reads the amaxes of the first step
+    for x, of in ((a, state.input), (b, state.kernel)):
+        # As the guide has it, in f32. The package has FP8_MAX / amax and stores its inverse: two roundings, not one.
+        scale = np.float32(np.abs(np.asarray(x, np.float32)).max()) / np.float32(448)
+        np.testing.assert_allclose(of.scale[0], scale, rtol=3 * 2.0**-24)
+
+
+def test_products_of_fp8_arrays_as_the_guide_says():
+    """`lax.dot` of FP8 arrays gives FP8; of two formats it multiplies in a wider type. Neither knows a scale."""
+    a, b = (jnp.ones(shape, jnp.float8_e4m3fn) for shape in ((16, 32), (32, 64)))
+    assert jax.lax.dot(a, b).dtype == jnp.float8_e4m3fn
+    with ops.implementation("xla"):
+        mixed = ops.scaled_matmul(a.astype(jnp.float8_e5m2), b.T, np.float32(0.5), np.float32(2))
+    assert mixed.dtype == jnp.bfloat16 and (np.asarray(mixed) == 32).all()
+
+
+def test_the_gradient_accumulation_of_the_guide():
+    """Three uses of one state in a scan: `fp32_max_grad` and in_qdq of Flax, `max_grad` and a product of ours."""
+    f32 = jnp.float32
+    history, scale = jnp.zeros(3, f32), jnp.ones(1, f32)
+
+    def flax(x, history, scale):
+        history, scale = (jax.lax.convert_element_type(leaf, fp8_ops.fp32_max_grad) for leaf in (history, scale))
+
+        def body(carry, _):
+            return fp8_ops.in_qdq(f32, jnp.float8_e4m3fn, carry, scale, history), None
+
+        return jax.lax.scan(body, jnp.array([x], f32), None, length=3)[0][0]
+
+    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
+    state = jaxfp8.init_state(recipe)
+
+    def ours(x, state, uses=3):
+        state = jaxfp8.max_grad(state)
+
+        def body(carry, _):
+            y = jaxfp8.dot_general(carry, jnp.ones((1, 1), f32), ROWS_BY_COLUMNS, recipe=recipe, state=state)
+            return y, None
+
+        return jax.lax.scan(body, jnp.full((1, 1), x, f32), None, length=uses)[0][0, 0]
+
+    dx, new_history, new_scale = jax.jit(jax.grad(flax, (0, 1, 2)))(2.0, history, scale)
+    with ops.implementation("xla"):
+        our_dx, new = jax.jit(jax.grad(ours, (0, 1)))(2.0, state)
+    oracle.assert_bitwise(our_dx, np.asarray(dx), "gradient of x")
+    oracle.assert_bitwise(new.input.amax_history, np.asarray(new_history), "history")
+    oracle.assert_bitwise(new.input.scale, np.asarray(new_scale), "scale")
+    np.testing.assert_array_equal(new_history, [2, 0, 0])  # added up, they would be [6, 0, 0]
+
+
+def test_layer_of_the_guide():
+    """`Dense(dot_general_cls=...)` with Flax's class and with ours: the same product."""
+    x = jax.random.uniform(jax.random.key(0), (16, 32)).astype(jnp.bfloat16)
+    theirs, ours = (
+        nn.Dense(64, dtype=jnp.bfloat16, dot_general_cls=cls) for cls in (fp8_ops.Fp8DotGeneralOp, jaxfp8.Fp8DotGeneral)
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        variables = theirs.init(jax.random.key(1), x)
+        expected = jax.jit(theirs.apply)(variables, x)
+    with ops.implementation("xla"):
+        params = {"params": variables["params"]} | {
+            jaxfp8.OVERWRITE_WITH_GRADIENT: ours.init(jax.random.key(1), x)[jaxfp8.OVERWRITE_WITH_GRADIENT]
+        }
+        got = jax.jit(ours.apply)(params, x)
+    assert got.dtype == expected.dtype == jnp.bfloat16
+    # Both multiply the codes at scale 1; Flax's rounds the product to bf16 before it adds the bias, which is zero here.
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_example_of_the_documentation(capsys):
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "xla.md").read_text()
+    names = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(code, names)
+    assert names["y"].dtype == jnp.bfloat16
+    histories = names["variables"][jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
+    assert all(leaf[0] > 0 for name, leaf in histories.items() if name.endswith("history"))
