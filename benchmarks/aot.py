@@ -1,6 +1,6 @@
 """What is in the programs that XLA compiles for an H200, in bf16, with Flax's FP8 and with ours; no GPU is needed.
 
-    python benchmarks/aot.py [--groups dense layers sharded] [--json FILE]
+    python benchmarks/aot.py [--groups dense recipes layers sharded] [--json FILE]
 
 The programs are `tests/aot/programs.py`, the rules of counting `tests/aot/count.py`. Counts and bytes, no times: there
 is no autotuning, nothing runs. Compilation is in units of bf16's, one run of each, so a rough number. Residuals are
@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 from aot import compiler  # noqa: E402  (the line above finds it)
 
-GROUPS = ("dense", "layers", "sharded")
+GROUPS = ("dense", "recipes", "layers", "sharded")
 MIB = 2**20
 HEADER = (
     "layers", "launches", "FP8 GEMMs", "non-GEMM MiB", "copies", "reads of x / kernel / grad", "residuals, MiB",

@@ -9,6 +9,7 @@ from . import (
     _plan_files,
     checkpoint_policies as checkpoint_policies,
     convert as convert,
+    integrations as integrations,
     linen as linen,
     mixed_precision as mixed_precision,
     nnx as nnx,
@@ -22,6 +23,7 @@ from ._einsum import einsum as einsum
 from ._fused_input import activated as activated, normalized as normalized
 from ._quantize_params import quantize_params as quantize_params
 from ._ragged_dot import ragged_dot as ragged_dot
+from ._report import Report as Report, report as report
 from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
 from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._warning import FP8StateWarning as FP8StateWarning

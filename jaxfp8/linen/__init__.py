@@ -7,4 +7,5 @@ from ._dot_general import Fp8DotGeneral as Fp8DotGeneral
 from ._einsum import Fp8Einsum as Fp8Einsum
 from ._gated_mlp import GatedMLP as GatedMLP
 from ._norm_dense import NormDense as NormDense
+from ._quantize import quantize as quantize
 from ._train_state import TrainState as TrainState

@@ -21,6 +21,7 @@ class Fp8Module(nn.Module):
     e4m3_dtype: Any = jnp.float8_e4m3fn
     e5m2_dtype: Any = jnp.float8_e5m2
 
+    @nn.nowrap
     def recipe_and_state(self) -> dict:
         """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
 
@@ -43,9 +44,11 @@ class Fp8Module(nn.Module):
         state = map_variables(recipe, stored)
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
 
+    @nn.nowrap
     def _fields(self) -> tuple:
         return self.amax_history_length, jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)
 
+    @nn.nowrap
     def _recipe_of_fields(self) -> DelayedScaling:
         _, *wanted = self._fields()
         for fp8_format in (HYBRID, E4M3, E5M2):

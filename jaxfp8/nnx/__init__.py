@@ -3,6 +3,7 @@
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
 from ._layers import GatedMLP as GatedMLP, NormDense as NormDense
 from ._linear import Linear as Linear
+from ._quantize import quantize as quantize
 from ._training import (
     Optimizer as Optimizer,
     grad as grad,

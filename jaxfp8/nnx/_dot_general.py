@@ -121,7 +121,6 @@ def _not_inside_a_call(name):
         if frame.f_code is _FORWARD:
             raise TypeError(
                 f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
-                f"instance, dot_general={name}(recipe), or set it on the finished layer: "
-                f"model.query.dot_general = {name}(recipe)"
+                f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"
             )
         frame = frame.f_back

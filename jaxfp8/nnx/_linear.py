@@ -50,6 +50,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.reshape(in_features, *features))
         self.bias = nnx.Param(bias_init(rngs.params(), features, param_dtype)) if use_bias else None
         self.dot_general = Fp8DotGeneral(recipe)
+        self.in_features, self.out_features = in_features, features
         self.dtype, self.precision = dtype, precision
 
     def __call__(self, x):

@@ -3,7 +3,8 @@
     python -m aot.programs [--quickly] GROUP...
 
 A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
-(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`).
+(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name of
+the recipe of a `jaxfp8.linen.Dense`.
 
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
 XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that
@@ -35,6 +36,13 @@ DENSES = {
     "flax": functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
     "drop-in": functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral),
     "own": jaxfp8.linen.Dense,
+}
+RECIPES = {
+    "delayed": jaxfp8.DelayedScaling(),
+    "current": jaxfp8.Float8CurrentScaling(),
+    "row-wise": jaxfp8.Float8RowwiseScaling(),
+    "block": jaxfp8.Float8BlockScaling(),
+    "MXFP8": jaxfp8.MXFP8BlockScaling(),
 }
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
@@ -106,6 +114,12 @@ def dense(features, use_bias=False):
     return lambda candidate: DENSES[candidate](features, use_bias=use_bias, dtype=jnp.bfloat16)
 
 
+def of_recipe(candidate):
+    if candidate in DENSES:
+        return dense(8192)(candidate)
+    return jaxfp8.linen.Dense(8192, recipe=RECIPES[candidate], use_bias=False, dtype=jnp.bfloat16)
+
+
 def layers(theirs=None, ours=None):
     """Layers whose remat has one policy where products are `dot_general`s, another where they are ours; or no remat."""
     return lambda candidate: Layers(candidate, theirs if candidate in ("bf16", "flax") else ours)
@@ -136,6 +150,7 @@ GROUPS = {
         "small dense": Case(dense(1024), (2048, 1024), reads=_OF_DENSE),
         "gated mlp": Case(GatedMLP, candidates=_MLPS),
     },
+    "recipes": {"dense by recipe": Case(of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE)},
     "layers": {
         "scan": Case(layers(), candidates=_MLPS),
         "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),

@@ -319,7 +319,9 @@ def test_block_scaled(blocks, m, n, k):
     for precise in (False, True):
         product = functools.partial(ops.block_scaled_matmul, **options, precise=precise, out_dtype=jnp.float32)
         got = jax.jit(product)(a, b, a_scale, b_scale)
-        expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, eps_acc=oracle.PRECISE if precise else FAST)
+        # Nothing is documented about sums within a block of 128: tensor cores may keep 14 bits there.
+        eps = oracle.PRECISE if precise and blocks[0][1] is None else FAST
+        expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, eps_acc=eps)
         expected.check(got, f"{blocks}, precise {precise}")
         stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
         pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(*stacked, a_scale, b_scale)

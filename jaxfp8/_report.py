@@ -1,0 +1,93 @@
+"""report: which layer of a model runs which recipe, and why."""
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+from ._report_rows import COLUMNS
+from .linen import _report as linen_report
+from .nnx import _report as nnx_report
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The layers of a model; `str` is a table of them.
+
+    Attributes:
+        rows: a dict for each layer: `layer` (its path), `kind` (its class), `input` and `kernel` (their shapes, None
+            where not known), `recipe` (a recipe, or None for high precision) and `why`. `why` begins with `rule`, `own`
+            (the layer's code), `autocast`, `default`, `no rule`, or `skipped`: a rule asks for FP8 that is not there.
+        unused: the rules that decide nothing, as text.
+    """
+
+    rows: list[dict[str, Any]]
+    unused: list[str]
+
+    def __str__(self) -> str:
+        rows = [row | {"recipe": row["recipe"] or "high precision"} for row in self.rows]
+        lines = [COLUMNS] + [tuple(_text(row[column]) for column in COLUMNS) for row in rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        return "\n".join(table + [f"unused: {rule}" for rule in self.unused])
+
+
+def report(model, *args, strict: bool = False, **kwargs) -> Report:
+    """Prints which layer of a model runs which recipe, and why; also of models that were never given rules.
+
+        jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32))
+
+    A Linen model knows its layers only when it runs: `init` is traced with the arguments, for shapes alone. Layers that
+    these arguments do not reach are not there. An NNX model needs none. In an `autocast` region the report is of what
+    would be traced there.
+
+    Args:
+        model: a Linen or NNX module.
+        args, kwargs: of `model.init` after the keys, for a Linen model; arrays or `jax.ShapeDtypeStruct`.
+        strict: whether a rule that decides nothing is an error; else it is a warning.
+
+    Returns:
+        The `Report`.
+
+    Raises:
+        TypeError: neither a Linen nor an NNX module; arguments for an NNX module.
+        ValueError: with `strict`, a rule that decides nothing.
+    """
+    for rows_of in (linen_report.rows, nnx_report.rows):
+        found = rows_of(model, args, kwargs)
+        if found is not None:
+            break
+    else:
+        raise TypeError(f"report: model: expected a Linen or an NNX module, got {model!r}")
+    rows, unused = found
+    result = Report(sorted(rows, key=lambda row: _natural(row["layer"])), unused)
+    if result.unused:
+        message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
+        if strict:
+            raise ValueError(f"{message}\n{result}")
+        warnings.warn(message, stacklevel=2)
+    print(result)
+    return result
+
+
+def _natural(path: str):
+    """The order of paths in which `layers_2` is before `layers_10`."""
+    return [
+        [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.split("/")
+    ]
+
+
+def _text(value) -> str:
+    """A cell of the table; of a recipe its name and what differs from the defaults."""
+    if value is None:
+        return "-"
+    if dataclasses.is_dataclass(value):
+        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+        return f"{type(value).__name__}({', '.join(f'{f.name}={_option(getattr(value, f.name))}' for f in fields)})"
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _option(value) -> str:
+    return getattr(value, "__qualname__", None) or getattr(value, "name", None) or repr(value)

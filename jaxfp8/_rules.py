@@ -1,0 +1,72 @@
+"""Rules by layer: which recipe a layer runs, by the path of the layer. Linen and NNX read the same lists."""
+
+import re
+from typing import Any, NamedTuple
+
+from .recipes import HighPrecision, checked
+
+
+class Rule(NamedTuple):
+    """A rule: layers whose path the regex matches as a whole run `recipe`.
+
+    Attributes:
+        path: a regex for `re.fullmatch` on the path of a layer, its parts joined by `/`.
+        recipe: how operands become FP8; None for high precision.
+        op_names: the products it holds for, `"dot_general"` and `"einsum"`; all where it is empty.
+    """
+
+    path: str
+    recipe: Any
+    op_names: tuple[str, ...] = ()
+
+    def matches(self, paths, op: str) -> bool:
+        return (not self.op_names or op in self.op_names) and any(re.fullmatch(self.path, path) for path in paths)
+
+    @property
+    def layer_recipe(self):
+        """The recipe as a layer takes it."""
+        return HighPrecision() if self.recipe is None else self.recipe
+
+
+def checked_rules(op: str, rules) -> tuple[Rule, ...]:
+    """The rules of a list of `(path_regex, recipe or None)`, an argument of `op`.
+
+    Raises:
+        TypeError: not a list of pairs; a path that is not a string; a recipe that is not one or does not hash.
+        ValueError: a regex that does not compile.
+    """
+    if isinstance(rules, (str, dict)) or not hasattr(rules, "__iter__"):
+        raise TypeError(f"{op}: rules: expected a list of (path_regex, recipe or None), got {rules!r}")
+    return tuple(_checked(f"{op}: rules[{i}]", rule) for i, rule in enumerate(rules))
+
+
+def _checked(where: str, rule) -> Rule:
+    if not isinstance(rule, Rule):
+        if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+            raise TypeError(f"{where}: expected a pair (path_regex, recipe or None), got {rule!r}")
+        rule = Rule(*rule)
+    if not isinstance(rule.path, str):
+        raise TypeError(f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}")
+    try:
+        re.compile(rule.path)
+    except re.error as error:
+        raise ValueError(f"{where}: path_regex: {rule.path!r} is not a regular expression: {error}") from None
+    if rule.recipe is not None:
+        checked(f"{where}: recipe (None is high precision)", rule.recipe)
+    try:
+        hash(rule.recipe)
+    except TypeError as error:
+        raise TypeError(
+            f"{where}: recipe: a recipe in a rule must hash, as programs are cached by it: {error}"
+        ) from None
+    return rule
+
+
+def first_match(rules, paths, op: str) -> int | None:
+    """The index of the first rule that matches one of `paths`, all names of one layer."""
+    return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
+
+
+def relative(path: tuple, root: tuple) -> str | None:
+    """`path` below `root`, as rules see it; None where it is elsewhere."""
+    return "/".join(map(str, path[len(root) :])) if path[: len(root)] == root else None

@@ -1,0 +1,143 @@
+"""qwix: its rule lists, as ours.
+
+    from jaxfp8.integrations import qwix
+
+    model = qwix.quantize_model(model, qwix.QtProvider(rules))  # rules: [qwix.QtRule(...)] as for qwix itself
+
+Written after qwix 0.1.8 (`qconfig.py`, `providers/qt.py`, `model.py`), and tried with its own rule classes. qwix need
+not be installed: rules are read by their attributes.
+"""
+
+import jax.numpy as jnp
+from flax import linen as nn, nnx
+
+from .. import linen, nnx as jaxfp8_nnx
+from .._rules import Rule
+from ..formats import E4M3, E5M2, HYBRID
+from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling
+
+# The operations that both know; our rules hold for layers of these two.
+OPERATIONS = ("dot_general", "einsum")
+FORMATS = {(fmt.dtype.name, fmt.backward_dtype.name): fmt for fmt in (HYBRID, E4M3, E5M2)}
+
+
+def rules_from_qwix(rules, *, bwd_qtype="float8_e5m2") -> list[Rule]:
+    """The rules of `linen.quantize` and `nnx.quantize` that say what a list of qwix rules says.
+
+    | qwix | here |
+    |---|---|
+    | `module_path`, first match wins | the same; both are `re.fullmatch` on the path of the layer |
+    | `op_names` | kept: `dot_general` and `einsum` layers; other operations run as the code has them |
+    | `weight_qtype=None` | None: high precision |
+    | `weight_qtype`, `act_qtype`, `bwd_qtype` | the format: E4M3, E5M2, or HYBRID |
+    | no `tile_size` | `Float8RowwiseScaling`, or with `disable_channelwise_axes` `Float8CurrentScaling` |
+    | `tile_size=128` | `Float8BlockScaling`, whose kernel has 128x128 blocks where qwix has tiles of 128 |
+    | `tile_size=32`, or `"mxfp8"` | `MXFP8BlockScaling`, with E8M0 scales |
+
+    Args:
+        rules: objects with the attributes of `qwix.QuantizationRule` or `qwix.QtRule`.
+        bwd_qtype: of rules that name none. qwix computes the backward of these in high precision; our recipes do not.
+
+    Returns:
+        A list of rules, pairs of a path and a recipe with the operations they hold for.
+
+    Raises:
+        ValueError: a rule asks for what no recipe does: another type than FP8, weights or activations alone, another
+            tile size, static scales, another calibration than absmax, stochastic rounding, or operations that are not
+            ours alone.
+    """
+    return [_rule(f"rules_from_qwix: rules[{i}]", rule, bwd_qtype) for i, rule in enumerate(rules)]
+
+
+class QtProvider:
+    """The rules of a `qwix.QtProvider`, for `quantize_model`. Arguments and errors are those of `rules_from_qwix`.
+
+    Attributes:
+        rules: ours.
+    """
+
+    def __init__(self, rules, *, bwd_qtype="float8_e5m2"):
+        self.rules = rules_from_qwix(rules, bwd_qtype=bwd_qtype)
+
+
+def quantize_model(model, provider: QtProvider, *model_inputs, **model_kwargs):
+    """As `qwix.quantize_model`: a model with the provider's rules; the model itself is not changed.
+
+    Args:
+        model: a Linen or NNX module.
+        provider: its rules.
+        model_inputs, model_kwargs: what qwix runs an NNX model on; taken, but not needed here.
+
+    Raises:
+        TypeError: a model or a provider of another kind; inputs for a Linen model, as in qwix.
+    """
+    if not isinstance(provider, QtProvider):
+        raise TypeError(f"quantize_model: provider: expected a jaxfp8.integrations.qwix.QtProvider, got {provider!r}")
+    if isinstance(model, nn.Module):
+        if model_inputs or model_kwargs:
+            raise TypeError(
+                "quantize_model: model_inputs: expected none for a Linen model; all of its methods have rules"
+            )
+        return linen.quantize(model, provider.rules)
+    if isinstance(model, nnx.Module):
+        return jaxfp8_nnx.quantize(nnx.clone(model), provider.rules)
+    raise TypeError(f"quantize_model: model: expected a Linen or an NNX module, got {model!r}")
+
+
+def _rule(where: str, rule, bwd_qtype) -> Rule:
+    operations = tuple(rule.op_names)
+    ours = tuple(operation for operation in OPERATIONS if operation in operations)
+    weight, act = _type(rule.weight_qtype), _type(rule.act_qtype)
+    if weight is None:
+        if act is not None:
+            raise ValueError(f"{where}: weight_qtype: expected the type of act_qtype, {act}, got None")
+        # A rule for other operations must not win over the next one.
+        return Rule(rule.module_path, None, ours or operations)
+    if operations and not ours:
+        raise ValueError(f"{where}: op_names: expected {' or '.join(OPERATIONS)} among them, got {operations}")
+    backward = _type(getattr(rule, "bwd_qtype", None)) or _type(bwd_qtype)
+    _refuse_options(where, rule)
+    return Rule(rule.module_path, _recipe(where, rule, weight, act, backward), ours)
+
+
+def _type(qtype) -> str | None:
+    return qtype if qtype is None or isinstance(qtype, str) else jnp.dtype(qtype).name
+
+
+def _recipe(where: str, rule, weight: str, act: str | None, backward: str):
+    tile_size = rule.tile_size
+    if "mxfp8" in (weight, act):
+        if tile_size not in (None, 32):
+            raise ValueError(f"{where}: tile_size: expected None or 32 with mxfp8, got {tile_size}")
+        tile_size = 32
+    weight, act, backward = ("float8_e4m3fn" if name == "mxfp8" else name for name in (weight, act, backward))
+    fp8_format = FORMATS.get((weight, backward))
+    if weight != act or fp8_format is None:
+        raise ValueError(
+            f"{where}: weight_qtype, act_qtype, bwd_qtype: expected float8_e4m3fn for all, float8_e5m2 for all, or "
+            f"float8_e4m3fn, float8_e4m3fn and float8_e5m2, got {weight}, {act} and {backward}"
+        )
+    if tile_size is None:
+        per_tensor = getattr(rule, "disable_channelwise_axes", False)
+        return (Float8CurrentScaling if per_tensor else Float8RowwiseScaling)(fp8_format=fp8_format)
+    by_size = {128: Float8BlockScaling, 32: MXFP8BlockScaling}
+    if tile_size not in by_size:
+        raise ValueError(f"{where}: tile_size: expected None, 128 or 32, got {tile_size}")
+    return by_size[tile_size](fp8_format=fp8_format)
+
+
+def _refuse_options(where: str, rule) -> None:
+    """Raises for an option that no recipe has; what qwix means by leaving it out is fine."""
+    allowed = {
+        "act_static_scale": (None, False),
+        "weight_calibration_method": ("absmax",),
+        "act_calibration_method": (None, "absmax"),
+        "bwd_calibration_method": ("absmax",),
+        "bwd_weight_grad_tile_size": (None, 1, rule.tile_size),
+        "bwd_stochastic_rounding": (None,),
+        "additional_qt_config": (None, {}),
+    }
+    for name, values in allowed.items():
+        value = getattr(rule, name, values[0])
+        if value not in values:
+            raise ValueError(f"{where}: {name}: expected {' or '.join(map(repr, values))}, got {value!r}")

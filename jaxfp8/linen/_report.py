@@ -1,0 +1,124 @@
+"""What `jaxfp8.report` says of a Linen model: its layers, met while `init` is traced for shapes."""
+
+import jax
+from flax import linen as nn
+
+from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
+from .._rules import first_match, relative
+from ..tensor import QTensor
+from ._quantize import decision, is_layer, regions
+from ._state import _FIELDS as FLAX_FIELDS, Fp8Module
+
+NO_PRODUCT = {
+    nn.MultiHeadDotProductAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
+    nn.Conv: "convolutions have no FP8 product",
+    nn.ConvTranspose: "convolutions have no FP8 product",
+    nn.ConvLocal: "convolutions have no FP8 product",
+    nn.Embed: "an embedding is looked up, and attend has no FP8 product",
+}
+
+
+def rows(model, args, kwargs):
+    """`(rows, unused rules)`; None: not a Linen model."""
+    if not isinstance(model, nn.Module):
+        return None
+    seen = _Seen()
+    with nn.intercept_methods(seen.record):
+        _trace_init(model, args, kwargs)
+    return list(seen.rows.values()), seen.unused()
+
+
+def _trace_init(model, args, kwargs) -> None:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def init(arrays):
+        arrays = iter(arrays)
+        args, kwargs = jax.tree.unflatten(
+            tree, [next(arrays) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        )
+        return model.init(jax.random.key(0), *args, **kwargs)
+
+    jax.eval_shape(init, [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
+
+
+def _named(product):
+    """The recipe that a product's code gives it: one, or Flax's fields."""
+    if product.recipe is None and product._fields() != FLAX_FIELDS:
+        return product._recipe_of_fields()
+    return product.recipe
+
+
+class _Seen:
+    """What the calls of a model's methods said: a row for each layer, and which rules decided."""
+
+    def __init__(self):
+        self.rows, self.owners, self.regions, self.used = {}, {}, [], set()
+
+    def unused(self) -> list[str]:
+        return [
+            rule_text(i, rule)
+            for region in self.regions
+            for i, rule in enumerate(region.rules)
+            if (region, i) not in self.used
+        ]
+
+    def record(self, next_method, args, kwargs, context):
+        """Flax calls it in place of each method: runs it, then writes down what it was."""
+        self.regions += [region for region in regions() if region not in self.regions]
+        result = next_method(*args, **kwargs)
+        module = context.module
+        if isinstance(module, Fp8Module):
+            if context.method_name == "__call__":
+                self._product(module, args)
+        elif context.method_name in ("__call__", "attend"):
+            self._module(module, args)
+        return result
+
+    def _product(self, product, args) -> None:
+        """An FP8 product; it stands for the layer that holds it, unless the code gave it a name."""
+        kind, owner = type(product).__name__, "/".join(product.path[:-1])
+        first = self.owners.setdefault(owner, product.path)  # scans call their body more than once
+        is_named = not product.path or product.path[-1] != f"{kind}_0"
+        path = "/".join(product.path) if is_named or first != product.path else owner
+        arrays = [arg.data if isinstance(arg, QTensor) else arg for arg in args if hasattr(arg, "shape")]
+        decided = decision(product)
+        if decided is None:
+            named, why = _named(product), None
+        else:
+            named, why = decided.rule.layer_recipe, self._use(decided.region, decided.index)
+        recipe, why = recipe_and_reason(named, product._recipe_of_fields, why)
+        self.rows[path] = row(path, kind, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
+
+    def _module(self, module, args) -> None:
+        """Any other module: a layer, or one whose parameters have no FP8 product."""
+        path, kind = "/".join(module.path), type(module).__name__
+        if path in self.owners:
+            if path in self.rows:
+                self.rows[path]["kind"] = kind
+            return
+        kernel = first_matrix(nn.meta.unbox(module.variables.get("params", {})))
+        shapes = (tuple(args[0].shape) if args and hasattr(args[0], "shape") else None, kernel)
+        if is_layer(module):
+            decided = decision(module)
+            if decided is None:
+                replaced = getattr(module, "dot_general_cls", None) or getattr(module, "dot_general", None)
+                why = "no rule" if replaced is None else f"own {getattr(replaced, '__name__', replaced)}"
+            else:
+                why = self._use(decided.region, decided.index)
+            self.rows[path] = row(path, kind, None, why, *shapes)
+            return
+        reason = next((reason for of, reason in NO_PRODUCT.items() if isinstance(module, of)), None)
+        if reason is None and kernel is None:
+            return
+        for region in regions():
+            below = relative(module.path, region.root)
+            index = None if below is None else first_match(region.rules, [below], None)
+            if index is not None:
+                why = skipped(self._use(region, index), region.rules[index], reason or "takes no dot_general_cls")
+                self.rows[path] = row(path, kind, None, why, *shapes)
+                return
+
+    def _use(self, region, index: int) -> str:
+        self.used.add((region, index))
+        return rule_text(index, region.rules[index])

@@ -1,0 +1,150 @@
+"""quantize: an NNX model whose layers take their recipes from rules, changed in place."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .._rules import Rule, checked_rules, first_match
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
+from ._linear import Linear
+from ._variables import OverwriteWithGradient
+
+# The attribute of a model that keeps its rules, for `jaxfp8.report`.
+RULES = "fp8_rules"
+
+
+def quantize(model, rules):
+    """Puts the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
+
+        jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])
+
+    The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path is the attributes that
+    lead to the layer from this model on, joined by `/`). None is high precision, also for a layer that runs FP8: its
+    state is gone then. A layer that no rule matches stays as it is; one that is shared is met once, by the first path
+    that `nnx.iter_modules` gives.
+
+    Layers are the modules with an attribute `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, those inside attention,
+    `jaxfp8.nnx.Linear`) or `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its own, with new
+    state. An `Fp8DotGeneral` or `Fp8Einsum` that another module holds answers to that module's path and to its own.
+    Layers that `nnx.vmap` has stacked along the first axis get stacked state. Convolutions, attention scores, LoRA
+    and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those that a rule matches.
+
+    Args:
+        model: an NNX module. One that has rules already: the new ones come first, and only they act now.
+        rules: the list.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: not an NNX module, or rules that are not pairs of a string and a recipe.
+        ValueError: a regex that does not compile; a layer that is stacked along another axis than the first. Nothing
+            is changed then.
+    """
+    rules = checked_rules("nnx.quantize", rules)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"nnx.quantize: model: expected an NNX module, got {model!r}")
+    changes = []
+    for path, layer, attribute in layers(model):
+        index = first_match(rules, names(path, layer), operation(layer))
+        if index is not None:
+            changes.append((layer, attribute, rules[index], _stacked(path, layer)))
+    for change in changes:
+        _change(*change)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.MultiHeadAttention):
+            _forget_unused(module)
+    setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
+    return model
+
+
+def layers(model):
+    """`(path, layer, attribute)` of all layers; attribute holds the product, None where the layer is the product."""
+    modules = [(path, module) for path, module in nnx.iter_modules(model)]
+    held, found = set(), []
+    for path, module in modules:
+        attribute = next((name for name in ("dot_general", "einsum_op") if name in vars(module)), None)
+        if attribute is not None:
+            found.append((path, module, attribute))
+            held.add(id(getattr(module, attribute)))
+        elif isinstance(module, nnx.MultiHeadAttention):  # keeps what it gave to its layers
+            held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
+    found += [
+        (path, module, None) for path, module in modules if isinstance(module, _Fp8Product) and id(module) not in held
+    ]
+    return found
+
+
+def names(path: tuple, layer) -> list[str]:
+    """The paths that a layer answers to."""
+    own = ["/".join(map(str, path))]
+    return own + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else own
+
+
+def operation(layer) -> str:
+    return "einsum" if isinstance(layer, Fp8Einsum) or "einsum_op" in vars(layer) else "dot_general"
+
+
+def product(layer):
+    """The FP8 product of a layer; None where it runs another one."""
+    if isinstance(layer, _Fp8Product):
+        return layer
+    found = getattr(layer, "dot_general", None) if operation(layer) == "dot_general" else layer.einsum_op
+    has_class = getattr(layer, "dot_general_cls", None) is not None  # goes before dot_general
+    return found if isinstance(found, _Fp8Product) and not has_class else None
+
+
+def _stacked(path, layer) -> tuple[int, ...]:
+    """The leading dimensions that `nnx.vmap` has given to a layer's kernel."""
+    if isinstance(layer, _Fp8Product):
+        state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
+        return state[0].shape[:-1] if state else ()
+    if isinstance(layer, (nnx.Linear, Linear)):
+        out = layer.out_features if isinstance(layer.out_features, tuple) else (layer.out_features,)
+        wanted = (layer.in_features, *out)
+    elif isinstance(layer, nnx.LinearGeneral):
+        wanted = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+    elif isinstance(layer, nnx.Einsum):
+        wanted = tuple(layer.kernel_shape)
+    else:
+        return ()
+    shape = layer.kernel.get_value().shape
+    lead = shape[: len(shape) - len(wanted)]
+    if lead + wanted != shape:
+        raise ValueError(
+            f"nnx.quantize: {'/'.join(map(str, path))}: expected a kernel {list(wanted)}, or a stack of them along the "
+            f"first axis, got {list(shape)}"
+        )
+    return lead
+
+
+def _change(layer, attribute, rule: Rule, stacked) -> None:
+    if attribute is None:  # in place: it may be in a list, or in several modules
+        for name in [name for name, value in vars(layer).items() if isinstance(value, OverwriteWithGradient)]:
+            delattr(layer, name)
+        layer.__init__(rule.layer_recipe)
+        _stack(layer, stacked)
+        return
+    if rule.recipe is None and not isinstance(layer, Linear):
+        value = nnx.static(lax.dot_general if attribute == "dot_general" else jnp.einsum)
+    else:
+        value = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
+        _stack(value, stacked)
+        value = nnx.data(value)  # a function was there, which NNX has noted as not data
+    setattr(layer, attribute, value)
+    if getattr(layer, "dot_general_cls", None) is not None:
+        layer.dot_general_cls = None
+
+
+def _stack(product, shape) -> None:
+    state = nnx.state(product, OverwriteWithGradient)
+    nnx.update(product, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*shape, *leaf.shape)), state))
+
+
+def _forget_unused(attention) -> None:
+    """Attention keeps the products it was made with; one that none of its layers runs any more would keep its state."""
+    for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
+        kept = getattr(attention, attribute)
+        if isinstance(kept, _Fp8Product) and all(getattr(attention, name).dot_general is not kept for name in users):
+            setattr(attention, attribute, nnx.static(None))

@@ -1,0 +1,77 @@
+"""What `jaxfp8.report` says of an NNX model: its layers, as they stand."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
+from .._rules import first_match
+from ..recipes import HighPrecision
+from ._dot_general import _Fp8Product
+from ._quantize import RULES, layers, names, operation, product
+
+NO_PRODUCT = {
+    nnx.MultiHeadAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
+    nnx.Conv: "convolutions have no FP8 product",
+    nnx.ConvTranspose: "convolutions have no FP8 product",
+    nnx.LoRA: "its products are of arrays, and have no FP8 product",
+    nnx.Embed: "an embedding is looked up, and attend has no FP8 product",
+    nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
+}
+
+
+def rows(model, args, kwargs):
+    """`(rows, unused rules)`; None: not an NNX model."""
+    if not isinstance(model, nnx.Module):
+        return None
+    if args or kwargs:
+        raise TypeError("report: args: expected none for an NNX model, which holds its layers")
+    rules, used, table = getattr(model, RULES, ()), set(), []
+
+    def rule_of(paths, op):
+        index = first_match(rules, paths, op)
+        used.add(index)
+        return index
+
+    found = layers(model)
+    for path, layer, _ in found:
+        index = rule_of(names(path, layer), operation(layer))
+        table.append(_row("/".join(map(str, path)), layer, None if index is None else (index, rules[index])))
+    known = {id(layer) for _, layer, _ in found}
+    for path, module in nnx.iter_modules(model):
+        reason = next((reason for of, reason in NO_PRODUCT.items() if isinstance(module, of)), None)
+        kernel = _kernel(module)
+        if id(module) in known or isinstance(module, _Fp8Product) or (reason is None and kernel is None):
+            continue
+        path = "/".join(map(str, path))
+        index = rule_of([path], None)
+        if index is not None:
+            why = skipped(rule_text(index, rules[index]), rules[index], reason or "has no attribute dot_general")
+            table.append(row(path, type(module).__name__, None, why, None, kernel))
+    return table, [rule_text(i, rule) for i, rule in enumerate(rules) if i not in used]
+
+
+def _row(path: str, layer, decided):
+    """A layer; `decided` is the rule that says what it should run, which code may have changed since."""
+    fp8, kind, kernel = product(layer), type(layer).__name__, _kernel(layer)
+    rule = None if decided is None else rule_text(*decided)
+    if fp8 is None:
+        return row(path, kind, None, rule if rule and decided[1].recipe is None else _without(layer), None, kernel)
+    named = fp8.recipe if fp8.names_recipe else None
+    is_rule = rule is not None and named == decided[1].layer_recipe
+    made_for = None if isinstance(fp8.recipe, HighPrecision) else fp8.recipe
+    recipe, why = recipe_and_reason(named, lambda: made_for, rule if is_rule else None)
+    return row(path, kind, recipe, why, None, kernel)
+
+
+def _without(layer) -> str:
+    replaced = (getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))
+    runs = next((value for value in replaced if value is not None), lax.dot_general)
+    return "no rule" if runs in (lax.dot_general, jnp.einsum) else f"own {getattr(runs, '__name__', runs)}"
+
+
+def _kernel(module):
+    """The shape of the module's kernel."""
+    return first_matrix(
+        {name: param.get_value() for name, param in vars(module).items() if isinstance(param, nnx.Param)}
+    )

@@ -1,0 +1,227 @@
+"""nnx.quantize: the model edited by hand is the reference, and every comparison with it is bitwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.nnx
+from jaxfp8 import _rules
+from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
+
+from . import cases
+
+A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
+D = 8
+
+
+def fp8(recipe, kind=Fp8DotGeneral):
+    return {} if recipe is None else {"dot_general" if kind is Fp8DotGeneral else "einsum_op": kind(recipe)}
+
+
+class Block(nnx.Module):
+    """Layers of each kind; `a`, `m` and `e` are the edit by hand."""
+
+    def __init__(self, rngs, a=None, m=None, e=None):
+        self.attn = nnx.MultiHeadAttention(2, D, decode=False, rngs=rngs)
+        if a is not None:
+            for layer in (self.attn.query, self.attn.key, self.attn.value, self.attn.out):
+                layer.dot_general = nnx.data(Fp8DotGeneral(a))
+        self.mlp = nnx.Linear(D, D, rngs=rngs, **fp8(m))
+        self.mix = nnx.Einsum("bld,dhk->blhk", (D, 2, 4), (2, 4), rngs=rngs, **fp8(e, Fp8Einsum))
+
+    def __call__(self, x):
+        x = x + self.attn(x)
+        return x + self.mix(self.mlp(x)).reshape(x.shape)
+
+
+class Model(nnx.Module):
+    def __init__(self, a=None, m=None, e=None, h=None):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs, a, m, e) for _ in range(2)])
+        self.head = nnx.LinearGeneral(D, (5,), rngs=rngs, **fp8(h))
+        self.again = self.head
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.again(2 * x)
+
+
+RULES = [("again", A), ("head", None), (r"blocks/\d/attn/.*", A), (r"blocks/\d/mlp", B), (".*/mix", A), (".*", B)]
+
+
+def x(seed=0):
+    return np.random.default_rng(seed).standard_normal((4, 3, D)).astype(np.float32)
+
+
+def assert_same(got, wanted, what=""):
+    """Trees of the same structure and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted), what
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        oracle.assert_bitwise(np.asarray(a), np.asarray(b), f"{what} {jax.tree_util.keystr(path)}")
+
+
+def state_of(model):
+    return nnx.to_pure_dict(nnx.state(model, jaxfp8.nnx.trainable))
+
+
+@nnx.jit
+def step(model, x):
+    def loss(model):
+        y = model(x)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), gradients = jaxfp8.nnx.value_and_grad(loss, has_aux=True, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(
+        model
+    )
+    return y, nnx.to_pure_dict(gradients)
+
+
+def compare(quantized, hand):
+    """State, output, gradients and next state of both: every bit."""
+    assert_same(state_of(quantized), state_of(hand), "state")
+    assert_same(step(quantized, x()), step(hand, x()), "step")
+
+
+def test_trains_as_the_model_edited_by_hand():
+    """`head` is the layer that `again` shares: which of the two names it has is nnx.iter_modules' choice, the first."""
+    model = Model()
+    first = next("/".join(map(str, path)) for path, module in nnx.iter_modules(model) if module is model.head)
+    assert first == "again"
+    assert quantize(model, RULES) is model
+    compare(model, Model(A, B, A, A))
+    assert np.any(np.asarray(step(model, x())[0]) != np.asarray(step(Model(), x())[0]))
+
+
+def compare_which_rule():
+    """First match, as a whole, and None: raises AssertionError at the first difference."""
+    assert_same(state_of(quantize(Model(), [("again", A), ("again", B), (".*", None)])), state_of(Model(h=A)))
+    assert_same(state_of(quantize(Model(), [("mlp", A), ("blocks/0", A), ("agai", A)])), state_of(Model()))
+    quantized = quantize(Model(A, B, A, B), [("blocks/./mlp", None), (".*/mix", None)])
+    assert_same(state_of(quantized), state_of(Model(A, None, None, B)))
+    assert_same(quantized(x()), Model(A, None, None, B)(x()))
+
+
+def test_which_rule():
+    compare_which_rule()
+
+
+def last_match(rules, paths, op):
+    return next((i for i, rule in reversed(list(enumerate(rules))) if rule.matches(paths, op)), None)
+
+
+def search(self, paths, op):
+    del op
+    return any(_rules.re.search(self.path, path) for path in paths)
+
+
+def without_none(rules, paths, op):
+    index = _rules.first_match(rules, paths, op)
+    return None if index is None or rules[index].recipe is None else index
+
+
+@pytest.mark.parametrize("mutant", ["last match", "search", "None is no rule"])
+def test_mutants_are_caught(monkeypatch, mutant):
+    from jaxfp8.nnx import _quantize
+
+    patch = {
+        "last match": (_quantize, "first_match", last_match),
+        "search": (_rules.Rule, "matches", search),
+        "None is no rule": (_quantize, "first_match", without_none),
+    }
+    monkeypatch.setattr(*patch[mutant])
+    with pytest.raises(AssertionError):
+        compare_which_rule()
+
+
+def test_attention_that_shares_a_product():
+    """Its layers get their own; the shared one is not kept, nor its state."""
+    shared = nnx.MultiHeadAttention(2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0))
+    quantize(shared, [("query", A), ("key|value", None)])
+    assert shared.qkv_dot_general is None
+    assert list(state_of(shared)["query"]) == ["bias", "dot_general", "kernel"]
+    assert len(jax.tree.leaves(nnx.state(shared, OverwriteWithGradient))) == 6
+    part = nnx.MultiHeadAttention(2, D, decode=False, qkv_dot_general=Fp8DotGeneral(B), rngs=nnx.Rngs(0))
+    quantize(part, [("query", A)])
+    assert part.qkv_dot_general is part.key.dot_general
+
+
+def test_a_class_gives_way():
+    layer = nnx.LinearGeneral(D, 5, dot_general_cls=lambda: 1 / 0, rngs=nnx.Rngs(0))
+    compare(quantize(layer, [("", A)]), nnx.LinearGeneral(D, 5, rngs=nnx.Rngs(0), **fp8(A)))
+
+
+def test_own_layers():
+    make = lambda recipe: jaxfp8.nnx.GatedMLP(D, 16, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
+    compare(quantize(make(B), [(".*", A)]), make(A))
+    off = quantize(make(B), [("wi", None), ("wo", A)])
+    assert list(state_of(off)["wi"]) == ["kernel"] and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
+    compare(quantize(off, [(".*", A)]), make(A))  # and on again
+
+
+class Experts(nnx.Module):
+    def __init__(self, up, down):
+        self.products = nnx.List([Fp8Einsum(up), Fp8Einsum(down)])
+        self.kernels = nnx.List([nnx.Param(jnp.ones((D, 16))), nnx.Param(jnp.ones((16, D)))])
+
+    def __call__(self, x):
+        for product, kernel in zip(self.products, self.kernels, strict=True):
+            x = product("bld,dh->blh", x, kernel.get_value())
+        return x
+
+
+def test_products_that_modules_hold():
+    compare(quantize(Experts(B, B), [("products/0", A)]), Experts(A, B))
+    compare(quantize(Experts(B, B), [("products", A)]), Experts(A, A))
+
+
+def stacked(recipe=None):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return Block(rngs, recipe, recipe, recipe)
+
+    return make(nnx.Rngs(0))
+
+
+def test_stacked_layers():
+    quantized, hand = quantize(stacked(), [(".*", A)]), stacked(A)
+    assert_same(state_of(quantized), state_of(hand))
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(block, x):
+        return block(x)
+
+    assert_same(run(quantized, x()), run(hand, x()))
+
+
+def test_stack_along_another_axis_is_an_error():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=1)
+    def make(rngs):
+        return nnx.Linear(D, 5, use_bias=False, rngs=rngs)
+
+    layer = make(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"nnx.quantize: .*expected a kernel \[8, 5\].*got \[8, 3, 5\]"):
+        quantize(layer, [(".*", A)])
+    assert not jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
+
+
+def test_state_of_training_is_the_oracles():
+    """Against numpy, not against another model."""
+    layer = quantize(nnx.Linear(cases.K, cases.N, use_bias=False, rngs=nnx.Rngs(0)), [("", cases.RECIPE)])
+    inputs, grads = cases.operands(0, 1)
+    gradients = jaxfp8.nnx.grad(cases.use, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(layer, inputs[0], grads[0])
+    uses = [(inputs[0], np.asarray(layer.kernel.get_value()), grads[0])]
+    expected = cases.expected_state(uses, oracle.LayerState.init(cases.H))
+    cases.assert_state(gradients.dot_general, expected, "state")
+
+
+@pytest.mark.parametrize("model", [nnx.Linear, 3, jnp.ones(3)])
+def test_errors(model):
+    with pytest.raises(TypeError, match="nnx.quantize: model: expected an NNX module"):
+        quantize(model, RULES)

@@ -1,0 +1,156 @@
+"""report: what it says of each layer is what runs."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.nnx
+from jaxfp8 import linen
+
+A = jaxfp8.DelayedScaling(amax_history_len=3)
+CURRENT = jaxfp8.Float8CurrentScaling()
+X = jax.ShapeDtypeStruct((2, 6, 8), jnp.float32)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train=False):
+        if train:
+            x = nn.Conv(8, (3,), name="conv")(x)
+        x = nn.MultiHeadDotProductAttention(2, name="attn")(nn.LayerNorm(name="norm")(x))
+        x = nn.Einsum((8, 8), "bld,df->blf", name="mix")(linen.Dense(8, name="own")(x))
+        x = nn.Dense(8, name="code", dot_general_cls=jaxfp8.Fp8DotGeneral)(x)
+        return nn.Embed(4, 8, name="embed").attend(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(8, 8, 3, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.mix = nnx.Einsum("bld,df->blf", (8, 8), rngs=rngs)
+        self.own = jaxfp8.nnx.Linear(8, 8, rngs=rngs)
+        self.code = nnx.Linear(8, 8, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=rngs)
+        self.embed = nnx.Embed(4, 8, rngs=rngs)
+
+
+SCORES = "skipped: attention scores have no FP8 product; its query, key, value and out are layers (rule 2 'mix|attn|"
+RULES = [("attn/(query|key)", A), ("own", None), ("mix|attn|conv|embed|norm", CURRENT)]
+
+
+def by_layer(report):
+    return {row["layer"]: row for row in report.rows}
+
+
+def expect(rows, wanted):
+    """`wanted`: layer -> (kind, kernel, recipe, the beginning of why)."""
+    assert set(rows) == set(wanted)
+    for layer, (kind, kernel, recipe, why) in wanted.items():
+        row = rows[layer]
+        assert (row["kind"], row["kernel"], row["recipe"]) == (kind, kernel, recipe), row
+        assert row["why"].startswith(why), row
+
+
+def wanted(attention, general, dense, einsum):
+    return {
+        "attn": (attention, None, None, SCORES),
+        "attn/query": (general, (8, 2, 4), A, "rule 0 'attn/(query|key)'"),
+        "attn/key": (general, (8, 2, 4), A, "rule 0"),
+        "attn/value": (general, (8, 2, 4), None, "no rule"),
+        "attn/out": (general, (2, 4, 8), None, "no rule"),
+        "conv": ("Conv", (3, 8, 8), None, "skipped: convolutions"),
+        "mix": (einsum, (8, 8), CURRENT, "rule 2"),
+        "own": (dense, (8, 8), None, "rule 1 'own'"),
+        "code": (dense if dense == "Linear" else "Dense", (8, 8), jaxfp8.DelayedScaling(), "default"),
+        "embed": ("Embed", (4, 8), None, "skipped: an embedding"),
+    }  # fmt: skip
+
+
+def test_linen(capsys):
+    report = jaxfp8.report(linen.quantize(Linen(), RULES), X, train=True)
+    rows = by_layer(report)
+    expect(rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum"))
+    assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (2, 6, 8)
+    assert report.unused == []
+    printed = capsys.readouterr().out
+    assert printed == f"{report}\n"
+    line = next(line for line in printed.splitlines() if line.startswith("attn/key"))
+    assert line.split() == ["attn/key", "DenseGeneral", "2x6x8", "8x2x4", "DelayedScaling(amax_history_len=3)"] + [
+        "rule", "0", "'attn/(query|key)'"]  # fmt: skip
+
+
+def test_nnx():
+    rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
+    expect(rows, wanted("MultiHeadAttention", "LinearGeneral", "Linear", "Einsum"))
+
+
+def test_models_without_rules():
+    rows = by_layer(jaxfp8.report(Linen(), X))
+    assert {layer: row["recipe"] for layer, row in rows.items() if row["recipe"]} == {
+        "own": jaxfp8.DelayedScaling(),
+        "code": jaxfp8.DelayedScaling(),
+    }
+    assert "conv" not in rows and "embed" not in rows
+    own = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A)), X))
+    assert (own[""]["recipe"], own[""]["why"]) == (A, "own recipe")
+    fields = by_layer(
+        jaxfp8.report(nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(amax_history_length=7)), X)
+    )
+    assert fields[""]["recipe"] == jaxfp8.DelayedScaling(amax_history_len=7)
+    other = by_layer(jaxfp8.report(nn.Dense(3, dot_general_cls=nn.Fp8DotGeneral), X))
+    assert other[""]["why"].startswith("own Fp8DirectDotGeneralOp") and other[""]["recipe"] is None
+    nnx_rows = by_layer(jaxfp8.report(Nnx(nnx.Rngs(0))))
+    assert nnx_rows["code"]["why"] == "default" and nnx_rows["mix"]["why"] == "no rule"
+
+
+def test_autocast():
+    quantized = linen.quantize(Linen(), RULES)
+    with jaxfp8.autocast(CURRENT):
+        rows = by_layer(jaxfp8.report(quantized, X, train=True))
+    assert (rows["code"]["recipe"], rows["code"]["why"]) == (CURRENT, "autocast")
+    assert rows["attn/key"]["recipe"] == A and rows["own"]["recipe"] is None
+    with jaxfp8.autocast(enabled=False):
+        rows = by_layer(jaxfp8.report(quantized, X, train=True))
+        nnx_rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
+    for layer in ("code", "mix", "attn/key"):
+        for found in (rows, nnx_rows):
+            assert (found[layer]["recipe"], found[layer]["why"]) == (None, "autocast is off")
+
+
+def test_unused_rules():
+    rules = [("own", A), ("own", None), ("nothing", A)]
+    for model, args in ((linen.quantize(Linen(), rules), [X]), (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), [])):
+        with pytest.warns(UserWarning, match="rules that decide nothing: rule 1 'own'; rule 2 'nothing'"):
+            report = jaxfp8.report(model, *args)
+        assert report.unused == ["rule 1 'own'", "rule 2 'nothing'"]
+        assert str(report).endswith("unused: rule 1 'own'\nunused: rule 2 'nothing'")
+        with pytest.raises(ValueError, match="decide nothing.*rule 2 'nothing'"):
+            jaxfp8.report(model, *args, strict=True)
+
+
+def test_scanned_layers_and_the_order_of_paths():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(8, name="dense")(x), None
+
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
+            for i in (10, 9):
+                scan = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
+                x, _ = scan(name=f"stack_{i}")(x, None)
+            return x
+
+    report = jaxfp8.report(linen.quantize(Deep(), [("stack_9/.*", A)]), X)
+    assert [(row["layer"], row["recipe"]) for row in report.rows] == [("stack_9/dense", A), ("stack_10/dense", None)]
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="report: model: expected a Linen or an NNX module"):
+        jaxfp8.report(3)
+    with pytest.raises(TypeError, match="report: args: expected none for an NNX model"):
+        jaxfp8.report(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), X)
