@@ -3,17 +3,19 @@
 import dataclasses
 import json
 import pathlib
-import platform
-from importlib.metadata import version
 
 import jax
 import matplotlib
 import numpy as np
 
+import jaxfp8.compare
+from jaxfp8.compare import environment, record, smooth, summarize as summarize, validation_of
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
 
 COLORS = {"bf16": "#444444", "jaxfp8": "#0b6fd6", "flax": "#e07b00", "control": "#c4262e"}
+COLORS |= {"mixed": "#0b6fd6", "int6": "#e07b00", "rotated": "#2a9d58"}  # of custom_recipes.py
 OPERANDS = {"input": "input", "kernel": "kernel", "output_grad": "gradient of the output"}
 
 # The criteria of the proof, in nat of validation loss. The control loses more than a nat; ten times the tolerance is
@@ -24,12 +26,9 @@ MIN_CONTROL_LOSS = 0.2
 
 
 @dataclasses.dataclass
-class Run:
-    """One arm of one seed."""
+class Run(jaxfp8.compare.Run):
+    """One arm of one seed, and its scales."""
 
-    step_ms: list = dataclasses.field(default_factory=list)
-    train_losses: list = dataclasses.field(default_factory=list)  # one a step
-    validation: list = dataclasses.field(default_factory=list)  # (step, loss)
     scales: list = dataclasses.field(default_factory=list)  # (step, {(layer, operand): scale})
 
     def record_scales(self, step, fp8_state):
@@ -41,27 +40,6 @@ class Run:
             if variable.endswith("_scale"):
                 scales["/".join(module), variable.removesuffix("_scale")] = 1 / float(leaf[0])
         self.scales.append((step, scales))
-
-    @property
-    def median_step_ms(self):
-        return float(np.median(self.step_ms[1:]))  # the first step of a process compiles
-
-
-def summarize(seeds):
-    """Per arm: final validation losses and paired differences to bf16, one a seed, their means, and ms a step."""
-    results = {}
-    for name in seeds[0]:
-        losses = [runs[name].validation[-1][1] for runs in seeds]
-        results[name] = {
-            "validation_losses": losses,
-            "mean_validation_loss": float(np.mean(losses)),
-            "median_ms_per_step": float(np.median([runs[name].median_step_ms for runs in seeds])),
-        }
-        if "bf16" in seeds[0]:
-            differences = np.subtract(losses, results["bf16"]["validation_losses"])
-            results[name]["minus_bf16"] = differences.tolist()
-            results[name]["mean_minus_bf16"] = float(np.mean(differences))
-    return results
 
 
 def table(results):
@@ -91,8 +69,9 @@ def judge(results):
 def plot(seeds, path):
     """Losses and their differences to bf16, means over the seeds; below them the jaxfp8 scales of the first seed."""
     plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(14, 8.5), layout="constrained")
-    grid = figure.add_gridspec(2, 6)
+    rows = 2 if "jaxfp8" in seeds[0] else 1
+    figure = plt.figure(figsize=(14, 4.25 * rows), layout="constrained")
+    grid = figure.add_gridspec(rows, 6)
     _plot_losses(figure.add_subplot(grid[0, :3]), seeds)
     if "bf16" in seeds[0]:
         _plot_differences(figure.add_subplot(grid[0, 3:]), seeds)
@@ -107,8 +86,8 @@ def plot(seeds, path):
 
 def _plot_losses(ax, seeds):
     for name in seeds[0]:
-        train = _smooth(np.mean([runs[name].train_losses for runs in seeds], axis=0))
-        steps, validation = _validation(seeds, name)
+        train = smooth(np.mean([runs[name].train_losses for runs in seeds], axis=0))
+        steps, validation = validation_of(seeds, name)
         ax.plot(*train, color=COLORS[name], alpha=0.35, linewidth=1)
         # Arms that agree lie on each other: bf16 is a wide band below, Flax a dashed line above.
         style = {"bf16": {"linewidth": 7, "alpha": 0.35}, "flax": {"linestyle": "--"}}.get(name, {})
@@ -120,9 +99,9 @@ def _plot_losses(ax, seeds):
 def _plot_differences(ax, seeds):
     ax.axhspan(-MAX_LOSS_TO_BF16, MAX_LOSS_TO_BF16, color=COLORS["bf16"], alpha=0.08, label="tolerance at the end")
     ax.axhline(0, color=COLORS["bf16"], linewidth=1)
-    reference = _validation(seeds, "bf16")[1]
-    for name in (name for name in seeds[0] if name in ("jaxfp8", "flax")):
-        steps, validation = _validation(seeds, name)
+    reference = validation_of(seeds, "bf16")[1]
+    for name in (name for name in seeds[0] if name not in ("bf16", "control")):
+        steps, validation = validation_of(seeds, name)
         difference = validation - reference
         ax.plot(steps, difference.mean(axis=0), "o-", color=COLORS[name], markersize=4, label=name)
         if len(seeds) > 1:
@@ -147,44 +126,7 @@ def _plot_scales(ax, scales, operand):
     ax.set(title=f"jaxfp8 scale: {OPERANDS[operand]}", xlabel="step", ylabel="scale", yscale="log")
 
 
-def _smooth(losses, blocks=100):
-    """Means over up to `blocks` stretches of equal length, and the step in the middle of each."""
-    size = max(1, len(losses) // blocks)
-    count = len(losses) // size
-    return (np.arange(count) + 0.5) * size, np.reshape(losses[: count * size], (count, size)).mean(axis=1)
-
-
-def _validation(seeds, name):
-    """Steps `(n,)` and validation losses `(seeds, n)`."""
-    steps = [step for step, _ in seeds[0][name].validation]
-    return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])
-
-
 def write_json(path, settings, corpus, seeds, results):
-    record = {
-        "settings": settings,
-        "text": {"characters": len(corpus.codes), "vocabulary": len(corpus.vocabulary)},
-        "machine": {"cpu": _cpu_model(), "devices": [str(device) for device in jax.devices()]},
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
-        "results": results,
-        "seeds": [
-            {
-                name: {
-                    "median_ms_per_step": round(run.median_step_ms, 2),
-                    "validation": [[step, round(loss, 5)] for step, loss in run.validation],
-                    "train": np.round(_smooth(run.train_losses)[1], 4).tolist(),
-                }
-                for name, run in runs.items()
-            }
-            for runs in seeds
-        ],
-    }
-    pathlib.Path(path).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _cpu_model():
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    text = {"characters": len(corpus.codes), "vocabulary": len(corpus.vocabulary)}
+    parts = {"settings": settings, "text": text} | environment() | {"results": results, "seeds": record(seeds)}
+    pathlib.Path(path).write_text(json.dumps(parts, indent=1) + "\n")

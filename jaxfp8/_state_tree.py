@@ -3,7 +3,8 @@
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
 (`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. A `scale` on its own, as normalization
 layers have it, is a parameter. What else lies below the key `_overwrite_with_gradient`, or in a `DotGeneralState`, is
-state of a user's own quantizer.
+state of a user's own quantizer. In a tree without that key, so are leaves side by side that are all named after roles
+(`linear_input_steps`): optimizers see the states of NNX as plain dicts, which say nothing but names.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .recipes import DotGeneralState
+from .recipes import ROLES, DotGeneralState
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _HISTORY, _SCALE = "amax_history", "scale"
@@ -82,8 +83,11 @@ def flatten(tree) -> StateTree:
             in_product.append(_is_product(leaf))
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in (q.amax_history, q.scale)}
+    by_roles = _named_after_roles(paths)
     others = [
-        i for i, path in enumerate(paths) if i not in paired and (in_product[i] or OVERWRITE_WITH_GRADIENT in path)
+        i
+        for i, path in enumerate(paths)
+        if i not in paired and (in_product[i] or OVERWRITE_WITH_GRADIENT in path or path[:-1] in by_roles)
     ]
     return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, others)
 
@@ -117,3 +121,12 @@ def _pairs(paths) -> list[Quantizer]:
         if scale is not None:
             found.append(Quantizer("/".join(filter(None, (*path[:-1], prefix.rstrip("_")))), i, scale))
     return found
+
+
+def _named_after_roles(paths) -> set:
+    """The paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not say what is state."""
+    if any(OVERWRITE_WITH_GRADIENT in path for path in paths):
+        return set()
+    prefixes = tuple(f"{role}_" for role in ROLES)
+    parents = {path[:-1] for path in paths if path and path[-1].startswith(prefixes)}
+    return parents - {path[:-1] for path in paths if path and not path[-1].startswith(prefixes)}

@@ -4,7 +4,6 @@ What XLA makes of the programs on an H200 is in `aot/test_xla.py`.
 """
 
 import functools
-import pathlib
 import re
 
 import flax.linen as nn
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import snippets
 from flax.linen import fp8_ops
 from ops import cases
 
@@ -199,11 +199,7 @@ def test_layer_of_the_guide():
 
 
 def test_example_of_the_documentation(capsys):
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "xla.md").read_text()
-    names = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-            exec(code, names)
+    names = snippets.run("docs/xla.md")
     assert names["y"].dtype == jnp.bfloat16
     histories = names["variables"][jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
     assert all(leaf[0] > 0 for name, leaf in histories.items() if name.endswith("history"))

@@ -15,6 +15,7 @@ ROUNDINGS = ("ceil", "floor")
 
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
+_LANES = 16  # f32 of the widest vectors
 
 
 def quantize_blocks(
@@ -114,19 +115,37 @@ def _e8m0_scales(amax, dtype, rounding):
     return _blocks.power_of_two(-exponent, is_nan), _blocks.e8m0(exponent, is_nan)
 
 
-def _reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def _amaxes(blocks):
+    """The amax `[..., R, C]` of each block of `[..., R, r, C, c]`."""
+    return scaling.abs_max(blocks, axis=(-3, -1))
+
+
+def _amaxes_by_lanes(blocks):
+    """The same where XLA:CPU reduces the last dimension number by number: first over vectors of that many numbers."""
+    *leading, r, count, c = blocks.shape
+    if r != 1 or c % _LANES or c == _LANES:
+        return _amaxes(blocks)
+    lanes = scaling.abs_max(blocks.reshape(*leading, count, c // _LANES, _LANES), axis=-2)
+    return scaling.abs_max(lanes, axis=-1)
+
+
+def _reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
     del members  # leading dimensions like any other
     leading = x.shape[: x.ndim - rows - cols]
     matrix = _shapes.merge(x, *[1] * len(leading), rows)
     m, n = matrix.shape[-2:]
     blocks = _blocks.cut(matrix, block)
-    amax = scaling.abs_max(blocks, axis=(-3, -1))
+    amax = amaxes(blocks)
     if scale == "e8m0":
         factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
     else:
         factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
     data = encode(blocks, factor[..., :, None, :, None], dtype)
     return _blocks.uncut(data, m, n).reshape(x.shape), scale_inv
+
+
+def _on_cpu(x, **static):
+    return _reference(x, **static, amaxes=_amaxes_by_lanes)
 
 
 def _names(x, *, rows, cols, **_):
@@ -140,14 +159,15 @@ def _sizes(x, *, block, rows, cols, **_):
     return dict(zip(("row_blocks", "col_blocks"), _blocks.count(block, m, n), strict=True))
 
 
-# XLA cuts it on a mesh by itself, also where a block lies on two devices.
+# XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
 _quantize_blocks = tensor_op(
     "quantize_blocks",
     names=_names,
     sizes=_sizes,
     dtypes=lambda _, *, dtype, scale, **__: [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32],
     reference=_reference,
-    cpu=_reference,
+    cpu=_on_cpu,
     cuda=_reference,
     combine=lambda **_: None,
+    on_one_device_only=True,
 )

@@ -10,7 +10,7 @@ from ._current import (
     Float8CurrentScaling as Float8CurrentScaling,
     Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
 )
-from ._custom import CustomRecipe as CustomRecipe
+from ._custom import ROLES as ROLES, CustomRecipe as CustomRecipe
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingQuantizer as DelayedScalingQuantizer,

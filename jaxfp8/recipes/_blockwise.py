@@ -1,6 +1,7 @@
 """Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,13 +36,14 @@ class BlockwiseQuantizer(Quantizer):
         order = (*dims[: first.start], *dims[second], *dims[first])
         data = scale_inv = data_t = scale_inv_t = None
         is_square = self.block[0] == self.block[1]
+        quantize = functools.partial(ops.quantize_blocks, x, self.fp8_dtype, rows=rows, cols=cols)
         if rowwise or is_square:
-            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, rows=rows, cols=cols, **self.scaling())
-        if columnwise and is_square:  # the same codes
-            data_t, scale_inv_t = jnp.transpose(data, order), scale_inv.mT
-        elif columnwise:
-            x_t = jnp.transpose(x, order)
-            data_t, scale_inv_t = ops.quantize_blocks(x_t, self.fp8_dtype, rows=cols, cols=rows, **self.scaling())
+            data, scale_inv = quantize(**self.scaling())
+        if columnwise:
+            codes, scales = data, scale_inv
+            if not is_square:  # a block down the columns; transposing its codes moves half the bytes or less
+                codes, scales = quantize(**self.scaling() | {"block": self.block[::-1]})
+            data_t, scale_inv_t = jnp.transpose(codes, order), scales.mT
         q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols)
         return q, run, column_sums(x, rows, cols) if sums else None
 

@@ -52,7 +52,9 @@ class CustomRecipe(Recipe):
     operands = ROLES
 
     def __post_init__(self):
-        self.expect(callable(self.qfactory), "qfactory", "a function of a role", TypeError)
+        is_function = callable(self.qfactory) and not isinstance(self.qfactory, type)
+        self.expect(is_function, "qfactory", "a function of a role", TypeError)
+        self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
         self.check_options()
 
     def quantizers(self) -> tuple:
@@ -70,4 +72,19 @@ def _asked(qfactory) -> tuple:
             raise TypeError(
                 f"CustomRecipe: qfactory: expected a jaxfp8.Quantizer or None for {role!r}, got {quantizer!r}{hint}"
             )
+        if quantizer is not None:
+            if not _hashes(quantizer):
+                raise TypeError(
+                    f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "
+                    f"quantizers are the same program; got {quantizer!r}: make it a dataclass with frozen=True"
+                )
+            quantizer.check_init()
     return found
+
+
+def _hashes(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..formats import FP8_DTYPES, Format
+from ..ops import _blocks
 from ..tensor import QTensor
 
 
@@ -74,6 +75,25 @@ class Quantizer:
 
     # What the products call. ------------------------------------------------------------------------------------------
 
+    def check_init(self) -> None:
+        """Raises unless `init` returns a state.
+
+        Raises:
+            TypeError: it has a leaf that is no float32 array.
+            ValueError: a number in it is negative or not finite.
+        """
+        where = f"{type(self).__name__}.init"
+        with jax.ensure_compile_time_eval():
+            for leaf in jax.tree.leaves(self.init()):
+                if getattr(leaf, "dtype", None) != jnp.float32:
+                    found = getattr(leaf, "dtype", type(leaf).__name__)
+                    raise TypeError(f"{where}: expected float32 arrays, as gradients return them, got {found}")
+                if not np.all((np.asarray(leaf) >= 0) & np.isfinite(leaf)):
+                    raise ValueError(
+                        f"{where}: expected numbers that are finite and not negative, as uses combine by max and 0 is "
+                        f"unused; got {np.asarray(leaf)}"
+                    )
+
     def check_state(self, name: str, state) -> None:
         """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
 
@@ -112,8 +132,8 @@ class Quantizer:
         matrices = x.reshape(*x.shape[:batch], *_merged(x.shape[batch:], rows))
 
         def of_matrix(matrix):
-            q, next_state = self.quantize(matrix.mT if contract_first else matrix, state)
-            q = _checked(self, q, matrix.shape[::-1] if contract_first else matrix.shape)
+            result = self.quantize(matrix.mT if contract_first else matrix, state)
+            q, next_state = _checked(self, result, matrix.shape[::-1] if contract_first else matrix.shape)
             check_next(self, state, next_state)
             return q.transposed() if contract_first else q, next_state
 
@@ -143,12 +163,13 @@ def fp8_dtype(where: str, dtype) -> np.dtype:
     Raises:
         TypeError: it is none.
     """
-    if isinstance(dtype, Format) and dtype.dtype == dtype.backward_dtype:
-        return dtype.dtype
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = None
+    if isinstance(dtype, Format):  # HYBRID is two
+        found = dtype.dtype if dtype.dtype == dtype.backward_dtype else None
+    else:
+        try:
+            found = np.dtype(dtype)
+        except TypeError:
+            found = None
     if found not in FP8_DTYPES:
         raise TypeError(f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}")
     return found
@@ -158,15 +179,40 @@ def _merged(shape, rows) -> tuple[int, int]:
     return int(np.prod(shape[:rows])), int(np.prod(shape[rows:]))
 
 
-def _checked(quantizer, q, shape) -> QTensor:
+def _checked(quantizer, result, shape) -> tuple:
+    """What `quantize` returned for a matrix of this shape, if it is right."""
     where = f"{type(quantizer).__name__}.quantize"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")
+    q, next_state = result
     if not isinstance(q, QTensor):
         raise TypeError(f"{where}: expected (QTensor, state), got a {type(q).__name__} in place of the QTensor")
     if q.data.shape != shape:
         raise ValueError(f"{where}: data: expected the shape of x, {shape}, got {q.data.shape}")
     if q.data_t is not None and q.data_t.shape != shape[::-1]:
         raise ValueError(f"{where}: data_t: expected {shape[::-1]}, got {q.data_t.shape}")
-    return q.map_scales(lambda scale: scale.reshape(1) if scale.ndim == 0 else scale)
+    if q.scale_inv_t is not None and q.data_t is None:
+        raise ValueError(f"{where}: scale_inv_t: expected data_t beside it, got None")
+    _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
+    if q.scale_inv_t is not None:
+        _check_scales(f"{where}: scale_inv_t", q.scale_inv_t, shape[::-1], q.block)
+    return q.map_scales(lambda scale: scale.reshape(1) if scale.ndim == 0 else scale), next_state
+
+
+def _check_scales(where, scales, shape, block) -> None:
+    if not hasattr(scales, "shape"):
+        raise TypeError(f"{where}: expected an array, f32[1] or a scale for each block, got {scales!r}")
+    if block is None:
+        is_right = scales.shape in ((), (1,)) or (
+            scales.ndim == 2
+            and all(count and size % count == 0 for size, count in zip(shape, scales.shape, strict=True))
+        )
+        wanted = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says how many share one"
+    else:
+        wanted = _blocks.count(block, *shape)
+        is_right = scales.shape == wanted
+    if not is_right:
+        raise ValueError(f"{where}: expected {wanted} for blocks {block}, got {scales.shape}")
 
 
 def check_next(quantizer, state, next_state) -> None:

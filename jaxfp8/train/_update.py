@@ -44,8 +44,8 @@ def update_state(old, new):
         `old` with its quantizer state replaced and in the dtypes of `old`; all other leaves are those of `old`.
 
     Raises:
-        ValueError: state was summed, averaged, clipped or unscaled (outside of `jit`); shapes differ; `new` holds no
-            state.
+        ValueError: state was summed, averaged, clipped or unscaled, or that of a user's quantizer is negative (outside
+            of `jit`); shapes differ; `new` holds no state.
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
     positions = before.positions()
@@ -54,7 +54,7 @@ def update_state(old, new):
             f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
             "a tree without them; take the gradient with respect to the state as well"
         )
-    alike, values, factors = {}, {}, {}
+    alike, values, factors, least = {}, {}, {}, {}
     for q in before.quantizers:
         pair = q.amax_history, q.scale
         now = [before.leaves[i] for i in pair]
@@ -71,7 +71,9 @@ def update_state(old, new):
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             values[i] = _next_other(before.leaves[i], leaf)
+            least[before.name(i)] = jnp.min(leaf, initial=0)
     _check_factors(factors)
+    _check_not_negative(least)
     return before.replace(values)
 
 
@@ -172,8 +174,8 @@ def _factor_of_scale(old, new, amax):
 
 
 def _next_other(old, new):
-    """State of a user's own quantizer: overwritten unless the gradient is all zero or not finite."""
-    is_touched = jnp.all(jnp.isfinite(new)) & jnp.any(new != 0)
+    """State of a user's own quantizer: overwritten unless the gradient is all zero, or none that a state can have."""
+    is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
     return jnp.where(is_touched, _cast(new, jnp.asarray(old).dtype), old)
 
 
@@ -217,3 +219,22 @@ def _check_factors(factors):
             row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
             cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
             raise ValueError(_FOUND.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
+
+
+_NEGATIVE = (
+    "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
+    "Keep an offset, or the parts above and below zero; and keep the state out of whatever changes gradients"
+)
+
+
+def _check_not_negative(least):
+    """Raises for state of a user's quantizer with negative numbers, or leaves a check for checkify.
+
+    Args:
+        least: the smallest number of each leaf, or 0.
+    """
+    for name, value in least.items():
+        if isinstance(value, jax.core.Tracer):
+            checkify.debug_check(~(value < 0), _NEGATIVE.format(name=name, least="{least}"), least=value)
+        elif (value.is_fully_addressable or value.is_fully_replicated) and value < 0:
+            raise ValueError(_NEGATIVE.format(name=name, least=f"{value:.4g}"))

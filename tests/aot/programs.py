@@ -3,8 +3,8 @@
     python -m aot.programs [--quickly] GROUP...
 
 A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
-(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name of
-the recipe of a `jaxfp8.linen.Dense`.
+(`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name
+of the recipe of a `jaxfp8.linen.Dense`.
 
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
 XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that

@@ -1,25 +1,20 @@
 """docs/mixed_precision.md: its programs run, its tables are those of the package."""
 
-import pathlib
 import re
 
-import jax
 import jax.numpy as jnp
 import pytest
+import snippets
 from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
 
 from jaxfp8 import mixed_precision
 
-TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "mixed_precision.md").read_text()
+TEXT = (snippets.ROOT / "docs" / "mixed_precision.md").read_text()
 
 
 @pytest.mark.usefixtures("promotion_as_optax_wants")
 def test_programs():
-    programs = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert len(programs) == 5
-    names = {}
-    with jax.numpy_rank_promotion("allow"):
-        exec("\n".join(programs), names)
+    names = snippets.run("docs/mixed_precision.md")
     assert jnp.isfinite(names["loss"]) and names["loss_scale"].value <= 65536 and 1 <= names["train"].step <= 6
 
 

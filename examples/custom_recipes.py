@@ -1,0 +1,131 @@
+"""Trains the language model with recipes of one's own: stock quantizers mixed, 6-bit integers, rotated 8-bit integers.
+
+A recipe says for each tensor of a product how it becomes codes; a quantizer may bring its own product. The model, its
+arms' weights and batches are those of language_model.py: what differs is the recipe.
+"""
+
+import dataclasses
+import functools
+import sys
+
+import _report
+import jax
+import jax.numpy as jnp
+import language_model
+from _data import Corpus
+from _options import parse
+from jax import lax
+from tqdm import tqdm
+
+import jaxfp8
+
+# 1. Stock quantizers, another one for each tensor: FP8 with one scale forward, MXFP8 for gradients. -------------------
+
+
+def current_forward_mx_backward(role):
+    if role in ("linear_input", "linear_weight"):
+        return jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+    if role == "linear_grad_output":
+        return jaxfp8.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2)
+    return None  # linear_output and linear_grad_input stay what the products return
+
+
+# 2. A format and a product of one's own: integers of 6 bits, each row with its own scale. -----------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers(jaxfp8.Quantizer):
+    """Integers of `bits` bits, stored in int8. The rows of x.T are not those of x, so it is quantized twice."""
+
+    bits: int = 6
+
+    def codes(self, x, up=0.5):  # to the nearest; `up` random: up or down, on average right
+        largest = 2 ** (self.bits - 1) - 1
+        scale_inv = jnp.maximum(jnp.max(jnp.abs(x), axis=1, keepdims=True), 1e-30) / largest
+        return jnp.clip(jnp.floor(x / scale_inv + up), -largest, largest).astype(jnp.int8), scale_inv
+
+    def quantize(self, x, state):
+        x = x.astype(jnp.float32)
+        return jaxfp8.QTensor(*self.codes(x), *self.codes(x.T), block=(1, None)), state
+
+    def qgemm(self, qx, qw, *, sx, sw, out_dtype, **others):
+        sums = lax.dot_general(qx, qw, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)  # exact
+        return (sums.astype(jnp.float32) * sx * sw.T).astype(out_dtype)
+
+
+OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")
+
+
+def int6(role):
+    return Integers(6) if role in OPERANDS else None
+
+
+# 3. Ours: integers of 8 bits in a rotated basis, rounded without bias; the state counts steps. ------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RotatedIntegers(Integers):
+    """Both operands of a product turn by one rotation, which leaves the product what it is: `(x R) @ (w R).T`.
+
+    A rotation spreads outliers over many elements. What is left is close to normal, and evenly spaced codes with a
+    scale for each row fit that better than FP8, whose codes lie dense around zero.
+
+    Codes are rounded up or down at random, such that their mean is the number: errors average out over steps. The
+    counter gives each step random numbers of its own, the amax tells tensors of one step apart.
+    """
+
+    bits: int = 8
+
+    def init(self):
+        return {"steps": jnp.zeros((1,), jnp.float32)}
+
+    def quantize(self, x, state):
+        rows, columns = rotated(x.astype(jnp.float32)), rotated(x.T.astype(jnp.float32))
+        key = jax.random.fold_in(jax.random.key(0), state["steps"][0].astype(jnp.uint32))
+        key = jax.random.fold_in(key, lax.bitcast_convert_type(jnp.max(jnp.abs(rows)), jnp.uint32))
+        ups = (jax.random.uniform(key, a.shape) for key, a in zip(jax.random.split(key), (rows, columns), strict=True))
+        codes = (part for a, up in zip((rows, columns), ups, strict=True) for part in self.codes(a, up))
+        return jaxfp8.QTensor(*codes, block=(1, None)), {"steps": state["steps"] + 1}
+
+
+def rotated(x):
+    """The rows times random signs and Hadamard matrices, of up to 128 columns: an orthogonal matrix of their number."""
+    size = min(x.shape[1] & -x.shape[1], 128)  # the largest power of two that divides the columns
+    index = jnp.arange(size)
+    hadamard = 1 - 2 * (lax.population_count(index[:, None] & index[None]) & 1).astype(x.dtype)
+    signs = jax.random.rademacher(jax.random.key(x.shape[1]), (1, x.shape[1]), x.dtype)
+    return ((x * signs).reshape(-1, size) @ (hadamard * size**-0.5)).reshape(x.shape)
+
+
+def rotated_int8(role):
+    return RotatedIntegers(8) if role in OPERANDS else None
+
+
+RECIPES = {
+    "mixed": jaxfp8.CustomRecipe(current_forward_mx_backward),
+    "int6": jaxfp8.CustomRecipe(int6),
+    "rotated": jaxfp8.CustomRecipe(rotated_int8),
+}
+ARMS = {"bf16": None} | {
+    name: functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe) for name, recipe in RECIPES.items()
+}
+PICTURE = "custom_recipes.png"
+
+
+def main():
+    args = parse(__doc__, ARMS, steps=100, batch=8, tiny_batch=2, length=language_model.LENGTH)
+    corpus = Corpus()
+    models = {name: language_model.LanguageModel(len(corpus.vocabulary), ARMS[name]) for name in args.arms}
+    batches = corpus.random_batches(args.seed, args.steps, args.batch, language_model.LENGTH)
+    validation = corpus.validation_batches(16, language_model.LENGTH, limit=2 if args.tiny else 8)
+    with tqdm(total=args.steps, desc="compiling", unit="step", dynamic_ncols=True) as bar:
+        optimizer = language_model.make_optimizer(args.steps)
+        runs = language_model.train(models, optimizer, args.seed, batches, validation, args.steps, bar)
+    print(_report.table(_report.summarize([runs])))
+    _report.plot([runs], PICTURE)
+    print(f"picture: {PICTURE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Trains or times one small language model in every precision: time, memory and loss of each.
+
+All arms start from the same weights, see the same text and take turns step by step. One model serves them all: an arm
+is a dtype, and a recipe that `jaxfp8.autocast` selects.
+"""
+
+import argparse
+import importlib.util
+import math
+import sys
+
+import jax.numpy as jnp
+
+from . import _report
+from ._arms import ARMS, Arm, has_tf32
+from ._corpus import Corpus
+from ._model import HEAD, LanguageModel
+from ._programs import Program, compile_step
+from ._training import create_state, make_optimizer, time_steps, train
+
+CHECK_STEPS = 5  # before times are taken
+MAX_CHECK_DIFFERENCE = 0.1  # nat, of losses after them; a first loss is log(103) = 4.6
+
+TINY = {"steps": 4, "batch": 2, "width": HEAD, "layers": 1, "length": 32}
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    """The command line; the program ends with a message where it makes no sense."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxfp8.compare",
+        description=__doc__.split("\n\n")[0],
+        epilog=f"The proof of convergence of every recipe: --steps {_report.PROOF_STEPS} --seeds {_report.PROOF_SEEDS}",
+    )
+    arms = [name for name in ARMS if name != "tf32" or has_tf32()]
+    parser.add_argument("--steps", type=int, default=200, help="training steps, or timed ones (default: 200)")
+    parser.add_argument("--seeds", type=int, default=1, help="paired repetitions (default: 1)")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=arms, metavar="ARM", help=f"of {', '.join(ARMS)} (default: all)"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="windows of text a step (default: 16)")
+    parser.add_argument("--length", type=int, default=128, help="characters of a window (default: 128)")
+    parser.add_argument("--width", type=int, default=128, help=f"of the model, a multiple of {HEAD} (default: 128)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default: 2)")
+    parser.add_argument("--time-only", action="store_true", help="no training to the end, no losses")
+    parser.add_argument("--out", default="compare.png", help="picture (default: compare.png)")
+    parser.add_argument("--json", help="write settings, versions and results here")
+    parser.add_argument("--tiny", action="store_true", help="4 steps of the smallest model: does it run at all?")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        vars(args).update(TINY)
+    if args.steps < 2:
+        parser.error(f"--steps has to be 2 or more (the first one warms up), got {args.steps}")
+    for option in ("seeds", "batch", "length", "layers"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option} has to be 1 or more, got {getattr(args, option)}")
+    if args.width < HEAD or args.width % HEAD:
+        parser.error(f"--width has to be a multiple of {HEAD}, got {args.width}")
+    if args.time_only and args.seeds > 1:
+        parser.error("--seeds goes with training, not with --time-only")
+    if "tf32" in args.arms and not has_tf32():
+        parser.error("--arms: tf32 needs an NVIDIA GPU of compute capability 8.0 or newer; leave it out")
+    args.arms = list(dict.fromkeys(args.arms))
+    return args
+
+
+class Comparison:
+    """The arms of a command line: their models, programs and first states."""
+
+    def __init__(self, args, corpus: Corpus):
+        self.args, self.corpus = args, corpus
+        self.arms: dict[str, Arm] = {name: ARMS[name] for name in args.arms}
+        # A schedule of the length of the proof: times are those of any step.
+        self.optimizer = make_optimizer(_report.PROOF_STEPS if args.time_only else args.steps)
+        self.models = {
+            name: LanguageModel(len(corpus.vocabulary), args.length, arm.dtype, args.width, args.layers)
+            for name, arm in self.arms.items()
+        }
+        self.programs: dict[str, Program] = {}
+
+    @property
+    def steps(self) -> dict:
+        """name -> compiled training step."""
+        return {name: program.step for name, program in self.programs.items()}
+
+    def states(self, seed: int) -> dict:
+        """name -> first TrainState."""
+        return {name: create_state(arm, self.models[name], seed, self.optimizer) for name, arm in self.arms.items()}
+
+    def batches(self, seed: int, steps: int):
+        """The text of a seed, the same for all arms."""
+        for windows in self.corpus.random_batches(seed, steps, self.args.batch, self.args.length):
+            yield jnp.asarray(windows)
+
+    def compile(self) -> None:
+        """Compiles the training step of every arm."""
+        batch = next(self.batches(0, 1))
+        for name, state in self.states(0).items():
+            print(f"compiling {name}", file=sys.stderr, flush=True)
+            self.programs[name] = compile_step(self.arms[name], state, batch)
+
+    def train(self) -> list:
+        """For each seed name -> Run."""
+        limit = 2 if self.args.tiny else None
+        validation = jnp.asarray(self.corpus.validation_batches(16, self.args.length, limit))
+        seeds = []
+        with progress(self.args.steps * self.args.seeds) as bar:
+            for seed in range(self.args.seeds):
+                batches = self.batches(seed, self.args.steps)
+                states = self.states(seed)
+                _, runs = train(self.arms, self.steps, states, batches, validation, self.args.steps, bar.show)
+                seeds.append(runs)
+        return seeds
+
+    def time(self) -> dict:
+        """name -> ms of each timed step; losses are compared first.
+
+        Raises:
+            AssertionError: an arm does not compute what the others do.
+        """
+        states, runs = train(self.arms, self.steps, self.states(0), self.batches(0, CHECK_STEPS), None, CHECK_STEPS)
+        losses = {name: run.train_losses[-1] for name, run in runs.items()}
+        expected = losses[_report.reference_of(losses) or self.args.arms[0]]
+        for name, loss in losses.items():
+            if not (math.isfinite(loss) and abs(loss - expected) <= MAX_CHECK_DIFFERENCE):
+                raise AssertionError(f"{name}: loss {loss} after {CHECK_STEPS} steps, expected {expected}")
+        return time_steps(self.steps, states, next(self.batches(1, 1)), self.args.steps)
+
+
+class progress:
+    """A bar on stderr, with tqdm where it is installed; else a line for each tenth."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.bar = total, 0, None
+        if importlib.util.find_spec("tqdm"):
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, unit="step", dynamic_ncols=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.close()
+
+    def show(self, runs: dict) -> None:
+        """One more turn, and the losses after it."""
+        self.done += 1
+        losses = {name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()}
+        if self.bar is not None:
+            self.bar.set_postfix(losses, refresh=False)
+            self.bar.update()
+        elif self.done % max(1, self.total // 10) == 0:
+            each = ", ".join(f"{name} {loss}" for name, loss in losses.items())
+            print(f"{self.done}/{self.total}: {each}", file=sys.stderr, flush=True)
+
+
+def main(argv=None) -> int:
+    """Runs the command; 1 where the proof fails."""
+    args = parse_arguments(argv)
+    comparison = Comparison(args, Corpus())
+    comparison.compile()
+    if args.time_only:
+        seeds, results = [], _report.timed_results(comparison.time(), comparison.programs)
+    else:
+        seeds = comparison.train()
+        results = _report.results_of(seeds, comparison.programs)
+    print(_report.table(results))
+    print(_report.notes(comparison.programs))
+    if args.json:
+        _report.write_json(args.json, vars(args), results, seeds)
+    if importlib.util.find_spec("matplotlib"):
+        from ._plot import plot
+
+        plot(args.out, _report.device_name(), results, seeds)
+        print(f"picture: {args.out}")
+    else:
+        print("no picture: pip install matplotlib")
+    if args.time_only or not _report.is_proof(args.steps, args.seeds, args.arms):
+        return 0
+    passed, verdict = _report.judge(results)
+    print(verdict)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

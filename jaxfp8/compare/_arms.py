@@ -1,0 +1,75 @@
+"""The arms of the comparison: a dtype, and a recipe or none."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._autocast import autocast
+from ..recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+    Recipe,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train the model.
+
+    Attributes:
+        dtype: of everything but FP8 products.
+        recipe: of the FP8 products; None has none.
+        precision: of float32 products on GPUs, as `jax.default_matmul_precision` names it.
+        loss_scaled: whether the loss is scaled dynamically, and steps with infinite gradients are skipped.
+        color: in the picture.
+    """
+
+    dtype: Any
+    color: str
+    recipe: Recipe | None = None
+    precision: str | None = None
+    loss_scaled: bool = False
+
+    @contextlib.contextmanager
+    def region(self):
+        """What the model is initialized, differentiated and evaluated in: this alone selects the recipe."""
+        with autocast(self.recipe, enabled=self.recipe is not None), jax.default_matmul_precision(self.precision):
+            yield
+
+
+def current_and_mx(role):
+    """Scales of whole tensors forward, MX blocks for the gradient: what only a custom recipe mixes."""
+    if role in ("linear_input", "linear_weight"):
+        return Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+    return MXFP8Quantizer() if role == "linear_grad_output" else None
+
+
+ARMS = {
+    "f32": Arm(jnp.float32, "#999999", precision="float32"),
+    "tf32": Arm(jnp.float32, "#bcae8a", precision="tensorfloat32"),
+    "bf16": Arm(jnp.bfloat16, "#444444"),
+    "f16": Arm(jnp.float16, "#8c564b", loss_scaled=True),
+    "delayed": Arm(jnp.bfloat16, "#0b6fd6", DelayedScaling()),
+    "current": Arm(jnp.bfloat16, "#e07b00", Float8CurrentScaling()),
+    "rowwise": Arm(jnp.bfloat16, "#2a9d4a", Float8RowwiseScaling()),
+    "block": Arm(jnp.bfloat16, "#c4262e", Float8BlockScaling()),
+    "mxfp8": Arm(jnp.bfloat16, "#7b4fc9", MXFP8BlockScaling()),
+    "custom": Arm(jnp.bfloat16, "#d14fa3", CustomRecipe(current_and_mx)),
+}
+FP8_ARMS = tuple(name for name, arm in ARMS.items() if arm.recipe is not None)
+
+
+def has_tf32() -> bool:
+    """Whether the default device multiplies in TensorFloat-32."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)  # of NVIDIA GPUs, "9.0"
+    return device.platform == "gpu" and capability is not None and float(capability) >= 8

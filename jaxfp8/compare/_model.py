@@ -1,0 +1,70 @@
+"""The model of the comparison: a character-level transformer, one for all arms."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ..linen import Fp8DotGeneral
+
+HEAD = 32  # width of an attention head
+
+
+def attend(query, key, value):
+    """Causal attention, `[batch, length, heads, HEAD]`; scores and softmax in float32.
+
+    Not `jax.nn.dot_product_attention`: it has no float16 on CPUs.
+    """
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * HEAD**-0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP. The four projections take the recipe of `autocast`."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general_cls=Fp8DotGeneral)
+        norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
+        batch, length, width = x.shape
+
+        qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(batch, length, 3, width // HEAD, HEAD)
+        query, key, value = jnp.unstack(qkv, axis=2)
+        x = x + dense(width, name="out")(attend(query, key, value).reshape(x.shape))
+        hidden = nn.gelu(dense(4 * width, name="up")(norm()(x)))
+        return x + dense(width, name="down")(hidden)
+
+
+class LanguageModel(nn.Module):
+    """Parameters, softmax and loss are in float32 in every arm.
+
+    Attributes:
+        vocabulary: how many characters there are.
+        length: of the context.
+        dtype: of everything that no recipe turns into FP8.
+        width: a multiple of `HEAD`.
+        layers: how many blocks.
+    """
+
+    vocabulary: int
+    length: int
+    dtype: Any
+    width: int
+    layers: int
+
+    @nn.compact
+    def __call__(self, tokens):
+        """Logits, f32 `[batch, length, vocabulary]`, of the characters after `tokens`, int32 `[batch, length]`."""
+        embed = functools.partial(nn.Embed, features=self.width, dtype=self.dtype)
+        x = embed(self.vocabulary, name="embed")(tokens)
+        x = x + embed(self.length, name="position")(jnp.arange(tokens.shape[1]))
+        for i in range(self.layers):
+            x = Block(self.dtype, name=f"block{i}")(x)
+        x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
+        return nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x).astype(jnp.float32)

@@ -1,0 +1,118 @@
+"""What the compiled training step of an arm holds: its memory, and how its FP8 products run."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import jax
+
+from ._arms import Arm
+from ._training import TrainState, loss_fn, train_step
+
+_PRODUCTS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled training step.
+
+    Attributes:
+        step: `(state, batch) -> (state, loss, made)`.
+        memory: bytes of arguments, outputs, those outputs that reuse an argument, and temporaries, from XLA's memory
+            analysis; None where a platform has none.
+        kept_bytes: what `jax.vjp` of the loss holds until the backward, weights included, before XLA optimizes it.
+        fp8: how many products and quantizations of FP8 the program has, and how many of them are custom calls.
+    """
+
+    step: Callable
+    memory: dict[str, int] | None
+    kept_bytes: int
+    fp8: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """What the step needs: arguments, outputs that reuse none of them, temporaries."""
+        if self.memory is None:
+            return None
+        return sum(self.memory.values()) - 2 * self.memory["aliased"]
+
+    def how(self) -> str:
+        """How products and quantizers of FP8 run here."""
+        fp8, platform = self.fp8, f"XLA:{jax.default_backend().upper()}"
+        if not fp8["products"]:
+            return "no FP8"
+        kernels = fp8["products_by_kernel"], fp8["products_by_xla"]
+        emulated = max(0, fp8["products"] - sum(kernels))
+        products = (
+            (kernels[0], "products by custom calls (cuBLASLt)"),
+            (kernels[1], "products by XLA's own FP8 rewriting"),
+            (emulated, f"products of widened codes by {platform}"),
+        )
+        in_jnp = max(0, fp8["quantizers"] - fp8["quantizers_by_kernel"])
+        quantizers = ((fp8["quantizers_by_kernel"], "quantizers by custom calls"), (in_jnp, "in jnp"))
+        return f"{_parts(products)}; {_parts(quantizers)}"
+
+    def record(self) -> dict:
+        """For JSON."""
+        return {
+            "memory_bytes": self.memory,
+            "peak_bytes": self.peak_bytes,
+            "kept_bytes": self.kept_bytes,
+            "fp8": self.fp8,
+            "how": self.how(),
+        }
+
+
+def compile_step(arm: Arm, state: TrainState, batch) -> Program:
+    """Compiles the training step of an arm for a state and a batch of these shapes."""
+    with arm.region():
+        traced = train_step.trace(state, batch)
+        compiled = traced.lower().compile()
+        _, vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v), state.params)
+    kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+    return Program(compiled, _memory(compiled.memory_analysis()), kept, _fp8(traced.jaxpr.jaxpr, compiled.as_text()))
+
+
+def _parts(counts) -> str:
+    return ", ".join(f"{count} {what}" for count, what in counts if count)
+
+
+def _memory(analysis) -> dict[str, int] | None:
+    if analysis is None:
+        return None
+    return {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+    }
+
+
+def _fp8(jaxpr, hlo: str) -> dict[str, int]:
+    ops = count_operations(jaxpr)
+    calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
+
+    def count(counts, *prefixes):
+        return sum(number for name, number in counts.items() if name.startswith(prefixes))
+
+    return {
+        "products": count(ops, *_PRODUCTS),
+        "products_by_kernel": count(calls, *_PRODUCTS),
+        "products_by_xla": count(calls, "__cublas$lt$matmul$f8"),
+        "quantizers": count(ops, "jaxfp8_quantize"),
+        "quantizers_by_kernel": count(calls, "jaxfp8_quantize"),
+    }
+
+
+def count_operations(jaxpr) -> collections.Counter:
+    """How often each primitive is in a jaxpr, and in those inside of it."""
+    counts = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    counts += count_operations(inner)
+    return counts

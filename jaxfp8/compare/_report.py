@@ -1,0 +1,96 @@
+"""The table of a comparison, the verdict of the proof and the JSON record."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from ._arms import ARMS, FP8_ARMS
+from ._environment import device_name, environment
+from ._runs import record, summarize
+
+MAX_LOSS = 0.02  # nat of validation loss above bf16, as the mean of paired differences
+PROOF_STEPS, PROOF_SEEDS = 1000, 3
+
+
+def reference_of(names) -> str | None:
+    """The arm that others are compared with: bf16, where it runs, else f32."""
+    return next((name for name in ("bf16", "f32") if name in names), None)
+
+
+def results_of(seeds, programs) -> dict[str, dict]:
+    """Per arm what `summarize` and `Program.record` say, and the steps that each seed skipped."""
+    results = summarize(seeds, reference_of(seeds[0]))
+    for name, row in results.items():
+        row |= programs[name].record() | {"skipped": [runs[name].skipped for runs in seeds]}
+    return results
+
+
+def timed_results(times, programs) -> dict[str, dict]:
+    """Per arm the median of its times, in ms, and what `Program.record` says."""
+    return {
+        name: {"median_ms_per_step": float(np.median(ms)), "step_ms": [round(t, 3) for t in ms]}
+        | programs[name].record()
+        for name, ms in times.items()
+    }
+
+
+def table(results) -> str:
+    """One line an arm; without losses where none were measured."""
+    reference = reference_of(results)
+    has_losses = all("mean_validation_loss" in row for row in results.values())
+    head = ["arm", "ms/step", f"x {reference}" if reference else "", "peak MiB", "kept MiB"]
+    if has_losses:
+        head += ["loss", f"minus {reference}" if reference else "", "skipped"]
+    lines = [head]
+    for name, row in results.items():
+        ms = row["median_ms_per_step"]
+        line = [name, f"{ms:.1f}", f"{ms / results[reference]['median_ms_per_step']:.2f}" if reference else ""]
+        line += [_mib(row["peak_bytes"]), _mib(row["kept_bytes"])]
+        if has_losses:
+            difference = row.get(f"mean_minus_{reference}")
+            line += [f"{row['mean_validation_loss']:.4f}"]
+            line += ["-" if name == reference or difference is None else f"{difference:+.4f}"]
+            line += [str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"]
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def notes(programs) -> str:
+    """On which device this ran, and how the FP8 products of each arm did."""
+    lines = [f"device: {device_name()}", "how FP8 ran there, in one step:"]
+    lines += [f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS]
+    if len(lines) == 2:
+        return lines[0]
+    if any(p.fp8["products"] > p.fp8["products_by_kernel"] + p.fp8["products_by_xla"] for p in programs.values()):
+        lines.append("Widened codes are multiplied in bf16 or f32: these times are not the speed of FP8 units.")
+    return "\n".join(lines)
+
+
+def is_proof(steps: int, seeds: int, names) -> bool:
+    """Whether a comparison is long and wide enough to judge every recipe."""
+    return steps >= PROOF_STEPS and seeds >= PROOF_SEEDS and {"bf16", *FP8_ARMS} <= set(names)
+
+
+def judge(results) -> tuple[bool, str]:
+    """`(passed, one line)`. A loss that is not a number passes nothing, as no comparison with it holds."""
+    differences = {name: results[name]["mean_minus_bf16"] for name in FP8_ARMS}
+    passed = all(difference <= MAX_LOSS for difference in differences.values())
+    each = ", ".join(f"{name} {difference:+.4f}" for name, difference in differences.items())
+    return passed, f"{'PASS' if passed else 'FAIL'}: nat above bf16, at most {MAX_LOSS}: {each}"
+
+
+def write_json(path, settings: dict, results: dict, seeds: list) -> None:
+    """Settings, where it ran, results, and the curves of each seed."""
+    written = {"settings": settings} | environment() | {"results": results, "seeds": record(seeds)}
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def _mib(size) -> str:
+    return "-" if size is None else f"{size / 2**20:.1f}"

@@ -1,0 +1,77 @@
+"""What arms did with a seed, and the sums over seeds."""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Run:
+    """One arm of one seed.
+
+    Attributes:
+        step_ms: time of each step.
+        train_losses: of each step.
+        validation: `(step, loss)`.
+        skipped: how many steps were, because scaled gradients overflowed.
+    """
+
+    step_ms: list = dataclasses.field(default_factory=list)
+    train_losses: list = dataclasses.field(default_factory=list)
+    validation: list = dataclasses.field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def median_step_ms(self) -> float:
+        """Without the first step of a run: it may compile, and touches memory for the first time."""
+        return float(np.median(self.step_ms[1:]))
+
+
+def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
+    """Per arm: final validation losses and paired differences to the reference, one a seed; their means; ms a step.
+
+    Args:
+        seeds: for each seed name -> Run.
+        reference: the arm whose losses are subtracted, where it is one of them.
+    """
+    results = {}
+    for name in seeds[0]:
+        losses = [runs[name].validation[-1][1] for runs in seeds]
+        results[name] = {
+            "validation_losses": losses,
+            "mean_validation_loss": float(np.mean(losses)),
+            "median_ms_per_step": float(np.median([runs[name].median_step_ms for runs in seeds])),
+        }
+        if reference in seeds[0]:
+            differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
+            results[name][f"minus_{reference}"] = differences.tolist()
+            results[name][f"mean_minus_{reference}"] = float(np.mean(differences))
+    return results
+
+
+def record(seeds: list[dict[str, Run]]) -> list[dict]:
+    """Curves for JSON, one entry a seed."""
+    return [
+        {
+            name: {
+                "median_ms_per_step": round(run.median_step_ms, 2),
+                "validation": [[step, round(loss, 5)] for step, loss in run.validation],
+                "train": np.round(smooth(run.train_losses)[1], 4).tolist(),
+            }
+            for name, run in runs.items()
+        }
+        for runs in seeds
+    ]
+
+
+def smooth(losses, blocks: int = 100):
+    """Means over up to `blocks` stretches of equal length, and the step in the middle of each."""
+    size = max(1, len(losses) // blocks)
+    count = len(losses) // size
+    return (np.arange(count) + 0.5) * size, np.reshape(losses[: count * size], (count, size)).mean(axis=1)
+
+
+def validation_of(seeds, name):
+    """Steps `(n,)` and validation losses `(seeds, n)` of an arm."""
+    steps = [step for step, _ in seeds[0][name].validation]
+    return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])

@@ -1,0 +1,1 @@
+"""`python -m jaxfp8.compare`: what it prints and writes, and what makes it fair."""

@@ -1,0 +1,173 @@
+"""The command as a user runs it: table, JSON, picture, verdict, options."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxfp8.compare import Run, __main__ as command, _report
+from jaxfp8.compare._arms import ARMS, FP8_ARMS
+from jaxfp8.compare._programs import Program
+
+HERE = [name for name in ARMS if name != "tf32"]  # a CPU has no TensorFloat-32
+
+
+@pytest.fixture
+def user_promotion():
+    """JAX as a user has it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def run(folder, *options):
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    call = [sys.executable, "-m", "jaxfp8.compare", *options]
+    return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def rows(text) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+
+
+def test_all_arms_train(tmp_path):
+    done = run(tmp_path, "--tiny", "--json", "out/all.json", "--out", "all.png")
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out/all.json").read_text())
+    results, printed = written["results"], rows(done.stdout)
+    assert list(results) == HERE and set(HERE) <= set(printed)
+    for name, row in results.items():
+        ms, ratio, peak, kept, loss, difference, skipped = printed[name] if name not in FP8_ARMS else first(done, name)
+        assert float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06) and float(ms) > 0
+        bf16 = results["bf16"]
+        assert float(ratio) == pytest.approx(row["median_ms_per_step"] / bf16["median_ms_per_step"], abs=0.006)
+        # Four steps from the same weights, log(103 characters) = 4.6: the arms agree, and no two of them to the bit.
+        assert float(loss) == pytest.approx(row["mean_validation_loss"], abs=1e-4) and 4 < float(loss) < 5
+        assert abs(row["mean_minus_bf16"]) < 0.1 and (difference == "-") == (name == "bf16")
+        assert skipped == (str(sum(row["skipped"])) if name == "f16" else "-")
+        memory = row["memory_bytes"]
+        needed = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+        assert row["peak_bytes"] == needed and float(peak) == pytest.approx(needed / 2**20, abs=0.06)
+        assert memory["aliased"] > 0.9 * memory["outputs"], "the state is donated"
+        assert float(kept) == pytest.approx(row["kept_bytes"] / 2**20, abs=0.06)
+        # Four layers, three products each.
+        assert row["fp8"]["products"] == (12 if name in FP8_ARMS else 0)
+        assert row["fp8"]["products_by_kernel"] == 0, "a CPU has no FP8 units"
+    assert len({row["mean_validation_loss"] for row in results.values()}) == len(HERE)
+    assert results["mxfp8"]["fp8"]["quantizers"] > results["current"]["fp8"]["quantizers"]
+    assert "12 products of widened codes by XLA:CPU" in done.stdout and "not the speed of FP8 units" in done.stdout
+    assert "PASS" not in done.stdout and "FAIL" not in done.stdout  # four steps prove nothing
+    assert written["settings"]["steps"] == 4 and written["machine"]["devices"]
+    assert set(written["seeds"][0]) == set(HERE)
+    picture = (tmp_path / "all.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
+
+
+def first(done, name):
+    """The line of an arm in the table; a later one says how its products ran."""
+    return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith(name))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--arms", "bf16", "int4"], "int4"),
+        (["--arms", "tf32"], "tf32 needs an NVIDIA GPU"),
+        (["--steps", "1"], "--steps has to be 2 or more"),
+        (["--seeds", "0"], "--seeds has to be 1 or more"),
+        (["--layers", "0"], "--layers has to be 1 or more"),
+        (["--width", "100"], "--width has to be a multiple of 32"),
+        (["--time-only", "--seeds", "3"], "--seeds goes with training"),
+    ],
+)
+def test_refuses(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.parse_arguments(options)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_tf32_is_an_arm_where_a_gpu_has_it(monkeypatch):
+    monkeypatch.setattr(command, "has_tf32", lambda: True)
+    assert command.parse_arguments([]).arms == list(ARMS)
+
+
+def test_time_only_without_matplotlib_and_tqdm(monkeypatch, capsys, tmp_path, user_promotion):
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in ("matplotlib", "tqdm") else find(n))
+    assert command.main(["--tiny", "--time-only", "--arms", "f32", "delayed", "--json", "time.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "loss" not in printed and "pip install matplotlib" in printed
+    results = json.loads((tmp_path / "time.json").read_text())["results"]
+    assert [len(results[name]["step_ms"]) for name in ("f32", "delayed")] == [4, 4]
+    assert not (tmp_path / "compare.png").exists()
+
+
+@pytest.mark.parametrize("loss", [4.5, math.nan])
+def test_a_wrong_arm_is_not_timed(monkeypatch, user_promotion, loss):
+    args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
+    comparison = command.Comparison(args, command.Corpus())
+    runs = {"bf16": Run(train_losses=[4.61]), "block": Run(train_losses=[loss])}
+    monkeypatch.setattr(command, "train", lambda *_: ({}, runs))
+    monkeypatch.setattr(command, "time_steps", lambda *_: pytest.fail("timed"))
+    with pytest.raises(AssertionError, match="block: loss .* after 5 steps, expected 4.61"):
+        comparison.time()
+
+
+@pytest.mark.parametrize(
+    "options, differences, verdict",
+    [
+        ([], {}, "PASS"),
+        ([], {"mxfp8": -0.5, "f16": 1.0, "f32": math.nan}, "PASS"),  # FP8 is judged
+        *(([], {name: 0.021}, "FAIL") for name in FP8_ARMS),
+        ([], {"block": math.nan}, "FAIL"),
+        ([], {"bf16": math.nan}, "FAIL"),
+        (["--steps", "999"], {"block": 1.0}, None),
+        (["--seeds", "2"], {"block": 1.0}, None),
+        (["--arms", "bf16", "block"], {"block": 1.0}, None),
+    ],
+)
+def test_proof_sets_the_exit_status(monkeypatch, capsys, tmp_path, options, differences, verdict):
+    memory = {"arguments": 8, "outputs": 4, "aliased": 4, "temporaries": 2}
+    fp8 = dict.fromkeys(("products", "products_by_kernel", "products_by_xla", "quantizers", "quantizers_by_kernel"), 0)
+
+    def compiled(self):
+        self.programs = {name: Program(None, memory, 1, fp8) for name in self.arms}
+
+    def trained(self):
+        def run_of(name, seed):
+            # One seed alone may be worse: the mean of the differences counts.
+            loss = 1.3 + 0.1 * seed + differences.get(name, 0.01) + (0.03 * (seed - 1) if name != "bf16" else 0)
+            return Run(step_ms=[9.0, 1.0], train_losses=[4.0, loss], validation=[(2, loss)])
+
+        return [{name: run_of(name, seed) for name in self.arms} for seed in range(self.args.seeds)]
+
+    differences = {"bf16": 0.0} | differences
+    monkeypatch.setattr(command.Comparison, "compile", compiled)
+    monkeypatch.setattr(command.Comparison, "train", trained)
+    arguments = ["--steps", "1000", "--seeds", "3", *options, "--out", str(tmp_path / "proof.png")]
+    assert command.main(arguments) == (1 if verdict == "FAIL" else 0)
+    last = capsys.readouterr().out.splitlines()[-1]
+    if verdict is None:
+        assert not last.startswith(("PASS", "FAIL"))
+    else:
+        assert last.startswith(f"{verdict}: ") and all(f"{name} " in last for name in FP8_ARMS)
+
+
+def test_how_products_ran():
+    """What a GPU's programs hold is told apart."""
+
+    def program(**counts):
+        names = ("products", "products_by_kernel", "products_by_xla", "quantizers", "quantizers_by_kernel")
+        return Program(None, None, 0, dict.fromkeys(names, 0) | counts)
+
+    assert program().how() == "no FP8"
+    how = program(products=12, products_by_kernel=12, quantizers=20, quantizers_by_kernel=8).how()
+    assert how == "12 products by custom calls (cuBLASLt); 8 quantizers by custom calls, 12 in jnp"
+    how = program(products=12, products_by_xla=9, quantizers=4).how()
+    assert how == "9 products by XLA's own FP8 rewriting, 3 products of widened codes by XLA:CPU; 4 in jnp"
+    assert program().peak_bytes is None and _report._mib(None) == "-"

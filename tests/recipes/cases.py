@@ -1,0 +1,270 @@
+"""Recipes and what each must give: a whole product, forward and backward, in numpy and ml_dtypes.
+
+A product is the matrices x `[m, k]`, kernel `[n, k]` and grad `[m, n]`. Each is quantized along what the product that
+reads it contracts, so twice, by a `Rule` that knows nothing of the package.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import oracle
+import oracle_blocks
+from oracle import BF16, E4M3, E5M2, F16, F32, Format
+
+import jaxfp8
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How a recipe scales: `tile` for x and grad, `square` for the kernel if that has others; None is the tensor."""
+
+    tile: tuple | None = None
+    square: tuple | None = None
+    forward: Format = E4M3
+    backward: Format = E5M2
+    scale: str = "f32"
+    rounding: str = "ceil"
+    power_2_scale: bool = False
+
+    def quantize(self, x, block, fmt):
+        """`Codes` of matrices `[batch, rows, cols]`; one scale for a whole tensor is that of all of them."""
+        if block is None:
+            sf, scale_inv = oracle.scale_pair(oracle.amax(x), 1, fmt.max)
+            if self.power_2_scale:
+                sf = F32(np.ldexp(0.5, np.frexp(sf)[1]))
+                scale_inv = F32(1 / np.float64(sf))
+            return Codes(oracle.quantize(x, sf, fmt)[0], np.broadcast_to(scale_inv, (len(x), 1)), None)
+        options = {"scale": self.scale, "rounding": self.rounding, "power_2_scale": self.power_2_scale}
+        codes, scales = zip(*(oracle_blocks.quantize(one, fmt, block, **options) for one in x), strict=True)
+        return Codes(np.stack(codes), np.stack(scales), block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """Matrices of codes `[batch, rows, contract]` and their scales."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    block: tuple | None
+
+    def by(self, other: "Codes", out_dtype, bias=None) -> oracle.Product:
+        """`self @ other.T` of each pair of matrices."""
+        biases = [None] * len(self.codes) if bias is None else bias
+        blocks = {"a_block": self.block, "b_block": other.block, "out_dtype": out_dtype}
+        parts = zip(self.codes, other.codes, self.scales, other.scales, biases, strict=True)
+        made = [oracle_blocks.matmul(a, b, s, t, bias=bias, **blocks) for a, b, s, t, bias in parts]
+        return oracle.Product(*(np.stack([getattr(one, name) for one in made]) for name in ("exact", "bound")))
+
+
+def sum_of(products):
+    """Errors add, and each of the additions, in f32, rounds a partial sum once."""
+    total = sum(np.abs(p.exact) + p.bound for p in products)
+    return oracle.Product(
+        sum(p.exact for p in products), sum(p.bound for p in products) + len(products) * oracle.PRECISE * total
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A whole product: the codes that each of its three GEMMs reads, `name -> (a, b)`, and the results."""
+
+    codes: dict[str, tuple[Codes, Codes]]
+    y: oracle.Product
+    dx: oracle.Product
+    dkernel: oracle.Product
+
+
+def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32) -> Step:
+    """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad `[batch, m, n]`, in grad's dtype."""
+    square = rule.square or rule.tile
+    x_last, x_first = (rule.quantize(of, rule.tile, rule.forward) for of in (x, x.swapaxes(1, 2)))
+    k_last, k_first = (rule.quantize(of, square, rule.forward) for of in (kernel, kernel.swapaxes(1, 2)))
+    g_rows, g_cols = (rule.quantize(of, rule.tile, rule.backward) for of in (grad, grad.swapaxes(1, 2)))
+    return Step(
+        {"fprop": (x_last, k_last), "dgrad": (g_rows, k_first), "wgrad": (x_first, g_cols)},
+        y=x_last.by(k_last, grad.dtype, None if bias is None else bias.astype(grad.dtype)),
+        dx=g_rows.by(k_first, x_dtype),
+        dkernel=g_cols.by(x_first, kernel_dtype),
+    )
+
+
+CURRENT, ROWWISE = Rule(), Rule((1, None))
+BLOCK = Rule((1, 128), (128, 128), backward=E4M3)
+MX = Rule((1, 32), backward=E4M3, scale="e8m0")
+
+
+def _with(rule, **fields):
+    return dataclasses.replace(rule, **fields)
+
+
+_E4M3, _HYBRID, _E5M2 = (
+    {"backward": E4M3},
+    {"backward": E5M2},
+    {"forward": E5M2, "backward": E5M2},
+)
+# name -> (recipe, rule)
+RECIPES = {
+    "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
+    "current e4m3": (jaxfp8.Float8CurrentScaling(jaxfp8.E4M3), _with(CURRENT, **_E4M3)),
+    "current power_2": (jaxfp8.Float8CurrentScaling(power_2_scale=True), _with(CURRENT, power_2_scale=True)),
+    "rowwise": (jaxfp8.Float8RowwiseScaling(), ROWWISE),
+    "rowwise e4m3 power_2": (
+        jaxfp8.Float8RowwiseScaling(jaxfp8.E4M3, power_2_scale=True),
+        _with(ROWWISE, **_E4M3, power_2_scale=True),
+    ),
+    "block": (jaxfp8.Float8BlockScaling(), BLOCK),
+    "block hybrid power_2": (
+        jaxfp8.Float8BlockScaling(jaxfp8.HYBRID, power_2_scale=True),
+        _with(BLOCK, **_HYBRID, power_2_scale=True),
+    ),
+    "mx": (jaxfp8.MXFP8BlockScaling(), MX),
+    "mx hybrid": (jaxfp8.MXFP8BlockScaling(jaxfp8.HYBRID), _with(MX, **_HYBRID)),
+    "mx floor": (jaxfp8.MXFP8BlockScaling(rounding="floor"), _with(MX, rounding="floor")),
+    "mx e5m2 floor": (
+        jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"),
+        _with(MX, **_E5M2, rounding="floor"),
+    ),
+}
+# One of each kind, where how numbers are rounded does not matter.
+KINDS = ("current", "rowwise", "block", "mx")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shapes:
+    """A `lax.dot_general`, and how its operands become matrices: an einsum of single dimensions.
+
+    `x`, `kernel` and `y` name the dimensions of the arrays, and b, m, k and n in `order` those that make the batch, the
+    rows of x, what is contracted and the columns, one after the other.
+    """
+
+    x: str
+    kernel: str
+    sizes: dict
+    order: dict
+    x_dtype: type = F32
+    kernel_dtype: type = F32
+    out_dtype: type | None = None
+    bias: bool = False
+
+    @property
+    def y(self) -> str:
+        return self.order.get("b", "") + self.order.get("m", "") + self.order["n"]
+
+    @property
+    def dimension_numbers(self):
+        contract, batch = self.order["k"], self.order.get("b", "")
+        return tuple(
+            tuple(tuple(of.index(d) for d in dims) for of in (self.x, self.kernel)) for dims in (contract, batch)
+        )
+
+    def arrays(self, seed=0):
+        """x, kernel, grad of y, and bias or None; sizes differ by row and column, and some numbers are large."""
+        rng = np.random.default_rng(seed)
+
+        def array(names, dtype, size=1.0):
+            shape = [self.sizes[d] for d in names]
+            values = rng.standard_normal(shape) * size
+            for axis in range(len(shape)):
+                values *= np.expand_dims(
+                    2.0 ** rng.integers(-2, 3, shape[axis]), [a for a in range(len(shape)) if a != axis]
+                )
+            return values.astype(dtype)
+
+        out = self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)
+        bias = array(self.order["n"], self.kernel_dtype) if self.bias else None
+        return array(self.x, self.x_dtype), array(self.kernel, self.kernel_dtype), array(self.y, out, 2.0**-6), bias
+
+    def matrices(self, array, names, *kinds):
+        """An array with dimensions `names` as `[batch, ...]`, one dimension for each kind."""
+        dims = [self.order.get(kind, "") for kind in ("b", *kinds)]
+        ordered = np.einsum(f"{names}->{''.join(dims)}", array.astype(np.float64)).astype(array.dtype)
+        return ordered.reshape([int(np.prod([self.sizes[d] for d in part])) for part in dims])
+
+    def expected(self, rule, x, kernel, grad, bias=None) -> Step:
+        if bias is not None:
+            batch = int(np.prod([self.sizes[d] for d in self.order.get("b", "")]))
+            bias = np.broadcast_to(bias.reshape(-1), (batch, bias.size))
+        return step(
+            rule,
+            self.matrices(x, self.x, "m", "k"),
+            self.matrices(kernel, self.kernel, "n", "k"),
+            self.matrices(grad, self.y, "m", "n"),
+            bias=bias,
+            x_dtype=self.x_dtype,
+            kernel_dtype=self.kernel_dtype,
+        )
+
+    def check(self, wanted: Step, y, dx, dkernel, what=""):
+        """Raises AssertionError unless arrays are what the matrices of the oracle say, within its bounds."""
+        for name, got, names, kinds, dtype in (
+            ("y", y, self.y, "mn", self.out_dtype or np.promote_types(self.x_dtype, self.kernel_dtype)),
+            ("dx", dx, self.x, "mk", self.x_dtype),
+            ("dkernel", dkernel, self.kernel, "nk", self.kernel_dtype),
+        ):
+            assert got.dtype == dtype and got.shape == tuple(self.sizes[d] for d in names), (what, name, got.shape)
+            getattr(wanted, name).check(self.matrices(np.asarray(got), names, *kinds), f"{what}: {name}")
+
+
+def dense(m, k, n, **options):
+    """x `[m, k]`, kernel `[k, n]`."""
+    return Shapes("mk", "kn", {"m": m, "k": k, "n": n}, {"m": "m", "k": "k", "n": "n"}, **options)
+
+
+SHAPES = {
+    "7x5x3": dense(7, 5, 3),
+    "ragged": dense(217, 41, 70),
+    "blocks": dense(40, 130, 70, x_dtype=BF16, out_dtype=BF16),
+    "f16": dense(9, 70, 5, x_dtype=F16, kernel_dtype=F16, bias=True),
+    "bias": dense(130, 33, 7, x_dtype=BF16, out_dtype=BF16, bias=True),
+    "matrix by vector": Shapes("mk", "k", {"m": 6, "k": 40}, {"m": "m", "k": "k", "n": ""}),
+    "both transposed": Shapes("km", "nk", {"m": 35, "k": 40, "n": 6}, {"m": "m", "k": "k", "n": "n"}),
+    "batch": Shapes("bmk", "bkn", {"b": 3, "m": 6, "k": 40, "n": 9}, {"b": "b", "m": "m", "k": "k", "n": "n"}),
+    "batch inside": Shapes(
+        "mbkc", "nbck", {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4}, {"b": "bc", "m": "m", "k": "k", "n": "n"}
+    ),
+    "rows of two": Shapes(
+        "abk", "kno", {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5}, {"m": "ab", "k": "k", "n": "no"}, bias=True
+    ),
+    "contracts two": Shapes(
+        "mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}, kernel_dtype=F32
+    ),
+    "contracts two, crossed": Shapes("mjk", "kjn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
+    "transpose between": Shapes("jmk", "nkj", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
+}
+
+
+def product(shapes: Shapes, recipe):
+    """`(x, kernel, bias or None) -> y` of the package."""
+    return functools.partial(_product, shapes, recipe)
+
+
+def _product(shapes, recipe, x, kernel, bias=None):
+    return jaxfp8.dot_general(
+        x,
+        kernel,
+        shapes.dimension_numbers,
+        recipe=recipe,
+        bias=bias,
+        preferred_element_type=shapes.out_dtype,
+    )
+
+
+@functools.cache
+def compiled(shapes, recipe):
+    """`(x, kernel, grad, bias or None) -> (y, dx, dkernel, dbias or None)`: one program for all values."""
+
+    @jax.jit
+    def both(x, kernel, grad, bias):
+        y, vjp = jax.vjp(product(shapes, recipe), x, kernel, bias)
+        return y, *vjp(grad)
+
+    return both
+
+
+def run(shapes, recipe, x, kernel, grad, bias=None):
+    """`(y, dx, dkernel, dbias or None)`, jitted."""
+    return compiled(shapes, recipe)(x, kernel, grad, bias)

@@ -1,0 +1,227 @@
+"""`jaxfp8.autocast`: which recipe a layer has, what state that makes, and when a program is traced anew."""
+
+import functools
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.linen
+import jaxfp8.nnx
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+K, N = 40, 6
+MATMUL = (((1,), (0,)), ((), ()))
+CURRENT, MX, ROWWISE = jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8RowwiseScaling()
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=2)
+RNG = np.random.default_rng(0)
+X = (RNG.standard_normal((8, K)) * 2.0 ** RNG.integers(-3, 4, (8, K))).astype(np.float32)
+
+
+def layer(recipe=None):
+    return jaxfp8.linen.Dense(N, use_bias=False, recipe=recipe)
+
+
+PARAMS = {"params": layer(CURRENT).init(jax.random.key(0), X)["params"]}
+KERNEL = PARAMS["params"]["kernel"]
+
+
+def of(recipe):
+    """What a layer gives that runs this recipe; None is high precision."""
+    if recipe is None:
+        return X @ KERNEL
+    state = jaxfp8.DotGeneralState(None, None, None)
+    return jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe, state=state)
+
+
+# What delayed scaling gives without state: its scales are those of the tensors at hand.
+WITHOUT_STATE = CURRENT
+
+
+def assert_runs(recipe, model=None, variables=PARAMS):
+    y = (model or layer()).apply(variables, X)
+    np.testing.assert_array_equal(y, of(recipe))
+    for other in (CURRENT, MX, ROWWISE, None):
+        if other != recipe:
+            assert np.any(y != of(other)), other
+
+
+def test_regions():
+    """Nested regions: the innermost wins, and outside all is as before; an error leaves a region too."""
+    assert_runs(WITHOUT_STATE)
+    with jaxfp8.autocast(MX):
+        assert_runs(MX)
+        with jaxfp8.autocast(ROWWISE):
+            assert_runs(ROWWISE)
+            with jaxfp8.autocast(enabled=False):
+                assert_runs(None)
+                with jaxfp8.autocast(MX):
+                    assert_runs(MX)
+            assert_runs(ROWWISE)
+        with jaxfp8.autocast():
+            assert_runs(WITHOUT_STATE)
+        with pytest.raises(KeyError), jaxfp8.autocast(CURRENT):
+            raise KeyError
+        assert_runs(MX)
+    assert_runs(WITHOUT_STATE)
+
+
+def flax_layer(recipe=None):
+    return nn.Dense(N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
+
+
+@pytest.mark.parametrize("make", [layer, flax_layer], ids=["ours", "nn.Dense"])
+def test_layers_that_name_their_recipe(make):
+    """They keep it; only a region without FP8 wins over it. HighPrecision is a name too."""
+    with jaxfp8.autocast(MX):
+        assert_runs(ROWWISE, make(ROWWISE))
+        assert_runs(MX, make())
+        assert_runs(None, make(jaxfp8.HighPrecision()))
+        with jaxfp8.autocast(CURRENT, enabled=False):
+            assert_runs(None, make(ROWWISE))
+            assert_runs(None, make())
+    assert_runs(ROWWISE, make(ROWWISE))
+    assert_runs(None, make(jaxfp8.HighPrecision()))
+
+
+def test_fields_of_flax_name_a_recipe():
+    """`amax_history_length` and the dtypes say delayed scaling: no region changes that."""
+    dense = nn.Dense(N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(amax_history_length=4))
+    with jaxfp8.autocast(MX):
+        variables = dense.init(jax.random.key(0), X)
+    assert variables[OWG]["Fp8DotGeneral_0"]["input_amax_history"].shape == (4,)
+
+
+def test_state_is_that_of_the_region():
+    init = layer().init
+    assert OWG in init(jax.random.key(0), X)
+    with jaxfp8.autocast(DELAYED):
+        state = init(jax.random.key(0), X)[OWG]["Fp8DotGeneral_0"]
+        assert state["input_amax_history"].shape == (2,)
+    for options in ({"recipe": MX}, {"recipe": jaxfp8.HighPrecision()}, {"enabled": False}):
+        with jaxfp8.autocast(**options):
+            assert list(init(jax.random.key(0), X)) == ["params"]
+
+
+def test_disabled_leaves_state_alone():
+    """Not created, not read, not written: its cotangent is zero, which is "not touched"."""
+    model = layer(DELAYED)
+    variables = model.init(jax.random.key(0), X)
+
+    def gradient(variables):
+        return jax.grad(lambda variables: jnp.sum(jnp.sin(model.apply(variables, X))))(variables)
+
+    variables = jaxfp8.update_state(variables, gradient(variables))
+    with jaxfp8.autocast(enabled=False):
+        np.testing.assert_array_equal(model.apply(variables, X), X @ variables["params"]["kernel"])
+        new = gradient(variables)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(new[OWG]))
+    kept = jaxfp8.update_state(variables, new)
+    for a, b in zip(*(jax.tree.leaves(tree[OWG]) for tree in (kept, variables)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_jit_caches():
+    """Another region is another program, the same one is not, and equal recipes are one."""
+    traces = []
+
+    @jax.jit
+    def step(variables):
+        traces.append(None)
+        return jax.value_and_grad(lambda variables: jnp.sum(layer().apply(variables, X) ** 2))(variables)
+
+    regions = {
+        "none": None,
+        "mx": {"recipe": MX},
+        "rowwise": {"recipe": ROWWISE},
+        "disabled": {"enabled": False},
+    }
+    values = {}
+    for turn in range(2):
+        for i, (name, options) in enumerate(regions.items()):
+            if options is None:
+                value = step(PARAMS)
+            else:
+                with jaxfp8.autocast(**options):
+                    value = step(PARAMS)
+            assert len(traces) == (len(regions) if turn else i + 1), name
+            assert values.setdefault(name, float(value[0])) == float(value[0])
+    assert len(set(values.values())) == len(regions)
+    with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
+        step(PARAMS)
+    assert len(traces) == len(regions)
+
+
+def test_the_region_at_the_call_counts():
+    """Not the one in which a function was jitted, and not the one in which its backward runs."""
+    with jaxfp8.autocast(ROWWISE):
+        run = jax.jit(lambda x: layer().apply(PARAMS, x))
+    with jaxfp8.autocast(MX):
+        np.testing.assert_array_equal(run(X), of(MX))
+        _, vjp = jax.vjp(lambda x: layer().apply(PARAMS, x), X)
+    with jaxfp8.autocast(enabled=False):
+        (dx,) = vjp(np.ones((len(X), N), np.float32))
+    _, wanted = jax.vjp(lambda x: jaxfp8.dot_general(x, KERNEL, MATMUL, recipe=MX), X)
+    np.testing.assert_array_equal(dx, wanted(np.ones((len(X), N), np.float32))[0])
+
+
+def test_threads():
+    """A region is that of its thread."""
+    found = {}
+
+    def run(name, recipe, mine, others):
+        with jaxfp8.autocast(recipe):
+            mine.set()
+            others.wait(60)
+            found[name] = np.asarray(layer().apply(PARAMS, X))
+
+    events = threading.Event(), threading.Event()
+    threads = [
+        threading.Thread(target=run, args=("mx", MX, *events)),
+        threading.Thread(target=run, args=("rowwise", ROWWISE, *events[::-1])),
+    ]
+    with jaxfp8.autocast(enabled=False):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_runs(None)
+    np.testing.assert_array_equal(found["mx"], of(MX))
+    np.testing.assert_array_equal(found["rowwise"], of(ROWWISE))
+
+
+def test_nnx():
+    """NNX layers make their state where they are made, and say so when a region wants other state."""
+
+    def linear(recipe=None):
+        module = jaxfp8.nnx.Linear(K, N, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0))
+        module.kernel.set_value(KERNEL)
+        return module
+
+    with jaxfp8.autocast(MX):
+        made_for_mx = linear()
+        assert not jax.tree.leaves(nnx.state(made_for_mx, jaxfp8.nnx.OverwriteWithGradient))
+    np.testing.assert_array_equal(made_for_mx(X), of(MX))
+    with jaxfp8.autocast(ROWWISE):
+        np.testing.assert_array_equal(made_for_mx(X), of(ROWWISE))
+    with jaxfp8.autocast(DELAYED), pytest.raises(ValueError, match="has state 'input_amax_history'.* does not"):
+        made_for_mx(X)
+    with jaxfp8.autocast(ROWWISE), jaxfp8.autocast(enabled=False):
+        assert not jax.tree.leaves(nnx.state(linear(DELAYED), jaxfp8.nnx.OverwriteWithGradient))
+        np.testing.assert_array_equal(made_for_mx(X), of(None))
+    with jaxfp8.autocast(MX):
+        np.testing.assert_array_equal(linear(ROWWISE)(X), of(ROWWISE))
+
+
+WRONG = [({"recipe": "mx"}, "recipe"), ({"recipe": jaxfp8.MXFP8BlockScaling}, "recipe"), ({"enabled": 1}, "enabled")]
+
+
+@pytest.mark.parametrize("options, name", WRONG, ids=["string", "class", "no bool"])
+def test_errors(options, name):
+    with pytest.raises(TypeError, match=f"autocast: {name}: expected"), jaxfp8.autocast(**options):
+        pass

@@ -1,0 +1,399 @@
+"""CustomRecipe: who is asked for what, which codes each product reads, stock quantizers by themselves and mixed."""
+
+import dataclasses
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_blocks
+import pytest
+from flax import nnx
+
+import jaxfp8
+from recipes import grids
+from recipes.grids import MATMUL, ROLES, Grid, TwoGrids
+
+
+def recipe_of(quantizers: dict, **options):
+    return jaxfp8.CustomRecipe(lambda role: quantizers.get(role), **options)
+
+
+def run(recipe, x, kernel, grad, state=None, dimension_numbers=MATMUL, **options):
+    """(y, dx, dkernel, next state)."""
+
+    def product(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, dimension_numbers, recipe=recipe, state=state, **options)
+
+    y, vjp = jax.vjp(product, x, kernel, jaxfp8.init_state(recipe) if state is None else state)
+    return y, *vjp(jnp.asarray(grad, y.dtype))
+
+
+def assert_layer(got, expected):
+    for name, g, e in zip(("y", "dx", "dkernel"), got, expected, strict=False):
+        oracle.assert_bitwise(np.asarray(g) + 0, np.asarray(e, np.asarray(g).dtype) + 0, name)  # zeros without a sign
+
+
+# Roles ----------------------------------------------------------------------------------------------------------------
+
+
+def test_each_role_is_asked_for_once():
+    asked = []
+    recipe = jaxfp8.CustomRecipe(lambda role: asked.append(role))
+    for _ in range(2):
+        run(recipe, *grids.data())
+    assert sorted(asked) == sorted(ROLES)
+
+
+STEPS = {"linear_input": 16, "linear_weight": 8, "linear_grad_output": 4}
+
+
+@pytest.mark.parametrize("quantized", list(itertools.product([False, True], repeat=3)))
+def test_none_keeps_a_tensor_as_it_is(quantized):
+    steps = {role: s for (role, s), wanted in zip(STEPS.items(), quantized, strict=True) if wanted}
+    got = run(recipe_of({role: Grid(s) for role, s in steps.items()}), *grids.data())
+    assert_layer(got, grids.layer(*grids.data(), steps))
+
+
+def test_results_are_quantized_and_dequantized():
+    steps = STEPS | {"linear_output": 2, "linear_grad_input": 1}
+    got = run(recipe_of({role: Grid(s) for role, s in steps.items()}), *grids.data())
+    assert_layer(got, grids.layer(*grids.data(), steps))
+
+
+def test_each_product_reads_its_own_codes():
+    steps, steps_t = STEPS, {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+    got = run(recipe_of({role: TwoGrids(steps[role], steps_t[role]) for role in steps}), *grids.data())
+    assert_layer(got, grids.layer(*grids.data(), steps, steps_t))
+
+
+def test_codes_of_the_order_in_which_they_are_contracted():
+    """`x.T @ kernel.T`: rows of x are contracted. A quantizer sees `[m, k]` and `[n, k]` all the same."""
+    steps_t = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+    x, kernel, grad = grids.data()
+    recipe = recipe_of({role: TwoGrids(STEPS[role], steps_t[role]) for role in STEPS})
+    y, dx, dkernel, _ = run(recipe, x.T, kernel.T, grad, dimension_numbers=(((0,), (1,)), ((), ())))
+    assert_layer((y, dx.T, dkernel.T), grids.layer(x, kernel, grad, STEPS, steps_t))
+
+
+def test_einsum():
+    x, kernel, grad = grids.fractions((2, 3, 10), 0), grids.fractions((10, 2, 4), 1), grids.fractions((2, 3, 2, 4), 2)
+    recipe = recipe_of({role: Grid(s) for role, s in STEPS.items()})
+    y, vjp = jax.vjp(lambda x, w: jaxfp8.einsum("abk,khd->abhd", x, w, recipe=recipe), x, kernel)
+    expected = grids.layer(x.reshape(6, 10), kernel.reshape(10, 8), grad.reshape(6, 8), STEPS)
+    shapes = y.shape, x.shape, kernel.shape
+    assert_layer((y, *vjp(grad)), [e.reshape(s) for e, s in zip(expected, shapes, strict=True)])
+
+
+def test_batches_are_matrices():
+    """A batch dimension, and members under vmap: each a matrix, each as it is alone."""
+    steps_t = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+    recipe = recipe_of({role: TwoGrids(STEPS[role], steps_t[role]) for role in STEPS})
+    x, kernel, grad = (np.stack(arrays) for arrays in zip(*(grids.data(seed) for seed in (0, 7, 9)), strict=True))
+    each = [grids.layer(*arrays, STEPS, steps_t) for arrays in zip(x, kernel, grad, strict=True)]
+    expected = [np.stack(arrays) for arrays in zip(*each, strict=True)]
+    assert_layer(run(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,)))), expected)
+    assert_layer(jax.jit(jax.vmap(lambda *arrays: run(recipe, *arrays)[:3]))(x, kernel, grad), expected)
+
+
+# The quantizer's own product ------------------------------------------------------------------------------------------
+
+SEEN = []
+FACTORS = {"fprop": 1, "dgrad": 2, "wgrad": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnProduct(TwoGrids):
+    """Multiplies by a number that tells the products apart."""
+
+    name: str = ""
+
+    def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w):
+        shapes = tuple(None if a is None else a.shape for a in (qx, qw, sx, sw))
+        SEEN.append((self.name, str(gemm_type), shapes, qx.dtype.name, qw.dtype.name))
+        assert qresult_x.data is qx and qresult_w.data is qw
+        assert qresult_x.scale_inv is sx and qresult_w.scale_inv is sw
+        assert out_dtype == jnp.float32 and gemm_type is jaxfp8.GEMMType(str(gemm_type))
+        a = qx.astype(jnp.float32) * (1 if sx is None else sx)
+        b = qw.astype(jnp.float32) * (1 if sw is None else sw)
+        return (a @ b.T) * FACTORS[gemm_type]
+
+
+def seen_in(recipe, *arrays, **options):
+    SEEN.clear()
+    got = run(recipe, *arrays, **options)
+    return got, sorted(set(SEEN))
+
+
+STEPS_T = {"linear_input": 1, "linear_weight": 32, "linear_grad_output": 2}
+
+
+def test_qgemm_gets_every_product():
+    recipe = recipe_of({role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS})
+    got, seen = seen_in(recipe, *grids.data())
+    m, k, n = grids.M, grids.K, grids.N
+    assert seen == [
+        ("linear_grad_output", "dgrad", ((m, n), (k, n), (m, 1), (k, 1)), "int16", "int16"),
+        ("linear_input", "fprop", ((m, k), (n, k), (m, 1), (n, 1)), "int16", "int16"),
+        ("linear_input", "wgrad", ((k, m), (n, m), (k, 1), (n, 1)), "int16", "int16"),
+    ]
+    expected = grids.layer(*grids.data(), STEPS, STEPS_T)
+    assert_layer(got, [e * factor for e, factor in zip(expected, FACTORS.values(), strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("owner", "products"),
+    [("linear_input", "fprop wgrad"), ("linear_weight", "fprop dgrad"), ("linear_grad_output", "dgrad wgrad")],
+)
+@pytest.mark.parametrize("others", [True, False], ids=["codes", "high-precision"])
+def test_qgemm_gets_the_products_of_its_quantizer(owner, products, others):
+    """Of the others there are codes, or there are none: then their scales are None."""
+    quantizers = {role: TwoGrids(STEPS[role], STEPS_T[role]) for role in STEPS} if others else {}
+    quantizers[owner] = OwnProduct(STEPS[owner], STEPS_T[owner], owner)
+    got, seen = seen_in(recipe_of(quantizers), *grids.data())
+    assert [(name, kind) for name, kind, *_ in seen] == [(owner, kind) for kind in sorted(products.split())]
+    without_scales = sum(shapes[2:].count(None) for _, _, shapes, *_ in seen)
+    assert without_scales == (0 if others else 2)
+    steps = STEPS if others else {owner: STEPS[owner]}
+    expected = grids.layer(*grids.data(), steps, {role: STEPS_T[role] for role in steps})
+    factors = [factor if kind in products else 1 for kind, factor in FACTORS.items()]
+    assert_layer(got, [e * factor for e, factor in zip(expected, factors, strict=True)])
+
+
+def test_qgemm_with_a_bias_and_a_batch():
+    recipe = recipe_of({role: OwnProduct(STEPS[role], STEPS_T[role], role) for role in STEPS})
+    x, kernel, grad = (np.stack([a, 2 * a]) for a in grids.data())
+    bias = grids.fractions((grids.N,), 5)
+    expected = [grids.layer(*arrays, STEPS, STEPS_T) for arrays in zip(x, kernel, grad, strict=True)]
+    expected = [np.stack(arrays) * f for arrays, f in zip(zip(*expected, strict=True), (1, 2, 4), strict=True)]
+    expected[0] = expected[0] + bias
+    got, seen = seen_in(recipe, x, kernel, grad, dimension_numbers=(((2,), (1,)), ((0,), (0,))), bias=bias)
+    assert_layer(got, expected)
+    assert all(len(shape) == 2 for _, _, shapes, *_ in seen for shape in shapes)
+
+
+# Stock quantizers -----------------------------------------------------------------------------------------------------
+
+STOCK = [
+    jaxfp8.DelayedScaling(amax_history_len=3),
+    jaxfp8.DelayedScaling(amax_history_len=3, first_step="current", margin=1),
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.Float8RowwiseScaling(),
+    jaxfp8.Float8BlockScaling(),
+    jaxfp8.MXFP8BlockScaling(rounding="floor"),
+]
+
+
+def floats(seed, m=5, k=70, n=33, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((m, k), (k, n), (m, n))]
+
+
+@pytest.mark.parametrize("stock", STOCK, ids=lambda recipe: type(recipe).__name__)
+def test_stock_quantizers_are_the_stock_recipe(stock):
+    """Results and next states, to the bit, over three steps."""
+    roles = ("linear_input", "linear_weight", "linear_grad_output")
+    custom = recipe_of(dict(zip(roles, stock.quantizers(), strict=True)))
+    states = [jaxfp8.init_state(recipe) for recipe in (stock, custom)]
+    for step in range(3):
+        (*got, states[0]), (*expected, states[1]) = (
+            run(recipe, *floats(step), state=state) for recipe, state in zip((stock, custom), states, strict=True)
+        )
+        for name, a, b in zip(("y", "dx", "dkernel"), got, expected, strict=True):
+            oracle.assert_bitwise(a, b, f"step {step}: {name}")
+        for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+            oracle.assert_bitwise(a, b, f"step {step}: state")
+
+
+def test_current_scaling_forward_and_mxfp8_backward():
+    quantizer = jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+    recipe = recipe_of(
+        {
+            "linear_input": quantizer,
+            "linear_weight": quantizer,
+            "linear_grad_output": jaxfp8.MXFP8Quantizer(fp8_dtype=jnp.float8_e5m2),
+        }
+    )
+    x, kernel, grad = floats(0, m=66, dtype=jnp.float32)
+    y, dx, dkernel, _ = run(recipe, x, kernel, grad)
+    whole, tile = (None, None), (1, 32)
+    a, b = (oracle_blocks.quantize(np.asarray(t), oracle.E4M3, whole) for t in (x, kernel.T))
+    g, g_t = (oracle_blocks.quantize(np.asarray(t), oracle.E5M2, tile, scale="e8m0") for t in (grad, grad.T))
+
+    def product(a, b, **blocks):
+        # Fast accumulation exists on Hopper and Ada only; the bound of precise ones holds for none of them.
+        return oracle_blocks.matmul(a[0], b[0], a[1], b[1], **blocks)
+
+    def transposed(q):
+        return q[0].T, q[1]
+
+    product(a, b, a_block=whole, b_block=whole).check(y, "y")
+    product(g, transposed(b), a_block=tile, b_block=whole).check(dx, "dx")
+    product(transposed(a), g_t, a_block=whole, b_block=tile).check(dkernel, "dkernel")
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_layers(framework):
+    recipe = recipe_of({role: Grid(s) for role, s in STEPS.items()})
+    x, kernel, grad = grids.data()
+    if framework == "linen":
+        layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=recipe))
+        assert set(layer.init(jax.random.key(0), x)) == {"params"}, "no state, no collection"
+        y, vjp = jax.vjp(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x), x, kernel)
+    else:
+        fp8 = jaxfp8.nnx.Fp8DotGeneral(recipe)
+        layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
+        assert not jax.tree.leaves(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))
+        graph, params = nnx.split(layer)
+        y, vjp = jax.vjp(lambda x, k: nnx.merge(graph, jax.tree.map(lambda _: k, params))(x), x, kernel)
+    assert_layer((y, *vjp(grad)), grids.layer(x, kernel, grad, STEPS))
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("qfactory", "message"),
+    [
+        (lambda role: Grid, "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input'.*it is the class, call"),
+        (lambda role: "e4m3", "qfactory: expected a jaxfp8.Quantizer or None for 'linear_input', got 'e4m3'"),
+        (Grid, "qfactory: expected a function of a role"),
+        ("int6", "qfactory: expected a function of a role"),
+        ({}, "qfactory: expected a function of a role"),
+    ],
+)
+def test_qfactory_that_is_none(qfactory, message):
+    with pytest.raises(TypeError, match=message):
+        run(jaxfp8.CustomRecipe(qfactory), *grids.data())
+
+
+def test_recipe_that_is_the_class():
+    with pytest.raises(TypeError, match="recipe: expected a recipe.*call the class"):
+        jaxfp8.dot_general(*grids.data()[:2], MATMUL, recipe=jaxfp8.CustomRecipe)
+
+
+@dataclasses.dataclass
+class Mutable(jaxfp8.Quantizer):  # has == and so no hash
+    steps: int = 1
+
+
+def test_quantizer_without_a_hash():
+    with pytest.raises(TypeError, match="a quantizer with a hash.*Mutable.*frozen=True"):
+        run(jaxfp8.CustomRecipe(lambda role: Mutable()), *grids.data())
+
+
+def test_qfactory_without_a_hash():
+    @dataclasses.dataclass
+    class Factory:
+        steps: int = 1
+
+        def __call__(self, role):
+            return Grid(self.steps)
+
+    with pytest.raises(TypeError, match="CustomRecipe: qfactory: expected a function that hashes"):
+        jaxfp8.CustomRecipe(Factory())
+
+
+def wrong(quantize, init=None, qgemm=None):
+    """A recipe whose quantizer of x does this."""
+    methods = {"quantize": quantize} | ({"init": init} if init else {}) | ({"qgemm": qgemm} if qgemm else {})
+    quantizer = type("Wrong", (jaxfp8.Quantizer,), methods)()
+    return jaxfp8.CustomRecipe(lambda role: quantizer if role == "linear_input" else None)
+
+
+def codes(x):
+    return jnp.round(x).astype(jnp.int8)
+
+
+ONE = np.ones((1,), np.float32)
+Q = jaxfp8.QTensor
+
+
+@pytest.mark.parametrize(
+    ("quantize", "error", "message"),
+    [
+        (lambda self, x, state: Q(codes(x), ONE), TypeError, r"Wrong.quantize: expected \(QTensor, state\)"),
+        (lambda self, x, state: (codes(x), state), TypeError, "Wrong.quantize: expected .* in place of the QTensor"),
+        (lambda self, x, state: (Q(codes(x.T), ONE), state), ValueError, r"Wrong.quantize: data: .*\(6, 10\)"),
+        (
+            lambda self, x, state: (Q(codes(x), ONE, codes(x)), state),
+            ValueError,
+            r"Wrong.quantize: data_t: expected \(10, 6\)",
+        ),
+        (lambda self, x, state: (Q(codes(x), None), state), TypeError, "Wrong.quantize: scale_inv: expected"),
+        (lambda self, x, state: (Q(codes(x), 1.0), state), TypeError, "Wrong.quantize: scale_inv: expected"),
+        (
+            lambda self, x, state: (Q(codes(x), jnp.ones((5, 1)), block=(1, None)), state),
+            ValueError,
+            r"Wrong.quantize: scale_inv: expected \(6, 1\).*got \(5, 1\)",
+        ),
+        (
+            lambda self, x, state: (
+                Q(codes(x), jnp.ones((6, 1)), codes(x).T, jnp.ones((6, 1)), block=(1, None)),
+                state,
+            ),
+            ValueError,
+            r"Wrong.quantize: scale_inv_t: expected \(10, 1\)",
+        ),
+        (
+            lambda self, x, state: (Q(codes(x), ONE, None, ONE), state),
+            ValueError,
+            "Wrong.quantize: scale_inv_t: expected data_t",
+        ),
+        (
+            lambda self, x, state: (Q(codes(x), jnp.ones((6, 1, 1))), state),
+            ValueError,
+            r"Wrong.quantize: scale_inv: expected .*\(6, 1, 1\)",
+        ),
+        (lambda self, x, state: (Q(codes(x), ONE), {"new": ONE}), TypeError, "Wrong.quantize: state: expected a next"),
+    ],
+)
+def test_quantize_that_returns_the_wrong_thing(quantize, error, message):
+    with pytest.raises(error, match=message):
+        run(wrong(quantize), *grids.data())
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (lambda y: y.T, r"float32\(8, 6\)"),
+        (lambda y: y.astype(jnp.bfloat16), "bfloat16"),
+        (lambda y: None, "None"),
+    ],
+)
+def test_qgemm_that_returns_the_wrong_thing(result, found):
+    recipe = wrong(
+        lambda self, x, state: (Q(codes(x), ONE), state),
+        qgemm=lambda self, qx, qw, **others: result(qx.astype(jnp.float32) @ qw.T),
+    )
+    with pytest.raises(TypeError, match=rf"fprop: expected float32\(6, 8\), got .*{found}"):
+        run(recipe, *grids.data())
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (lambda self: {"amax": -jnp.ones((1,))}, "Wrong.init: .*not negative"),
+        (lambda self: {"amax": jnp.full((1,), jnp.nan)}, "Wrong.init: .*finite"),
+        (lambda self: {"count": jnp.zeros((1,), jnp.int32)}, "Wrong.init: expected float32 arrays.*int32"),
+        (lambda self: {"count": 0.0}, "Wrong.init: expected float32 arrays.*float"),
+    ],
+)
+def test_init_that_is_no_state(init, message):
+    recipe = wrong(lambda self, x, state: (Q(codes(x), ONE), state), init=init)
+    with pytest.raises((TypeError, ValueError), match=message):
+        run(recipe, *grids.data())
+
+
+def test_state_of_another_quantizer():
+    recipe = recipe_of({"linear_input": grids.Counting()})
+    state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))
+    with pytest.raises((TypeError, ValueError), match=r"dot_general: state\.input: Counting keeps"):
+        run(recipe, *grids.data(), state=state)
+    with pytest.raises(ValueError, match="dot_general: state: CustomRecipe keeps state"):
+        jaxfp8.dot_general(*grids.data()[:2], MATMUL, recipe=recipe)

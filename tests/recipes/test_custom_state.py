@@ -1,0 +1,294 @@
+"""State of a user's own quantizers: its variables, its next value, and uses that combine by max wherever they are.
+
+`grids.Counting` counts steps, remembers the amax, and quantizes to a grid that becomes finer with the count.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxfp8
+from recipes import grids
+from recipes.grids import MATMUL, ROLES, Counting
+
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+RECIPE = jaxfp8.CustomRecipe(lambda role: Counting(2) if role.startswith("linear_grad") else Counting(4))
+FIELDS = {
+    "linear_input": "input",
+    "linear_weight": "kernel",
+    "linear_output": "output",
+    "linear_grad_output": "output_grad",
+    "linear_grad_input": "input_grad",
+}
+
+
+def steps_of(count):
+    return {role: (2 if role.startswith("linear_grad") else 4) * 2**count for role in ROLES}
+
+
+def seen(x, kernel, grad, count, uses=None):
+    """{role: amax} of products that run in one step; with `uses`, x and grad have a leading axis of so many."""
+    each = [(x, kernel, grad)] if uses is None else [(x[i], kernel, grad[i]) for i in range(uses)]
+    amaxes = {role: 0.0 for role in ROLES}
+    for x_i, kernel_i, grad_i in each:
+        steps = steps_of(count)
+        plain = {role: of for role, of in steps.items() if role not in ("linear_output", "linear_grad_input")}
+        y, dx, _ = grids.layer(x_i, kernel_i, grad_i, plain)
+        for role, value in zip(ROLES, (x_i, kernel_i, y, grad_i, dx), strict=True):
+            amaxes[role] = max(amaxes[role], float(np.abs(value).max()))
+    return amaxes
+
+
+def assert_state(state, amaxes, count):
+    """A DotGeneralState, or Flax's variables by name."""
+    for role, field in FIELDS.items():
+        of = getattr(state, field) if isinstance(state, jaxfp8.DotGeneralState) else None
+        for name, expected in (("amax", amaxes[role]), ("count", count)):
+            got = of[name] if of is not None else state[f"{role}_{name}"]
+            oracle.assert_bitwise(got, np.array([expected], np.float32), f"{role}_{name}")
+
+
+def product(x, kernel, state):
+    return jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state)
+
+
+def loss(state, x, kernel, grad):
+    """`<y, grad>`, so that the gradient of y is grad."""
+    return jnp.vdot(product(x, kernel, state), grad)
+
+
+def state_gradient(loss, state, x, *others, differentiate=jax.grad):
+    """The next state, where the gradient of x is wanted too: without it there is none to quantize."""
+    return differentiate(loss, argnums=(0, 1))(state, x, *others)[0]
+
+
+def uses_of(count=4):
+    _, kernel, _ = grids.data()
+    x = np.stack([grids.fractions((grids.M, grids.K), 20 + i, 1 + i % 3) for i in range(count)])
+    grad = np.stack([grids.fractions((grids.M, grids.N), 40 + i, 4 - i % 3) for i in range(count)])
+    return x, kernel, grad
+
+
+# Uses of one state ----------------------------------------------------------------------------------------------------
+
+
+def several(state, x, kernel, grad):
+    return sum(loss(state, x_i, kernel, grad_i) for x_i, grad_i in zip(x, grad, strict=True))
+
+
+def scanned(state, x, kernel, grad):
+    body = jax.checkpoint(lambda total, use: (total + loss(state, use[0], kernel, use[1]), None))
+    return jax.lax.scan(body, jnp.float32(0), (x, grad))[0]
+
+
+def mapped(state, x, kernel, grad):
+    """vmap over examples: one larger product, so the amaxes of results are those of it."""
+    return jnp.sum(jax.vmap(lambda x, grad: loss(state, x, kernel, grad))(x, grad))
+
+
+@pytest.mark.parametrize("program", [several, scanned, mapped])
+@pytest.mark.parametrize("entry", [lambda tree: tree, jaxfp8.max_grad], ids=["grad", "max_grad"])
+def test_uses_combine_by_max(program, entry):
+    x, kernel, grad = uses_of()
+    state = jaxfp8.init_state(RECIPE)
+
+    def of_program(state, *arrays):
+        return program(entry(state), *arrays)
+
+    step = jax.jit(lambda *args: state_gradient(of_program, *args))
+    for count in range(3):
+        gradient = step(state, x, kernel, grad)
+        assert_state(gradient, seen(x, kernel, grad, count, uses=len(x)), count + 1)
+        state = jaxfp8.update_state(state, gradient)
+
+
+def test_remat_is_one_update():
+    x, kernel, grad = grids.data()
+    remat = jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
+    gradient = state_gradient(remat, jaxfp8.init_state(RECIPE), x, kernel, grad, differentiate=jaxfp8.grad)
+    assert_state(gradient, seen(x, kernel, grad, 0), 1)
+
+
+def test_accumulate_gradients():
+    x, kernel, grad = uses_of()
+    state, acc = jaxfp8.init_state(RECIPE), None
+    for x_i, grad_i in zip(x, grad, strict=True):
+        acc = jaxfp8.accumulate_gradients(acc, state_gradient(loss, state, x_i, kernel, grad_i), weight=0.25)
+    assert_state(acc, seen(x, kernel, grad, 0, uses=len(x)), 1)
+
+
+def test_members_keep_their_own():
+    """vmap over states: each as it is alone."""
+    x, kernel, grad = uses_of(3)
+    kernels = np.stack([kernel, 2 * kernel, kernel / 2])
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(RECIPE))
+    state = jax.tree_util.tree_map_with_path(
+        lambda p, a: a + jnp.arange(3.0)[:, None] * float("count" in str(p)), state
+    )
+    gradient = jax.jit(jax.vmap(lambda *args: state_gradient(loss, *args)))(state, x, kernels, grad)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], gradient)
+        assert_state(one, seen(x[i], kernels[i], grad[i], i), i + 1)
+
+
+def test_a_batch_shares_its_state():
+    """A product with a batch dimension: a matrix each, one state."""
+    x, kernel, grad = uses_of(3)
+    batch = (((2,), (1,)), ((0,), (0,)))
+
+    def of_batch(state, x):
+        return jnp.vdot(jaxfp8.dot_general(x, np.stack([kernel] * 3), batch, recipe=RECIPE, state=state), grad)
+
+    assert_state(state_gradient(of_batch, jaxfp8.init_state(RECIPE), x), seen(x, kernel, grad, 0, uses=3), 1)
+
+
+def test_a_layer_that_is_not_used_keeps_its_state():
+    x, kernel, grad = grids.data()
+    states = [jax.tree.map(lambda leaf: leaf + 3, jaxfp8.init_state(RECIPE)) for _ in range(2)]
+    gradient = state_gradient(lambda states, x: loss(states[0], x, kernel, grad), states, x)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient[1]))
+    after = jaxfp8.update_state(states, gradient)
+    jax.tree.map(np.testing.assert_array_equal, after[1], states[1])
+    assert_state(after[0], seen(x, kernel, grad, 3), 4)
+
+
+def test_update_state_refuses_what_is_no_state():
+    x, kernel, grad = grids.data()
+    state = jaxfp8.init_state(RECIPE)
+    gradient = state_gradient(loss, state, x, kernel, grad)
+    negative = jax.tree.map(lambda leaf: -leaf, gradient)
+    with pytest.raises(ValueError, match="update_state: input/amax: expected a state that is not negative"):
+        jaxfp8.update_state(state, negative)
+    for bad in (negative, jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(jaxfp8.update_state)(state, bad), state)
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+MESH = Mesh(np.array(jax.devices()[:8]), ("data",))
+
+
+def tall():
+    return grids.data(3, m=16, n=8)
+
+
+def test_jit_on_a_mesh():
+    x, kernel, grad = tall()
+    cut, whole = (NamedSharding(MESH, PartitionSpec(*spec)) for spec in (("data",), ()))
+    args = (jaxfp8.init_state(RECIPE), x, kernel, grad)
+    args = [jax.device_put(a, s) for a, s in zip(args, (whole, cut, whole, cut), strict=True)]
+    gradient = jax.jit(lambda *args: state_gradient(loss, *args))(*args)
+    assert_state(gradient, seen(x, kernel, grad, 0), 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    """Rows are cut; what a device quantizes is its own, the state is that of all."""
+    x, kernel, grad = tall()
+    recipe = jaxfp8.CustomRecipe(RECIPE.qfactory, pipeline_axes=())
+
+    def of_device(state, x, kernel, grad):
+        return jnp.vdot(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), grad)
+
+    def next_state(*args):
+        return state_gradient(of_device, *args)
+
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    specs = {"in_specs": (whole, rows, whole, rows), "out_specs": whole}
+    step = jax.shard_map(next_state, mesh=MESH, check_vma=check_vma, **specs)
+    gradient = jax.jit(step)(jaxfp8.init_state(recipe), x, kernel, grad)
+    assert_state(gradient, seen(x, kernel, grad, 0), 1)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def linen_steps(count):
+    """Variables after some steps of a TrainState, from kernels that do not move."""
+    x, kernel, grad = grids.data()
+    layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    variables = layer.init(jax.random.key(0), x)
+    variables = {**variables, "params": {"kernel": kernel}}
+    train = jaxfp8.linen.TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.0))
+
+    def of_variables(variables, x):
+        return jnp.vdot(layer.apply(variables, x), grad)
+
+    step = jax.jit(lambda t: t.apply_gradients(grads=state_gradient(of_variables, t.params, x)))
+    for _ in range(count):
+        train = step(train)
+    return train.params[OWG]
+
+
+def nnx_steps(count):
+    x, kernel, grad = grids.data()
+    fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+    layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(jnp.asarray(kernel))
+    for _ in range(count):
+        _, gradients = jaxfp8.nnx.value_and_grad(lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1))(layer, x)
+        jaxfp8.nnx.update_state(layer, gradients[0])
+    return nnx.to_pure_dict(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))["dot_general"]
+
+
+def nnx_optimizer_steps(count):
+    """The same with an optimizer, which sees arrays and their names alone; its parameters do not move."""
+    x, kernel, grad = grids.data()
+    fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
+    layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(jnp.asarray(kernel))
+    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0), wrt=nnx.Param)
+    for _ in range(count):
+        _, gradients = jaxfp8.nnx.value_and_grad(lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1))(layer, x)
+        optimizer.update(layer, gradients[0])
+    return nnx.to_pure_dict(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))["dot_general"]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("run", [linen_steps, nnx_steps, nnx_optimizer_steps])
+def test_variables_of_layers(run, steps):
+    variables = run(steps)
+    variables = variables.get("Fp8DotGeneral_0", variables)
+    assert set(variables) == {f"{role}_{name}" for role in ROLES for name in ("amax", "count")}
+    assert_state(variables, seen(*grids.data(), steps - 1), steps)
+
+
+def test_a_model_without_state_is_fine():
+    """As for inference: each quantizer starts from `init`."""
+    x, kernel, _ = grids.data()
+    layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    y = layer.apply({"params": {"kernel": kernel}}, x)
+    oracle.assert_bitwise(np.asarray(y) + 0, np.float32(grids.layer(x, kernel, x[:, :8], steps_of(0))[0]) + 0, "y")
+
+
+def test_names_alone_are_state_where_all_are_named_after_roles():
+    tree = {
+        "fp8": {"linear_input_count": jnp.float32(1)},
+        "mlp": {"linear_input_count": jnp.float32(1), "bias": jnp.float32(1)},
+    }
+    acc = jaxfp8.accumulate_gradients(tree, tree)
+    assert jax.tree.map(float, acc["fp8"]) == {"linear_input_count": 1}
+    assert jax.tree.map(float, acc["mlp"]) == {"linear_input_count": 2, "bias": 2}
+
+
+def test_checkpoint(tmp_path):
+    """Saved, restored, and gone on with: the bits of a run that was not interrupted."""
+    variables = linen_steps(2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", variables)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, variables))
+    jax.tree.map(np.testing.assert_array_equal, restored, variables)
+    x, kernel, grad = grids.data()
+    layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
+    old = {"params": {"kernel": kernel}, OWG: restored}
+    gradient = state_gradient(lambda v, x: jnp.vdot(layer.apply(v, x), grad), old, x)
+    after = jaxfp8.update_state(old, gradient)
+    jax.tree.map(np.testing.assert_array_equal, after[OWG], linen_steps(3))

@@ -1,0 +1,295 @@
+"""Each recipe's product against the oracle: what its GEMMs read to the bit, what they give within a derived bound."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import F32
+
+import jaxfp8
+from jaxfp8 import _dot_general, _gemms
+from recipes import cases
+from recipes.cases import KINDS, RECIPES, SHAPES
+
+X, KERNEL, GRAD, _ = SHAPES["ragged"].arrays()
+
+
+def operands_read(monkeypatch, run):
+    """`gemm -> (a, b)`: what the three products of `run` read, as matrices `[batch, rows, contract]`.
+
+    The primitive is stepped into: forward and backward run one after the other, outside of any trace.
+    """
+    read = {}
+
+    def matmul(a, b, *, gemm_type, batch, contracting, **options):
+        read[str(gemm_type)] = [x.matrices(batch, contracting) for x in (a, b)]
+        return whole(a, b, gemm_type=gemm_type, batch=batch, contracting=contracting, **options)
+
+    def product(plan, x, kernel, bias, state, codes):
+        wanted = ["x", "kernel"]
+        y, residuals = _gemms.forward(plan, x, kernel, bias, state, codes, wanted)
+        _gemms.backward(plan, x.shape, kernel.shape, wanted, residuals, grads.pop())
+        return y
+
+    whole = _gemms.matmul
+    monkeypatch.setattr(_gemms, "matmul", matmul)
+    monkeypatch.setattr(_dot_general, "product", product)
+    grads = []
+    run(grads.append)
+    return read
+
+
+def assert_read(got, wanted: cases.Codes, what):
+    """Bitwise. One scale for all matrices may be there once."""
+    codes = np.asarray(got.codes)
+    oracle.assert_bitwise(codes.reshape(wanted.codes.shape), wanted.codes, f"{what}: codes")
+    scales = np.asarray(got.scale_inv)
+    if wanted.block is None:
+        oracle.assert_bitwise(scales, wanted.scales[0], f"{what}: scale_inv")
+    else:
+        oracle.assert_bitwise(scales.reshape(wanted.scales.shape), wanted.scales, f"{what}: scale_inv")
+        assert (got.block or (None,))[-1] == wanted.block[-1] or got.block == wanted.block
+
+
+def table(fast):
+    """Each recipe with each shape; all but the fast ones are slow."""
+    return [
+        pytest.param(name, shapes, marks=[] if (name, shapes) in fast else pytest.mark.slow)
+        for name in RECIPES
+        for shapes in SHAPES
+    ]
+
+
+# All recipes with one shape; what only the order of dimensions decides, for one kind of recipe each.
+READ = {(name, "blocks") for name in RECIPES} | {
+    ("mx", "both transposed"),
+    ("block", "batch"),
+    ("mx", "transpose between"),
+}
+RESULTS = {(name, "7x5x3") for name in RECIPES} | {(KINDS[i % len(KINDS)], shapes) for i, shapes in enumerate(SHAPES)}
+
+
+@pytest.mark.parametrize("name, shapes", table(READ))
+def test_what_products_read(name, shapes, monkeypatch):
+    """Codes and scales of both operands of fprop, dgrad and wgrad, to the bit."""
+    (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
+    x, kernel, grad, bias = shapes.arrays()
+    wanted = shapes.expected(rule, x, kernel, grad, bias)
+
+    def run(give):
+        give(jnp.asarray(grad))
+        cases.product(shapes, recipe)(jnp.asarray(x), jnp.asarray(kernel), bias)
+
+    read = operands_read(monkeypatch, run)
+    assert sorted(read) == ["dgrad", "fprop", "wgrad"]
+    for gemm, pair in wanted.codes.items():
+        for side, got, codes in zip("ab", read[gemm], pair, strict=True):
+            assert_read(got, codes, f"{gemm} {side}")
+
+
+@pytest.mark.parametrize("tile", [(1, 16), (32, 1)], ids=str)
+def test_other_blocks_are_seen(tile):
+    """What results of MX do not show: powers of two round alike in any block."""
+    recipe, rule = RECIPES["mx"]
+    q, _ = recipe.quantizers()[0].quantize(jnp.asarray(X), None)
+    codes = rule.quantize(X[None], rule.tile, rule.forward)
+    oracle.assert_bitwise(np.asarray(q.data)[None], codes.codes, "codes")
+    oracle.assert_bitwise(np.asarray(q.scale_inv)[None], codes.scales, "scales")
+    wrong = rule.quantize(X[None], tile, rule.forward)
+    with pytest.raises(AssertionError):
+        oracle.assert_bitwise(np.asarray(q.scale_inv)[None], wrong.scales, "scales")
+    with pytest.raises(AssertionError):
+        oracle.assert_bitwise(np.asarray(q.data)[None], wrong.codes, "codes")
+
+
+@pytest.mark.parametrize("name, shapes", table(RESULTS))
+def test_results(name, shapes):
+    """y, both gradients and that of the bias, in the dtypes of what they are gradients of."""
+    (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
+    x, kernel, grad, bias = shapes.arrays(seed=1)
+    y, dx, dkernel, dbias = cases.run(shapes, recipe, x, kernel, grad, bias)
+    shapes.check(shapes.expected(rule, x, kernel, grad, bias), y, dx, dkernel, name)
+    if bias is not None:
+        sums = shapes.matrices(grad, shapes.y, "m", "n")
+        assert len(sums) == 1 and dbias.dtype == bias.dtype and dbias.shape == bias.shape
+        if bias.dtype == F32:
+            oracle.assert_column_sums(np.asarray(dbias).reshape(-1), sums[0], "dbias")
+        else:  # a float32 sum, whose bound is far below half a unit of f16, and one rounding
+            exact = sums[0].astype(np.float64).sum(0)
+            np.testing.assert_allclose(dbias, exact, rtol=2**-10, atol=2**-20)
+
+
+# -------------------------------------------------------------------------------------------------------- hard values
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("where", ["x", "kernel", "grad"])
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "Inf"])
+def test_one_value_that_is_not_finite(name, where, value):
+    """It is NaN in every result that needs it, and all others are as the oracle has them."""
+    (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
+    arrays = dict(zip(("x", "kernel", "grad"), shapes.arrays()[:3], strict=True))
+    arrays[where][1, 2] = value
+    wanted = shapes.expected(rule, **arrays)
+    y, dx, dkernel, _ = cases.run(shapes, recipe, **arrays)
+    shapes.check(wanted, y, dx, dkernel, f"{name} {where}")
+    lost = {"x": (y, dkernel), "kernel": (y, dx), "grad": (dx, dkernel)}[where]
+    assert all(np.isnan(result).any() for result in lost)
+    assert np.isfinite({"x": dx, "kernel": dkernel, "grad": y}[where]).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_zeros(name):
+    """A tensor of zeros gives zeros: no division by its amax."""
+    recipe, _ = RECIPES[name]
+    shapes = SHAPES["7x5x3"]
+    x, kernel, grad, _ = shapes.arrays()
+    for zero in range(3):
+        arrays = [np.zeros_like(of) if i == zero else of for i, of in enumerate((x, kernel, grad))]
+        y, dx, dkernel, _ = cases.run(shapes, recipe, *arrays)
+        results = (y, dx, dkernel)
+        unread = (1, 2, 0)[zero]  # dx, dkernel, y
+        assert [np.any(of) for of in results] == [i == unread for i in range(3)]
+        assert all(np.isfinite(of).all() for of in results)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("size", [2.0**-120, 2.0**-140, 2.0**100], ids=["tiny", "subnormal", "huge"])
+def test_far_from_one(name, size):
+    """x of any size that float32 holds, subnormals too; the kernel brings the product back to ordinary numbers."""
+    (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
+    x, kernel, grad, _ = shapes.arrays()
+    x = (x.astype(np.float64) * size).astype(F32)
+    back = min(1 / size, 2.0**110)
+    kernel = (kernel.astype(np.float64) * back).astype(F32)
+    grad = (grad.astype(np.float64) * 2.0**-10).astype(F32)
+    shapes.check(shapes.expected(rule, x, kernel, grad), *cases.run(shapes, recipe, x, kernel, grad)[:3], name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("m, k, n", [(0, 5, 3), (7, 0, 3), (7, 5, 0)], ids=str)
+def test_nothing(name, m, k, n):
+    """Zero-size operands give zeros, and a bias alone."""
+    shapes = cases.dense(m, k, n, bias=True)
+    x, kernel, grad, bias = shapes.arrays()
+    y, dx, dkernel, dbias = cases.run(shapes, RECIPES[name][0], x, kernel, grad, bias)
+    np.testing.assert_array_equal(y, np.broadcast_to(bias, (m, n)))
+    assert dx.shape == x.shape and dkernel.shape == kernel.shape and not np.any(dx) and not np.any(dkernel)
+    np.testing.assert_allclose(dbias, grad.sum(axis=0), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_min_size(name):
+    """Products below it are plain JAX."""
+    recipe = dataclasses.replace(RECIPES[name][0], min_size=8)
+    for n, is_plain in ((7, True), (8, False)):
+        shapes = cases.dense(8, 8, n)
+        x, kernel, grad, _ = shapes.arrays()
+        got = cases.run(shapes, recipe, x, kernel, grad)[:3]
+        y, vjp = jax.vjp(jnp.matmul, x, kernel)
+        plain = (y, *vjp(grad))
+        assert [np.array_equal(a, b) for a, b in zip(got, plain, strict=True)] == [is_plain] * 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_state(name):
+    """Stateless recipes have states without leaves, and take None, theirs or the empty one."""
+    recipe, _ = RECIPES[name]
+    assert not jax.tree.leaves(jaxfp8.init_state(recipe))
+    want = jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe)
+    for state in (jaxfp8.init_state(recipe), jaxfp8.DotGeneralState(None, None, None)):
+        np.testing.assert_array_equal(want, jaxfp8.dot_general(X, KERNEL, cases.MATMUL, recipe=recipe, state=state))
+    with pytest.raises((TypeError, ValueError), match="dot_general: state"):
+        jaxfp8.dot_general(
+            X, KERNEL, cases.MATMUL, recipe=recipe, state=jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))
+        )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_einsum(name):
+    """An equation is one dot_general: the same bits."""
+    recipe, _ = RECIPES[name]
+    x, kernel, _, _ = SHAPES["batch"].arrays()
+    got = jaxfp8.einsum("bmk,bkn->bnm", x, kernel, recipe=recipe)
+    wanted = jaxfp8.dot_general(x, kernel, SHAPES["batch"].dimension_numbers, recipe=recipe)
+    np.testing.assert_array_equal(got, jnp.swapaxes(wanted, 1, 2))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_quantized_kernels(name):
+    """A QTensor of the recipe's own quantizer, with its source, is the product without it."""
+    recipe, rule = RECIPES[name]
+    quantizer = recipe.quantizers()[1]
+    q, _ = quantizer.quantize(jnp.asarray(KERNEL), quantizer.init())
+
+    def with_codes(x, kernel):
+        return jaxfp8.dot_general(x, dataclasses.replace(q, source=kernel), cases.MATMUL, recipe=recipe)
+
+    y, vjp = jax.vjp(with_codes, X, KERNEL)
+    shapes = SHAPES["ragged"]
+    shapes.check(shapes.expected(rule, X, KERNEL, GRAD), y, *vjp(GRAD), name)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "mx"])
+def test_quantized_kernels_that_do_not_fit(name):
+    """Blocks lie along the dimensions they were made for."""
+    recipe, _ = RECIPES[name]
+    quantizer = recipe.quantizers()[1]
+    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 3, 40)), jnp.float32)
+    q, _, _ = quantizer.quantize_operand(kernel, None, rows=2, cols=1)
+    x = jnp.ones((4, 3), jnp.float32)
+    with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
+        jaxfp8.dot_general(x, q, (((1,), (1,)), ((), ())), recipe=recipe)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_quantize_params(name):
+    """It goes by state, which these recipes lack: an error that says so."""
+    with pytest.raises(ValueError, match="quantize_params: recipe: expected DelayedScaling"):
+        jaxfp8.quantize_params({"kernel": KERNEL}, {}, RECIPES[name][0])
+
+
+# --------------------------------------------------------------------------------------------------------- ragged_dot
+
+SIZES = np.int32([4, 0, 2])
+
+
+def ragged(recipe, **options):
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((8, 5)).astype(F32), rng.standard_normal((3, 5, 4)).astype(F32)
+
+    def product(lhs, rhs):
+        return jaxfp8.ragged_dot(lhs, rhs, SIZES, recipe=recipe, **options)
+
+    return product, lhs, rhs, rng.standard_normal((8, 4)).astype(F32)
+
+
+@pytest.mark.parametrize("power_2_scale", [False, True])
+def test_ragged_dot(power_2_scale):
+    product, lhs, rhs, grad = ragged(jaxfp8.Float8CurrentScaling(power_2_scale=power_2_scale))
+    y, vjp = jax.vjp(product, lhs, rhs)
+    dlhs, drhs = vjp(grad)
+    rule = dataclasses.replace(cases.CURRENT, power_2_scale=power_2_scale)
+    kept = np.arange(8)[:, None] < SIZES.sum()
+    codes = [
+        rule.quantize(of[None], None, fmt)
+        for of, fmt in ((lhs * kept, rule.forward), (rhs.reshape(15, 4), rule.forward), (grad * kept, rule.backward))
+    ]
+    (a, s), (b, t), (g, u) = ((one.codes[0], one.scales[0]) for one in codes)
+    b = b.reshape(3, 5, 4)
+    oracle.ragged_matmul(a, b.swapaxes(1, 2), s, t, SIZES).check(y, "y")
+    oracle.ragged_matmul(g, b, u, t, SIZES).check(dlhs, "dlhs")
+    oracle.ragged_matmul(a.T, g.T, s, u, SIZES).check(drhs, "drhs")
+
+
+@pytest.mark.parametrize("name", ["rowwise", "block", "mx"])
+def test_ragged_dot_of_many_scales(name):
+    product, lhs, rhs, _ = ragged(RECIPES[name][0])
+    with pytest.raises(ValueError, match="ragged_dot: recipe: expected one scale for each tensor"):
+        product(lhs, rhs)
