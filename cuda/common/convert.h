@@ -61,11 +61,17 @@ JAXFP8_HD uint32_t CanonicalNanCodes<E5M2>(uint32_t codes) {
   return (codes & ~(is_nan * 0xffu)) | (is_nan * E5M2::kNanCode);
 }
 
+// The codes of four numbers that were multiplied by their scales.
+template <class Format>
+__device__ __forceinline__ uint32_t RoundFour(float y0, float y1, float y2, float y3) {
+  const uint32_t low = FloatsToFp8x2<Format>(y0, y1);
+  const uint32_t high = FloatsToFp8x2<Format>(y2, y3);
+  return CanonicalNanCodes<Format>(low | (high << 16));
+}
+
 template <class Format>
 __device__ __forceinline__ uint32_t QuantizeFour(float x0, float x1, float x2, float x3, const Multiplier& multiply) {
-  const uint32_t low = FloatsToFp8x2<Format>(multiply(x0), multiply(x1));
-  const uint32_t high = FloatsToFp8x2<Format>(multiply(x2), multiply(x3));
-  return CanonicalNanCodes<Format>(low | (high << 16));
+  return RoundFour<Format>(multiply(x0), multiply(x1), multiply(x2), multiply(x3));
 }
 
 // Code `i` of packed words, as f32.

@@ -17,6 +17,7 @@ from ._quantize_activation import (
     quantize_activation as quantize_activation,
 )
 from ._quantize_blocks import quantize_blocks as quantize_blocks
+from ._quantize_blocks_transpose import quantize_blocks_transpose as quantize_blocks_transpose
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul

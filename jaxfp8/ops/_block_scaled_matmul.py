@@ -1,6 +1,7 @@
 """block_scaled_matmul: the FP8 GEMM of operands that have a scale for each block."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -179,13 +180,23 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
     operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
     batch = tuple(range(leading))
     contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
-    out = lax.dot_general(
-        *operands,
-        (contracting, (batch, batch)),
-        preferred_element_type=jnp.float32,
-        # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
-        precision=None if exact else lax.Precision.HIGHEST,
-    )
+    # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
+    precision = None if exact else lax.Precision.HIGHEST
+
+    def product(*operands, dtype):
+        dimensions = contracting, (batch, batch)
+        return lax.dot_general(*operands, dimensions, preferred_element_type=dtype, precision=precision)
+
+    in_f32 = functools.partial(product, dtype=jnp.float32)
+    if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
+        # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
+        rounded = functools.partial(product, dtype=spec.out_dtype)
+        return (
+            lax.platform_dependent(
+                *operands, cuda=rounded, default=lambda *operands: in_f32(*operands).astype(spec.out_dtype)
+            ),
+        )
+    out = in_f32(*operands)
     factors = []
     for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
         scale = side.of_rows()
@@ -267,25 +278,9 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
 
 
 def _align(axes, sizes, shards, *, spec):
-    """Scales are cut as the blocks are; a matrix whose blocks would lie on two devices is not cut there."""
-    axes = {name: of for name, of in axes.items() if not name.endswith(("_rows", "_cols"))}
-    a_block, b_block = spec.a_block or (None, None), spec.b_block or (None, None)
-    for letter, followers in (
-        ("m", {"a_rows": a_block[0]}),
-        ("n", {"b_rows": b_block[0]}),
-        ("k", {"a_cols": a_block[1], "b_cols": b_block[1]}),
-    ):
-        names = [name for name in dims(letter, len(sizes)) if name in sizes]
-        cut = [name for name in names if name in axes]
-        if not cut:
-            continue
-        # Scales count merged dimensions: a cut of the first is a cut of them.
-        size = math.prod(sizes[name] for name in names) // shards[cut[0]]
-        if cut == names[:1] and all(b is None or size % b == 0 for b in followers.values()):
-            axes |= {name: axes[cut[0]] for name, b in followers.items() if b is not None and name in sizes}
-        else:
-            axes = {name: of for name, of in axes.items() if name not in cut}
-    return axes
+    (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
+    followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
+    return _blocks.aligned(axes, sizes, shards, followers)
 
 
 _RULES = {

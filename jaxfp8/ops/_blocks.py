@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._primitive import dims
+
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 NAN_CODE = 255
 _BIAS = 127
@@ -79,3 +81,29 @@ def e8m0_factors(scales, dtype):
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
     first = exponent >> 1
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
+
+
+def aligned(axes, sizes, shards, followers):
+    """`align` of a `tensor_op` with scales: they are cut as their blocks are.
+
+    A matrix whose blocks would lie on two devices is not cut there.
+
+    Args:
+        axes, sizes, shards: by the names of dimensions, as `align` gets them.
+        followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
+            that count its blocks, and their size; None is one block, which has no cut.
+    """
+    counted = {name for of_kind in followers.values() for name in of_kind}
+    axes = {name: of for name, of in axes.items() if name not in counted}
+    for kind, of_kind in followers.items():
+        names = [name for name in dims(kind, len(sizes)) if name in sizes]
+        cut = [name for name in names if name in axes]
+        if not cut:
+            continue
+        # Scales count merged dimensions: a cut of the first is a cut of them.
+        size = math.prod(sizes[name] for name in names) // shards[cut[0]]
+        if cut == names[:1] and all(b is None or size % b == 0 for b in of_kind.values()):
+            axes |= {name: axes[cut[0]] for name, b in of_kind.items() if b is not None and name in sizes}
+        else:
+            axes = {name: of for name, of in axes.items() if name not in cut}
+    return axes

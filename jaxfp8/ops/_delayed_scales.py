@@ -203,5 +203,8 @@ _push_amaxes = tensor_op(
     cuda=_push_custom_call,
     combine=lambda **_: None,
     batch_first=_batch_apart,
-    on_one_device_only=True,  # in jnp XLA can move the reduction of an amax over devices out of a loop over layers
+    on_one_device_only=(
+        "cpu",
+        "cuda",
+    ),  # in jnp XLA can move the reduction of an amax over devices out of a loop over layers
 )

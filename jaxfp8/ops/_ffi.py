@@ -27,7 +27,14 @@ _ON_BOTH = (
     "quantize",
     "quantize_transpose",
 )
-_CUDA_ONLY = ("block_scaled_matmul", "quantize_activation", "quantize_norm", "ragged_matmul", "scaled_matmul")
+_CUDA_ONLY = (
+    "block_scaled_matmul",
+    "quantize_activation",
+    "quantize_blocks_transpose",
+    "quantize_norm",
+    "ragged_matmul",
+    "scaled_matmul",
+)
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
 _VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1

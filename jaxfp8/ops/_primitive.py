@@ -41,7 +41,7 @@ def tensor_op(
     batch_first: Callable | None = None,
     other_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
-    on_one_device_only: bool = False,
+    on_one_device_only: tuple[str, ...] = (),
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
     align: Callable = lambda axes, sizes, shards, **static: axes,
@@ -64,7 +64,7 @@ def tensor_op(
             operands without members.
         batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
             returns None where it does not apply.
-        on_one_device_only: the reference runs on a mesh and in a `shard_map`.
+        on_one_device_only: the platforms on which the reference runs on a mesh and in a `shard_map`.
         by_xla: jnp as XLA's GPU compiler wants it, to call cuBLASLt itself: what runs where it is selected, and where a
             GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs none.
         not_on: `(capabilities, *types, **static) -> reason`: why `cuda` has nothing for these operands on GPUs of these
@@ -130,7 +130,7 @@ def tensor_op(
             combine=combine(**static),
             other_layouts=other_layouts(**static),
             added=added(**static),
-            on_one_device_only=on_one_device_only,
+            on_one_device_only=platform in on_one_device_only,
             align=functools.partial(align, **static),
             as_bytes=platform == "cpu",
             ctx=ctx,

@@ -1,12 +1,14 @@
 """quantize_blocks: to FP8 with a scale for each block, found from the block itself."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .. import scaling
 from ..formats import FP8_DTYPES, fp8_max
-from . import _blocks, _checks, _shapes
+from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import dims, tensor_op
 from ._reference import encode
 
@@ -65,7 +67,13 @@ def quantize_blocks(
         ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is none of these; or an option
             does not go with this kind of scale.
     """
-    op = "quantize_blocks"
+    x, options = checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    data, scale_inv = _quantize_blocks[is_of_lines(options["block"])](x, **options)
+    return data, scale_inv
+
+
+def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
+    """x as an array, and the rest as the static arguments of the primitive."""
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     for name, value, allowed in (("scale", scale, SCALES), ("rounding", rounding, ROUNDINGS)):
@@ -77,17 +85,15 @@ def quantize_blocks(
         raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out with scale="e8m0"')
     if scale == "f32" and rounding != "ceil":
         raise ValueError(f'{op}: rounding: goes with scale="e8m0" only, got {rounding!r} with scale="f32"')
-    data, scale_inv = _quantize_blocks(
-        x,
-        dtype=dtype,
-        block=_blocks.checked(op, "block", block),
-        scale=scale,
-        rounding=rounding,
-        power_2_scale=bool(power_2_scale),
-        rows=int(rows),
-        cols=int(cols),
-    )
-    return data, scale_inv
+    return x, {
+        "dtype": dtype,
+        "block": _blocks.checked(op, "block", block),
+        "scale": scale,
+        "rounding": rounding,
+        "power_2_scale": bool(power_2_scale),
+        "rows": int(rows),
+        "cols": int(cols),
+    }
 
 
 def _f32_scales(amax, dtype, power_2_scale):
@@ -129,7 +135,8 @@ def _amaxes_by_lanes(blocks):
     return scaling.abs_max(lanes, axis=-1)
 
 
-def _reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
+def reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
+    """`quantize_blocks` in jnp."""
     del members  # leading dimensions like any other
     leading = x.shape[: x.ndim - rows - cols]
     matrix = _shapes.merge(x, *[1] * len(leading), rows)
@@ -144,8 +151,56 @@ def _reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, c
     return _blocks.uncut(data, m, n).reshape(x.shape), scale_inv
 
 
-def _on_cpu(x, **static):
-    return _reference(x, **static, amaxes=_amaxes_by_lanes)
+def on_cpu(x, **static):
+    """The reference as XLA:CPU has it fast, on one device."""
+    return reference(x, **static, amaxes=_amaxes_by_lanes)
+
+
+# The blocks that the custom call has, by its names for them.
+_CUSTOM_CALLS = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
+
+
+def has_custom_call(block) -> bool:
+    """Whether the custom call has such blocks."""
+    return block in _CUSTOM_CALLS
+
+
+def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
+    """`[data, scale_inv]`, and with transpose also `[data_t, scale_inv_t]`, in one launch."""
+    first = x.ndim - rows - cols
+    leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
+    groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
+    g, m, n = groups.shape
+    of_scales = jnp.uint8 if scale == "e8m0" else jnp.float32
+    layouts = [[((g, *sides), dtype), ((g, *_blocks.count(block, *sides)), of_scales)] for sides in ((m, n), (n, m))][
+        : 1 + transpose
+    ]
+    lines = (m + n if transpose else m) if is_of_lines(block) else 0
+    kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
+    results = [*layouts[0], ((g, lines), jnp.float32), *(layouts[1] if transpose else [])]
+    data, scale_inv, _, *more = _ffi.call(
+        "quantize_blocks_transpose", results, groups, block=_CUSTOM_CALLS[block], scaling=kind
+    )
+    found = []
+    for shape, codes, scales in zip((row + col, col + row), (data, *more[:1]), (scale_inv, *more[1:]), strict=False):
+        scales = scales.reshape(*leading, *scales.shape[1:])
+        scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if scale == "e8m0" else scales
+        found += [codes.reshape(*leading, *shape), scales]
+    return found
+
+
+def _cuda(x, members, **static):
+    if not has_custom_call(static["block"]):
+        return reference(x, members, **static)
+    return custom_call(x, transpose=False, **static)
+
+
+def is_of_lines(block) -> bool:
+    """Whether a block is as long as the matrix: a mesh that cuts it reduces an amax, which XLA does with the reference.
+
+    Of other blocks, each device quantizes those it has.
+    """
+    return None in block
 
 
 def _names(x, *, rows, cols, **_):
@@ -159,15 +214,38 @@ def _sizes(x, *, block, rows, cols, **_):
     return dict(zip(("row_blocks", "col_blocks"), _blocks.count(block, m, n), strict=True))
 
 
-# XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
-_quantize_blocks = tensor_op(
-    "quantize_blocks",
-    names=_names,
-    sizes=_sizes,
-    dtypes=lambda _, *, dtype, scale, **__: [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32],
-    reference=_reference,
-    cpu=_on_cpu,
-    cuda=_reference,
-    combine=lambda **_: None,
-    on_one_device_only=True,
-)
+def scale_dtype(scale):
+    """What scales are."""
+    return _blocks.E8M0 if scale == "e8m0" else jnp.float32
+
+
+def align(axes, sizes, shards, *, block, **_):
+    """As of a `tensor_op`; of both layouts."""
+    down, across = block
+    rows = {"row_blocks": down, "row_blocks_t": across}
+    cols = {"col_blocks": across, "col_blocks_t": down}
+    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
+
+
+def not_on_meshes(of_lines: bool, is_native: bool) -> tuple[str, ...]:
+    """Where XLA cuts the reference on a mesh by itself, also where a block lies on two devices."""
+    return ("cpu", "cuda") if of_lines else () if is_native else ("cpu",)
+
+
+def variant(of_lines: bool, cpu=None):
+    """The op for blocks that are whole lines, or for others; `cpu` is a custom call, where there is one."""
+    return tensor_op(
+        "quantize_blocks",
+        names=_names,
+        sizes=_sizes,
+        dtypes=lambda _, *, dtype, scale, **__: [dtype, scale_dtype(scale)],
+        reference=reference,
+        cpu=cpu or on_cpu,
+        cuda=_cuda,
+        combine=lambda **_: lax.psum,  # of nothing: `align` cuts scales with their blocks
+        on_one_device_only=not_on_meshes(of_lines, cpu is not None),
+        align=align,
+    )
+
+
+_quantize_blocks = [variant(of_lines) for of_lines in (False, True)]

@@ -1,9 +1,7 @@
 """Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
 
 import dataclasses
-import functools
 
-import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
@@ -30,20 +28,13 @@ class BlockwiseQuantizer(Quantizer):
         self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
     ):
         """As `Quantizer.quantize_operand`."""
-        del reduce, contract_first
-        first, second = slice(x.ndim - rows - cols, x.ndim - cols), slice(x.ndim - cols, x.ndim)
-        dims = tuple(range(x.ndim))
-        order = (*dims[: first.start], *dims[second], *dims[first])
-        data = scale_inv = data_t = scale_inv_t = None
-        is_square = self.block[0] == self.block[1]
-        quantize = functools.partial(ops.quantize_blocks, x, self.fp8_dtype, rows=rows, cols=cols)
-        if rowwise or is_square:
-            data, scale_inv = quantize(**self.scaling())
+        del rowwise, reduce, contract_first  # on a GPU data_t comes with data; elsewhere XLA drops what is not read
+        options = {"rows": rows, "cols": cols} | self.scaling()
         if columnwise:
-            codes, scales = data, scale_inv
-            if not is_square:  # a block down the columns; transposing its codes moves half the bytes or less
-                codes, scales = quantize(**self.scaling() | {"block": self.block[::-1]})
-            data_t, scale_inv_t = jnp.transpose(codes, order), scales.mT
+            data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **options)
+        else:
+            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **options)
+            data_t = scale_inv_t = None
         q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols)
         return q, run, column_sums(x, rows, cols) if sums else None
 

@@ -38,15 +38,17 @@ class TensorwiseQuantizer(Quantizer):
         return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax), total
 
     def scale(self, current, run, reduce=alone):
-        """`(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where there is no state.
+        """`(scale, scale_inv, amax so far)`, each f32[1]; where there is no state, the amax of the tensor.
 
         Args:
             current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
             run, reduce: as of `quantize_operand`.
         """
         del run
-        scale, scale_inv = self.scale_of(reduce(current(), None), jnp.ones((1,), jnp.float32))
-        return scale, scale_inv, None
+        amax = reduce(current(), None)
+        # Nothing raises it any more. A zero in its place would be a constant, which a custom call that works in place
+        # has copied first: one launch more.
+        return *self.scale_of(amax, jnp.ones((1,), jnp.float32)), amax
 
     def scale_of(self, amax, stored):
         """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""

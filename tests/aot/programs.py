@@ -150,7 +150,10 @@ GROUPS = {
         "small dense": Case(dense(1024), (2048, 1024), reads=_OF_DENSE),
         "gated mlp": Case(GatedMLP, candidates=_MLPS),
     },
-    "recipes": {"dense by recipe": Case(of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE)},
+    "recipes": {
+        "dense by recipe": Case(of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE),
+        "on eight devices": Case(of_recipe, (8 * 8192, 8192), ("row-wise", "block", "MXFP8"), mesh=(8, 1)),
+    },
     "layers": {
         "scan": Case(layers(), candidates=_MLPS),
         "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),

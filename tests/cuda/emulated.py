@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import oracle
+import oracle_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
     "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
-    "quantize_norm", "quantize_transpose", "ragged_matmul",
+    "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
 )  # fmt: skip
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 # What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
@@ -28,6 +29,9 @@ CACHE = ROOT / "build" / "emulated"
 
 # The order of jaxfp8::cuda::Activation.
 ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
+# The order of jaxfp8::cuda::BlockShape and jaxfp8::BlockScaling.
+BLOCKS = ((1, None), (1, 32), (1, 128), (128, 128))
+SCALINGS = ("f32", "f32, power of two", "ceil", "floor")
 # The order of jaxfp8::Dtype.
 _IN_ORDER = (oracle.BF16, oracle.F16, np.dtype(np.float32), oracle.E4M3.dtype, oracle.E5M2.dtype)
 _DTYPES = {dtype: i for i, dtype in enumerate(_IN_ORDER)}
@@ -247,6 +251,25 @@ class Emulated:
         )  # fmt: skip
         results = data.result("data"), data_t.result("data_t"), top.result("amax")
         return (*results, parts.result("column_sums")) if sums else results
+
+    def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):
+        """data, scale_inv, data_t, scale_inv_t (E8M0 as codes); without `transpose` the first two."""
+        g, m, n = x.shape
+        x_buffer, amaxes = _Buffer(x.shape, x.dtype, shift, x), _Buffer((g, m + n * transpose), np.float32)
+        results = []
+        for shape, of_data in (((m, n), shift), ((n, m), shift if data_t_shift is None else data_t_shift)):
+            blocks = [len(oracle_blocks.bounds(size, b)) for size, b in zip(shape, block, strict=True)]
+            dtype = np.float32 if scaling.startswith("f32") else np.uint8
+            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, *blocks), dtype)]
+        results = results if transpose else results[:2]
+        pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (4 - len(results))
+        self._launch(
+            "quantize_blocks_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], BLOCKS.index(block),
+            SCALINGS.index(scaling), x_buffer.pointer, *pointers, amaxes.pointer, g, m, n,
+        )  # fmt: skip
+        amaxes.result("amaxes")
+        names = ("data", "scale_inv", "data_t", "scale_inv_t")
+        return [buffer.result(name) for buffer, name in zip(results, names, strict=False)]
 
     def quantize_activation(self, x, scale, fmt, activation, *, shift=0, **options):
         """x `[g, m, 1 or 2, n]`."""

@@ -14,7 +14,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SELECTION = (
     "test_shapes or test_groups or test_scales or test_histories or test_amax_so_far or test_bias_and_accumulator "
     "or test_batched_product or test_column_sums or test_ragged or test_activations or test_norms "
-    "or test_block_scaled"
+    "or test_block_scaled or test_quantized_blocks"
 )
 # Only our own kernels: cuBLAS and XLA are not under test. memcheck looks at all.
 OWN_KERNELS = ["--kernel-name", "kns=jaxfp8"]

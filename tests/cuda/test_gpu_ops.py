@@ -328,6 +328,48 @@ def test_block_scaled(blocks, m, n, k):
         expected.check(pair[0], f"{blocks}, group 0")
 
 
+QUANTIZED_BLOCKS = {
+    "row-wise": {"block": (1, None)},
+    "1x128": {"block": (1, 128), "power_2_scale": True},
+    "128x128": {"block": (128, 128)},
+    "MX, ceil": {"block": (1, 32), "scale": "e8m0"},
+    "MX, floor": {"block": (1, 32), "scale": "e8m0", "rounding": "floor"},
+}
+
+
+@pytest.mark.parametrize("options", QUANTIZED_BLOCKS.values(), ids=QUANTIZED_BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("m, n", [(1, 1), (7, 9), (128, 128), (130, 264), (217, 41), (512, 640)])
+def test_quantized_blocks(m, n, dtype, options):
+    """Both layouts, one layout, groups; again from a graph, with the same bytes."""
+    x = random_values((2, m, n), dtype, m)
+    x[0, 0, 0], x[1, -1, -1] = np.nan, np.inf
+    for fmt in FORMATS:
+        expected = [
+            [part for of in (matrix, matrix.T) for part in oracle_blocks.quantize(of, fmt, **options)] for matrix in x
+        ]
+        both = jax.jit(functools.partial(ops.quantize_blocks_transpose, dtype=fmt.dtype, **options))
+        again = jax.jit(both, compiler_options=GRAPHS)
+        for run in (both, again, again, again):
+            got = [np.asarray(part) for part in run(x)]
+            for i in range(2):
+                assert_all_bitwise([part[i] for part in got], expected[i], f"{fmt.name}, group {i}")
+        one = ops.quantize_blocks(x[0], fmt.dtype, **options)
+        assert_all_bitwise(one, expected[0][:2], f"{fmt.name}, one layout")
+
+
+@pytest.mark.parametrize("scale, rounding", [("f32", "ceil"), ("e8m0", "ceil"), ("e8m0", "floor")])
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_every_value_in_blocks(dtype, fmt, scale, rounding):
+    x = all_values(dtype, fmt)
+    x = np.resize(x, (-(-x.size // 256), 256))
+    options = {"block": (1, 32) if scale == "e8m0" else (1, 128), "scale": scale, "rounding": rounding}
+    got = ops.quantize_blocks_transpose(x, fmt.dtype, **options)
+    expected = [part for of in (x, x.T) for part in oracle_blocks.quantize(of, fmt, **options)]
+    assert_all_bitwise(got, expected, f"{options}")
+
+
 # Groups around chunks of 16, slices of 64 and tiles of 128; odd sizes, which go element by element.
 RAGGED = [
     ([40, 60, 50], 150, 64, 32),

@@ -14,7 +14,7 @@ from ops import cases
 from ops.test_raw_targets import ANSWERS, ATTRIBUTES, GOOD as ELEMENTWISE_GOOD, ROWS as ELEMENTWISE_ROWS
 
 from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul, _ffi, _scale_layouts
+from jaxfp8.ops import _block_scaled_matmul, _ffi, _quantize_blocks, _quantize_blocks_transpose, _scale_layouts
 from jaxfp8.ops._primitive import tensor_op
 
 from . import emulated
@@ -29,6 +29,7 @@ DEFAULTS = ATTRIBUTES | {
     "block_scaled_matmul": {"precise": True, "a_scales": "1x128", "b_scales": "128x128"},
     "ragged_matmul": {"precise": True},
     "quantize_activation": {"activation": "gelu_gated"},
+    "quantize_blocks_transpose": {"block": "1x32", "scaling": "f32"},
     "quantize_norm": NORM,
 }
 
@@ -49,6 +50,10 @@ GOOD = ELEMENTWISE_GOOD | {
     "quantize_activation": (
         [((2, 3, 4), E4M3), ((2,), F32), ((2, 4, 3), E4M3)],
         [((2, 3, 2, 4), BF16), ((2,), F32), ((2,), F32)],
+    ),
+    "quantize_blocks_transpose": (
+        [((2, 3, 40), E4M3), ((2, 3, 2), F32), ((2, 0), F32), ((2, 40, 3), E4M3), ((2, 40, 1), F32)],
+        [((2, 3, 40), BF16)],
     ),
     "quantize_norm": (
         [((2, 3, 4), E5M2), ((2,), F32), ((2, 4, 3), E5M2)],
@@ -132,6 +137,20 @@ ACTIVATION_ROWS = [
     ("x", "operand", 0, ((2, 3, 3, 4), BF16)),
     ("data_t", "result", 2, ((2, 4, 3), E5M2)),
 ]
+BLOCKS_ROWS = [
+    ("x", "operand", 0, ((2, 3, 40), E4M3)),
+    ("x", "operand", 0, ((6, 40), BF16)),
+    ("data", "result", 0, ((2, 40, 3), E4M3)),
+    ("data", "result", 0, ((2, 3, 40), np.int8)),
+    ("scale_inv", "result", 1, ((2, 3, 1), F32)),
+    ("scale_inv", "result", 1, ((2, 3, 2), U8)),
+    ("amaxes", "result", 2, ((2, 43), F32)),
+    ("amaxes", "result", 2, ((2, 0), np.int32)),
+    ("data_t", "result", 3, ((2, 3, 40), E4M3)),
+    ("data_t", "result", 3, ((2, 40, 3), E5M2)),
+    ("scale_inv_t", "result", 4, ((2, 40, 2), F32)),
+    ("scale_inv_t", "result", 4, ((2, 40, 1), U8)),
+]
 NORM_ROWS = [
     ("x", "operand", 0, ((2, 3, 4), np.int32)),
     ("x", "operand", 0, ((6, 4), BF16)),
@@ -149,6 +168,7 @@ ROWS = [
     *(("block_scaled_matmul", *row) for row in BLOCK_MATMUL_ROWS),
     *(("ragged_matmul", *row) for row in RAGGED_ROWS),
     *(("quantize_activation", *row) for row in CODES_ROWS + ACTIVATION_ROWS),
+    *(("quantize_blocks_transpose", *row) for row in BLOCKS_ROWS),
     *(("quantize_norm", *row) for row in CODES_ROWS + NORM_ROWS),
 ]
 IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") for op, name, _, _, spec in ROWS]
@@ -181,6 +201,7 @@ CUDA_ANSWERS = ANSWERS | {
     "block_scaled_matmul": [np.float32(160)],
     "ragged_matmul": [np.float32(6)],
     "quantize_activation": np.float32([0.8125, 1, 0.8125]),
+    "quantize_blocks_transpose": np.float32([448, 1 / 448, 0, 448, 1 / 448]),  # the third is empty
     "quantize_norm": np.float32([np.nan, np.inf, np.nan]),
 }
 
@@ -338,6 +359,93 @@ def test_norm_arguments_arrive_in_their_places(kind, has_beta, own):
         j = i % scale.size
         values = oracle.norm(x[i], gamma[j], beta[j] if has_beta else None, kind, 0.25, depth=16)
         values.check(data[i], data_t[i], top[i], scale[j], oracle.E4M3, start=start[i], what=f"group {i}")
+
+
+@pytest.mark.parametrize("attributes", [{"block": "1x64"}, {"scaling": "e8m0"}], ids=str)
+def test_unknown_blocks_are_named(attributes):
+    (name,) = attributes
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantize_blocks_transpose: {name}: expected .*got"):
+        call("quantize_blocks_transpose", *GOOD["quantize_blocks_transpose"], **attributes)
+    assert_alive("quantize_blocks_transpose")
+
+
+def test_one_layout_of_blocks_and_too_many():
+    op, (results, operands) = "quantize_blocks_transpose", GOOD["quantize_blocks_transpose"]
+    both = call(op, results, operands)
+    for got, expected in zip(call(op, results[:3], operands), both[:3], strict=True):
+        oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
+    for wrong in (results[:4], [*results, ((1,), F32)]):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=rf"{op}: expected 3 or 5 results, got {len(wrong)}"):
+            call(op, wrong, operands)
+
+
+@pytest.fixture
+def blocks_over_handlers(monkeypatch):
+    """quantize_blocks_transpose and quantize_blocks as on a GPU, but over the emulated handler."""
+    monkeypatch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
+    for module, name in (
+        (_quantize_blocks, "quantize_blocks"),
+        (_quantize_blocks_transpose, "quantize_blocks_transpose"),
+    ):
+        variants = [module.variant(of_lines, cpu=module._cuda) for of_lines in (False, True)]
+        monkeypatch.setattr(module, f"_{name}", variants)
+
+
+BLOCK_KINDS = {
+    "row-wise": {"block": (1, None)},
+    "1x128": {"block": (1, 128), "power_2_scale": True},
+    "128x128": {"block": (128, 128)},
+    "MX, ceil": {"block": (1, 32), "scale": "e8m0"},
+    "MX, floor": {"block": (1, 32), "scale": "e8m0", "rounding": "floor"},
+}
+ALL_BLOCK_KINDS = pytest.mark.parametrize("options", BLOCK_KINDS.values(), ids=BLOCK_KINDS)
+
+
+def assert_layouts(got, x, options):
+    """Of one matrix; one layout, or both."""
+    for i in range(0, len(got), 2):
+        expected = oracle_blocks.quantize(x.T if i else x, oracle.E4M3, **options)
+        for value, wanted in zip(got[i : i + 2], expected, strict=True):
+            oracle.assert_bitwise(np.asarray(value), wanted, f"{options}, result {i}")
+
+
+@ALL_BLOCK_KINDS
+@pytest.mark.parametrize("op", [ops.quantize_blocks, ops.quantize_blocks_transpose], ids=["one", "both"])
+def test_quantized_blocks(blocks_over_handlers, op, options):
+    """Merged dimensions, members, empty matrices; one custom call."""
+    x = scaled_numbers((2, 2, 5, 7, 4, 10))
+    run = jax.jit(jax.vmap(lambda x: op(x, oracle.E4M3.dtype, rows=2, cols=2, **options)))
+    assert run.lower(x).as_text().count("@emulated_cuda_quantize_blocks_transpose") == 1
+    got = [np.asarray(part) for part in run(x)]
+    for i in np.ndindex(2, 2):
+        shapes = (35, 40), None, (40, 35), None
+        parts = [part[i] if shape is None else part[i].reshape(shape) for part, shape in zip(got, shapes, strict=False)]
+        assert_layouts(parts, x[i].reshape(35, 40), options)
+    empty = np.zeros((0, 40), F32)
+    assert_layouts(op(empty, oracle.E4M3.dtype, **options), empty, options)
+
+
+def scaled_numbers(shape):
+    rng = np.random.default_rng(0)
+    return F32.type(rng.standard_normal(shape) * 2.0 ** rng.uniform(-9, 9, shape))
+
+
+@ALL_BLOCK_KINDS
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str)
+def test_quantized_blocks_on_a_mesh(blocks_over_handlers, options, spec):
+    """Each device quantizes its blocks; where a block is on several, the custom call gathers or the reference runs."""
+    x = scaled_numbers((512, 256))
+    put = jax.device_put(x, NamedSharding(jax.make_mesh((4, 2), ("x", "y")), spec))
+    compiled = jax.jit(lambda x: ops.quantize_blocks_transpose(x, oracle.E4M3.dtype, **options)).lower(put).compile()
+    assert_layouts(compiled(put), x, options)
+    of_lines, text = None in options["block"], compiled.as_text()
+    assert ("emulated_cuda_quantize_blocks_transpose" in text) == (not of_lines)
+    # Of one device's shard, in whole blocks: 512 / 8 rows are not whole blocks of 128, neither are 256 / 4 columns.
+    size = 128 if 128 in options["block"] else 32
+    shard = put.sharding.shard_shape(x.shape)
+    cut = [here if here % size == 0 else whole for here, whole in zip(shard, x.shape, strict=True)]
+    if not of_lines:
+        assert f"f8e4m3fn[1,{cut[0]},{cut[1]}]" in text
 
 
 @pytest.mark.parametrize("own_scales", [False, True])

@@ -21,6 +21,9 @@ BUDGETS = {
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "QuantizeActivationKernelIf": 80,  # 3 blocks: of f32 at 64 registers sm_89 would spill
     "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
+    "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
+    "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
+    "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
     "AmaxToScaleKernel": 32,  # 8 blocks
 }
 
@@ -103,6 +106,7 @@ def test_every_kernel_on_every_architecture(kernels):
     names = {kernel.kernel for kernel in kernels}
     elementwise = {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "QuantizeTransposeKernel", "DequantizeKernel"}
     assert elementwise | {"QuantizeActivationKernel", "QuantizeNormKernel"} <= names
+    assert {"QuantizeBlocksTransposeKernel", "LineAmaxesKernel"} <= names
     by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES}
     assert {k.architecture for k in kernels} == set(ARCHITECTURES)
     counts = {architecture: len(found) for architecture, found in by_architecture.items()}

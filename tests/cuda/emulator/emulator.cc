@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -137,10 +138,14 @@ unsigned int Exchange(unsigned int value, int from) {
 
 unsigned int __reduce_max_sync(unsigned int, unsigned int value) { return Exchange(value, -1); }
 
-float __shfl_xor_sync(unsigned int, float value, int lanes) {
+unsigned int __shfl_xor_sync(unsigned int, unsigned int value, int lanes) {
+  return Exchange(value, current % kWarpSize ^ lanes);
+}
+
+float __shfl_xor_sync(unsigned int mask, float value, int lanes) {
   unsigned int bits;
   std::memcpy(&bits, &value, sizeof(bits));
-  bits = Exchange(bits, current % kWarpSize ^ lanes);
+  bits = __shfl_xor_sync(mask, bits, lanes);
   std::memcpy(&value, &bits, sizeof(bits));
   return value;
 }
@@ -213,6 +218,8 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
+  static std::mutex one_at_a_time;  // the devices of a mesh launch at once
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (static_cast<int64_t>(config.dynamicSmemBytes) > shared_allowed) return cudaErrorInvalidValue;
   ++kernels;
   body = &thread;

@@ -10,6 +10,7 @@
 #include "cuda/kernels/push_amaxes.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_activation.h"
+#include "cuda/kernels/quantize_blocks_transpose.h"
 #include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/ragged_matmul.h"
@@ -41,6 +42,15 @@ EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const
                                                 scale_stride, data, data_t, amax_so_far, amax, column_sums, groups, m,
                                                 n},
                                                nullptr);
+}
+
+EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, int scaling, const void* x, void* data,
+                                            void* scale_inv, void* data_t, void* scale_inv_t, float* amaxes,
+                                            int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchQuantizeBlocksTranspose(
+      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), static_cast<jaxfp8::cuda::BlockShape>(block),
+       static_cast<jaxfp8::BlockScaling>(scaling), x, data, scale_inv, data_t, scale_inv_t, amaxes, groups, m, n},
+      nullptr);
 }
 
 EXPORT int launch_quantize_activation(int dtype, int format, int activation, const void* x, const float* scale,

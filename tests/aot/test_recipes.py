@@ -1,0 +1,63 @@
+"""Forward and backward of a Dense of 8192^3 on an H200, by recipe: launches, bytes, reads and FP8 products.
+
+A floor for bytes outside of products: x and grad are read once, 128 MiB each, the kernel's 256, and the codes of both
+layouts written, 64 MiB each: 896. Scales are 2 to 16 MiB a layout where blocks are small.
+"""
+
+import pytest
+
+GROUP = "recipes"
+CASE = "dense by recipe"
+MIB = 2**20
+GOALS = {
+    # recipe: (launches, MiB, reads of x, kernel and grad)
+    "delayed": (8, 896, [1, 1, 1]),
+    "current": (12, 1408, [2, 2, 2]),  # the amax, then the scale, then the codes
+    # One custom call for each tensor. Of whole rows it is two kernels, which no program shows: 512 MiB more.
+    "row-wise": (6, 897, [1, 1, 1]),
+    "block": (10, 920, [1, 1, 1]),  # with the scales of four operands in cuBLASLt's order
+    # No tensor core of Hopper's reads such scales: six operands and their scales become bfloat16.
+    "MXFP8": (18, 2168, [3, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("recipe", GOALS)
+def test_counts(counts, recipe):
+    found, (launches, mib, reads) = counts[CASE][recipe], GOALS[recipe]
+    assert found["launches"] <= launches, found["kinds"]
+    assert found["bytes"] <= (mib + 1) * MIB
+    assert found["reads"] == reads
+
+
+@pytest.mark.parametrize("recipe", GOALS)
+def test_products(counts, recipe):
+    """In FP8 wherever Hopper multiplies such operands."""
+    found = counts[CASE][recipe]
+    assert found["gemms"] == 3 and found["fp8_gemms"] == (0 if recipe == "MXFP8" else 3)
+
+
+def test_bf16_for_comparison(counts):
+    found = counts[CASE]["bf16"]
+    assert (found["launches"], found["bytes"], found["gemms"], found["fp8_gemms"]) == (5, 768 * MIB, 3, 0)
+
+
+@pytest.mark.parametrize("recipe", ["row-wise", "block"])
+def test_only_scales_are_moved(counts, recipe):
+    """Copies are those of scales: 1/64 of an operand's bytes each, read and written."""
+    found = counts[CASE][recipe]
+    assert found["copied_bytes"] <= 4 * 2 * 8192 * 64 * 4
+
+
+@pytest.mark.parametrize("recipe, launches", [("block", 10), ("MXFP8", 18)])
+def test_each_device_quantizes_its_blocks(counts, recipe, launches):
+    """Rows of x and grad are cut, whole blocks to a device: one launch more, the sum of the kernel's gradient."""
+    found = counts["on eight devices"][recipe]
+    assert [c["kind"] for c in found["collectives"]] == ["all-reduce"]
+    assert found["launches"] <= launches + 1
+
+
+def test_whole_columns_on_a_mesh(counts):
+    """XLA reduces the amaxes of columns, 32 KiB each; nothing else crosses devices but the kernel's gradient."""
+    collectives = counts["on eight devices"]["row-wise"]["collectives"]
+    assert {c["kind"] for c in collectives} == {"all-reduce"}
+    assert sorted(c["bytes"] for c in collectives) == [4 * 8192, 4 * 8192, 4 * 8192**2]
