@@ -187,7 +187,13 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
         dimensions = contracting, (batch, batch)
         return lax.dot_general(*operands, dimensions, preferred_element_type=dtype, precision=precision)
 
-    in_f32 = functools.partial(product, dtype=jnp.float32)
+    def in_f32(*operands):
+        # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
+        as_they_are = functools.partial(product, dtype=jnp.float32)
+        return lax.platform_dependent(
+            *operands, cpu=lambda *operands: as_they_are(*lax.optimization_barrier(operands)), default=as_they_are
+        )
+
     if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
         # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
         rounded = functools.partial(product, dtype=spec.out_dtype)

@@ -34,6 +34,7 @@ def rows(text) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()}
 
 
+@pytest.mark.slow
 def test_all_arms_train(tmp_path):
     done = run(tmp_path, "--tiny", "--json", "out/all.json", "--out", "all.png")
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ def windows(seed=0):
     return jax.random.randint(jax.random.key(seed), (4, LENGTH + 1), 0, VOCABULARY)
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_weights():
     reference = state_of("bf16")
     assert set(reference.params) == {"params"}
@@ -53,6 +54,7 @@ def test_arms_see_the_same_text():
     assert not np.array_equal(first, list(comparison.batches(2, 3)))
 
 
+@pytest.mark.slow
 def test_an_arm_is_its_region():
     """One model: outside of FP8 arms no FP8, in them four layers of three products, all by the arm's recipe."""
     for name, arm in ARMS.items():

@@ -64,6 +64,7 @@ def numbers(shape, dtype, seed=0):
 @ALL_KINDS
 @pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.varied
 def test_every_value(emulated_library, dtype, fmt, block, scaling):
     """In blocks of neighbours, most of them finite, and of anything, the other way round."""
     if dtype.itemsize == 2:
@@ -91,6 +92,7 @@ def matrices(shape, dtype, block, scaling):
     [(1, 1, 1, "bf16"), (1, 9, 1, "f32"), (1, 128, 128, "bf16"), (1, 31, 33, "f32"), (1, 130, 264, "bf16"),
      (2, 128, 256, "f32"), (2, 100, 100, "bf16"), (17, 3, 5, "f32"), (1, 16, 500, "f32"), (1, 500, 16, "bf16")],
 )  # fmt: skip
+@pytest.mark.varied
 def test_matrices(kernels, g, m, n, dtype, block, scaling):
     dtype = DTYPES[DTYPE_IDS.index(dtype)]
     x, expected = matrices((g, m, n), dtype, block, scaling)
@@ -104,6 +106,7 @@ def test_matrices(kernels, g, m, n, dtype, block, scaling):
 
 
 @ALL_KINDS
+@pytest.mark.varied
 def test_launches(emulated_library, block, scaling):
     """One kernel; of whole rows two, after a memset."""
     x = numbers((2, 40, 50), oracle.BF16)

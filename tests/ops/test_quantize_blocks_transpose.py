@@ -31,6 +31,7 @@ def assert_layouts(got, x, fmt, block, what="", **options):
 @BLOCKS
 @ALL_KINDS
 @DTYPES
+@pytest.mark.varied
 def test_layouts(implementation, block, options, dtype):
     """Sizes around blocks; a NaN in one block and an Inf in another."""
     for fmt, (m, n) in zip(cases.FORMATS, [(130, 70), (33, 257)], strict=True):
@@ -42,12 +43,14 @@ def test_layouts(implementation, block, options, dtype):
 
 @pytest.mark.parametrize("shape", cases.EMPTY_MATRIX_SHAPES, ids=str)
 @BLOCKS
+@pytest.mark.varied
 def test_empty_operands(implementation, block, shape):
     got = ops.quantize_blocks_transpose(np.zeros(shape, F32), oracle.E4M3.dtype, block=block)
     assert_layouts(got, np.zeros(shape, F32), oracle.E4M3, block)
 
 
 @BLOCKS
+@pytest.mark.varied
 def test_merged_rows_and_columns_and_vmap(implementation, block):
     x = cases.random_values((2, 3, 4, 9, 5, 8), F32, 3)
     run = functools.partial(ops.quantize_blocks_transpose, dtype=oracle.E5M2.dtype, block=block, rows=2, cols=2)
@@ -62,6 +65,7 @@ def test_merged_rows_and_columns_and_vmap(implementation, block):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("data"), P("tp", "data"), P(("data", "tp"))], ids=str)
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (128, 128)], ids=str)
+@pytest.mark.varied
 def test_meshes(axis_type, spec, block):
     x = cases.random_values((16, 64), F32, 9)
     on = mesh(axis_type)

@@ -86,6 +86,7 @@ LAYERS = tuple(linen_layers(DELAYED, True))
 @pytest.mark.parametrize(
     "name, layer", [(KINDS[i % len(KINDS)], layer) for i, layer in enumerate(LAYERS)] + [(n, "Dense") for n in RECIPES]
 )
+@pytest.mark.varied
 def test_linen(name, layer):
     """A layer without state: its variables are its parameters, and its bits those of the plain function."""
     recipe = RECIPES[name][0]
@@ -166,6 +167,7 @@ class ByHand(nn.Module):
 
 @pytest.mark.parametrize("layer", ["Dense", "GatedMLP", "NormDense"])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.varied
 def test_our_layers(name, layer):
     """Linen, NNX and the functions they are made of: the same bits, and no state in any."""
     recipe = RECIPES[name][0]
@@ -198,6 +200,7 @@ NNX = {
 
 @pytest.mark.parametrize("layer", NNX)
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.varied
 def test_nnx(name, layer):
     recipe = RECIPES[name][0]
     is_einsum = layer == "Einsum"

@@ -93,6 +93,7 @@ ONE_BY_ONE = [
 
 
 @pytest.mark.parametrize("program, name", ONE_BY_ONE)
+@pytest.mark.varied
 def test_one_by_one(name, program):
     recipe = RECIPES[name][0]
     x, kernel, grad = data()
@@ -155,6 +156,7 @@ def test_vmap_over_examples(name):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("x_dim, kernel_dim", [(0, 0), (1, 2), (None, 0)], ids=str)
+@pytest.mark.varied
 def test_vmap_over_members(name, x_dim, kernel_dim):
     """A batch of kernels: each member is a product of its own, with its own scales."""
     recipe, rule = RECIPES[name]
@@ -228,6 +230,7 @@ def twice(f):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, twice], ids=["hessian", "jacfwd", "grad of grad"])
+@pytest.mark.varied
 def test_only_first_derivatives(name, transform):
     recipe = RECIPES[name][0]
     x, kernel, grad = (a[0] for a in data(1))
