@@ -12,7 +12,7 @@ SETUP = @tools/setup.sh $(VENV)
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
-	@echo "make test       build the CPU and CUDA libraries and run the tests (under 10 minutes on 2 cores)"
+	@echo "make test       build the CPU and CUDA libraries and run the tests (some 15 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
