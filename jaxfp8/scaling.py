@@ -97,3 +97,10 @@ def amax_to_scale(amax, stored, numerator: np.float32):
         jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range)
     )
     return scale, round_quotient(jnp.ones_like(scale), scale)
+
+
+def floor_to_power_of_two(scale):
+    """`(scale, scale_inv)`, f32: the scale rounded down to a power of two, in [2**-126, 2**126] as scales are."""
+    bits = _bits(scale) & _INF_BITS
+    inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
+    return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)

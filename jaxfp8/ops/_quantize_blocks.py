@@ -99,10 +99,7 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
 def _f32_scales(amax, dtype, power_2_scale):
     """`(scale, scale_inv)` of each block."""
     scale, scale_inv = scaling.amax_to_scale(amax, jnp.ones_like(amax), scaling.scale_numerator(fp8_max(dtype), 0))
-    if power_2_scale:
-        bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT_BITS
-        scale, scale_inv = (lax.bitcast_convert_type(b, jnp.float32) for b in (bits, (254 << 23) - bits))
-    return scale, scale_inv
+    return scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
 
 
 def _e8m0_scales(amax, dtype, rounding):

@@ -6,6 +6,7 @@ import numpy as np
 
 from .. import ops
 from ..formats import E4M3
+from ..ops._quantize_blocks import ROUNDINGS as ROUNDINGS
 from ..tensor import QTensor
 from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
 
@@ -19,6 +20,9 @@ class BlockwiseQuantizer(Quantizer):
         fp8_dtype: of the codes.
         block: `(r, c)`: the rows and columns that share a scale; None is all of them.
     """
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def quantize(self, x, state):
         """`(QTensor, state)` of a matrix; see `Quantizer`."""
@@ -56,9 +60,6 @@ class Float8RowwiseQuantizer(BlockwiseQuantizer):
     power_2_scale: bool = False
     block = (1, None)
 
-    def __post_init__(self):
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
-
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(BlockwiseQuantizer):
@@ -78,7 +79,7 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
     power_2_scale: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+        super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}")
 
@@ -86,9 +87,6 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
     def block(self) -> tuple[int, int]:
         """The rows and columns that share a scale."""
         return (1, 128) if self.block_scaling_dim == 1 else (128, 128)
-
-
-ROUNDINGS = ("ceil", "floor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     block = (1, 32)
 
     def __post_init__(self):
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
+        super().__post_init__()
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
 

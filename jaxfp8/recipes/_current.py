@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from .. import scaling
 from .._mesh import NOT_SAID
 from ..formats import HYBRID, Format
-from ._quantizer import fp8_dtype
 from ._recipe import Recipe
-from ._tensorwise import TensorwiseQuantizer, floor_to_power_of_two
+from ._tensorwise import TensorwiseQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,7 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
     power_2_scale: bool = False
     margin = 0
 
-    def __post_init__(self):
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
-
     def scale_of(self, amax, stored):
         """As `TensorwiseQuantizer.scale_of`."""
         scale, scale_inv = super().scale_of(amax, stored)
-        return floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)
+        return scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _compat, ops, scaling
 from .._mesh import NOT_SAID
 from ..formats import E4M3, HYBRID, Format, fp8_max
-from ._quantizer import alone, fp8_dtype
+from ._quantizer import alone
 from ._recipe import Recipe
 from ._state import QuantizerRun, QuantizerState
 from ._tensorwise import TensorwiseQuantizer
@@ -86,9 +86,6 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
     first_step: Literal["unit", "current"] = "unit"
-
-    def __post_init__(self):
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def init(self) -> QuantizerState:
         """An empty history and scale 1."""

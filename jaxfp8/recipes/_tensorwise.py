@@ -1,12 +1,11 @@
 """Quantizers with one scale for the whole tensor."""
 
 import jax.numpy as jnp
-from jax import lax
 
 from .. import ops
 from ..formats import fp8_max
 from ..tensor import QTensor
-from ._quantizer import Quantizer, alone, column_sums
+from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
 
 
 class TensorwiseQuantizer(Quantizer):
@@ -16,6 +15,9 @@ class TensorwiseQuantizer(Quantizer):
         fp8_dtype: of the codes.
         margin: headroom in powers of two.
     """
+
+    def __post_init__(self):
+        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def quantize(self, x, state):
         """`(QTensor, next state)` of a matrix; see `Quantizer`."""
@@ -58,10 +60,3 @@ class TensorwiseQuantizer(Quantizer):
         """The run of a tensor that was quantized with this scale and had this amax."""
         del scale, scale_inv, amax
         return run
-
-
-def floor_to_power_of_two(scale):
-    """`(scale, scale_inv)`, f32: the scale rounded down to a power of two; both are in [2**-126, 2**126]."""
-    bits = lax.bitcast_convert_type(scale, jnp.int32) & 0x7F800000
-    inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
-    return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)
