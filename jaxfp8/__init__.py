@@ -9,6 +9,7 @@ from . import (
     _plan_files,
     checkpoint_policies as checkpoint_policies,
     convert as convert,
+    inspect as inspect,
     integrations as integrations,
     linen as linen,
     mixed_precision as mixed_precision,

@@ -6,6 +6,7 @@ bfloat16 and read again; fused, only its codes are. The gradient is that of the 
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from . import ops
 from .ops import _checks, _quantize_activation, _quantize_norm
-from .recipes import start
+from .recipes import counts_in, fractions_of, start
 from .tensor import QTensor
 
 
@@ -40,11 +41,10 @@ class Activated:
         """The values, in the dtype of x."""
         return _value(_activate(self.activation), self.x)
 
-    def quantize(self, scale, dtype, amax):
-        """`(data, data_t, amax)` of the values as a matrix: rows are all dimensions but the last."""
-        return ops.quantize_activation(
-            self.x, scale, dtype, activation=self.activation, rows=len(self.shape) - 1, amax=amax
-        )
+    def quantize(self, scale, dtype, amax, counts):
+        """As the op, of the values as a matrix: rows are all dimensions but the last."""
+        options = {"activation": self.activation, "rows": len(self.shape) - 1, "amax": amax, "counts": counts}
+        return ops.quantize_activation(self.x, scale, dtype, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -73,9 +73,10 @@ class Normalized:
         """The values, in the dtype of x."""
         return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
 
-    def quantize(self, scale, dtype, amax):
-        """`(data, data_t, amax)` of the values as a matrix: rows are all dimensions but the last."""
-        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1, "amax": amax}
+    def quantize(self, scale, dtype, amax, counts):
+        """As the op, of the values as a matrix: rows are all dimensions but the last."""
+        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
+        options |= {"amax": amax, "counts": counts}
         return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
 
 
@@ -144,28 +145,34 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
     fixed, state = jax.lax.stop_gradient((fused, state))
     (run,) = start([quantizer], [state])
     scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
-    data, data_t, amax = _quantize(quantizer.fp8_dtype)(fixed, scale, _checks.amax_so_far("codes", amax))
-    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax))
+    quantize = _quantize(quantizer.fp8_dtype, counts_in(run))
+    data, data_t, amax, *fractions = quantize(fixed, scale, _checks.amax_so_far("codes", amax))
+    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax, *fractions))
 
 
 @functools.cache
-def _quantize(dtype):
-    """`(fused, scale, amax) -> (data, data_t, amax)`; a batch that shares scale and amax is more rows."""
+def _quantize(dtype, counts):
+    """`(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_state.py).
 
-    @jax.custom_batching.custom_vmap
-    def quantize(fused, scale, amax):
-        return fused.quantize(scale, dtype, amax)
+    A batch that shares scale and amax is more rows.
+    """
+
+    def alone(fused, scale, amax):
+        data, data_t, amax, *of_all = fused.quantize(scale, dtype, amax, counts)
+        return data, data_t, amax, *(fractions_of(of, math.prod(fused.shape)) for of in of_all)
+
+    quantize = jax.custom_batching.custom_vmap(alone)
 
     @quantize.def_vmap
     def batch(size, is_batched, fused, scale, amax):
         del size
         of_x, *others = jax.tree.leaves(is_batched)
         if of_x and not any(others):
-            data, data_t, amax = quantize(fused, scale, amax)
-            return (data, jnp.moveaxis(data_t, 1, 0), amax), (True, True, False)
+            data, data_t, *shared = quantize(fused, scale, amax)
+            return (data, jnp.moveaxis(data_t, 1, 0), *shared), (True, True, *[False] * len(shared))
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        each = jax.vmap(lambda fused, scale, amax: fused.quantize(scale, dtype, amax), in_axes=tuple(in_axes))
-        return each(fused, scale, amax), (True, True, True)
+        each = jax.vmap(alone, in_axes=tuple(in_axes))(fused, scale, amax)
+        return each, (True,) * len(each)
 
     return quantize
 

@@ -119,8 +119,8 @@ class AmaxReduction:
             )
         return AmaxReduction(axes, stages)
 
-    def __call__(self, amax, state):
-        """`amax` of the whole tensor, as far as it shares `state` (None: all of it).
+    def __call__(self, amax, state, combine=lax.pmax):
+        """`amax` of the whole tensor, as far as it shares `state` (None: all of it); or what `combine` makes of it.
 
         If there is anything to reduce it is done over all devices that share the state: more of them change nothing,
         and reductions over the same devices become one collective.
@@ -129,7 +129,7 @@ class AmaxReduction:
             ValueError: an axis is called a pipeline axis, but the state is the same for all stages.
         """
         if self.axes is not None:
-            return lax.pmax(amax, self.axes) if self.axes else amax
+            return combine(amax, self.axes) if self.axes else amax
         stages = set(self.pipeline_axes)
         own = varying(amax) & stages if state is None else varying(*jax.tree.leaves(state))
         one_state = (varying(amax) - own) & stages
@@ -144,4 +144,4 @@ class AmaxReduction:
             return amax
         axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in own]
         unlike = tuple(axis for axis in axes if axis not in varying(amax))
-        return lax.pmax(lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes))
+        return combine(lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes))

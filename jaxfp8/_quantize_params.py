@@ -50,7 +50,7 @@ def quantize_params(params, state, recipe):
         position = next((where[path] for path in _kernel_paths(found.paths[pair.amax_history]) if path in where), None)
         if position is None:
             continue
-        old = QuantizerState(found.leaves[pair.amax_history], found.leaves[pair.scale])
+        old = QuantizerState(*(found.leaves[i] for i in pair.positions()))
         quantizer.check_state(f"quantize_params: state: {pair.name}", old)
         kernel = tree.leaves[position]
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.

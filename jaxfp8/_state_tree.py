@@ -1,8 +1,8 @@
 """Which leaves of a tree are quantizer state, whatever holds them: dicts, Flax and NNX variables, dataclasses.
 
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
-(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. A `scale` on its own, as normalization
-layers have it, is a parameter. What else lies below the key `_overwrite_with_gradient`, or in a `DotGeneralState`, is
+(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. Beside them may be `{p}counters`. A
+`scale` on its own, as normalization layers have it, is a parameter. What else lies below the key `_overwrite_with_gradient`, or in a `DotGeneralState`, is
 state of a user's own quantizer. In a tree without that key, so are leaves side by side that are all named after roles
 (`linear_input_steps`): optimizers see the states of NNX as plain dicts, which say nothing but names.
 """
@@ -15,21 +15,28 @@ import jax
 from .recipes import ROLES, DotGeneralState
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-_HISTORY, _SCALE = "amax_history", "scale"
+_HISTORY, _SCALE, _COUNTERS = "amax_history", "scale", "counters"
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """Where the two leaves of one quantizer are.
+    """Where the leaves of one quantizer are.
 
     Attributes:
         name: its path, for messages: `Dense_0/Fp8DotGeneral_0/input`.
         amax_history, scale: positions in `StateTree.leaves`.
+        counters: likewise; None where it has none.
     """
 
     name: str
     amax_history: int
     scale: int
+    counters: int | None = None
+
+    def positions(self) -> tuple[int, ...]:
+        """Those of its leaves, in the order of `QuantizerState`."""
+        pair = self.amax_history, self.scale
+        return pair if self.counters is None else (*pair, self.counters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +59,7 @@ class StateTree:
 
     def positions(self) -> list[int]:
         """Positions of all state leaves, ascending."""
-        pairs = (i for q in self.quantizers for i in (q.amax_history, q.scale))
-        return sorted([*pairs, *self.others])
+        return sorted([*(i for q in self.quantizers for i in q.positions()), *self.others])
 
     def replace(self, values: dict[int, Any]):
         """The tree with some leaves replaced; a value may be a subtree."""
@@ -82,7 +88,7 @@ def flatten(tree) -> StateTree:
             paths.append(_names((*path, *rest)))
             in_product.append(_is_product(leaf))
     quantizers = _pairs(paths)
-    paired = {i for q in quantizers for i in (q.amax_history, q.scale)}
+    paired = {i for q in quantizers for i in q.positions()}
     by_roles = _named_after_roles(paths)
     others = [
         i
@@ -97,6 +103,22 @@ def partition(tree):
     found = flatten(tree)
     state = set(found.positions())
     return found.treedef.unflatten([i in state for i in range(len(found.leaves))])
+
+
+def prefix_of(name: str) -> str | None:
+    """What the names of a quantizer's leaves begin with, if `name` is that of its history; else None."""
+    prefix = name.removesuffix(_HISTORY)
+    return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
+
+
+def slot_axis(history_shape, scale_shape) -> int | None:
+    """The axis of the slots of a history; all others are rows. None where the two shapes do not fit."""
+    if len(history_shape) != len(scale_shape) or not history_shape:
+        return None
+    differ = [i for i, (h, s) in enumerate(zip(history_shape, scale_shape, strict=True)) if h != s]
+    if not differ:
+        return -1  # H = 1
+    return differ[0] if len(differ) == 1 and scale_shape[differ[0]] == 1 else None
 
 
 def _is_product(x) -> bool:
@@ -114,12 +136,13 @@ def _pairs(paths) -> list[Quantizer]:
     where = {path: i for i, path in enumerate(paths)}
     found = []
     for i, path in enumerate(paths):
-        prefix = path[-1].removesuffix(_HISTORY) if path else ""
-        if not path or prefix == path[-1] or (prefix and not prefix.endswith("_")):
+        prefix = prefix_of(path[-1]) if path else None
+        if prefix is None:
             continue
         scale = where.get((*path[:-1], prefix + _SCALE))
         if scale is not None:
-            found.append(Quantizer("/".join(filter(None, (*path[:-1], prefix.rstrip("_")))), i, scale))
+            name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
+            found.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
     return found
 
 

@@ -1,4 +1,5 @@
 // jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
+// jaxfp8_quantize_counted_v1: the same -> the same, and counts u32 [g, 4].
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cpu/kernels/quantize.h"
@@ -8,27 +9,43 @@
 namespace jaxfp8::cpu {
 namespace {
 
-ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize", attributes));
-  const Operand x_operand{"quantize", "x", x};
+// Without `counts_buffer` nothing is counted.
+ffi::Error Run(const char* op, ffi::ThreadPool& pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax, const ffi::AnyBuffer* counts_buffer,
+               const ffi::Dictionary& attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
+  const Operand x_operand{op, "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
   const int64_t groups = x.dimensions()[0];
   const int64_t size = x.dimensions()[1];
-  const Operand data_operand{"quantize", "data", *data};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize", "scale", scale}, groups));
+  const Operand data_operand{op, "data", *data};
+  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax", *amax}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
+  Counts* counts = nullptr;
+  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
 
   XlaTaskPool tasks(pool);
   Quantize(tasks, ToDtype(x.element_type()), ToDtype(data->element_type()), x.untyped_data(), ToScales(scale), groups,
            size, static_cast<uint8_t*>(data->untyped_data()), static_cast<const float*>(amax_so_far.untyped_data()),
-           static_cast<float*>(amax->untyped_data()));
+           static_cast<float*>(amax->untyped_data()), counts);
   return ffi::Error::Success();
+}
+
+ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
+  return Run("quantize", pool, x, scale, amax_so_far, data, amax, nullptr, attributes);
+}
+
+ffi::Error QuantizeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                                  ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                  ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
+                                  ffi::Dictionary attributes) {
+  return Run("quantize_counted", pool, x, scale, amax_so_far, data, amax, &*counts, attributes);
 }
 
 }  // namespace
@@ -43,4 +60,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
                                   .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Attrs());
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cpu::QuantizeCountedHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Ret<xla::ffi::AnyBuffer>()  // counts
                                   .Attrs());

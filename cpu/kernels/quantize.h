@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/counts.h"
 #include "common/dispatch.h"
 #include "cpu/kernels/scales.h"
 #include "cpu/kernels/task_pool.h"
@@ -11,9 +12,9 @@
 namespace jaxfp8::cpu {
 
 // x: [groups, size] of `in`; data: the same shape of `format`; amax_so_far and amax: [groups],
-// not negative, perhaps one buffer.
+// not negative, perhaps one buffer. counts: null, or [groups].
 void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t size,
-              uint8_t* data, const float* amax_so_far, float* amax);
+              uint8_t* data, const float* amax_so_far, float* amax, Counts* counts);
 
 }  // namespace jaxfp8::cpu
 

@@ -4,6 +4,7 @@
 #include "common/column_sums.h"
 #include "cpu/kernels/amax_cell.h"
 #include "cpu/kernels/chunks.h"
+#include "cpu/kernels/counts_cell.h"
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/parallel_for.h"
@@ -15,8 +16,9 @@ static_assert(PanelChunks::kRows == kColumnSumRows, "a panel is a part of the su
 
 void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
                        int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax,
-                       float* column_sums) {
+                       float* column_sums, Counts* counts) {
   StartAmax(amax, amax_so_far, groups);
+  if (counts != nullptr) memset(counts, 0, groups * sizeof(Counts));
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * m * n, kStreamedTranspose);
   PrepareResult(data, groups * m * n);
@@ -39,7 +41,18 @@ void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Sc
     const float scale = scales[chunk.group];
     const auto kernel = KernelsForQuantize(scale).quantize_transpose[HighPrecisionIndex(in)][Fp8Index(format)];
     RaiseAmax(&amax[chunk.group], kernel(panel, scale, store));
-    if (column_sums != nullptr) {  // x of the panel is in the cache
+    // x of the panel is in the cache.
+    if (counts != nullptr) {
+      const auto count = Kernels().count[HighPrecisionIndex(in)][Fp8Index(format)];
+      Counts of_panel = {};
+      for (int64_t row = 0; row < panel.rows; ++row) {
+        const Counts of_row = count(static_cast<const char*>(panel.x) + row * n * width, scale, panel.columns);
+        of_panel.saturated += of_row.saturated;
+        of_panel.flushed += of_row.flushed;
+      }
+      AddCounts(&counts[chunk.group], of_panel);
+    }
+    if (column_sums != nullptr) {
       const int64_t part = chunk.group * ColumnSumParts(m) + chunk.row_begin / kColumnSumRows;
       Kernels().column_sums[HighPrecisionIndex(in)](panel, column_sums + part * n + chunk.column_begin);
     }

@@ -1,4 +1,5 @@
 // jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
+// jaxfp8_quantize_counted_v1: the same -> the same, and counts u32 [g, 4].
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize.h"
@@ -8,21 +9,24 @@
 namespace jaxfp8::cuda {
 namespace {
 
-ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize", attributes));
-  const Operand x_operand{"quantize", "x", x};
+// Without `counts_buffer` nothing is counted.
+ffi::Error Run(const char* op, cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax, const ffi::AnyBuffer* counts_buffer,
+               const ffi::Dictionary& attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
+  const Operand x_operand{op, "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
   const int64_t groups = x.dimensions()[0];
   const int64_t size = x.dimensions()[1];
-  const Operand data_operand{"quantize", "data", *data};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize", "scale", scale}, groups));
+  const Operand data_operand{op, "data", *data};
+  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize", "amax", *amax}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
+  Counts* counts = nullptr;
+  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
 
   QuantizeParams params = {};
   params.dtype = ToDtype(x.element_type());
@@ -33,9 +37,23 @@ ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   params.data = data->untyped_data();
   params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
   params.amax = static_cast<float*>(amax->untyped_data());
+  params.counts = counts;
   params.groups = groups;
   params.size = size;
-  return ToError("quantize", LaunchQuantize(params, stream));
+  return ToError(op, LaunchQuantize(params, stream));
+}
+
+ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
+  return Run("quantize", stream, x, scale, amax_so_far, data, amax, nullptr, attributes);
+}
+
+ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                                  ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                  ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
+                                  ffi::Dictionary attributes) {
+  return Run("quantize_counted", stream, x, scale, amax_so_far, data, amax, &*counts, attributes);
 }
 
 }  // namespace
@@ -50,5 +68,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
                                   .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Attrs(),
+                              {jaxfp8::cuda::kRecordable});
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Ret<xla::ffi::AnyBuffer>()  // counts
                                   .Attrs(),
                               {jaxfp8::cuda::kRecordable});

@@ -1,5 +1,6 @@
 // jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
 // data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
+// jaxfp8_quantize_transpose_counted_v1: the same -> the same, with counts u32 [g, 4] after the amax.
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize_transpose.h"
@@ -9,29 +10,30 @@
 namespace jaxfp8::cuda {
 namespace {
 
-ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                    ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                                    ffi::Result<ffi::AnyBuffer> data_t,
-                                    ffi::Result<ffi::AnyBuffer> amax,
-                                    ffi::RemainingRets rest, ffi::Dictionary attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes("quantize_transpose", attributes));
-  const Operand x_operand{"quantize_transpose", "x", x};
+// Without `counts_buffer` nothing is counted.
+ffi::Error Run(const char* op, cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
+               const ffi::AnyBuffer* counts_buffer, ffi::RemainingRets rest, const ffi::Dictionary& attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
+  const Operand x_operand{op, "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
   const int64_t groups = x.dimensions()[0];
   const int64_t m = x.dimensions()[1];
   const int64_t n = x.dimensions()[2];
-  const Operand data_operand{"quantize_transpose", "data", *data};
-  const Operand data_t_operand{"quantize_transpose", "data_t", *data_t};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({"quantize_transpose", "scale", scale}, groups));
+  const Operand data_operand{op, "data", *data};
+  const Operand data_t_operand{op, "data_t", *data_t};
+  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
   JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data->element_type()}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({"quantize_transpose", "amax", *amax}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
+  Counts* counts = nullptr;
+  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
   float* column_sums = nullptr;
-  JAXFP8_RETURN_IF_ERROR(ToColumnSums(rest, x, &column_sums));
+  JAXFP8_RETURN_IF_ERROR(ToColumnSums(op, counts == nullptr ? 3 : 4, rest, x, &column_sums));
 
   QuantizeTransposeParams params = {};
   params.dtype = ToDtype(x.element_type());
@@ -44,10 +46,28 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
   params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
   params.amax = static_cast<float*>(amax->untyped_data());
   params.column_sums = column_sums;
+  params.counts = counts;
   params.groups = groups;
   params.m = m;
   params.n = n;
-  return ToError("quantize_transpose", LaunchQuantizeTranspose(params, stream));
+  return ToError(op, LaunchQuantizeTranspose(params, stream));
+}
+
+ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                                    ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                    ffi::Result<ffi::AnyBuffer> data_t,
+                                    ffi::Result<ffi::AnyBuffer> amax,
+                                    ffi::RemainingRets rest, ffi::Dictionary attributes) {
+  return Run("quantize_transpose", stream, x, scale, amax_so_far, data, data_t, amax, nullptr, rest, attributes);
+}
+
+ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
+                                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
+                                           ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
+                                           ffi::Result<ffi::AnyBuffer> counts, ffi::RemainingRets rest,
+                                           ffi::Dictionary attributes) {
+  return Run("quantize_transpose_counted", stream, x, scale, amax_so_far, data, data_t, amax, &*counts, rest,
+             attributes);
 }
 
 }  // namespace
@@ -63,6 +83,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::Quanti
                                   .Ret<xla::ffi::AnyBuffer>()  // data
                                   .Ret<xla::ffi::AnyBuffer>()  // data_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .RemainingRets()             // column_sums
+                                  .Attrs(),
+                              {jaxfp8::cuda::kRecordable});
+
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_counted_v1);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cuda::QuantizeTransposeCountedHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // x
+                                  .Arg<xla::ffi::AnyBuffer>()  // scale
+                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                  .Ret<xla::ffi::AnyBuffer>()  // data
+                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
+                                  .Ret<xla::ffi::AnyBuffer>()  // amax
+                                  .Ret<xla::ffi::AnyBuffer>()  // counts
                                   .RemainingRets()             // column_sums
                                   .Attrs(),
                               {jaxfp8::cuda::kRecordable});

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/counts.h"
 #include "common/dispatch.h"
 
 namespace jaxfp8::cuda {
@@ -19,6 +20,7 @@ struct QuantizeParams {
   void* data;                // [groups, size]
   const float* amax_so_far;  // [groups], not negative
   float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
+  Counts* counts;            // null, or [groups]
   int64_t groups;
   int64_t size;
 };

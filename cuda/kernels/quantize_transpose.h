@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/counts.h"
 #include "common/dispatch.h"
 
 namespace jaxfp8::cuda {
@@ -21,6 +22,7 @@ struct QuantizeTransposeParams {
   const float* amax_so_far;  // [groups], not negative
   float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
   float* column_sums;        // null, or [groups, ColumnSumParts(m), n]: the sums of x over 128 rows each
+  Counts* counts;            // null, or [groups]
   int64_t groups;
   int64_t m;
   int64_t n;

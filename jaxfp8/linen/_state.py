@@ -41,7 +41,7 @@ class Fp8Module(nn.Module):
             missing.append(name)
             return leaf
 
-        state = map_variables(recipe, stored)
+        state = map_variables(recipe, stored, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
 
     @nn.nowrap

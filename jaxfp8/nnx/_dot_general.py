@@ -1,5 +1,6 @@
 """Fp8DotGeneral and Fp8Einsum: modules to pass to NNX layers in place of `lax.dot_general` and `jnp.einsum`."""
 
+import functools
 import sys
 
 from flax import nnx
@@ -40,7 +41,7 @@ class _Fp8Product(nnx.Module):
                 )
             return getattr(self, name).get_value()
 
-        return {"recipe": recipe, "state": map_variables(recipe, read)}
+        return {"recipe": recipe, "state": map_variables(recipe, read, functools.partial(hasattr, self))}
 
 
 class Fp8DotGeneral(_Fp8Product):

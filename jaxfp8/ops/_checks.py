@@ -56,6 +56,13 @@ def amax_so_far(op: str, x):
     return jnp.zeros((1,), jnp.float32) if x is None else scale(op, "amax", x)
 
 
+def flag(op: str, name: str, value) -> bool:
+    """A bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
+    return bool(value)
+
+
 def history(op: str, name: str, x):
     """An amax history, f32 `[H]` with at least one slot."""
     x = array(op, name, x)

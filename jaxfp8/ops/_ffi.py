@@ -25,7 +25,9 @@ _ON_BOTH = (
     "dequantize",
     "push_amaxes",
     "quantize",
+    "quantize_counted",
     "quantize_transpose",
+    "quantize_transpose_counted",
 )
 _CUDA_ONLY = (
     "block_scaled_matmul",

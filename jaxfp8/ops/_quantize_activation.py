@@ -9,6 +9,7 @@ from ..formats import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
 from ._produced import producer_op
+from ._quantize import counted
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -77,7 +78,7 @@ def _activate(x, activation):
     return function(gate) * up
 
 
-def quantize_activation(x, scale, dtype, *, activation, transpose=True, amax=None, rows: int = 1):
+def quantize_activation(x, scale, dtype, *, activation, transpose=True, amax=None, rows: int = 1, counts=False):
     """Quantizes `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
@@ -97,12 +98,14 @@ def quantize_activation(x, scale, dtype, *, activation, transpose=True, amax=Non
         transpose: whether to return data_t.
         amax: f32[] or f32[1], not negative; the amax returned is at least this.
         rows: how many dimensions m stands for.
+        counts: also count elements of h that saturate or become zero, as `quantize` does; on a GPU in a second pass.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h. With
+        `counts` also these, f32 `[2]`.
 
     Raises:
-        TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
+        TypeError: x, scale, dtype or amax has another dtype; counts is no bool; or the op is differentiated.
         ValueError: an argument has another shape, or there is no such activation.
     """
     op = "quantize_activation"
@@ -112,8 +115,10 @@ def quantize_activation(x, scale, dtype, *, activation, transpose=True, amax=Non
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     amax = _checks.amax_so_far(op, amax)
     options = {"dtype": dtype, "activation": activation, "transpose": bool(transpose), "rows": rows}
-    data, top, *data_t = _quantize_activation(x, scale, amax, **options)
-    return data, data_t[0] if data_t else None, top.reshape(())
+    options |= counted(op, counts)
+    data, top, *more = _quantize_activation(x, scale, amax, **options)
+    data_t = more.pop(0) if transpose else None
+    return data, data_t, top.reshape(()), *more
 
 
 def check(op, x, activation, rows):

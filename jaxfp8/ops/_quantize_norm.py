@@ -9,6 +9,7 @@ from jax import lax
 from ..formats import FP8_DTYPES
 from . import _checks
 from ._produced import producer_op
+from ._quantize import counted
 
 KINDS = ("rms", "layer")
 
@@ -56,7 +57,9 @@ def _mean(x):
     return jnp.mean(x, axis=-1, keepdims=True)
 
 
-def quantize_norm(x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, transpose=True, amax=None, rows: int = 1):
+def quantize_norm(
+    x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, transpose=True, amax=None, rows: int = 1, counts=False
+):
     """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32; x is read from memory once.
 
     Equivalent to, without a rounding in between:
@@ -80,12 +83,15 @@ def quantize_norm(x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, tr
         transpose: whether to return data_t.
         amax: f32[] or f32[1], not negative; the amax returned is at least this.
         rows: how many dimensions m stands for.
+        counts: also count elements of y that saturate or become zero, as `quantize` does; on a GPU in a second pass.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y. With
+        `counts` also these, f32 `[2]`.
 
     Raises:
-        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
+        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; counts is no bool; or the op is
+            differentiated.
         ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
     """
     op = "quantize_norm"
@@ -96,8 +102,10 @@ def quantize_norm(x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, tr
     # Parameters are small: in f32 the kernel needs no variant for each dtype.
     parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
     options = {"dtype": dtype, "kind": kind, "epsilon": epsilon, "transpose": bool(transpose), "rows": rows}
-    data, top, *data_t = _quantize_norm(x, scale, amax, *parameters, has_beta=beta is not None, **options)
-    return data, data_t[0] if data_t else None, top.reshape(())
+    options |= counted(op, counts)
+    data, top, *more = _quantize_norm(x, scale, amax, *parameters, has_beta=beta is not None, **options)
+    data_t = more.pop(0) if transpose else None
+    return data, data_t, top.reshape(()), *more
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):

@@ -48,6 +48,28 @@ def _round_shift(x, shift):
     return quotient + ((rest > half) | ((rest == half) & (quotient & 1 == 1))).astype(jnp.int32)
 
 
+def _abs_product(x_bits, scale_bits):
+    """`|x * scale|` in f32, 0 where it would be subnormal and anything where it is NaN; and whether it is NaN."""
+    x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
+    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
+    product = x_magnitude * scale_magnitude
+    exponent = x_exponent + scale_exponent
+    return jnp.where(exponent == 0, product, _shift_exponent(product, exponent)), jnp.isnan(product)
+
+
+def count(x, scale, dtype, axes):
+    """How many elements saturate, and how many become zero that are not: f32 `[..., 2]`, sums over `axes`."""
+    info = jnp.finfo(dtype)
+    x_bits = _bits(x.astype(jnp.float32))
+    product, is_nan = _abs_product(x_bits, _bits(scale))
+    saturated = ~is_nan & (product > jnp.float32(info.max))
+    # Half of the smallest subnormal lies between it and 0, and rounds to the even one.
+    is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
+    flushed = ~is_nan & is_small & (x_bits & _ABS_MASK != 0)
+    sums = [jnp.sum(of, axis=axes, dtype=jnp.uint32) for of in (saturated, flushed)]  # f32 would stop at 2**24
+    return jnp.stack(sums, axis=-1).astype(jnp.float32)
+
+
 def encode(x, scale, dtype):
     """The FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
     info = jnp.finfo(dtype)
@@ -55,12 +77,8 @@ def encode(x, scale, dtype):
     bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
 
     x_bits, scale_bits = _bits(x.astype(jnp.float32)), _bits(scale)
-    x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
-    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    product = x_magnitude * scale_magnitude
-    is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
-    exponent = x_exponent + scale_exponent
-    product = jnp.where(exponent == 0, product, _shift_exponent(product, exponent))
+    product, is_nan = _abs_product(x_bits, scale_bits)
+    is_nan = is_nan | (x_bits & _ABS_MASK >= _INF_BITS)
 
     magnitude = jnp.minimum(product, jnp.float32(info.max))
     bits = _bits(magnitude)

@@ -51,6 +51,15 @@ def member_amaxes(top, member_shape, batch=1):
     return top.reshape(*member_shape, 1)
 
 
+def member_counts(words, member_shape, batch=1):
+    """The counts of each member, f32 `[*members, 2]`: those of a custom call, u32 `[g, 4]`, `batch` groups a member.
+
+    A count is two words, the low one first. Up to 2**24 the sums are exact.
+    """
+    words = words.reshape(*member_shape, batch, 2, 2).astype(jnp.float32)
+    return jnp.sum(words[..., 0] + words[..., 1] * jnp.float32(2.0**32), axis=-2)
+
+
 def abs_max(x, members):
     """The amax of each member of `x` in jnp: f32 `[*members, 1]`."""
     top = scaling.abs_max(x, axis=tuple(range(members, x.ndim)))

@@ -29,4 +29,8 @@ from ._state import (
     init_state as init_state,
     map_variables as map_variables,
 )
-from ._tensorwise import TensorwiseQuantizer as TensorwiseQuantizer
+from ._tensorwise import (
+    TensorwiseQuantizer as TensorwiseQuantizer,
+    counts_in as counts_in,
+    fractions_of as fractions_of,
+)

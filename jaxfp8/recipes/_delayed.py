@@ -16,7 +16,7 @@ from .._mesh import NOT_SAID
 from ..formats import E4M3, HYBRID, Format, fp8_max
 from ._quantizer import alone
 from ._recipe import Recipe
-from ._state import QuantizerRun, QuantizerState
+from ._state import Counting, QuantizerRun, QuantizerState
 from ._tensorwise import TensorwiseQuantizer
 
 
@@ -102,17 +102,23 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """
         if state is None:
             return
-        leaves = getattr(state, "amax_history", None), getattr(state, "scale", None)
+        leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
+        counters = getattr(state, "counters", None)
+        leaves += [] if counters is None else [counters]
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
             if not (_compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
-        history, scale = leaves
+        history, scale = leaves[:2]
         if history.ndim != 1 or scale.shape != (1,):
             raise ValueError(
                 f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
                 "is stacked goes through vmap or scan together with its kernels"
+            )
+        if counters is not None and counters.shape != (3,):
+            raise ValueError(
+                f"{name}: expected counters (3,), got {counters.shape}; jaxfp8.inspect.with_counters makes them"
             )
         if history.shape != (self.amax_history_len,):
             raise ValueError(
@@ -141,11 +147,12 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scales = jax.lax.cond(run.is_empty, of_tensor, lambda: scales)
         return (*scales, run.amax)
 
-    def seen(self, run: QuantizerRun | None, scale, scale_inv, amax):
+    def seen(self, run: QuantizerRun | None, scale, scale_inv, amax, fractions=None):
         """As `TensorwiseQuantizer.seen`."""
         if run is None:
             return None
-        return dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1))
+        counting = None if run.counting is None else run.counting.after(scale_inv, fractions)
+        return dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1), counting=counting)
 
 
 def start(quantizers, states) -> list:
@@ -184,7 +191,10 @@ def start(quantizers, states) -> list:
                 scale, scale_inv = ops.amax_to_scale(
                     amax, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
-            runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty)
+            counting = None
+            if state.counters is not None:
+                counting = Counting(steps=scaling.clean(state.counters[2:]), stored=state.scale.reshape(1))
+            runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty, counting)
     return runs
 
 
@@ -197,6 +207,14 @@ def finish(runs, reduce=alone) -> list:
     amaxes = [reduce(run.amax.reshape(()), run.history) for run in delayed]
     pushed = iter(ops.push_amaxes(histories, amaxes))
     return [
-        QuantizerState(amax_history=next(pushed), scale=run.scale_inv) if isinstance(run, QuantizerRun) else run
+        QuantizerState(next(pushed), run.scale_inv, _counters(run, reduce)) if isinstance(run, QuantizerRun) else run
         for run in runs
     ]
+
+
+def _counters(run: QuantizerRun, reduce):
+    """The next counters. Devices have shards of one size: the fraction of the whole tensor is the mean of theirs."""
+    if run.counting is None:
+        return None
+    fractions = reduce(run.counting.fractions, run.history, jax.lax.pmean)
+    return jnp.concatenate([fractions, run.counting.steps])

@@ -19,9 +19,9 @@ class GEMMType(enum.StrEnum):
     WGRAD = "wgrad"
 
 
-def alone(amax, leaf):
+def alone(amax, leaf, combine=None):
     """No mesh: the amax at hand is that of the whole tensor."""
-    del leaf
+    del leaf, combine
     return amax
 
 
@@ -120,7 +120,7 @@ class Quantizer:
             rows, cols: how many dimensions are rows and columns.
             rowwise, columnwise: whether `data` and `data_t` are read.
             sums: also give the sums over rows, f32 `[*batch, *cols]`.
-            reduce: `(amax, state leaf or None) -> amax`, over the devices that share the state.
+            reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
             contract_first: the rows are what the first product contracts, so that `data_t` serves it.
 
         Returns:

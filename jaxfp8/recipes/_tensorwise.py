@@ -1,6 +1,7 @@
 """Quantizers with one scale for the whole tensor."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import ops
 from ..formats import fp8_max
@@ -30,14 +31,16 @@ class TensorwiseQuantizer(Quantizer):
         del rowwise, contract_first  # the codes are there anyway
         scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
         data_t = total = None
+        counts = counts_in(run)
         if columnwise:
-            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums}
+            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums, "counts": counts}
             data, data_t, amax, *more = ops.quantize_transpose(x, scale, self.fp8_dtype, **options)
-            total = more[0] if sums else None
+            total = more.pop(0) if sums else None
         else:
-            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax)
+            data, amax, *more = ops.quantize(x, scale, self.fp8_dtype, amax=amax, counts=counts)
             total = column_sums(x, rows, cols) if sums else None
-        return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax), total
+        fractions = (fractions_of(of, x.size) for of in more)
+        return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax, *fractions), total
 
     def scale(self, current, run, reduce=alone):
         """`(scale, scale_inv, amax so far)`, each f32[1]; where there is no state, the amax of the tensor.
@@ -56,7 +59,17 @@ class TensorwiseQuantizer(Quantizer):
         """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""
         return ops.amax_to_scale(amax.reshape(1), stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
-    def seen(self, run, scale, scale_inv, amax):
-        """The run of a tensor that was quantized with this scale and had this amax."""
-        del scale, scale_inv, amax
+    def seen(self, run, scale, scale_inv, amax, fractions=None):
+        """The run of a tensor that was quantized with this scale and had this amax; `fractions` where `counts_in`."""
+        del scale, scale_inv, amax, fractions
         return run
+
+
+def counts_in(run) -> bool:
+    """Whether a run has counters, so that elements are to be counted."""
+    return getattr(run, "counting", None) is not None
+
+
+def fractions_of(counts, size: int):
+    """Counts of elements as fractions of a tensor of that size."""
+    return counts / np.float32(max(size, 1))

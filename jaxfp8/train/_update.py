@@ -35,6 +35,8 @@ def update_state(old, new):
     the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
     other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
 
+    Counters, where a quantizer has them, are those of `new`, divided by c.
+
     Args:
         old: the state this step ran on: a state collection, a `DotGeneralState`, a variables dict, an NNX state, or a
             tree that mixes any of these with parameters. History f32 `(..., H)`, scale f32 `(..., 1)`.
@@ -56,17 +58,19 @@ def update_state(old, new):
         )
     alike, values, factors, least = {}, {}, {}, {}
     for q in before.quantizers:
-        pair = q.amax_history, q.scale
-        now = [before.leaves[i] for i in pair]
-        then = [gradient.get(before.paths[i]) for i in pair]
-        if any(leaf is None for leaf in then):
+        positions = [i for i in q.positions() if gradient.get(before.paths[i]) is not None]
+        if not {q.amax_history, q.scale} <= set(positions):
             continue
+        now = [before.leaves[i] for i in positions]
+        then = [gradient[before.paths[i]] for i in positions]
         _check_shapes(q.name, now, then)
         kind = tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then)
-        alike.setdefault(kind, []).append((q, now + then))
+        alike.setdefault(kind, []).append((q.name, positions, now + then))
     for group in alike.values():
-        for (q, _), (history, scale, factor) in zip(group, _next_quantizers([of for _, of in group]), strict=True):
-            values[q.amax_history], values[q.scale], factors[q.name] = history, scale, factor
+        results = _next_quantizers([of for *_, of in group])
+        for (name, positions, _), (*leaves, factor) in zip(group, results, strict=True):
+            values |= dict(zip(positions, leaves, strict=True))
+            factors[name] = factor
     for i in before.others:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
@@ -77,39 +81,34 @@ def update_state(old, new):
     return before.replace(values)
 
 
-def _slot_axis(history_shape, scale_shape) -> int | None:
-    """The axis of the history; all others are rows. None where the two shapes do not fit."""
-    if len(history_shape) != len(scale_shape) or not history_shape:
-        return None
-    differ = [i for i, (h, s) in enumerate(zip(history_shape, scale_shape, strict=True)) if h != s]
-    if not differ:
-        return -1  # H = 1
-    return differ[0] if len(differ) == 1 and scale_shape[differ[0]] == 1 else None
-
-
 def _check_shapes(name, old, new):
-    for which, (history, scale) in (("old", old), ("new", new)):
-        if _slot_axis(history.shape, scale.shape) is None:
+    for which, (history, scale, *_) in (("old", old), ("new", new)):
+        if _state_tree.slot_axis(history.shape, scale.shape) is None:
             raise ValueError(
                 f"update_state: {which}: {name}: expected a history (..., H) and a scale (..., 1), got shapes "
                 f"{history.shape} and {scale.shape}"
             )
-    if old[0].shape != new[0].shape or old[1].shape != new[1].shape:
+    shapes, wanted = ([leaf.shape for leaf in leaves] for leaves in (new, old))
+    if shapes != wanted:
         raise ValueError(
-            f"update_state: new: {name}: expected the shapes of old, {old[0].shape} and {old[1].shape}, got "
-            f"{new[0].shape} and {new[1].shape}; pass the gradient with respect to old"
+            f"update_state: new: {name}: expected the shapes of old, {_listed(wanted)}, got {_listed(shapes)}; pass the "
+            "gradient with respect to old"
         )
+
+
+def _listed(shapes) -> str:
+    return " and ".join(map(str, shapes))
 
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """`(history, scale, factors)` of each quantizer; all have the same shapes and dtypes.
+    """`(history, scale, factors)` of each quantizer, counters before the factors; all have the same shapes and dtypes.
 
     They are stacked, so that the arithmetic on a whole model's state takes the launches of one
     quantizer's; only the slices of the results are one each.
 
     Args:
-        quantizers: for each `[old_history, old_scale, new_history, new_scale]`.
+        quantizers: for each the old leaves, in the order of `QuantizerState`, then the new ones.
     """
     if len(quantizers) == 1:
         return [_next_quantizer(*quantizers[0])]
@@ -117,13 +116,15 @@ def _next_quantizers(quantizers):
     return list(zip(*map(jnp.unstack, stacked), strict=True))
 
 
-def _next_quantizer(old_history, old_scale, new_history, new_scale):
+def _next_quantizer(*leaves):
     """The next state of all rows of one quantizer.
 
     Returns:
-        (history, scale, factors): factors are what each row was multiplied by on its way.
+        (history, scale, factors), counters before the factors: these are what each row was multiplied by on its way.
     """
-    axis = _slot_axis(old_history.shape, old_scale.shape)
+    old, new = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
+    (old_history, old_scale, *old_counters), (new_history, new_scale, *new_counters) = old, new
+    axis = _state_tree.slot_axis(old_history.shape, old_scale.shape)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
     history, stored, new_history, new_scale = rows  # [..., H] and [..., 1]
     history = scaling.clean(history)
@@ -149,12 +150,12 @@ def _next_quantizer(old_history, old_scale, new_history, new_scale):
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
     scale = jnp.where(usable & scaling.positive_finite(scale), scale, stored)
 
-    history = jnp.where(usable, rolled.at[..., :1].set(amax), history)
-    return (
-        _cast(jnp.moveaxis(history, -1, axis), old_history.dtype),
-        _cast(jnp.moveaxis(scale, -1, axis), old_scale.dtype),
-        factor,
-    )
+    results = [jnp.where(usable, rolled.at[..., :1].set(amax), history), scale]
+    if old_counters:
+        before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
+        results.append(jnp.where(usable, scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
+    moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
+    return *(_cast(leaf, of.dtype) for leaf, of in zip(moved, old, strict=True)), factor
 
 
 def _factor_of_scale(old, new, amax):

@@ -45,6 +45,7 @@ extern dim3 threadIdx, blockIdx, gridDim;
 
 void __syncthreads();
 unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
+unsigned int __reduce_add_sync(unsigned int mask, unsigned int value);
 float __shfl_xor_sync(unsigned int mask, float value, int lanes);
 unsigned int __shfl_xor_sync(unsigned int mask, unsigned int value, int lanes);
 
@@ -60,6 +61,12 @@ void WaitForCopyGroups(int pending);
 inline unsigned int atomicMax(unsigned int* address, unsigned int value) {
   const unsigned int old = *address;
   *address = max(old, value);
+  return old;
+}
+
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  const unsigned long long old = *address;
+  *address = old + value;
   return old;
 }
 
