@@ -1,11 +1,11 @@
 """report: which layer of a model runs which recipe, and why."""
 
 import dataclasses
-import re
 import warnings
 from typing import Any
 
 from ._report_rows import COLUMNS
+from ._table import aligned, natural
 from .linen import _report as linen_report
 from .nnx import _report as nnx_report
 
@@ -27,11 +27,7 @@ class Report:
     def __str__(self) -> str:
         rows = [row | {"recipe": row["recipe"] or "high precision"} for row in self.rows]
         lines = [COLUMNS] + [tuple(_text(row[column]) for column in COLUMNS) for row in rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        return "\n".join(table + [f"unused: {rule}" for rule in self.unused])
+        return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
 def report(model, *args, strict: bool = False, **kwargs) -> Report:
@@ -62,7 +58,7 @@ def report(model, *args, strict: bool = False, **kwargs) -> Report:
     else:
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {model!r}")
     rows, unused = found
-    result = Report(sorted(rows, key=lambda row: _natural(row["layer"])), unused)
+    result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
         if strict:
@@ -70,13 +66,6 @@ def report(model, *args, strict: bool = False, **kwargs) -> Report:
         warnings.warn(message, stacklevel=2)
     print(result)
     return result
-
-
-def _natural(path: str):
-    """The order of paths in which `layers_2` is before `layers_10`."""
-    return [
-        [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.split("/")
-    ]
 
 
 def _text(value) -> str:

@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 
+from .._table import aligned
 from ._arms import ARMS, FP8_ARMS
 from ._environment import device_name, environment
 from ._runs import record, summarize
@@ -53,11 +54,7 @@ def table(results) -> str:
             line += ["-" if name == reference or difference is None else f"{difference:+.4f}"]
             line += [str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"]
         lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    )
+    return aligned(lines, right=1)
 
 
 def notes(programs) -> str:

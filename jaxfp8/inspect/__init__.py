@@ -1,3 +1,6 @@
 """Seeing what FP8 does to a model: what saturates, what becomes zero, when scales change."""
 
 from ._counters import with_counters as with_counters, without_counters as without_counters
+from ._plot import plot as plot
+from ._scalars import Measured as Measured, measure as measure, scalars as scalars
+from ._summary import Summary as Summary, summary as summary

@@ -1,0 +1,102 @@
+"""plot: amax and scale of every quantizer over the steps of a run."""
+
+import jax
+import numpy as np
+
+from ._quantizers import quantizers
+
+# More lines than this have no legend: it would hide them.
+_MOST_LABELS = 16
+_OPERANDS = ("input", "kernel", "output_grad")
+
+
+def plot(histories, path=None):
+    """A picture of amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
+
+        figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
+
+    Args:
+        histories: a list of variable trees, one a step, as `jaxfp8.inspect.summary` takes them: of each quantizer the
+            newest amax and the scale that multiplied are drawn. Or a dict name -> array: `(steps,)`, or `(steps, H)` with
+            the newest in slot 0, whose maximum is drawn as well, dashed. Names that end in `scale` or `scale_inv` go to
+            the right, others are amaxes.
+        path: where to write it, as `figure.savefig`; or None.
+
+    Returns:
+        A `matplotlib.figure.Figure`, in no backend's hands.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        TypeError: neither a dict nor a list.
+        ValueError: nothing to draw; an array of another rank; trees that differ in their quantizers.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("inspect.plot: needs matplotlib; install it: pip install matplotlib") from error
+    lines = _lines_of_dict(histories) if isinstance(histories, dict) else _lines_of_trees(histories)
+    groups = sorted({group for group, *_ in lines}, key=lambda group: (*_OPERANDS, group).index(group))
+    figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")
+    axes = dict(zip(groups, figure.subplots(len(groups), 2, squeeze=False, sharex=True), strict=True))
+    colors = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(name for _, _, name, *_ in lines))}
+    for group, is_scale, name, values, dashed in lines:
+        label = None if dashed else name
+        style = "--" if dashed else "-"
+        drawn = np.where(values > 0, values, np.nan)  # zeros, nothing recorded, have no place on a log scale
+        axes[group][int(is_scale)].plot(drawn, style, color=colors[name], linewidth=1, label=label)
+    for group, pair in axes.items():
+        for axis, title in zip(pair, ("amax", "scale"), strict=True):
+            axis.set(title=f"{title} of {group}" if group else title, yscale="log")
+            axis.grid(alpha=0.25)
+            if 0 < len(axis.get_legend_handles_labels()[1]) <= _MOST_LABELS:
+                axis.legend(frameon=False, fontsize="x-small")
+    for axis in axes[groups[-1]]:
+        axis.set_xlabel("step")
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure
+
+
+def _lines_of_dict(histories) -> list[tuple]:
+    """`(group, is a scale, name, values (steps,), is dashed)` of each line."""
+    lines = []
+    for name, values in histories.items():
+        values = np.asarray(jax.device_get(values), np.float64)
+        if values.ndim not in (1, 2):
+            raise ValueError(f"plot: histories[{name!r}]: expected (steps,) or (steps, H), got {values.shape}")
+        is_scale = str(name).endswith(("scale", "scale_inv"))
+        newest = values if values.ndim == 1 else values[:, 0]
+        lines.append(("", is_scale, str(name), newest, False))
+        if values.ndim == 2 and values.shape[1] > 1:
+            lines.append(("", is_scale, str(name), values.max(axis=1), True))
+    if not lines:
+        raise ValueError("plot: histories: expected at least one array, got an empty dict")
+    return lines
+
+
+def _lines_of_trees(trees) -> list[tuple]:
+    if not isinstance(trees, (list, tuple)):
+        raise TypeError(
+            f"plot: histories: expected a dict of arrays or a list of variable trees, got {type(trees).__name__}; one "
+            "tree alone has one step: see jaxfp8.inspect.summary"
+        )
+    steps = [quantizers(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
+    if not steps:
+        raise ValueError("plot: histories: expected at least one tree, got an empty list")
+    names = [[(arrays.name, arrays.stack) for arrays in step] for step in steps]
+    if any(of != names[0] for of in names):
+        raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
+    lines = []
+    for i, (name, stack) in enumerate(names[0]):
+        layer, _, operand = name.rpartition("/")
+        group = operand if operand in _OPERANDS else ""
+        layer = layer if group else name
+        newest = np.stack([np.asarray(jax.device_get(step[i].amax_history), np.float64)[..., 0] for step in steps])
+        scales = 1 / np.stack([np.asarray(jax.device_get(step[i].scale_inv), np.float64)[..., 0] for step in steps])
+        for index in np.ndindex(stack):
+            label = layer + (f"[{','.join(map(str, index))}]" if index else "")
+            lines += [
+                (group, is_scale, label, values[(slice(None), *index)], False)
+                for is_scale, values in ((False, newest), (True, scales))
+            ]
+    return lines

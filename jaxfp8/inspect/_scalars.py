@@ -1,0 +1,89 @@
+"""scalars: the state of all quantizers as a flat dict of numbers, for whatever writes metrics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import scaling
+from ._quantizers import quantizers
+
+_FIGURES = ("scale", "amax", "amax_max", "peak")
+_COUNTERS = ("saturated", "flushed", "steps_since_change")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What `measure` gives: one small array, and what its numbers are called.
+
+    Attributes:
+        values: f32 `[len(names)]`.
+        names: `Dense_0/Fp8DotGeneral_0/input/scale`, ...
+    """
+
+    values: jax.Array
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def measure(variables) -> Measured:
+    """The figures of `scalars` as one f32 array; for the inside of a jitted step.
+
+        state = state.apply_gradients(grads=grads)
+        return state, loss, jaxfp8.inspect.measure(state)  # nothing waits for it
+
+    A few reductions over the amax windows; the host reads the array when it calls `scalars` on it, every 100 steps
+    perhaps.
+
+    Args:
+        variables: as of `jaxfp8.inspect.summary`.
+
+    Returns:
+        A pytree of one array.
+
+    Raises:
+        ValueError: there is no FP8 state of delayed scaling.
+    """
+    names, values = [], []
+    for arrays in quantizers("measure: variables", variables):
+        history = scaling.clean(jnp.asarray(arrays.amax_history).astype(jnp.float32))
+        scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
+        scale, newest = 1 / scale_inv, history[..., 0]
+        figures = [scale, newest, jnp.max(history, axis=-1), newest * scale]
+        labels = _FIGURES
+        if arrays.counters is not None:
+            counters = jnp.asarray(arrays.counters).astype(jnp.float32)
+            figures += [counters[..., i] for i in range(len(_COUNTERS))]
+            labels += _COUNTERS
+        members = [f"[{','.join(map(str, index))}]" if index else "" for index in np.ndindex(arrays.stack)]
+        names += [f"{arrays.name}{member}/{label}" for member in members for label in labels]
+        values.append(jnp.stack(figures, axis=-1).reshape(-1))
+    return Measured(jnp.concatenate(values), tuple(names))
+
+
+def scalars(variables, prefix: str = "fp8") -> dict[str, float]:
+    """A flat dict name -> float, as clu, tensorboard, wandb and the like write it.
+
+        writer.write_scalars(step, jaxfp8.inspect.scalars(measured))
+
+    For each quantizer `scale` (what multiplies), `amax` (of the step just run), `amax_max` (of its window) and `peak`
+    (`amax * scale`; above 448 in e4m3 and 57344 in e5m2 it saturated); with counters also `saturated`, `flushed` and
+    `steps_since_change`. Names are `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. Waits for the device.
+
+    Args:
+        variables: what `measure` gave, or variables as of `jaxfp8.inspect.summary`.
+        prefix: of all names; none where it is empty.
+
+    Raises:
+        ValueError: there is no FP8 state of delayed scaling.
+        TypeError: inside of jit.
+    """
+    measured = variables if isinstance(variables, Measured) else measure(variables)
+    if isinstance(measured.values, jax.core.Tracer):
+        raise TypeError(
+            "scalars: variables: expected concrete arrays, got traced ones; inside of jit use jaxfp8.inspect.measure, "
+            "return what it gives and call scalars on that"
+        )
+    names = (f"{prefix}/{name}" if prefix else name for name in measured.names)
+    return dict(zip(names, np.asarray(measured.values).tolist(), strict=True))

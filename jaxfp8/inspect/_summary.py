@@ -1,0 +1,157 @@
+"""summary: what the state of every quantizer says of the step just run."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._table import aligned
+from ..formats import FP8_DTYPES, fp8_max
+from ._quantizers import quantizers
+
+# Amaxes and scales are f32: a quotient that was rounded twice is off by less.
+_EQUAL = 4 * 2**-24
+_COLUMNS = {
+    "name": "quantizer",
+    "scale": "scale",
+    "newest": "amax",
+    "max": "max",
+    "min": "min",
+    "filled": "filled",
+    "peak": "peak",
+    "follows": "follows",
+    "saturated": "saturated",
+    "flushed": "flushed",
+    "steps_since_change": "steps",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The quantizers of a model; `str` is a table of them.
+
+    Attributes:
+        rows: a dict for each quantizer, for each layer of a stack one of its own:
+
+            - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after it is the layer of a stack.
+            - `scale`, `scale_inv`: of the step just run; scale is what multiplied.
+            - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest entry, the largest and the smallest
+              of the `filled` entries, out of `length`. None where nothing was recorded.
+            - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
+              (448 for e4m3, 57344 for e5m2) it saturated; far below, small numbers were flushed. None as `newest`.
+            - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that has
+              just left a full window), `"unit"` (scale 1, nothing seen before); None: not from this window, as after a
+              custom algorithm, or where something else wrote the state.
+            - `saturated`, `flushed`: fractions of the elements, by the counters; None without them.
+            - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them from
+              the window, where the scale follows its maximum; else None.
+    """
+
+    rows: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        lines = [tuple(_COLUMNS.values())]
+        for row in self.rows:
+            cells = row | {"filled": f"{row['filled']}/{row['length']}"}
+            lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
+        return aligned(lines, right=1)
+
+
+def summary(variables) -> Summary:
+    """What the FP8 state of a model says of the step just run: scale, amax window, and counters where they are kept.
+
+        print(jaxfp8.inspect.summary(state))
+
+    It reads what is stored and costs nothing while training. Which of the fractions `saturated` and `flushed` there are
+    is up to `jaxfp8.inspect.with_counters`.
+
+    Args:
+        variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
+            inside; concrete arrays. What an optimizer keeps is left out.
+
+    Returns:
+        The `Summary`, in the order of the tree.
+
+    Raises:
+        ValueError: there is no FP8 state of delayed scaling.
+        TypeError: inside of jit; `jaxfp8.inspect.measure` works there.
+    """
+    found = quantizers("summary: variables", variables)
+    if any(isinstance(leaf, jax.core.Tracer) for arrays in found for leaf in (arrays.amax_history, arrays.scale_inv)):
+        raise TypeError(
+            "summary: variables: expected concrete arrays, got traced ones; inside of jit use jaxfp8.inspect.measure"
+        )
+    rows = []
+    for arrays in found:
+        history, scale_inv = (np.asarray(jax.device_get(x), np.float64) for x in (arrays.amax_history, arrays.scale_inv))
+        counters = None if arrays.counters is None else np.asarray(jax.device_get(arrays.counters), np.float64)
+        for index in np.ndindex(arrays.stack):
+            name = arrays.name + (f"[{','.join(map(str, index))}]" if index else "")
+            of_member = None if counters is None else counters[index]
+            rows.append(_row(name, history[index], float(scale_inv[index][0]), of_member))
+    return Summary(rows)
+
+
+def _row(name, history, scale_inv, counters) -> dict[str, Any]:
+    seen = history[np.isfinite(history) & (history > 0)]
+    is_scale = np.isfinite(scale_inv) and scale_inv > 0
+    newest = float(history[0]) if seen.size else None
+    scale = 1 / scale_inv if is_scale else None
+    follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
+    saturated, flushed, steps = (None, None, steps) if counters is None else map(float, counters)
+    return {
+        "name": name,
+        "scale": scale,
+        "scale_inv": scale_inv,
+        "newest": newest,
+        "max": float(seen.max()) if seen.size else None,
+        "min": float(seen.min()) if seen.size else None,
+        "filled": int(seen.size),
+        "length": int(history.size),
+        "peak": None if newest is None or scale is None else newest * scale,
+        "follows": follows,
+        "saturated": saturated,
+        "flushed": flushed,
+        "steps_since_change": None if steps is None else int(steps),
+    }
+
+
+def _origin(history, scale_inv) -> tuple[str | None, int | None]:
+    """`(follows, steps since the scale changed)` of a scale and the window after its step.
+
+    The step just run wrote slot 0 and took its scale from the others: `by_age[0]` is what the step before it saw.
+    """
+    by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
+    largest = by_age.max(initial=0)
+    if largest == 0:
+        # With a window of one entry what the scale came from is gone.
+        return ("dropped", None) if history.size == 1 and history[0] > 0 and scale_inv != 1 else _unit(scale_inv)
+    if _is_scale_of(largest, scale_inv):
+        steps = int(np.flatnonzero(by_age == largest)[-1])
+        return "max", steps
+    if _is_scale_of(by_age[0], scale_inv):
+        return "most_recent", None
+    if np.all(by_age > 0) and scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest:
+        return "dropped", None
+    return None, None
+
+
+def _unit(scale_inv):
+    return ("unit" if scale_inv == 1 else None), None
+
+
+def _is_scale_of(amax, scale_inv) -> bool:
+    """Whether `scale_inv` is `amax / FP8_MAX * 2**margin` of one of the formats, margins being whole numbers."""
+    if amax == 0:
+        return False
+    ratios = [scale_inv * fp8_max(dtype) / amax for dtype in FP8_DTYPES]
+    return any(abs(ratio / 2.0 ** np.round(np.log2(ratio)) - 1) <= _EQUAL for ratio in ratios)
+
+
+def _text(key: str, value) -> str:
+    if value is None:
+        return "-"
+    if key in ("saturated", "flushed"):
+        return f"{value:.2%}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
