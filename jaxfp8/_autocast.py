@@ -44,6 +44,12 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         yield
 
 
+def is_off() -> bool:
+    """Whether what is traced here computes in high precision whatever its recipe."""
+    region = _region.value
+    return region is not None and not region.enabled
+
+
 def resolve(recipe: Recipe | None, default) -> Recipe | None:
     """The recipe of a layer here and now; None is high precision.
 
@@ -54,9 +60,9 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     Raises:
         TypeError: it names something else.
     """
-    region = _region.value
-    if region is not None and not region.enabled:
+    if is_off():
         return None
     if recipe is None:
+        region = _region.value
         recipe = default() if region is None or region.recipe is None else region.recipe
     return None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe

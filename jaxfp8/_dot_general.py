@@ -9,6 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from . import _autocast, _marks
 from ._fused_input import FusedInput, codes
 from ._gemms import Plan
 from ._layout import layouts, out_shape
@@ -96,13 +97,14 @@ def dot_general(
                 widest = jnp.result_type(*fp8_free)
                 dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
         operands = (_in_high_precision(x, x_codes, dtype), _in_high_precision(kernel, kernel_codes, dtype))
-        y = lax.dot_general(
-            *operands,
-            dimension_numbers,
-            precision=precision,
-            preferred_element_type=jnp.float32 if bias is not None else out_dtype,
-            out_sharding=out_sharding,
-        )
+        with _marks.high_precision(_why(recipe)):
+            y = lax.dot_general(
+                *operands,
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=jnp.float32 if bias is not None else out_dtype,
+                out_sharding=out_sharding,
+            )
         return _plus(y, bias, out_dtype)
 
     state, reduce = shared(state), AmaxReduction.of(recipe)
@@ -131,6 +133,13 @@ def _operand(name, operand):
 
 def _in_high_precision(operand, codes, dtype):
     return codes.dequantize(dtype) if operand.dtype in FP8_DTYPES else operand.astype(dtype)
+
+
+def _why(recipe) -> str:
+    """Why a product of these is none in FP8."""
+    if recipe is not None:
+        return f"smaller than min_size={recipe.min_size} of the recipe"
+    return "autocast is off" if _autocast.is_off() else "the recipe is None"
 
 
 def _plus(y, bias, dtype):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import ops
+from . import _marks, ops
 from .formats import FP8_DTYPES
 from .recipes import GEMMType
 from .tensor import Block, QTensor, dequantized
@@ -144,8 +144,12 @@ def _dequantized(a, b, out_dtype, batch, contracting, bias):
             dtype = jnp.result_type(a.codes, b.codes, out_dtype)
     leading = tuple(range(batch))
     contract = [tuple(range(x.codes.ndim - contracting, x.codes.ndim)) for x in (a, b)]
+    kept = [x.codes.dtype for x in (a, b) if x.scale_inv is None]
+    why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes codes and scales of these kinds"
     a, b = (x.value(dtype, contracting) for x in (a, b))
-    return _plus(lax.dot_general(a, b, (contract, (leading, leading))), bias, batch, out_dtype)
+    with _marks.high_precision(why):
+        y = lax.dot_general(a, b, (contract, (leading, leading)))
+    return _plus(y, bias, batch, out_dtype)
 
 
 def _custom(a, b, gemm_type, qgemm, out_dtype, batch, contracting, bias, swap):
@@ -174,7 +178,8 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, contracting, bias, swap):
     function = of_matrices
     for _ in range(batch):
         function = jax.vmap(function, in_axes=(axes(a), axes(b)))
-    y = function(a, b)
+    with _marks.high_precision("the recipe's qgemm multiplies something else than FP8"):
+        y = function(a, b)
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
     return _plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)

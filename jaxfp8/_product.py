@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _compat, _mesh
+from . import _compat, _mesh, _probe
 from ._gemms import Plan, backward, forward
 from ._primitives import compiled
 from ._warning import FP8StateWarning
@@ -37,8 +37,26 @@ def product(plan: Plan, x, kernel, bias, state: DotGeneralState, codes):
         codes: of x and of kernel, a QTensor where there is one already, else None.
     """
     codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in codes)
+    fp8, f32 = (functools.partial(function, plan) for function in (_bind, _exact))
+    return _probe.product(fp8, f32, x, kernel, bias, state, codes)
+
+
+def _bind(plan, x, kernel, bias, state, codes):
     leaves, tree = jax.tree.flatten((bias, state, codes))
     return _product_p.bind(x, kernel, *leaves, plan=plan, tree=tree, implementation=selected())
+
+
+def _exact(plan, x, kernel, bias, state, codes):
+    """The product in float32, of operands as they are."""
+    del state
+    x, kernel = (
+        a.astype(jnp.float32) if a.dtype not in FP8_DTYPES else q.dequantize(jnp.float32)
+        for a, q in zip((x, kernel), codes, strict=True)
+    )
+    y = lax.dot_general(
+        x, kernel, plan.dimension_numbers, precision=lax.Precision.HIGHEST, out_sharding=plan.out_sharding
+    )
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
 def _primal(x, kernel, *leaves, plan, tree, implementation):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
+from .. import _marks
 from .._rules import Rule, checked_rules, first_match, relative
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..recipes import init_state
@@ -217,7 +218,10 @@ def _interceptor(next_method, args, kwargs, context):
         changes = {"dot_general_cls": None, "dot_general": lax.dot_general}
     else:
         changes = {"dot_general_cls": functools.partial(Fp8DotGeneral, recipe=rule.recipe), "dot_general": None}
-    with _changed(module, changes):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_changed(module, changes))
+        if rule.recipe is None:
+            stack.enter_context(_marks.high_precision(f"rule {decided.index} says None"))
         return next_method(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 import jax
 from flax import linen as nn
 
+from .._arrays import split_arrays
 from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
 from .._rules import first_match, relative
 from ..tensor import QTensor
@@ -29,17 +30,13 @@ def rows(model, args, kwargs):
 
 
 def _trace_init(model, args, kwargs) -> None:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    arrays, joined = split_arrays((args, kwargs))
 
     def init(arrays):
-        arrays = iter(arrays)
-        args, kwargs = jax.tree.unflatten(
-            tree, [next(arrays) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
-        )
+        args, kwargs = joined(arrays)
         return model.init(jax.random.key(0), *args, **kwargs)
 
-    jax.eval_shape(init, [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced])
+    jax.eval_shape(init, arrays)
 
 
 def _named(product):

@@ -23,6 +23,15 @@ from ._implementation import selected
 ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each member
 
 
+_NOT_ON = {}
+
+
+def not_on(op: Primitive, capabilities: set, *types, implementation, members, **static) -> str | None:
+    """Why the CUDA library has nothing for an equation of `op` on GPUs of these compute capabilities; or None."""
+    del implementation, members
+    return _NOT_ON[op](capabilities, *types, **static)
+
+
 def dims(name: str, count: int) -> tuple[str, ...]:
     """The names of `count` dimensions."""
     return tuple(f"{name}{i}" for i in range(count))
@@ -137,6 +146,7 @@ def tensor_op(
             operands=operands,
         )
 
+    _NOT_ON[op] = not_on
     op.def_abstract_eval(abstract)
     op.def_impl(compiled(op))
     ad.primitive_jvps[op] = functools.partial(not_differentiable, name)

@@ -54,7 +54,12 @@ def missing(ctx, *, cublaslt: bool) -> Missing | None:
         ctx: of the rule.
         cublaslt: whether the call needs cuBLASLt.
     """
-    for gpu in gpus(ctx):
+    return missing_on(gpus(ctx), cublaslt=cublaslt)
+
+
+def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
+    """As `missing`, on these GPUs: anything with a `device_kind` and a `compute_capability`."""
+    for gpu in gpus:
         if () < capability(gpu) < _MIN_CAPABILITY:
             have, need = (".".join(map(str, of)) for of in (capability(gpu), _MIN_CAPABILITY))
             return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)

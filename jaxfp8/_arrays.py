@@ -1,0 +1,17 @@
+"""The arrays of a tree apart from what else is in it, such as flags and functions, so that a function can be traced."""
+
+import jax
+
+
+def split_arrays(tree):
+    """`(arrays, joined)`: the leaves with a shape and a dtype, and a function from such a list to a tree like `tree`."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def joined(arrays):
+        arrays = iter(arrays)
+        return treedef.unflatten(
+            [next(arrays) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
+        )
+
+    return [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced], joined

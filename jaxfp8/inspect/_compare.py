@@ -1,0 +1,263 @@
+"""compare: layer by layer, how much of every product is left after FP8."""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _probe
+from .._arrays import split_arrays
+from .._table import aligned, natural
+from ..formats import FP8_DTYPES
+from ..linen import _inspect as linen_inspect
+from ..nnx import _inspect as nnx_inspect
+
+_TENSORS = ("output", "input_grad", "kernel_grad")
+_COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """SQNR of every FP8 product of a model; `str` is a table, the worst layers first.
+
+        SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
+
+    Attributes:
+        rows: a dict for each product: `layer` and six figures in dB; inf where nothing is lost, -inf where FP8 is not
+            finite or all is lost, nan where float32 is not finite. `layer` is the path of the module; ` (call 1)` after
+            it is its second call, `[i]` an iteration of a loop or a member of a batch.
+
+            - `output`, `input_grad`, `kernel_grad`: **of the product by itself**. Its operands are those of the float32
+              run: input, kernel and the gradient of its output. What layers before it have lost does not count.
+            - `model_output`, `model_input_grad`, `model_kernel_grad`: **of the whole model**, all of whose products run
+              in FP8. Errors of layers before it, and for gradients of those after it, have added up.
+        unreached: layers that no gradient of the loss passes through; nothing is known of them.
+    """
+
+    rows: list[dict[str, Any]]
+    unreached: list[str]
+
+    def __str__(self) -> str:
+        lines = [_COLUMNS] + [(row["layer"], *(f"{row[name]:.1f}" for name in _COLUMNS[1:])) for row in self.rows]
+        return "\n".join([aligned(lines, right=1), *(f"not reached by the gradient: {n}" for n in self.unreached)])
+
+
+def compare(model, batch, variables=None, *, loss=None, **kwargs) -> Comparison:
+    """Runs a model with its products in float32 and in FP8, forward and backward, and compares layer by layer.
+
+        print(jaxfp8.inspect.compare(model, batch, variables))
+
+    Same weights, same batch, same FP8 state; nothing is updated. Everything but the FP8 products runs as the model has
+    it. The outputs and gradients of all products go to the host, as float32: take a batch that is small.
+
+    Args:
+        model: a Linen module, an NNX module, or any function of arrays that runs FP8 products.
+        batch: the arguments: a tuple of them, or one.
+        variables: of a Linen model, with its FP8 state; without them those of `model.init(jax.random.key(0), ...)`, whose
+            scales are 1.
+        loss: of the model's output, a scalar; without one the mean of its squares.
+        kwargs: more arguments of the model (of `apply` for a Linen model: `rngs`, `train`, ...).
+
+    Returns:
+        The `Comparison`.
+
+    Raises:
+        TypeError: the model cannot be called; variables for a model that is not Linen's.
+        ValueError: there is no FP8 product, or no gradient reaches one.
+    """
+    fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
+    loss = _mean_of_squares if loss is None else loss
+    exact, fp8 = _Look(runs_fp8=False), _Look(runs_fp8=True)
+    for look in (exact, fp8):
+        _run(fn, arrays, loss, look)
+    if not exact.names:
+        raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
+    rows = []
+    for key in exact.records:
+        for index, (of_exact, of_fp8) in enumerate(zip(exact.executions(key), fp8.executions(key), strict=True)):
+            count = len(exact.records[key])
+            rows += _rows(_label(key, exact.calls(key[0])), index if count > 1 else None, of_exact, of_fp8)
+    if not rows:
+        raise ValueError("compare: loss: expected one whose gradient reaches an FP8 product, got one that reaches none")
+    rows.sort(key=lambda row: (min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])))
+    reached = {name for name, _ in exact.records}
+    return Comparison(rows, sorted(set(exact.names) - reached, key=natural))
+
+
+def _function(model, args, variables, kwargs):
+    """`(function of a tree of arrays, the tree)`."""
+    if linen_inspect.is_model(model):
+        variables = model.init(jax.random.key(0), *args, **kwargs) if variables is None else variables
+        fn, args = model.apply, (variables, *args)
+    elif variables is not None:
+        raise TypeError("compare: variables: expected None for a model that is not Linen's; it holds its own")
+    elif nnx_inspect.is_model(model):
+        fn, args = (lambda model, *args, **kwargs: model(*args, **kwargs)), (model, *args)
+    elif callable(model):
+        fn = model
+    else:
+        raise TypeError(f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}")
+    flat = nnx_inspect.traceable(fn, args, kwargs)
+    if flat is not None:
+        return flat
+    arrays, joined = split_arrays((args, kwargs))
+
+    def of_arrays(arrays):
+        args, kwargs = joined(arrays)
+        return fn(*args, **kwargs)
+
+    return of_arrays, arrays
+
+
+def _run(fn, arrays, loss, look) -> None:
+    """One step forward and backward, in which `look` stands for each product; it takes down what comes by."""
+    leaves, tree = jax.tree.flatten(arrays)
+    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    is_float = [_is_float(leaf) for leaf in leaves]
+
+    def loss_of(floats):
+        floats = iter(floats)
+        values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
+        with linen_inspect.naming(), _probe.looking(look):
+            return loss(fn(tree.unflatten(values)))
+
+    floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
+    jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
+
+
+def _is_float(leaf) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype not in FP8_DTYPES
+
+
+def _mean_of_squares(output):
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
+
+
+class _Look:
+    """What stands for each product in one run: the product, with a backward that hands its tensors to the host.
+
+    Attributes:
+        runs_fp8: whether the model gets the FP8 products; else those in float32, and each FP8 product is computed beside
+            it, from the same operands.
+        names: of the layers of all products, in the order of tracing.
+    """
+
+    def __init__(self, runs_fp8: bool):
+        self.runs_fp8, self.names, self._by_site = runs_fp8, [], defaultdict(list)
+
+    @functools.cached_property
+    def records(self) -> dict:
+        """(name, call) -> arrays of each time that it ran; calls are counted among those that ran."""
+        found, calls = {}, defaultdict(int)
+        for site in sorted(self._by_site):
+            name = self.names[site]
+            found[name, calls[name]] = self._by_site[site]
+            calls[name] += 1
+        return found
+
+    def executions(self, key) -> list:
+        """In the order of the forward, which the backward goes through from behind."""
+        return self.records[key][::-1]
+
+    def calls(self, name: str) -> int:
+        return sum(name == other for other, _ in self.records)
+
+    def __call__(self, fp8, f32, *operands):
+        site = len(self.names)
+        self.names.append(_probe.current_layer() or "product")
+        leaves, tree = jax.tree.flatten(operands)
+        is_float = [_is_float(leaf) for leaf in leaves]
+        ranks = [operand.ndim for operand in operands[:2]]
+
+        def product(function, leaves):
+            return function(*tree.unflatten(leaves))
+
+        def gradients(function, leaves, grad):
+            """The output, and the gradients of all float leaves."""
+
+            def of_floats(floats):
+                floats = iter(floats)
+                values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
+                return product(function, values)
+
+            floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
+            y, pullback = jax.vjp(of_floats, floats)
+            (found,) = pullback(grad.astype(y.dtype))
+            found = iter(found)
+            return y, [next(found) if wanted else None for wanted in is_float]
+
+        out_dtype = jax.eval_shape(functools.partial(product, fp8), leaves).dtype
+
+        @jax.custom_vjp
+        def run(*leaves):
+            return product(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
+
+        def backward(leaves, grad):
+            found = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
+            tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *of[:2])] for y, of in found]
+            take_down = functools.partial(self._take_down, site, grad.ndim, ranks)
+            zero = jax.pure_callback(
+                take_down, jax.ShapeDtypeStruct((), jnp.float32), tensors, vmap_method="broadcast_all"
+            )
+            return tuple(
+                _cotangent(leaf, None if i > 1 else ct, zero)
+                for i, (leaf, ct) in enumerate(zip(leaves, found[0][1], strict=True))
+            )
+
+        run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
+        return run(*leaves)
+
+    def _take_down(self, site, rank, ranks, tensors):
+        """Called back with `[[output, gradient of x, of kernel], ...]`; a batch has leading dimensions for members."""
+        tensors = [[None if x is None else np.asarray(x) for x in of] for of in tensors]
+        y = tensors[0][0]
+        members = y.shape[: y.ndim - rank]
+        self._by_site[site].append((members, tensors))
+        return np.zeros(members, np.float32)
+
+
+def _cotangent(leaf, ct, zero):
+    """`ct` for a leaf, after the host has had its look; state and codes get zeros."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+    return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
+
+
+def _label(key, calls: int) -> str:
+    name, call = key
+    return f"{name} (call {call})" if calls > 1 else name
+
+
+def _rows(layer: str, iteration: int | None, of_exact, of_fp8) -> list[dict]:
+    (members, (exact, alone)), (_, (whole,)) = of_exact, of_fp8
+    rows = []
+    for index in np.ndindex(members):
+        numbers = (() if iteration is None else (iteration,)) + index
+        row = {"layer": layer + (f"[{','.join(map(str, numbers))}]" if numbers else "")}
+        for prefix, got in (("", alone), ("model_", whole)):
+            for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
+                row[prefix + name] = math.nan if x is None else _sqnr(x[index], x_fp8[index])
+        rows.append(row)
+    return rows
+
+
+def _sqnr(exact, got) -> float:
+    exact, got = exact.astype(np.float64), got.astype(np.float64)
+    if not np.all(np.isfinite(exact)):
+        return math.nan
+    if not np.all(np.isfinite(got)):
+        return -math.inf
+    signal, noise = np.sum(exact**2), np.sum((exact - got) ** 2)
+    if noise == 0:
+        return math.inf
+    return float(10 * np.log10(signal / noise)) if signal > 0 else -math.inf
+
+
+def _worst(value: float) -> float:
+    return -math.inf if math.isnan(value) else value

@@ -1,0 +1,178 @@
+"""gemms and assert_fp8: which matrix products of a program run in FP8, and why others do not."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _compat, _gemms
+from .._arrays import split_arrays
+from .._table import aligned
+from ..nnx._inspect import traceable
+from ..ops._implementation import using
+from ..recipes._quantizer import alone
+from ._programs import Place, equations, traced
+from ._target import Target, are_fp8, is_gemm
+
+_COLUMNS = ("layer", "pass", "product", "times", "line", "why")
+_PLAIN = {
+    "dot_general": "no product of jaxfp8: no recipe reaches it",
+    "conv_general_dilated": "convolutions have no FP8 product",
+    "ragged_dot_general": "not jaxfp8.ragged_dot: no recipe reaches it",
+    "ragged_dot": "not jaxfp8.ragged_dot: no recipe reaches it",
+}
+_FLOATS = tuple(map(np.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemms:
+    """The matrix products of a program; `str` is a table of them.
+
+    Attributes:
+        rows: a dict for each, equal ones counted: `layer` (the path of its module, or the scopes around it), `pass`
+            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times`, `line` (of the source), `fp8` (whether
+            it runs in FP8) and `why` (not; None where it does).
+        platform: what it was judged for.
+    """
+
+    rows: list[dict[str, Any]]
+    platform: str
+
+    def __str__(self) -> str:
+        lines = [_COLUMNS] + [
+            tuple(str(row[column] or ("FP8" if column == "why" else "-")) for column in _COLUMNS) for row in self.rows
+        ]
+        return aligned(lines)
+
+
+def gemms(fn, *args, platform: str | None = None, **kwargs) -> Gemms:
+    """The matrix products of `fn(*args, **kwargs)`, which is traced and neither compiled nor run.
+
+        print(jaxfp8.inspect.gemms(train_step, state, batch))
+
+    Products in loops, branches, rematerialized functions, `shard_map` and jitted calls count; of a function that takes
+    gradients those of its backward. A product in a loop is one row.
+
+    Args:
+        fn: any function; a training step, a loss, a model's `apply`.
+        args, kwargs: its arguments; `jax.ShapeDtypeStruct` will do. NNX modules and optimizers too.
+        platform: as of `assert_fp8`.
+
+    Returns:
+        The `Gemms`, in the order of the program.
+
+    Raises:
+        ValueError: unknown platform.
+    """
+    target = Target.of(platform)
+    flat = traceable(fn, args, kwargs)
+    if flat is None:
+        arrays, joined = split_arrays((args, kwargs))
+
+        def of_arrays(arrays):
+            args, kwargs = joined(arrays)
+            return fn(*args, **kwargs)
+
+        flat = of_arrays, arrays
+    counts = Counter(row for eqn, place in equations(traced(*flat)) for row in _rows(eqn, place, target))
+    return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
+
+
+def assert_fp8(fn, *args, platform: str | None = None, allow=(), **kwargs) -> None:
+    """Raises where a matrix product of `fn(*args, **kwargs)` would not run in FP8; says which, where and why.
+
+        jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))
+
+    The function is traced, neither compiled nor run: forward, and backward where `fn` takes gradients. Every
+    `lax.dot_general`, convolution and ragged product counts.
+
+    Args:
+        fn, args, kwargs: as of `gemms`.
+        platform: where it would run. `"cuda"`: this machine's NVIDIA GPUs, or ones that have everything if there are none;
+            a compute capability such as `"sm_90"`: such GPUs; `"cpu"`, `"tpu"`, `"rocm"`: no FP8 GEMM there, so
+            every product is named. Without one the backend of this process; on a CPU, where models are only developed,
+            `"cuda"`.
+        allow: regexes; a product is passed over where one of them is found (`re.search`) in its layer or in its source
+            line: `"attention"`, `"head$"`, `r"model\\.py:57"`. A string is one regex.
+
+    Raises:
+        AssertionError: products that would not run in FP8: layer, pass, shapes, dtypes, source line and reason of each.
+            A function that has no product at all.
+        ValueError: unknown platform.
+    """
+    found = gemms(fn, *args, platform=platform, **kwargs)
+    allowed = [re.compile(pattern) for pattern in ([allow] if isinstance(allow, str) else allow)]
+    missed = [
+        row
+        for row in found.rows
+        if not row["fp8"] and not any(regex.search(row["layer"]) or regex.search(row["line"]) for regex in allowed)
+    ]
+    name = getattr(fn, "__name__", repr(fn))
+    if not found.rows:
+        raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
+    if missed:
+        of = sum(row["times"] for row in found.rows)
+        count = sum(row["times"] for row in missed)
+        table = Gemms(missed, found.platform)
+        raise AssertionError(
+            f"assert_fp8: {count} of {of} matrix products of {name} would not run in FP8 on {found.platform}:\n{table}"
+        )
+
+
+def _rows(eqn, place: Place, target: Target) -> list[tuple]:
+    """The products of one equation, each as items of a row."""
+    name = eqn.primitive.name
+    if name == "fp8_product":
+        return [row for inner in _forward_gemms(eqn) for row in _rows(inner, place, target)]
+    if is_gemm(eqn):
+        why = target.why_not(eqn)
+    elif name in _PLAIN:
+        why = _why_plain(eqn, place, target)
+    else:
+        return []
+    product = " x ".join(_text(var.aval) for var in eqn.invars[:2])
+    direction = "backward" if place.is_backward else "forward"
+    values = {"layer": place.layer, "pass": direction, "product": product, "line": place.line}
+    return [tuple((values | {"fp8": why is None, "why": why}).items())]
+
+
+def _why_plain(eqn, place, target) -> str | None:
+    dtypes = [var.aval.dtype for var in eqn.invars[:2]]
+    if eqn.primitive.name == "dot_general" and are_fp8(*dtypes):
+        return target.why_not_xla(*dtypes)
+    if place.reason:
+        return place.reason
+    if any(dtype not in _FLOATS for dtype in dtypes) and not any(map(are_fp8, dtypes)):
+        return f"operands are {' and '.join(dict.fromkeys(map(str, dtypes)))}"
+    return _PLAIN[eqn.primitive.name]
+
+
+def _forward_gemms(eqn):
+    """The products in a product that nobody differentiates: a primitive that is still whole."""
+    params = eqn.params
+    plan = dataclasses.replace(params["plan"], reduce=alone, out_sharding=None)  # on one device
+
+    def run(x, kernel, *leaves):
+        with using(params["implementation"]):
+            return _gemms.forward(plan, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
+
+    jaxpr = traced(functools.partial(_spread, run), [_plain(var.aval) for var in eqn.invars])
+    return [inner for inner, _ in equations(jaxpr) if is_gemm(inner) or inner.primitive.name in _PLAIN]
+
+
+def _spread(function, operands):
+    return function(*operands)
+
+
+def _plain(aval):
+    dtype = jnp.float32 if aval.dtype == _compat.MAX_DTYPE else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, dtype)
+
+
+def _text(aval) -> str:
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

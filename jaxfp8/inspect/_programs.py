@@ -1,0 +1,95 @@
+"""The equations of a traced program, those of loops, branches and calls included, with where each came from."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from .. import _marks
+
+# What transforms call their own: says nothing about the model.
+_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
+_OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in (
+        *(os.path.dirname(sys.modules[name].__file__) for name in ("jax", "jaxlib", "flax") if name in sys.modules),
+        os.path.dirname(os.path.dirname(__file__)),
+        *(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+
+
+class Place(NamedTuple):
+    """Where an equation came from.
+
+    Attributes:
+        layer: the scopes around it, joined by `/`: the path of the module, where its library names them.
+        is_backward: whether it belongs to a gradient.
+        reason: why it is in high precision, where jaxfp8 put it there.
+        line: `file.py:12`, the innermost line that is in no library; "" where there is none.
+    """
+
+    layer: str
+    is_backward: bool
+    reason: str | None
+    line: str
+
+
+def equations(jaxpr, outer=()) -> Iterator[tuple]:
+    """`(equation, Place)` of every equation of a jaxpr that holds no other one."""
+    for eqn in jaxpr.eqns:
+        stack = (*outer, *eqn.source_info.name_stack.stack)
+        inner = [found for value in eqn.params.values() for found in _jaxprs(value)]
+        if not inner:
+            yield eqn, _place(stack, eqn)
+        for found in inner:
+            yield from equations(found, stack)
+
+
+def _jaxprs(value):
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        item = getattr(item, "jaxpr", item)  # closed ones
+        if hasattr(item, "eqns"):
+            yield item
+
+
+def _place(stack, eqn) -> Place:
+    scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
+    is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
+    reasons = [found for scope in scopes if (found := _marks.reason(scope))]
+    scopes = [scope for scope in scopes if scope not in _OF_TRANSFORMS and not _marks.reason(scope)]
+    return Place(_joined(scopes), is_backward, reasons[0] if reasons else None, _line(eqn.source_info.traceback))
+
+
+def _joined(scopes) -> str:
+    """One path. A transform in a transform repeats what is around it; NNX scopes are whole paths."""
+    path = []
+    for scope in (part for scope in scopes for part in [scope.split("/") if "->" not in scope else [scope]]):
+        path = scope if path and scope[: len(path)] == path else path + scope
+    for size in range(len(path) // 2, 0, -1):
+        if path[:size] == path[size : 2 * size]:
+            path = path[size:]
+    while len(path) > 1 and path[-1].startswith(_OF_PRODUCTS):
+        path = path[:-1]
+    return "/".join(path)
+
+
+def _line(traceback) -> str:
+    frames = () if traceback is None else traceback.frames
+    for frame in frames:
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def traced(fn, arrays):
+    """The jaxpr of `fn(arrays)`, which returns anything."""
+
+    def without_result(arrays):
+        fn(arrays)
+
+    return jax.make_jaxpr(without_result)(arrays).jaxpr

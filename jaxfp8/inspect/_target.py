@@ -1,0 +1,96 @@
+"""What a program is judged for: the FP8 GEMMs that a platform has."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import jax
+
+from ..formats import E5M2, FP8_DTYPES
+from ..ops import _ffi, _primitive, _support
+
+_OTHERS = ("cpu", "tpu", "rocm")
+_GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragged_matmul")
+
+
+class _Gpu(NamedTuple):
+    """A GPU that is known by name alone."""
+
+    device_kind: str
+    compute_capability: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A platform.
+
+    Attributes:
+        name: for messages.
+        gpus: the NVIDIA GPUs; where there are none, GPUs that have everything are assumed.
+        lacks: why it has no FP8 GEMM at all; or None.
+    """
+
+    name: str
+    gpus: tuple = ()
+    lacks: str | None = None
+
+    @staticmethod
+    def of(platform: str | None) -> "Target":
+        """The target that an argument `platform` names; see `assert_fp8`.
+
+        Raises:
+            ValueError: unknown platform.
+        """
+        local = tuple(_support.local_gpus())
+        if platform is None:
+            backend = jax.default_backend()
+            platform = "cuda" if local or backend == "cpu" else backend
+        capability = re.fullmatch(r"sm_(\d+)(\d)a?", platform) if isinstance(platform, str) else None
+        if capability:
+            return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
+        if platform in ("cuda", "gpu"):
+            missing = local and not _ffi.has_cuda_kernels()
+            return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
+        if platform in _OTHERS:
+            return Target(platform, (), f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied")
+        raise ValueError(
+            f'assert_fp8: platform: expected None, "cuda", a compute capability such as "sm_90", or one of {_OTHERS}, '
+            f"got {platform!r}"
+        )
+
+    def why_not(self, eqn) -> str | None:
+        """Why an equation of one of our GEMMs does not run in FP8; None where it does."""
+        name, static = eqn.primitive.name.removeprefix("jaxfp8_"), eqn.params
+        types = [var.aval for var in eqn.invars]
+        if self.lacks:
+            return self.lacks
+        missing = _support.missing_on(self.gpus, cublaslt=name != "ragged_matmul")
+        if missing and (missing.hardware or static["implementation"] != "xla"):
+            return missing.reason
+        if static["implementation"] == "reference":
+            return 'implementation("reference") is selected'
+        if name == "scaled_matmul" and types[0].dtype == types[1].dtype == E5M2.dtype:
+            return "no tensor core multiplies two float8_e5m2"
+        if static["implementation"] == "xla":
+            is_rewritten = name == "scaled_matmul" and not static["members"]
+            return None if is_rewritten else f'implementation("xla") leaves XLA a {name} that it rewrites to no FP8 product'
+        capabilities = set(map(_support.capability, self.gpus)) - {()}
+        return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
+
+    def why_not_xla(self, a, b) -> str | None:
+        """The same of a plain product of two FP8 operands, which is left to XLA."""
+        if self.lacks:
+            return self.lacks
+        missing = _support.missing_on(self.gpus, cublaslt=False)
+        if missing:
+            return missing.reason
+        return "no tensor core multiplies two float8_e5m2" if a == b == E5M2.dtype else None
+
+
+def is_gemm(eqn) -> bool:
+    """Whether an equation is an FP8 GEMM of `jaxfp8.ops`."""
+    return eqn.primitive.name in _GEMM_OPS
+
+
+def are_fp8(*dtypes) -> bool:
+    return all(dtype in FP8_DTYPES for dtype in dtypes)

@@ -1,0 +1,28 @@
+"""What jaxfp8.inspect needs of Linen: a model as a function, and the names of layers."""
+
+from flax import linen as nn
+
+from .. import _probe
+from ._state import Fp8Module
+
+
+def is_model(x) -> bool:
+    return isinstance(x, nn.Module)
+
+
+def naming():
+    """A context in which every FP8 product of a Linen module says the path of its layer."""
+    return nn.intercept_methods(_name)
+
+
+def _name(next_method, args, kwargs, context):
+    module = context.module
+    if not isinstance(module, Fp8Module):
+        return next_method(*args, **kwargs)
+    with _probe.layer("/".join(layer_path(module))):
+        return next_method(*args, **kwargs)
+
+
+def layer_path(product) -> tuple[str, ...]:
+    """The path of the layer that a bound product stands for: its module's, unless the code gave it a name."""
+    return product.path[:-1] if product.path and product.path[-1] == f"{type(product).__name__}_0" else product.path
