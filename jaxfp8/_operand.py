@@ -145,7 +145,7 @@ def _dequantized(a, b, out_dtype, batch, contracting, bias):
     leading = tuple(range(batch))
     contract = [tuple(range(x.codes.ndim - contracting, x.codes.ndim)) for x in (a, b)]
     kept = [x.codes.dtype for x in (a, b) if x.scale_inv is None]
-    why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes codes and scales of these kinds"
+    why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"
     a, b = (x.value(dtype, contracting) for x in (a, b))
     with _marks.high_precision(why):
         y = lax.dot_general(a, b, (contract, (leading, leading)))

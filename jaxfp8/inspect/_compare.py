@@ -58,8 +58,8 @@ def compare(model, batch, variables=None, *, loss=None, **kwargs) -> Comparison:
     Args:
         model: a Linen module, an NNX module, or any function of arrays that runs FP8 products.
         batch: the arguments: a tuple of them, or one.
-        variables: of a Linen model, with its FP8 state; without them those of `model.init(jax.random.key(0), ...)`, whose
-            scales are 1.
+        variables: of a Linen model, with its FP8 state; without them those of `model.init(jax.random.key(0), ...)`,
+            whose scales are 1.
         loss: of the model's output, a scalar; without one the mean of its squares.
         kwargs: more arguments of the model (of `apply` for a Linen model: `rngs`, `train`, ...).
 
@@ -143,8 +143,8 @@ class _Look:
     """What stands for each product in one run: the product, with a backward that hands its tensors to the host.
 
     Attributes:
-        runs_fp8: whether the model gets the FP8 products; else those in float32, and each FP8 product is computed beside
-            it, from the same operands.
+        runs_fp8: whether the model gets the FP8 products; else those in float32, and each FP8 product is computed
+            beside it, from the same operands.
         names: of the layers of all products, in the order of tracing.
     """
 

@@ -1,7 +1,6 @@
 """gemms and assert_fp8: which matrix products of a program run in FP8, and why others do not."""
 
 import dataclasses
-import functools
 import re
 from collections import Counter
 from typing import Any
@@ -35,8 +34,8 @@ class Gemms:
 
     Attributes:
         rows: a dict for each, equal ones counted: `layer` (the path of its module, or the scopes around it), `pass`
-            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times`, `line` (of the source), `fp8` (whether
-            it runs in FP8) and `why` (not; None where it does).
+            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times`, `line` (of the source), `fp8`
+            (whether it runs in FP8) and `why` (not; None where it does).
         platform: what it was judged for.
     """
 
@@ -93,10 +92,10 @@ def assert_fp8(fn, *args, platform: str | None = None, allow=(), **kwargs) -> No
 
     Args:
         fn, args, kwargs: as of `gemms`.
-        platform: where it would run. `"cuda"`: this machine's NVIDIA GPUs, or ones that have everything if there are none;
-            a compute capability such as `"sm_90"`: such GPUs; `"cpu"`, `"tpu"`, `"rocm"`: no FP8 GEMM there, so
-            every product is named. Without one the backend of this process; on a CPU, where models are only developed,
-            `"cuda"`.
+        platform: where it would run. `"cuda"`: this machine's NVIDIA GPUs, or ones that have everything if there are
+            none; a compute capability such as `"sm_90"`: such GPUs; `"cpu"`, `"tpu"`, `"rocm"`: no FP8 GEMM there,
+            so every product is named. Without one the backend of this process; on a CPU, where models are only
+            developed, `"cuda"`.
         allow: regexes; a product is passed over where one of them is found (`re.search`) in its layer or in its source
             line: `"attention"`, `"head$"`, `r"model\\.py:57"`. A string is one regex.
 
@@ -128,7 +127,11 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     """The products of one equation, each as items of a row."""
     name = eqn.primitive.name
     if name == "fp8_product":
-        return [row for inner in _forward_gemms(eqn) for row in _rows(inner, place, target)]
+        return [
+            row
+            for inner, inside in equations(_forward(eqn))
+            for row in _rows(inner, place._replace(reason=inside.reason), target)
+        ]
     if is_gemm(eqn):
         why = target.why_not(eqn)
     elif name in _PLAIN:
@@ -152,8 +155,8 @@ def _why_plain(eqn, place, target) -> str | None:
     return _PLAIN[eqn.primitive.name]
 
 
-def _forward_gemms(eqn):
-    """The products in a product that nobody differentiates: a primitive that is still whole."""
+def _forward(eqn):
+    """The program of a product that nobody differentiates: a primitive that is still whole."""
     params = eqn.params
     plan = dataclasses.replace(params["plan"], reduce=alone, out_sharding=None)  # on one device
 
@@ -161,12 +164,7 @@ def _forward_gemms(eqn):
         with using(params["implementation"]):
             return _gemms.forward(plan, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
 
-    jaxpr = traced(functools.partial(_spread, run), [_plain(var.aval) for var in eqn.invars])
-    return [inner for inner, _ in equations(jaxpr) if is_gemm(inner) or inner.primitive.name in _PLAIN]
-
-
-def _spread(function, operands):
-    return function(*operands)
+    return traced(lambda operands: run(*operands), [_plain(var.aval) for var in eqn.invars])
 
 
 def _plain(aval):

@@ -17,9 +17,9 @@ def plot(histories, path=None):
 
     Args:
         histories: a list of variable trees, one a step, as `jaxfp8.inspect.summary` takes them: of each quantizer the
-            newest amax and the scale that multiplied are drawn. Or a dict name -> array: `(steps,)`, or `(steps, H)` with
-            the newest in slot 0, whose maximum is drawn as well, dashed. Names that end in `scale` or `scale_inv` go to
-            the right, others are amaxes.
+            newest amax and the scale that multiplied are drawn. Or a dict name -> array: `(steps,)`, or `(steps, H)`
+            with the newest in slot 0, whose maximum is drawn as well, dashed. Names that end in `scale` or `scale_inv`
+            go to the right, others are amaxes.
         path: where to write it, as `figure.savefig`; or None.
 
     Returns:

@@ -68,8 +68,9 @@ def _place(stack, eqn) -> Place:
 def _joined(scopes) -> str:
     """One path. A transform in a transform repeats what is around it; NNX scopes are whole paths."""
     path = []
-    for scope in (part for scope in scopes for part in [scope.split("/") if "->" not in scope else [scope]]):
-        path = scope if path and scope[: len(path)] == path else path + scope
+    for scope in scopes:
+        parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
+        path = parts if parts[: len(path)] == path else path + parts
     for size in range(len(path) // 2, 0, -1):
         if path[:size] == path[size : 2 * size]:
             path = path[size:]

@@ -84,7 +84,9 @@ def summary(variables) -> Summary:
         )
     rows = []
     for arrays in found:
-        history, scale_inv = (np.asarray(jax.device_get(x), np.float64) for x in (arrays.amax_history, arrays.scale_inv))
+        history, scale_inv = (
+            np.asarray(jax.device_get(x), np.float64) for x in (arrays.amax_history, arrays.scale_inv)
+        )
         counters = None if arrays.counters is None else np.asarray(jax.device_get(arrays.counters), np.float64)
         for index in np.ndindex(arrays.stack):
             name = arrays.name + (f"[{','.join(map(str, index))}]" if index else "")

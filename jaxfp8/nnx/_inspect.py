@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 
 from .. import _marks, _probe
+from .._arrays import split_arrays
 from .._rules import first_match
 from ._dot_general import _Fp8Product
 from ._quantize import RULES, layers, names, operation, product
@@ -18,17 +19,22 @@ def is_model(x) -> bool:
 
 def traceable(fn, args, kwargs):
     """`(function of arrays, arrays)` for a function of NNX objects, whose modules name what they run; else None."""
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
-    if not any(map(_is_object, leaves)):
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    objects = tuple(filter(_is_object, leaves))
+    if not objects:
         return None
-    graphdef, state = nnx.split((args, kwargs))
+    graphdef, state = nnx.split(objects)
+    arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
-    def of_state(state):
-        args, kwargs = nnx.merge(graphdef, state)
-        name_modules((args, kwargs))
+    def of_arrays(state_and_arrays):
+        state, arrays = state_and_arrays
+        objects, others = nnx.merge(graphdef, state), iter(joined(arrays))
+        name_modules(objects)
+        objects = iter(objects)
+        args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(others) for leaf in leaves])
         return fn(*args, **kwargs)
 
-    return of_state, state
+    return of_arrays, (state, arrays)
 
 
 def _is_object(x) -> bool:

@@ -1,0 +1,396 @@
+"""inspect.gemms and assert_fp8: every reason has a program that must be refused for it, and one that must pass."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8
+from jaxfp8 import inspect
+from jaxfp8.ops import _ffi, _support
+
+A = jaxfp8.DelayedScaling(amax_history_len=2)
+CURRENT, BLOCK, MX = jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), jaxfp8.MXFP8BlockScaling()
+MATMUL = (((1,), (0,)), ((), ()))
+X, K = jax.ShapeDtypeStruct((32, 64), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+
+def fp8(x, kernel, recipe=CURRENT):
+    return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe)
+
+
+def plain(x, kernel):
+    return x @ kernel
+
+
+def gradients(function):
+    return jax.grad(lambda x, kernel: jnp.sum(function(x, kernel) ** 2), argnums=(0, 1))
+
+
+def the_reason(function, *args, **kwargs) -> str:
+    """The only reason of all products that would not run in FP8."""
+    reasons = {row["why"] for row in inspect.gemms(function, *args, **kwargs).rows if not row["fp8"]}
+    assert len(reasons) == 1, reasons
+    with pytest.raises(AssertionError, match=re.escape(min(reasons))):
+        inspect.assert_fp8(function, *args, **kwargs)
+    return reasons.pop()
+
+
+def test_rows():
+    found = inspect.gemms(gradients(fp8), X, K)
+    products = [
+        ("forward", "float8_e4m3fn[32,64] x float8_e4m3fn[128,64]"),
+        ("backward", "float8_e5m2[32,128] x float8_e4m3fn[64,128]"),
+        ("backward", "float8_e4m3fn[64,32] x float8_e5m2[128,32]"),
+    ]
+    assert {(row["pass"], row["product"]) for row in found.rows} == set(products)
+    assert all(row["fp8"] and row["why"] is None and row["times"] == 1 for row in found.rows)
+    assert {row["line"].split(":")[0] for row in found.rows} == {"test_gemms.py"}
+    assert found.platform == "cuda" and str(found).count("FP8") == 3
+    inspect.assert_fp8(gradients(fp8), X, K)
+
+
+def test_the_message_names_layer_shapes_line_and_reason():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(64, dot_general_cls=jaxfp8.Fp8DotGeneral, name="up")(x)
+            return nn.Dense(16, dtype=jnp.bfloat16, name="head")(x)  # this line
+
+    line = Model.__call__.__wrapped__.__code__.co_firstlineno + 3 if hasattr(Model.__call__, "__wrapped__") else None
+    model = Model()
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def step(variables, x):
+        return jax.grad(lambda variables: jnp.sum(model.apply(variables, x)))(variables)
+
+    with pytest.raises(AssertionError) as error:
+        inspect.assert_fp8(step, variables, X)
+    first, _, *lines = str(error.value).split("\n")
+    assert first == "assert_fp8: 3 of 5 matrix products of step would not run in FP8 on cuda:"  # up: no gradient of x
+    cells = [re.split(r" {2,}", line) for line in lines]
+    assert [cell[:3] for cell in cells] == [
+        ["Model/head", "forward", "bfloat16[32,64] x bfloat16[64,16]"],
+        ["Model/head", "backward", "bfloat16[32,16] x bfloat16[32,64]"],
+        ["Model/head", "backward", "bfloat16[32,16] x bfloat16[64,16]"],
+    ]
+    assert all(cell[3] == "1" and cell[5].startswith("no product of jaxfp8") for cell in cells)
+    assert all(re.fullmatch(r"test_gemms\.py:\d+", cell[4]) for cell in cells)
+    if line:
+        assert cells[0][4] == f"test_gemms.py:{line}"
+    inspect.assert_fp8(step, variables, X, allow="head$")
+    inspect.assert_fp8(step, variables, X, allow=["nothing", r"test_gemms\.py"])
+    with pytest.raises(AssertionError, match="3 of 5"):
+        inspect.assert_fp8(step, variables, X, allow=["^head", "up"])
+
+
+REASONS = {
+    "plain": (plain, "no product of jaxfp8: no recipe reaches it"),
+    "None": (functools.partial(fp8, recipe=None), "the recipe is None"),
+    "HighPrecision": (functools.partial(fp8, recipe=jaxfp8.HighPrecision()), "the recipe is None"),
+    "min_size": (
+        functools.partial(fp8, recipe=jaxfp8.Float8CurrentScaling(min_size=65)),
+        "smaller than min_size=65 of the recipe",
+    ),
+    "dtype": (lambda x, k: x.astype(jnp.int8) @ k.astype(jnp.int8), "operands are int8"),
+    "convolution": (
+        lambda x, k: lax.conv(x[None, None], k[None, None, :3, :3], (1, 1), "SAME"),
+        "convolutions have no FP8 product",
+    ),
+    "ragged": (
+        lambda x, k: lax.ragged_dot(x, k[None], jnp.array([32], jnp.int32)),
+        "not jaxfp8.ragged_dot: no recipe reaches it",
+    ),
+    "e5m2": (
+        functools.partial(fp8, recipe=jaxfp8.Float8CurrentScaling(jaxfp8.E5M2)),
+        "no tensor core multiplies two float8_e5m2",
+    ),
+    "e5m2 by XLA": (
+        lambda x, k: x.astype(jnp.float8_e5m2) @ k.astype(jnp.float8_e5m2),
+        "no tensor core multiplies two float8_e5m2",
+    ),
+    "no quantizer": (
+        functools.partial(
+            fp8,
+            recipe=jaxfp8.CustomRecipe(
+                lambda role: None if role == "linear_weight" else jaxfp8.Float8CurrentScalingQuantizer(fp8_dtype=jnp.float8_e4m3fn)
+            ),
+        ),
+        "the recipe keeps an operand in float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_reasons(case):
+    function, wanted = REASONS[case]
+    assert the_reason(function, X, K) == wanted
+
+
+def test_reasons_are_those_of_the_backward_too():
+    reason = the_reason(gradients(functools.partial(fp8, recipe=None)), X, K)
+    assert reason == "the recipe is None"
+    rows = inspect.gemms(gradients(functools.partial(fp8, recipe=jaxfp8.Float8CurrentScaling(min_size=65))), X, K).rows
+    assert sorted(row["pass"] for row in rows) == ["backward", "backward", "forward"]
+    assert {row["why"] for row in rows} == {"smaller than min_size=65 of the recipe"}
+
+
+def test_autocast():
+    dense = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    variables = jax.eval_shape(dense.init, jax.random.key(0), X)
+    inspect.assert_fp8(dense.apply, variables, X)
+    with jaxfp8.autocast(enabled=False):
+        assert the_reason(dense.apply, variables, X) == "autocast is off"
+
+
+def test_rules():
+    rules = [("layers_0", A), ("layers_1", None)]
+    model = jaxfp8.linen.quantize(nn.Sequential([nn.Dense(64), nn.Dense(64)]), rules)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    assert the_reason(model.apply, variables, X) == "rule 1 says None"
+    inspect.assert_fp8(model.apply, variables, X, allow="layers_1")
+
+    rules = [("layers/0", A), ("layers/1", None)]
+    model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
+    model = jaxfp8.nnx.quantize(model, rules)
+    rows = inspect.gemms(lambda model, x: model(x), model, X).rows
+    assert [(row["layer"], row["why"]) for row in rows] == [("layers/0", None), ("layers/1", "rule 1 says None")]
+
+
+def test_platforms():
+    delayed = functools.partial(jaxfp8.dot_general, dimension_numbers=MATMUL, recipe=A, state=jaxfp8.init_state(A))
+    for platform in (None, "cuda", "gpu", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"):
+        inspect.assert_fp8(gradients(delayed), X, K, platform=platform)
+    for platform in ("cpu", "tpu", "rocm"):
+        assert the_reason(gradients(delayed), X, K, platform=platform).startswith(f"{platform} has no FP8 GEMM")
+        direct = the_reason(
+            lambda x, k: x.astype(jnp.float8_e4m3fn) @ k.astype(jnp.float8_e4m3fn), X, K, platform=platform
+        )
+        assert direct.startswith(f"{platform} has no FP8 GEMM")
+    wanted = "sm_80 has compute capability 8.0, FP8 needs 8.9 or newer"
+    assert the_reason(gradients(delayed), X, K, platform="sm_80") == wanted
+    ragged = functools.partial(jaxfp8.ragged_dot, recipe=CURRENT)
+    args = X, jax.ShapeDtypeStruct((4, 64, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    inspect.assert_fp8(ragged, *args, platform="sm_89")
+    assert the_reason(ragged, *args, platform="sm_80") == wanted
+    with pytest.raises(ValueError, match="assert_fp8: platform: expected None, .*got 'hopper'"):
+        inspect.assert_fp8(plain, X, K, platform="hopper")
+
+
+@pytest.mark.parametrize(
+    "recipe, runs_on, not_on, reason",
+    [
+        (BLOCK, "sm_90", "sm_100", "1x128 by 128x128 on compute capability 9.0, this GPU has 10.0"),
+        (MX, "sm_100", "sm_90", "1x32 by 1x32 on compute capability 10.0 or newer, this GPU has 9.0"),
+        (jaxfp8.Float8RowwiseScaling(), "sm_90", "sm_89", "on compute capability 9.0, this GPU has 8.9"),
+    ],
+)
+def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
+    function = functools.partial(fp8, recipe=recipe)
+    inspect.assert_fp8(gradients(function), X, K)
+    inspect.assert_fp8(gradients(function), X, K, platform=runs_on)
+    assert reason in the_reason(function, X, K, platform=not_on)
+
+
+def test_implementations():
+    def inside(name, recipe):
+        def function(x, kernel):
+            with jaxfp8.ops.implementation(name):
+                return fp8(x, kernel, recipe)
+
+        return function
+
+    assert the_reason(inside("reference", CURRENT), X, K) == 'implementation("reference") is selected'
+    assert the_reason(gradients(inside("reference", BLOCK)), X, K) == 'implementation("reference") is selected'
+    inspect.assert_fp8(gradients(inside("xla", CURRENT)), X, K)
+    wanted = 'implementation("xla") leaves XLA a block_scaled_matmul that it rewrites to no FP8 product'
+    assert the_reason(inside("xla", BLOCK), X, K) == wanted
+    kernels = jax.ShapeDtypeStruct((3, *K.shape), jnp.float32)
+    xs = jax.ShapeDtypeStruct((3, *X.shape), jnp.float32)
+    inspect.assert_fp8(jax.vmap(fp8), xs, kernels)
+    assert "scaled_matmul" in the_reason(jax.vmap(inside("xla", CURRENT)), xs, kernels)
+
+
+def test_this_machine(monkeypatch):
+    """What a machine with a GPU lacks counts; one without is taken to develop for one that has everything."""
+    gpu = type("Gpu", (), {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"})()
+    monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
+    inspect.assert_fp8(fp8, X, K)
+    monkeypatch.setattr(_support, "local_gpus", lambda: [gpu])
+    assert the_reason(fp8, X, K) == "jaxfp8 was installed without its CUDA library"
+    monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
+    assert "NVIDIA A100 has compute capability 8.0" in the_reason(fp8, X, K)
+    gpu.compute_capability = "9.0"
+
+    def no_cublaslt():
+        raise RuntimeError("libcublasLt.so.13 cannot be opened")
+
+    monkeypatch.setattr(_ffi, "check_cublaslt", no_cublaslt)
+    assert the_reason(fp8, X, K) == "libcublasLt.so.13 cannot be opened"
+    with jaxfp8.ops.implementation("xla"):
+        inspect.assert_fp8(fp8, X, K)
+    monkeypatch.setattr(_ffi, "check_cublaslt", lambda: None)
+    inspect.assert_fp8(gradients(fp8), X, K)
+    inspect.assert_fp8(gradients(functools.partial(fp8, recipe=BLOCK)), X, K)
+    gpu.compute_capability = "8.9"
+    assert "this GPU has 8.9" in the_reason(functools.partial(fp8, recipe=BLOCK), X, K)
+
+
+WRAPPERS = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda product: lambda x, k: lax.scan(lambda carry, _: (carry, product(carry, k)), x, None, length=3)[1],
+    "cond": lambda product: lambda x, k: lax.cond(jnp.sum(x) > 0, product, lambda x, k: jnp.zeros((32, 128)), x, k),
+    "while": lambda product: lambda x, k: lax.fori_loop(0, jnp.int32(x[0, 0]), lambda i, y: product(x, k) + y, jnp.zeros((32, 128))),
+    "vmap": lambda product: lambda x, k: jax.vmap(product, in_axes=(0, None))(x[None], k)[0],
+    "custom_vjp": lambda product: _custom_vjp(product),
+    "shard_map": lambda product: jax.shard_map(
+        product, mesh=jax.sharding.Mesh(np.array(jax.devices()), ("data",)), in_specs=(P("data"), P()), out_specs=P("data")
+    ),
+    "jit in scan in remat": lambda product: jax.checkpoint(WRAPPERS["scan"](jax.jit(product))),
+}  # fmt: skip
+
+
+def _custom_vjp(product):
+    function = jax.custom_vjp(product)
+    function.defvjp(lambda x, k: (product(x, k), (x, k)), lambda kept, ct: gradients(product)(*kept))
+    return function
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_products_inside(wrapper):
+    both = [functools.partial(fp8, recipe=recipe) for recipe in (CURRENT, BLOCK)]
+    for product in both:
+        wrapped = WRAPPERS[wrapper](product)
+        inspect.assert_fp8(wrapped, X, K)
+        if wrapper != "while":  # has no reverse mode
+            inspect.assert_fp8(gradients(wrapped), X, K)
+            passes = [row["pass"] for row in inspect.gemms(gradients(wrapped), X, K).rows]
+            assert sorted(set(passes)) == ["backward", "forward"]
+    hidden = WRAPPERS[wrapper](lambda x, k: fp8(x, k) + plain(x, k))
+    assert the_reason(hidden, X, K).startswith("no product of jaxfp8")
+    if wrapper != "while":
+        reasons = [row["pass"] for row in inspect.gemms(gradients(hidden), X, K).rows if not row["fp8"]]
+        assert reasons.count("backward") >= 2 and "forward" in reasons
+
+
+def test_state_that_is_shared_by_max():
+    def loss(state, x, kernel):
+        return jnp.sum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=A, state=jaxfp8.max_grad(state)))
+
+    inspect.assert_fp8(loss, jaxfp8.init_state(A), X, K)
+    inspect.assert_fp8(jaxfp8.value_and_grad(loss, argnums=(0, 1, 2)), jaxfp8.init_state(A), X, K)
+
+
+def test_layers_of_linen():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(64, name="mix", dot_general_cls=jaxfp8.Fp8DotGeneral)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
+            x, _ = nn.scan(nn.remat(Body), variable_axes=axes, split_rngs={"params": True}, length=3)(name="stack")(
+                x, None
+            )
+            x = nn.remat(nn.Dense)(64, name="last")(x)
+            return nn.MultiHeadDotProductAttention(4, name="attention")(x[None])
+
+    model = jaxfp8.linen.quantize(Model(), [("last", CURRENT), ("attention/(query|key|value)", CURRENT)])
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    rows = inspect.gemms(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), variables, X).rows
+    layers = {row["layer"]: row["fp8"] for row in rows}
+    assert layers == {
+        "Model/stack/mix": True,
+        "Model/last": True,
+        "Model/attention/query": True,
+        "Model/attention/key": True,
+        "Model/attention/value": True,
+        "Model/attention/...qhd,...khd->...hqk": False,
+        "Model/attention/...hqk,...khd->...qhd": False,
+        "Model/attention/out": False,
+    }
+    of_last = [(row["pass"], row["times"]) for row in rows if row["layer"] == "Model/last"]
+    assert sorted(of_last) == [("backward", 1), ("backward", 1), ("forward", 1)]
+
+
+def test_nnx_and_its_training_step():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = jaxfp8.nnx.Linear(64, 64, recipe=A, rngs=rngs)
+            self.blocks = nnx.List([nnx.Linear(64, 64, rngs=rngs)])
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.blocks[0](self.drop(self.up(x)))
+
+    model = Model(nnx.Rngs(0))
+    optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    x = jnp.ones(X.shape)
+    rows = inspect.gemms(step, model, optimizer, x).rows
+    assert {(row["layer"], row["fp8"]) for row in rows} == {("up", True), ("blocks/0", False)}
+    inspect.assert_fp8(step, model, optimizer, x, allow="blocks/0")
+    with pytest.raises(AssertionError, match="3 of 5 matrix products of step"):
+        inspect.assert_fp8(step, model, optimizer, x)
+    assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(model.up, "inspected_path")
+    assert isinstance(model.up.kernel.get_value(), jax.Array) and np.isfinite(step(model, optimizer, x))
+
+
+def test_a_train_state_with_flags_and_functions_inside():
+    model = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = jnp.ones(X.shape)
+    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(1e-3))
+
+    @functools.partial(jax.jit, static_argnames=("activation", "train"))
+    def step(state, x, activation, *, train=True):
+        assert train is False
+        grads = jax.grad(lambda v: jnp.sum(activation(state.apply_fn(v, x))))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    inspect.assert_fp8(step, state, x, nn.relu, train=False)
+
+
+def test_flax_own_fp8_is_left_to_xla():
+    model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    variables = model.init(jax.random.key(0), jnp.ones(X.shape))
+    inspect.assert_fp8(model.apply, variables, X)
+
+
+def test_a_function_without_products():
+    with pytest.raises(AssertionError, match="<lambda> has no matrix product"):
+        inspect.assert_fp8(lambda x: x + 1, X)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
+def test_what_is_said_is_what_is_lowered(recipe, cuda_custom_calls):
+    def loss(x, kernel):
+        return gradients(
+            lambda x, k: (
+                fp8(jax.checkpoint(functools.partial(fp8, recipe=recipe))(x, k), k.T, recipe) @ jnp.ones((64, 8))
+            )
+        )(x, kernel)
+
+    rows = inspect.gemms(loss, X, K).rows
+    text = jax.jit(loss).trace(X, K).lower(lowering_platforms=("cuda",)).as_text()
+    wanted = sum(row["times"] for row in rows if row["fp8"])
+    assert wanted == 6
+    assert len(re.findall(r"custom_call @jaxfp8_(?:block_)?scaled_matmul", text)) == wanted
+    assert text.count("stablehlo.dot_general") == sum(row["times"] for row in rows if not row["fp8"]) == 2

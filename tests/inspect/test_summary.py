@@ -1,0 +1,203 @@
+"""inspect.summary and scalars: every number against numpy, from state that is written by hand."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxfp8
+from jaxfp8 import inspect
+
+A = jaxfp8.DelayedScaling(amax_history_len=6)
+
+
+def state(history, scale_inv, counters=None, operand="input"):
+    """Variables of one product with one quantizer: slot 0 newest, slot 1 oldest."""
+    leaves = {f"{operand}_amax_history": history, f"{operand}_scale": np.reshape(scale_inv, (*np.shape(scale_inv), 1))}
+    if counters is not None:
+        leaves[f"{operand}_counters"] = counters
+    leaves = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
+    return {"params": {"layer": {"scale": jnp.ones(3)}}, jaxfp8.OVERWRITE_WITH_GRADIENT: {"layer": leaves}}
+
+
+def row_of(*args, **kwargs):
+    (row,) = inspect.summary(state(*args, **kwargs)).rows
+    return row
+
+
+def test_a_window_by_hand():
+    # The step before wrote 3 (the last slot), the ones before it 7 and 5; the step just run wrote 14, with 7's scale.
+    scale_inv = np.float32(7) / np.float32(448)
+    row = row_of([14, 0, 0, 5, 7, 3], scale_inv)
+    assert row == {
+        "name": "layer/input",
+        "scale": 1 / float(scale_inv),
+        "scale_inv": float(scale_inv),
+        "newest": 14.0,
+        "max": 14.0,
+        "min": 3.0,
+        "filled": 4,
+        "length": 6,
+        "peak": 14.0 / float(scale_inv),
+        "follows": "max",
+        "saturated": None,
+        "flushed": None,
+        "steps_since_change": 1,  # 7 first acted in the step before
+    }
+    assert row["peak"] == 2 * 448
+
+
+@pytest.mark.parametrize(
+    "history, scale_inv, follows, steps",
+    [
+        ([4, 0, 0, 2, 9, 3], 9 / 57344, "max", 1),  # e5m2
+        ([4, 0, 0, 2, 9, 3], 9 / 448 * 8, "max", 1),  # margin 3
+        ([4, 0, 9, 2, 9, 3], 9 / 448, "max", 3),  # the scale did not change when the second 9 came
+        ([4, 0, 0, 2, 9, 3], 3 / 448, "most_recent", None),
+        ([4, 1, 2, 2, 2, 3], 9 / 448, "dropped", None),  # a 9 that has just left
+        ([4, 0, 0, 2, 9, 3], 10 / 448, None, None),  # the window is not full: nothing has left it
+        ([4, 1, 2, 2, 9, 3], 5 / 57344, None, None),  # smaller than what is there
+        ([4, 0, 0, 0, 0, 0], 1, "unit", None),
+        ([0, 0, 0, 0, 0, 0], 1, "unit", None),
+        ([4, 0, 0, 0, 0, 0], 2, None, None),
+        ([4], 5 / 448, "dropped", None),
+        ([np.inf, -1, np.nan, 2, 9, 3], 9 / 448, "max", 1),
+    ],
+)
+def test_what_the_scale_follows(history, scale_inv, follows, steps):
+    row = row_of(history, scale_inv)
+    assert (row["follows"], row["steps_since_change"]) == (follows, steps)
+
+
+def test_nothing_recorded_and_a_scale_that_is_none():
+    row = row_of([0, 0, 0], 1)
+    assert [row[name] for name in ("newest", "max", "min", "filled", "peak", "scale")] == [None] * 3 + [0, None, 1.0]
+    row = row_of([1, 0, 2], np.nan)
+    assert row["scale"] is None and row["peak"] is None and row["follows"] is None and row["max"] == 2
+
+
+def test_counters():
+    row = row_of([14, 0, 0, 5, 7, 3], 7 / 448, counters=[0.25, 0.5, 12])
+    assert (row["saturated"], row["flushed"], row["steps_since_change"]) == (0.25, 0.5, 12)
+    text = str(inspect.summary(state([14, 0, 0, 5, 7, 3], 7 / 448, counters=[0.25, 0.5, 12])))
+    assert text.split("\n")[1].split() == "layer/input 64 14 14 3 4/6 896 max 25.00% 50.00% 12".split()
+
+
+def test_a_row_for_each_layer_of_a_stack():
+    histories, scales = np.arange(1, 25).reshape(2, 3, 4), np.arange(1, 7).reshape(2, 3) / 448
+    rows = inspect.summary(state(histories, scales, counters=np.arange(18).reshape(2, 3, 3))).rows
+    assert [row["name"] for row in rows] == [f"layer/input[{i},{j}]" for i in range(2) for j in range(3)]
+    assert [row["newest"] for row in rows] == [1, 5, 9, 13, 17, 21]
+    assert [row["saturated"] for row in rows] == [0, 3, 6, 9, 12, 15]
+    np.testing.assert_array_equal([row["scale_inv"] for row in rows], scales.ravel().astype(np.float32))
+
+
+def test_the_table_is_aligned():
+    tree = state([[1, 2, 3], [1000, 2000, 3000]], [3 / 448, 3000 / 448])
+    head, *lines = str(inspect.summary(tree)).split("\n")
+    assert len(lines) == 2 and lines[0].split()[-3:] == ["-", "-", "0"]
+    assert {len(line) for line in (head, *lines)} == {len(head)}
+    assert head.split() == "quantizer scale amax max min filled peak follows saturated flushed steps".split()
+
+
+def train(steps=4):
+    """A Dense layer trained a little: TrainState, and the inputs of its steps."""
+    model = nn.Dense(8, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A))
+    xs = [np.random.default_rng(i).standard_normal((4, 8)).astype(np.float32) * (1 + i) for i in range(steps)]
+    train_state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), xs[0]), tx=optax.sgd(0.1)
+    )
+
+    @jax.jit
+    def step(state, x):
+        grads = jax.grad(lambda variables: jnp.mean(state.apply_fn(variables, x) ** 2))(state.params)
+        state = state.apply_gradients(grads=grads)
+        return state, inspect.measure(state)
+
+    for x in xs:
+        train_state, measured = step(train_state, x)
+    return train_state, measured, xs
+
+
+def test_after_training():
+    train_state, measured, xs = train()
+    amaxes = [np.abs(x).max() for x in xs]
+    (row,) = (row for row in inspect.summary(train_state).rows if row["name"] == "Fp8DotGeneral_0/input")
+    assert row["newest"] == amaxes[-1] and row["max"] == max(amaxes) and row["filled"] == 4
+    assert row["scale_inv"] == np.float32(np.float32(max(amaxes[:-1])) / np.float32(448))
+    assert row["follows"] == "max" and row["steps_since_change"] == 0
+    figures = inspect.scalars(measured)
+    assert figures == inspect.scalars(train_state)
+    assert all(type(value) is float for value in figures.values())
+    assert set(figures) == {
+        f"fp8/Fp8DotGeneral_0/{operand}/{figure}"
+        for operand in ("input", "kernel", "output_grad")
+        for figure in ("scale", "amax", "amax_max", "peak")
+    }
+    np.testing.assert_allclose(figures["fp8/Fp8DotGeneral_0/input/scale"], 448 / max(amaxes[:-1]), rtol=2**-22)
+    assert figures["fp8/Fp8DotGeneral_0/input/amax_max"] == max(amaxes)
+    assert figures["fp8/Fp8DotGeneral_0/input/amax"] == amaxes[-1]
+    np.testing.assert_allclose(
+        figures["fp8/Fp8DotGeneral_0/input/peak"], 448 * amaxes[-1] / max(amaxes[:-1]), rtol=2**-22
+    )
+
+
+def test_every_kind_of_tree():
+    train_state, _, _ = train(1)
+    variables = train_state.params
+    rows = inspect.summary(variables).rows
+    assert [row["name"] for row in rows] == [f"Fp8DotGeneral_0/{name}" for name in ("input", "kernel", "output_grad")]
+    for tree in (train_state, variables[jaxfp8.OVERWRITE_WITH_GRADIENT]):
+        assert inspect.summary(tree).rows == rows
+    # An optimizer that was given the state keeps moments of it, which are no state.
+    careless = {"params": variables, "opt_state": optax.adam(1e-3).init(variables), "step": 1}
+    assert inspect.summary(careless).rows == rows
+
+    product = jaxfp8.init_state(A)
+    names = [row["name"] for row in inspect.summary(product).rows]
+    assert names == ["input", "kernel", "output_grad"]
+    assert [row["name"] for row in inspect.summary({"up": product}).rows] == [f"up/{name}" for name in names]
+
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    jaxfp8.nnx.quantize(model, [(".*", A)])
+    wanted = [f"layers/0/dot_general/{name}" for name in names]
+    for tree in (model, nnx.state(model), nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)):
+        assert [row["name"] for row in inspect.summary(tree).rows] == wanted
+
+
+def test_scalars_of_stacks_counters_and_prefixes():
+    tree = state([[14, 3], [28, 7]], [7 / 448, 14 / 448], counters=[[0.25, 0.5, 12], [0.0, 0.125, 3]])
+    wanted = {
+        "layer/input[0]/scale": 64, "layer/input[0]/amax": 14, "layer/input[0]/amax_max": 14,
+        "layer/input[0]/peak": 896, "layer/input[0]/saturated": 0.25, "layer/input[0]/flushed": 0.5,
+        "layer/input[0]/steps_since_change": 12,
+        "layer/input[1]/scale": 32, "layer/input[1]/amax": 28, "layer/input[1]/amax_max": 28,
+        "layer/input[1]/peak": 896, "layer/input[1]/saturated": 0, "layer/input[1]/flushed": 0.125,
+        "layer/input[1]/steps_since_change": 3,
+    }  # fmt: skip
+    assert inspect.scalars(tree, prefix="") == wanted
+    assert inspect.scalars(tree, "a/b") == {f"a/b/{name}": value for name, value in wanted.items()}
+
+
+def test_measure_is_one_small_array_and_waits_for_nothing():
+    tree = state(np.ones((3, 1024)), np.ones(3))
+    jaxpr = jax.make_jaxpr(inspect.measure)(tree)
+    (out,) = jaxpr.out_avals
+    assert out.shape == (12,)
+    assert not any("callback" in eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="summary: variables: expected a tree that holds FP8 state .* got 1 leaves"):
+        inspect.summary({"scale": jnp.ones(3)})
+    with pytest.raises(ValueError, match="measure: variables: expected a tree that holds FP8 state"):
+        inspect.scalars({})
+    tree = state([1, 2], 1)
+    with pytest.raises(TypeError, match="summary: variables: expected concrete arrays.*measure"):
+        jax.jit(lambda tree: len(inspect.summary(tree).rows))(tree)
+    with pytest.raises(TypeError, match="scalars: variables: expected concrete arrays.*measure"):
+        jax.jit(lambda tree: inspect.scalars(tree))(tree)
