@@ -14,6 +14,7 @@ import jax
 
 from .recipes import ROLES, DotGeneralState
 
+# The collection of variables whose gradient is their next value. Flax's TrainState knows it by this name.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _HISTORY, _SCALE, _COUNTERS = "amax_history", "scale", "counters"
 

@@ -33,8 +33,11 @@ _E4M3_DTYPE = np.dtype(jnp.float8_e4m3fn)
 _E5M2_DTYPE = np.dtype(jnp.float8_e5m2)
 FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
 
+# float8_e4m3fn forward and backward: 3 bits of fraction, largest value 448.
 E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
+# float8_e5m2 forward and backward: 2 bits of fraction, largest value 57344.
 E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
+# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, whose numbers span more.
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 
 

@@ -18,6 +18,7 @@ from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseSca
 
 # The operations that both know; our rules hold for layers of these two.
 OPERATIONS = ("dot_general", "einsum")
+# Ours, by the names of qwix's types of forward and backward.
 FORMATS = {(fmt.dtype.name, fmt.backward_dtype.name): fmt for fmt in (HYBRID, E4M3, E5M2)}
 
 

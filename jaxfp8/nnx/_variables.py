@@ -15,5 +15,5 @@ class OverwriteWithGradient(nnx.Variable):
 # overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
 
+# The filter of all that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
 trainable = nnx.Any(nnx.Param, OverwriteWithGradient)
-"""The filter of all that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`."""

@@ -32,6 +32,7 @@ def _full(x, value):
 
 # Of the value, or of the gate that multiplies the other half.
 _FUNCTIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu, "silu_gated": _silu, "gelu_gated": _gelu}
+# What `quantize_activation` and `activate` know; `_gated` ones take the gate and what it multiplies.
 ACTIVATIONS = tuple(_FUNCTIONS)
 
 

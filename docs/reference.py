@@ -1,0 +1,129 @@
+"""The API reference: which names are public, and the pages that Sphinx reads for them. Nothing lists names by hand.
+
+A module says what is public as type checkers read it: `from ._x import name as name`, or, where it is not the
+`__init__.py` of a package, a definition without an underscore.
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import pkgutil
+
+# Parts that packages share; what users need of them is in `jaxfp8` itself.
+SHARED = {"jaxfp8.formats", "jaxfp8.recipes", "jaxfp8.scaling", "jaxfp8.tensor"}
+
+
+def public_modules() -> list[str]:
+    """`jaxfp8`, and below it every package and module without an underscore, in the order of the alphabet."""
+    found, packages = ["jaxfp8"], ["jaxfp8"]
+    while packages:
+        package = packages.pop()
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+            if not module.name.rpartition(".")[2].startswith("_") and module.name not in SHARED:
+                found.append(module.name)
+                packages += [module.name] * module.ispkg
+    return sorted(found)
+
+
+def public_names(module: str) -> list[str]:
+    """The public names of a module, but for those that are modules themselves, in the order of the alphabet."""
+    names = set(_imported(module))
+    if not hasattr(importlib.import_module(module), "__path__"):
+        names |= {name for name in _defined(module) if not name.startswith("_")}
+    return sorted(name for name in names if not inspect.ismodule(_value(module, name)))
+
+
+def homes() -> dict[str, str]:
+    """Each public name, as `module.name`, and the name under which it is described: the first of the same object."""
+    found, first = {}, {}
+    for module in public_modules():
+        for name in public_names(module):
+            where = _origin(module, name)
+            found[f"{module}.{name}"] = first.setdefault(where, f"{module}.{name}")
+    return found
+
+
+def description(module: str, name: str) -> str:
+    """The docstring of a function or class; of anything else the comment above its definition. Empty where none is."""
+    value = _value(module, name)
+    if inspect.isroutine(value) or inspect.isclass(value):
+        generated = f"{name}(" if inspect.isclass(value) else None  # what a dataclass without a docstring has
+        text = value.__doc__ or ""
+        return "" if generated and text.startswith(generated) else inspect.cleandoc(text)
+    where, name = _origin(module, name)
+    above = _lines(where)[: _defined(where)[name] - 1]
+    comment = []
+    while above and above[-1].startswith("# "):
+        comment.insert(0, above.pop()[2:])
+    return "\n".join(comment)
+
+
+def write_pages(folder: pathlib.Path) -> None:
+    """`folder/<module>.rst` for each public module. Pages that stay what they are are not touched."""
+    folder.mkdir(exist_ok=True)
+    described = homes()
+    pages = {folder / f"{module}.rst": _page(module, described) for module in public_modules()}
+    for stale in set(folder.glob("*.rst")) - set(pages):
+        stale.unlink()
+    for path, text in pages.items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def _page(module: str, described: dict[str, str]) -> str:
+    lines = [module, "=" * len(module), "", f".. automodule:: {module}", ""]
+    for name in public_names(module):
+        full, value = f"{module}.{name}", _value(module, name)
+        if described[full] != full:
+            lines += [f".. py:attribute:: {full}", "   :no-index:", "", f"   :py:obj:`{described[full]}`", ""]
+        elif inspect.isclass(value):
+            lines += [f".. autoclass:: {full}", "   :members:", ""]
+        elif inspect.isroutine(value):
+            lines += [f".. autofunction:: {full}", ""]
+        else:
+            lines += [f".. py:data:: {full}", ""]
+            lines += [f"   {line}" for line in description(module, name).splitlines()] + [""]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------- what a source file says
+
+
+def _value(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
+
+
+def _lines(module: str) -> list[str]:
+    return pathlib.Path(importlib.import_module(module).__file__).read_text().splitlines()
+
+
+def _imported(module: str) -> dict[str, str]:
+    """The names that a module imports to hand them on, and the modules that have them."""
+    package = importlib.import_module(module).__spec__.parent
+    found = {}
+    for node in ast.parse("\n".join(_lines(module))).body:
+        if isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            found |= {alias.name: source for alias in node.names if alias.asname == alias.name}
+    return found
+
+
+def _defined(module: str) -> dict[str, int]:
+    """The names that a module defines, and their lines."""
+    found = {}
+    for node in ast.parse("\n".join(_lines(module))).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node.lineno
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                found[target.id] = node.lineno
+    return found
+
+
+def _origin(module: str, name: str) -> tuple[str, str]:
+    """The module where a name is defined."""
+    while name in _imported(module):
+        module = _imported(module)[name]
+    return module, name

@@ -1,0 +1,83 @@
+"""The API reference: it has every public name, each with a description, and reads docstrings as they are meant."""
+
+import importlib
+import inspect
+import sys
+
+import jaxfp8
+import pytest
+import snippets
+
+sys.path.insert(0, str(snippets.ROOT / "docs"))
+
+import docstrings  # noqa: E402
+import reference  # noqa: E402
+
+MODULES = reference.public_modules()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_described(module):
+    assert (importlib.import_module(module).__doc__ or "").strip(), f"{module} has no docstring"
+    bare = [name for name in reference.public_names(module) if not reference.description(module, name)]
+    assert not bare, f"{module}: {bare}: expected a docstring, or a comment above the line that defines a constant"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_method_is_described(module):
+    for name in reference.public_names(module):
+        described = getattr(importlib.import_module(module), name)
+        for method, value in vars(described).items() if inspect.isclass(described) else ():
+            if not method.startswith("_") and inspect.isfunction(value) and value.__module__.startswith("jaxfp8"):
+                assert inspect.getdoc(getattr(described, method)), f"{module}.{name}.{method} has no docstring"
+
+
+def test_reference_has_the_names_that_packages_export():
+    names = {name for module in MODULES for name in reference.public_names(module)}
+    assert {"jaxfp8", "jaxfp8.linen", "jaxfp8.ops", "jaxfp8.integrations.qwix"} <= set(MODULES)
+    assert {"dot_general", "E4M3", "Dense", "scaled_matmul", "save_gemm_outputs", "RESIDUAL_NAME"} <= names
+    # What Python itself calls public, found in another way.
+    exported = {name for name in vars(jaxfp8) if not name.startswith("_") and not inspect.ismodule(vars(jaxfp8)[name])}
+    assert exported == set(reference.public_names("jaxfp8"))
+
+
+def test_a_name_that_is_exported_twice_is_described_once():
+    homes = reference.homes()
+    assert homes["jaxfp8.linen.Fp8DotGeneral"] == homes["jaxfp8.Fp8DotGeneral"] == "jaxfp8.Fp8DotGeneral"
+    assert homes["jaxfp8.E4M3"] != homes["jaxfp8.E5M2"]
+
+
+def test_pages(tmp_path):
+    (tmp_path / "gone.rst").write_text("")
+    reference.write_pages(tmp_path)
+    assert {page.stem for page in tmp_path.iterdir()} == set(MODULES)
+    text = (tmp_path / "jaxfp8.linen.rst").read_text()
+    assert ".. autoclass:: jaxfp8.linen.Dense\n" in text and ".. autoclass:: jaxfp8.linen.Fp8DotGeneral\n" not in text
+    assert "largest value 448" in (tmp_path / "jaxfp8.rst").read_text()
+
+
+def test_undescribed_names_are_found(tmp_path, monkeypatch):
+    (tmp_path / "bare.py").write_text(
+        "import dataclasses\ndef f(): ...\n@dataclasses.dataclass\nclass C:\n    x: int\n\nLIMIT = 1\n# Told.\nTOLD = 2\n_x = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = reference.public_names("bare")
+    assert names == ["C", "LIMIT", "TOLD", "f"]
+    assert [name for name in names if not reference.description("bare", name)] == ["C", "LIMIT", "f"]
+
+
+@pytest.mark.parametrize(
+    "markdown, rst",
+    [
+        ("max of `|x|`, a * b", "max of ``|x|``, a \\* b"),
+        ("`Quantizer`s", "``Quantizer``\\ s"),
+        ("code `over\n    lines` here", "code ``over lines`` here"),
+        ("Text:\n\n    y = x * s", "Text:\n\n::\n\n    y = x * s"),
+        ("| a | b |\n|---|---|", "::\n\n    | a | b |\n    |---|---|"),
+        ("Args:\n    **kwargs: fields, x * y.\n\n    more", "Args:\n    **kwargs: fields, x \\* y.\n\n    more"),
+    ],
+)
+def test_docstrings(markdown, rst):
+    lines = markdown.splitlines()
+    docstrings.to_rst(None, "function", "f", None, None, lines)
+    assert "\n".join(lines) == rst
