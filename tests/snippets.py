@@ -6,7 +6,17 @@ import re
 import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
-_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# What does not run says so, and why, where readers see it.
+_BLOCK = re.compile(r"^(?P<excused>\*Not run here: .+\*\n\n)?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[str]:
+    """README.md and every page under docs/."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+
+def has_program(page: str) -> bool:
+    return bool(_BLOCK.search((ROOT / page).read_text()))
 
 
 def run(page: str) -> dict:
@@ -17,6 +27,7 @@ def run(page: str) -> dict:
     assert found, f"{page} has no Python"
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in found:
-            before = text[: block.start(1)].count("\n")
-            exec(compile("\n" * before + block[1], path, "exec"), names)
+            if not block["excused"]:
+                before = text[: block.start("code")].count("\n")
+                exec(compile("\n" * before + block["code"], path, "exec"), names)
     return names

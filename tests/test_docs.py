@@ -1,13 +1,89 @@
-"""The Python of README.md and of pages under docs/ runs as it is printed.
+"""The Python of README.md and of every page under docs/ runs as it is printed; what does not says why."""
 
-Pages whose programs and tables are looked at more closely have their tests where their subject has: mixed_precision.md,
-custom_recipes.md, xla.md.
-"""
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import snippets
 
+import jaxfp8
 
-@pytest.mark.parametrize("page", ["README.md", "docs/rules.md"])
-def test_programs(page):
-    snippets.run(page)
+# What makes a page short to run here is that others have run its layers; alone these take 5 to 20 seconds.
+FAST = {"README.md", "docs/custom_recipes.md", "docs/getting_started.md", "docs/mixed_precision.md", "docs/rules.md"}
+FAST |= {"docs/delayed_scaling.md", "docs/experts.md", "docs/xla.md"}
+
+
+def check_custom_recipes(names):
+    assert names["recipe"].quantizers()[0] is not None and names["amax"].shape == (1,)
+
+
+def check_experts(names):
+    for state in jax.tree.leaves(names["state"], is_leaf=lambda x: isinstance(x, jaxfp8.QuantizerState)):
+        assert (np.asarray(state.amax_history) > 0).sum() == 3
+
+
+def check_mixed_precision(names):
+    assert jnp.isfinite(names["loss"]) and names["loss_scale"].value <= 65536 and 1 <= names["train"].step <= 6
+
+
+def check_xla(names):
+    assert names["y"].dtype == jnp.bfloat16
+    state = names["variables"][jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
+    assert all(leaf[0] > 0 for name, leaf in state.items() if name.endswith("history"))
+
+
+# What a page leaves behind, beside what it asserts itself.
+CHECKS = {
+    "docs/custom_recipes.md": check_custom_recipes,
+    "docs/experts.md": check_experts,
+    "docs/mixed_precision.md": check_mixed_precision,
+    "docs/xla.md": check_xla,
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page in FAST else pytest.mark.slow)
+        for page in snippets.pages()
+        if snippets.has_program(page)
+    ],
+)
+def test_programs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for what a program saves
+    CHECKS.get(page, lambda names: None)(snippets.run(page))
+
+
+@pytest.mark.parametrize("page", snippets.pages())
+def test_python_is_marked_as_such(page):
+    """Other fences hold no Python, but for one expression that stands for a place in a program: ```py."""
+    text = (snippets.ROOT / page).read_text()
+    fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert text.count("\n```") == 2 * len(fences), "a fence is not closed, or not at the start of a line"
+    for language, body in fences:
+        assert language in ("", "python", "py", "sh", "text", "yaml", "{toctree}", "{image}"), language
+        if language == "py":
+            compile(body.strip(), page, "eval")
+        if language in ("", "text"):
+            assert "\nimport " not in body and not body.startswith(("import ", "from "))
+
+
+@pytest.mark.parametrize(
+    "text, fails",
+    [
+        ("```python\nassert False\n```\n", True),
+        ("*Not run here: it needs a GPU.*\n\n```python\nassert False\n```\n", False),
+        ("*Not run here: .*\n\nOther text.\n\n```python\nassert False\n```\n", True),
+        ("```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n", False),
+    ],
+)
+def test_what_runs(tmp_path, monkeypatch, text, fails):
+    (tmp_path / "page.md").write_text(text)
+    monkeypatch.setattr(snippets, "ROOT", tmp_path)
+    if fails:
+        with pytest.raises(AssertionError):
+            snippets.run("page.md")
+    else:
+        snippets.run("page.md")

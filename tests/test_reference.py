@@ -4,9 +4,10 @@ import importlib
 import inspect
 import sys
 
-import jaxfp8
 import pytest
 import snippets
+
+import jaxfp8
 
 sys.path.insert(0, str(snippets.ROOT / "docs"))
 
@@ -58,7 +59,8 @@ def test_pages(tmp_path):
 
 def test_undescribed_names_are_found(tmp_path, monkeypatch):
     (tmp_path / "bare.py").write_text(
-        "import dataclasses\ndef f(): ...\n@dataclasses.dataclass\nclass C:\n    x: int\n\nLIMIT = 1\n# Told.\nTOLD = 2\n_x = 3\n"
+        "import dataclasses\n\ndef f(): ...\n\n@dataclasses.dataclass\nclass C:\n    x: int\n\n"
+        "LIMIT = 1\n# Told.\nTOLD = 2\n_x = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     names = reference.public_names("bare")
