@@ -61,7 +61,7 @@ def test_python_is_marked_as_such(page):
     """Other fences hold no Python, but for one expression that stands for a place in a program: ```py."""
     text = (snippets.ROOT / page).read_text()
     fences = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert text.count("\n```") == 2 * len(fences), "a fence is not closed, or not at the start of a line"
+    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(fences), "a fence is not closed, or it is indented"
     for language, body in fences:
         assert language in ("", "python", "py", "sh", "text", "yaml", "{toctree}", "{image}"), language
         if language == "py":
