@@ -8,12 +8,13 @@ export PYTHON
 BIN = $(VENV)/bin
 SETUP = @tools/setup.sh $(VENV)
 
-.PHONY: help train test test-all cuda sanitize bench gpu-test lint clean
+.PHONY: help train test test-all docs cuda sanitize bench gpu-test lint clean
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
 	@echo "make test       build the CPU and CUDA libraries and run the tests (some 15 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
+	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
@@ -32,6 +33,11 @@ test:
 test-all:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+
+docs:
+	$(SETUP) docs
+	@$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build
+	@echo "jaxfp8: docs/_build/index.html"
 
 cuda:
 	$(SETUP) test cuda
@@ -59,4 +65,4 @@ lint:
 	@$(BIN)/python -m pip install -q ruff && $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:
-	rm -rf build .venv .venv-* dist
+	rm -rf build .venv .venv-* dist docs/_build docs/api
