@@ -66,8 +66,9 @@ def merge_state(variables: Mapping, restored: Mapping) -> dict:
     """A checkpoint's variables with FP8 state that fits the model as it is now.
 
     Other collections are those of the checkpoint. Of the state, a module that the checkpoint lacks (a bfloat16
-    checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized. Numbers
-    are not judged: state is read such that what is not finite counts as absent.
+    checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized.
+    Counters that the model does not have are left out. Numbers are not judged: state is read such that what is not
+    finite counts as absent.
 
     Args:
         variables: of the model as it is now: `model.init(...)`.
@@ -86,14 +87,16 @@ def merge_state(variables: Mapping, restored: Mapping) -> dict:
             raise TypeError(f"{where}: {name}: expected a dict of variables, got {type(value).__name__}")
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
-        unknown = sorted(set(module) - set(merged.get(path, {})))
+        known = set(merged.get(path, {}))
+        module = {name: leaf for name, leaf in module.items() if name in known or name not in _tree.COUNTERS}
+        unknown = sorted(set(module) - known)
         if unknown:
             raise ValueError(
                 f"{where}: restored: {_tree.at(path, unknown[0])}: the model has no such state, it has "
                 f"{sorted(_tree.at(p) for p in merged)}. State of other libraries goes through from_flax or "
                 "from_transformer_engine; drop from the checkpoint what the model no longer has in FP8"
             )
-        merged[path] = merged[path] | {
+        merged[path] = merged.get(path, {}) | {
             name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
         }
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}

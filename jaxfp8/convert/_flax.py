@@ -58,7 +58,7 @@ def from_flax(variables: Mapping, *, swapped: Iterable[str] = ()) -> dict:
 
 
 def to_flax(variables: Mapping, *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()) -> dict:
-    """The inverse of `from_flax`.
+    """The inverse of `from_flax`; counters, which Flax does not have, are left out.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
@@ -98,6 +98,7 @@ def _convert(where, variables, rename, swapped):
         converted: _tree.Modules = {}
         found = False
         for path, module in modules.items():
+            module = {name: leaf for name, leaf in module.items() if name not in _tree.COUNTERS}
             others = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
             if others:
                 _tree.insert(where, converted, path, others)

@@ -6,21 +6,31 @@ from flax import serialization
 
 from ..recipes import DotGeneralState, QuantizerState
 
+_COUNTERS = "counters"
+
 
 def _to_state_dict(state) -> dict:
-    return {field.name: serialization.to_state_dict(getattr(state, field.name)) for field in dataclasses.fields(state)}
+    return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
+
+
+def _names(state) -> list[str]:
+    """The fields, without counters that are not there: checkpoints are then as if nothing could be counted."""
+    names = [field.name for field in dataclasses.fields(state)]
+    return [name for name in names if name != _COUNTERS or getattr(state, name) is not None]
 
 
 def _from_state_dict(target, saved: dict):
-    names = [field.name for field in dataclasses.fields(target)]
+    names = _names(target)
+    if isinstance(target, QuantizerState):  # whether there are counters is for the program that runs now to say
+        saved = {name: value for name, value in saved.items() if name != _COUNTERS or name in names}
+        names = [name for name in names if name != _COUNTERS or name in saved]
     if set(saved) != set(names):
         raise ValueError(
             f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
             "checkpoint holds something else"
         )
-    return type(target)(
-        **{name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names}
-    )
+    values = {name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names}
+    return dataclasses.replace(target, **values)
 
 
 for _cls in (DotGeneralState, QuantizerState):

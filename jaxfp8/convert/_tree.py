@@ -13,6 +13,7 @@ from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")
 STATE = tuple(f"{operand}_{leaf}" for operand in OPERANDS for leaf in LEAVES)
+COUNTERS = tuple(f"{operand}_counters" for operand in OPERANDS)  # ours alone
 
 Path = tuple[str, ...]
 Modules = dict[Path, dict[str, object]]

@@ -225,18 +225,23 @@ class Emulated:
         self._launch("push_amaxes", quantizers, len(histories), groups)
         return [after.result("history") for after in outputs]
 
-    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True):
+    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, counts=False):
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
         so_far, top = _amaxes(so_far, x.shape[0], in_place)
+        counted = _Buffer((x.shape[0], 4), np.uint32)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, so_far.pointer, top.pointer, *x.shape,
+            int(scale.size > 1), data.pointer, so_far.pointer, top.pointer,
+            counted.pointer if counts else ctypes.c_void_p(), *x.shape,
         )  # fmt: skip
-        return data.result("data"), top.result("amax")
+        results = data.result("data"), top.result("amax")
+        return (*results, counted.result("counts")) if counts else results
 
-    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False):
+    def quantize_transpose(
+        self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False, counts=False
+    ):
         scale = np.atleast_1d(np.float32(scale))
         g, m, n = x.shape
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
@@ -244,12 +249,14 @@ class Emulated:
         parts = _Buffer((g, -(-m // 128), n), np.float32)
         data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
         so_far, top = _amaxes(so_far, g, in_place)
+        counted = _Buffer((g, 4), np.uint32)
         self._launch(
             "quantize_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
             int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer,
-            parts.pointer if sums else ctypes.c_void_p(), g, m, n,
+            parts.pointer if sums else ctypes.c_void_p(), counted.pointer if counts else ctypes.c_void_p(), g, m, n,
         )  # fmt: skip
         results = data.result("data"), data_t.result("data_t"), top.result("amax")
+        results += (counted.result("counts"),) if counts else ()
         return (*results, parts.result("column_sums")) if sums else results
 
     def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):

@@ -138,6 +138,15 @@ unsigned int Exchange(unsigned int value, int from) {
 
 unsigned int __reduce_max_sync(unsigned int, unsigned int value) { return Exchange(value, -1); }
 
+unsigned int __reduce_add_sync(unsigned int, unsigned int value) {
+  const void* all[kWarpSize];
+  WarpShare(&value, all);
+  unsigned int sum = 0;
+  for (const void* of_lane : all) sum += *static_cast<const unsigned int*>(of_lane);
+  WarpSync();  // `value` of every lane is read by all
+  return sum;
+}
+
 unsigned int __shfl_xor_sync(unsigned int, unsigned int value, int lanes) {
   return Exchange(value, current % kWarpSize ^ lanes);
 }
