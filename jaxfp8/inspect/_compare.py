@@ -73,17 +73,17 @@ def compare(model, batch, variables=None, *, loss=None, **kwargs) -> Comparison:
     fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
     loss = _mean_of_squares if loss is None else loss
     exact, fp8 = _Look(runs_fp8=False), _Look(runs_fp8=True)
-    for look in (exact, fp8):
-        _run(fn, arrays, loss, look)
+    _run(fn, arrays, loss, exact)
     if not exact.names:
         raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
+    if not exact.records:
+        raise ValueError("compare: loss: expected one whose gradient reaches an FP8 product, got one that reaches none")
+    _run(fn, arrays, loss, fp8)
     rows = []
     for key in exact.records:
         for index, (of_exact, of_fp8) in enumerate(zip(exact.executions(key), fp8.executions(key), strict=True)):
             count = len(exact.records[key])
             rows += _rows(_label(key, exact.calls(key[0])), index if count > 1 else None, of_exact, of_fp8)
-    if not rows:
-        raise ValueError("compare: loss: expected one whose gradient reaches an FP8 product, got one that reaches none")
     rows.sort(key=lambda row: (min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])))
     reached = {name for name, _ in exact.records}
     return Comparison(rows, sorted(set(exact.names) - reached, key=natural))

@@ -36,16 +36,16 @@ class Summary:
 
             - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after it is the layer of a stack.
             - `scale`, `scale_inv`: of the step just run; scale is what multiplied.
-            - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest entry, the largest and the smallest
-              of the `filled` entries, out of `length`. None where nothing was recorded.
+            - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest entry, the largest and the
+              smallest of the `filled` entries, out of `length`. None where nothing was recorded.
             - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
               (448 for e4m3, 57344 for e5m2) it saturated; far below, small numbers were flushed. None as `newest`.
-            - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that has
-              just left a full window), `"unit"` (scale 1, nothing seen before); None: not from this window, as after a
-              custom algorithm, or where something else wrote the state.
+            - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that
+              has just left a full window), `"unit"` (scale 1, nothing seen before); None: not from this window, as
+              after a custom algorithm, or where something else wrote the state.
             - `saturated`, `flushed`: fractions of the elements, by the counters; None without them.
-            - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them from
-              the window, where the scale follows its maximum; else None.
+            - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them
+              from the window, where the scale follows its maximum; else None.
     """
 
     rows: list[dict[str, Any]]
@@ -84,10 +84,8 @@ def summary(variables) -> Summary:
         )
     rows = []
     for arrays in found:
-        history, scale_inv = (
-            np.asarray(jax.device_get(x), np.float64) for x in (arrays.amax_history, arrays.scale_inv)
-        )
-        counters = None if arrays.counters is None else np.asarray(jax.device_get(arrays.counters), np.float64)
+        on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
+        history, scale_inv, counters = (None if x is None else np.asarray(x, np.float64) for x in on_host)
         for index in np.ndindex(arrays.stack):
             name = arrays.name + (f"[{','.join(map(str, index))}]" if index else "")
             of_member = None if counters is None else counters[index]

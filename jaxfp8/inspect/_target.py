@@ -73,11 +73,7 @@ class Target:
             return "no tensor core multiplies two float8_e5m2"
         if static["implementation"] == "xla":
             is_rewritten = name == "scaled_matmul" and not static["members"]
-            return (
-                None
-                if is_rewritten
-                else f'implementation("xla") leaves XLA a {name} that it rewrites to no FP8 product'
-            )
+            return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
         capabilities = set(map(_support.capability, self.gpus)) - {()}
         return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
 
