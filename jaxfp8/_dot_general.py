@@ -117,7 +117,7 @@ def dot_general(
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,
-        out_sharding=_spec(out_sharding),
+        out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=reduce,
     )
@@ -176,12 +176,13 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     return quantizers, state
 
 
-def _spec(out_sharding) -> PartitionSpec | None:
+def spec_of(op: str, out_sharding) -> PartitionSpec | None:
+    """The PartitionSpec of an argument `out_sharding` of `op`."""
     if out_sharding is None or isinstance(out_sharding, PartitionSpec):
         return out_sharding
     if isinstance(out_sharding, NamedSharding):
         return out_sharding.spec
-    raise TypeError(f"dot_general: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
+    raise TypeError(f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
 
 
 def _precise(precision, recipe) -> frozenset:

@@ -6,12 +6,13 @@ input's state. So the equation is read here.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from ._dot_general import dot_general
+from ._dot_general import dot_general, spec_of
 from .ops import _checks
 
 
-def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_element_type=None):
+def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_element_type=None, out_sharding=None):
     """`jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
 
     Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated
@@ -28,12 +29,13 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
         state: `init_state(recipe)`, or what the last step returned. Its cotangent is the next state.
         precision: as in `dot_general`.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; as `jnp.einsum`'s.
 
     Returns:
         The product, its dimensions in the order of the output's labels.
 
     Raises:
-        TypeError: a dtype, as in `dot_general`.
+        TypeError: a dtype or an out_sharding, as in `dot_general`.
         ValueError: the equation is malformed or does not fit the shapes; and as in `dot_general`.
     """
     x = _checks.high_precision("einsum", "x", x)
@@ -51,7 +53,7 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
     sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
     if is_empty:  # before a sum over nothing makes zeros that would count as seen: the state is not touched
         dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
-        return jnp.zeros([sizes[label] for label in out_labels], dtype)
+        return jnp.zeros([sizes[label] for label in out_labels], dtype, out_sharding=spec_of("einsum", out_sharding))
     # Where only one of two has size 1, the label is the other's alone.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
@@ -59,6 +61,7 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
 
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
+    y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
     y = dot_general(
         x,
         kernel,
@@ -70,9 +73,18 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
         state=state,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=_permuted(out_sharding, out_labels, y_labels),
     )
-    y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
     return jnp.transpose(y, [y_labels.index(label) for label in out_labels])
+
+
+def _permuted(out_sharding, out_labels, y_labels) -> PartitionSpec | None:
+    """The sharding of the product, whose dimensions are in the order of `y_labels`."""
+    spec = spec_of("einsum", out_sharding)
+    if spec is None:
+        return None
+    axes = dict(zip(out_labels, spec, strict=False))  # a short one leaves the last dimensions whole
+    return PartitionSpec(*(axes.get(label) for label in y_labels))
 
 
 def _error(eqn, message):

@@ -97,8 +97,6 @@ class Fp8Einsum(_Fp8Product):
 
     def __call__(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
         """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
-        if out_sharding is not None:
-            raise ValueError("Fp8Einsum: out_sharding: expected None; constrain the result's sharding instead")
         return einsum(
             eqn,
             x,
@@ -106,6 +104,7 @@ class Fp8Einsum(_Fp8Product):
             **self._recipe_and_state(),
             precision=precision,
             preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         )
 
 

@@ -11,6 +11,7 @@ import optax
 import oracle
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 import jaxfp8.nnx
@@ -252,8 +253,21 @@ def test_dot_general_cls_is_refused(cls):
 
 
 def test_einsum_out_sharding():
-    with pytest.raises(ValueError, match="Fp8Einsum: out_sharding"):
-        Fp8Einsum(RECIPE)("mk,kn->mn", jnp.ones((M, K)), jnp.ones((K, N)), out_sharding=jax.sharding.PartitionSpec())
+    """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come before and after x's."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
+    layer = nnx.Einsum("btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0))
+    wanted = layer(jnp.asarray(x))
+    with jax.set_mesh(mesh):
+        put = nnx.Einsum("btd,sndh->sbtnh", (3, 2, 8, 4), einsum_op=Fp8Einsum(RECIPE), rngs=nnx.Rngs(0))
+        put.kernel.set_value(jax.device_put(layer.kernel.get_value(), P(None, "model")))
+        y = put(jax.device_put(x, P("data")), out_sharding=P(None, "data", None, "model"))
+        empty = put(jnp.ones((0, 3, 8)), out_sharding=P(None, "data"))
+    assert y.sharding.spec == P(None, "data", None, "model", None)
+    assert empty.shape == (3, 0, 3, 2, 4) and empty.sharding.spec[1] == "data"
+    np.testing.assert_array_equal(y, wanted)
+    with pytest.raises(TypeError, match="einsum: out_sharding: expected a PartitionSpec or NamedSharding, got 'data'"):
+        layer(jnp.asarray(x), out_sharding="data")
 
 
 def test_operands_are_named():
