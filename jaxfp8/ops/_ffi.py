@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,25 @@ _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
 _VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
 _loaded = {}  # platform -> library
+_errors = {}  # platform -> why its library is not loaded
+
+
+class Library(NamedTuple):
+    """A native library of this installation.
+
+    Attributes:
+        platform: `"cpu"` or `"cuda"`.
+        path: where it is; None where it was not built.
+        error: why it is not loaded, a clause; else empty.
+        built_for: the CPU's instruction set that is in use, or the GPUs' that it was built for; empty where not known.
+        ops: those it has custom calls for.
+    """
+
+    platform: str
+    path: str | None
+    error: str
+    built_for: str
+    ops: tuple[str, ...]
 
 
 def target_name(op: str) -> str:
@@ -55,20 +75,47 @@ def custom_call_targets() -> tuple[str, ...]:
 
 def _load(platform: str) -> bool:
     """Registers the targets of one platform; False where its library was not built or does not load."""
-    paths = [folder / f"libjaxfp8_{platform.lower()}.so" for folder in _LIBRARY_DIRS]
-    path = next(filter(Path.exists, paths), None)
+    path = _find(platform)
     if path is None:
+        needed = {"cpu": "a C++17 compiler", "CUDA": "a CUDA 13 toolkit"}[platform]
+        _errors[platform] = f"not in this installation: it was built without {needed}"
         return False
     try:
         library = ctypes.CDLL(os.fspath(path))
         handlers = {target_name(op): _handlers(library, platform, op) for op in _TARGETS[platform]}
     except (OSError, AttributeError) as error:
         logging.getLogger("jaxfp8").warning("jaxfp8: ignoring %s: %s", path.name, error)
+        _errors[platform] = f"does not load: {error}"
         return False
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform=platform)
     _loaded[platform] = library
     return True
+
+
+def _find(platform: str) -> Path | None:
+    """Where the library of a platform is."""
+    return next(filter(Path.exists, (folder / f"libjaxfp8_{platform.lower()}.so" for folder in _LIBRARY_DIRS)), None)
+
+
+def libraries() -> list[Library]:
+    """What there is of each native library, and why not more."""
+    found = []
+    for platform, ops in _TARGETS.items():
+        path = _find(platform)
+        path = None if path is None else os.fspath(path)
+        found.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), ops))
+    return found
+
+
+def _built_for(platform: str) -> str:
+    """What the loaded library of a platform says about itself."""
+    question = {"cpu": "jaxfp8_instruction_set_v1", "CUDA": "jaxfp8_architectures_v1"}[platform]
+    function = getattr(_loaded.get(platform), question, None)
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return function().decode()
 
 
 def _handlers(library, platform: str, op: str):

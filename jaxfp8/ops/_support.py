@@ -1,7 +1,9 @@
 """Whether the GPUs that a program is lowered for can run the CUDA library, and what is done where they cannot."""
 
+import contextlib
 import re
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -12,6 +14,7 @@ from . import _ffi
 # FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
 _warned = set()
+_listeners = []
 
 
 class Missing(NamedTuple):
@@ -73,7 +76,21 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
 
 def warn(reason: str) -> None:
     """Says once for each reason that programs run without custom calls."""
-    if reason not in _warned:
+    if _listeners:
+        _listeners[-1].append(reason)
+    elif reason not in _warned:
         _warned.add(reason)
         message = f"jaxfp8: {reason}; running without FP8 custom calls: same results within their bounds, slower"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    """Yields a list that gets the reasons, once each, of programs lowered inside, in place of warnings."""
+    reasons = []
+    _listeners.append(reasons)
+    try:
+        yield reasons
+    finally:
+        _listeners.remove(reasons)
+        reasons[:] = dict.fromkeys(reasons)

@@ -15,8 +15,16 @@ import jaxfp8
 LIBRARIES = [Path(folder, "_lib", "libjaxfp8_cuda.so") for folder in jaxfp8.__path__]
 LIBRARY = next(filter(Path.exists, LIBRARIES), None)
 TARGETS = sorted(cases.CUDA_TARGETS.values())
-# Another stage of a handler, and C functions (cuda/kernels/gemm_c_api.h).
-FUNCTIONS = ("scaled_matmul_initialize", "cublaslt", "gemm_platform", "set_gemm_plan", "count_gemm_plans", "tune_gemm")
+# Another stage of a handler, and C functions (cuda/kernels/architectures.cc and gemm_c_api.h).
+FUNCTIONS = (
+    "scaled_matmul_initialize",
+    "architectures",
+    "cublaslt",
+    "gemm_platform",
+    "set_gemm_plan",
+    "count_gemm_plans",
+    "tune_gemm",
+)
 EXPORTS = sorted([*TARGETS, *(f"jaxfp8_{function}_v1" for function in FUNCTIONS)])
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"the CUDA library was not built: no {LIBRARIES[0]}")

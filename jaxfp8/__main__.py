@@ -1,0 +1,119 @@
+"""Prints what jaxfp8 finds on this machine: for a report of a bug, and for who wonders which kernels run.
+
+Whatever is missing or broken becomes a line that says so.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import _active, _machine
+from .ops import _ffi, _support
+
+
+def about() -> dict[str, Any]:
+    """Everything the command prints, as JSON has it; a part that fails is `{"error": reason}`."""
+    return {
+        "versions": _try(_machine.versions),
+        "system": platform.platform(),
+        "processor": _try(_machine.processor),
+        "settings": _try(_machine.settings),
+        "platform": _try(_active.default_platform),
+        "devices": _try(_machine.devices),
+        "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
+        "cublaslt": _try(cublaslt),
+        "ops": _try(lambda: _active.active_ops(_active.default_platform())),
+        "recipes": _try(lambda: _active.active_recipes(_active.default_platform())),
+    }
+
+
+def cublaslt() -> dict[str, str]:
+    """`version` of the cuBLASLt that products run on, empty without a GPU; or why there is none: `error`."""
+    if not _ffi.has_cuda_kernels():
+        return {"error": "nothing looks for it without the CUDA library"}
+    try:
+        _ffi.check_cublaslt()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    gpus = _support.local_gpus()
+    return {"version": str(_ffi.gemm_platform(gpus[0].local_hardware_id or 0).version) if gpus else ""}
+
+
+def _try(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except Exception as error:  # whatever a broken installation raises is what its report is about
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def text(found: dict[str, Any]) -> str:
+    """What `about` found, for people."""
+    lines = ["versions"]
+    lines += _rows(found["versions"], lambda of: [(name, version) for name, version in of.items()])
+    lines += [f"system     {found['system']}", f"processor  {_or_error(found['processor'])}"]
+    lines += ["settings"] + _rows(found["settings"], lambda of: list(of.items()) or [("none", "")])
+    lines += ["devices"]
+    lines += _rows(found["devices"], lambda of: [(f"{row['count']} x {row['kind']}", _device(row)) for row in of])
+    lines += ["libraries"] + _rows(found["libraries"], lambda of: [(row["platform"], _library(row)) for row in of])
+    cublaslt = found["cublaslt"]
+    lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version'] or 'found; no GPU to ask for its version'}"]
+    lines += [f"ops on {_or_error(found['platform'])}"] + _rows(
+        found["ops"], lambda of: [(row["name"], _runs(row)) for row in of]
+    )
+    lines += ["recipes, forward and backward of a layer"]
+    lines += _rows(found["recipes"], lambda of: [(row["name"], _recipe(row)) for row in of])
+    return "\n".join(lines)
+
+
+def _or_error(part) -> str:
+    return part["error"] if isinstance(part, dict) else part
+
+
+def _rows(part, of: Callable[[Any], list[tuple[str, str]]]) -> list[str]:
+    """Lines of two columns; of a part that failed, its error."""
+    if isinstance(part, dict) and "error" in part:
+        return [f"  {part['error']}"]
+    rows = of(part)
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"  {name:{width}}  {value}".rstrip() for name, value in rows]
+
+
+def _device(row) -> str:
+    return f"{row['platform']}{', compute capability ' + row['capability'] if row['capability'] else ''}"
+
+
+def _library(row) -> str:
+    if row["error"]:
+        return row["error"] + (f" ({row['path']})" if row["path"] else "")
+    return f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: {row['built_for']} ({row['path']})"
+
+
+def _runs(row) -> str:
+    """A cell: what runs, and why not better."""
+    if row["custom_call"]:
+        return "custom call"
+    what = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
+    return f"{what}: {row['why']}" if row["why"] else what
+
+
+def _recipe(row) -> str:
+    calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
+    why = f" ({row['why']})" if row["why"] else ""
+    return f"{row['fp8_products']} of 3 products by FP8 kernels{why}; custom calls: {calls}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="python -m jaxfp8", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="for programs")
+    args = parser.parse_args(argv)
+    found = about()
+    print(json.dumps(found, indent=1) if args.json else text(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

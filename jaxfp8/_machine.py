@@ -1,0 +1,61 @@
+"""What programs run on: versions, processor, devices, settings."""
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+
+from .ops import _support
+
+PACKAGES = (
+    "jaxfp8",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda12-plugin",
+    "jax-rocm7-plugin",
+    "libtpu",
+    "nvidia-cublas",
+    "flax",
+    "optax",
+    "numpy",
+    "ml_dtypes",
+)
+
+
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """The versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def processor() -> str:
+    """The processor, as the system names it."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def devices() -> list[dict[str, Any]]:
+    """The devices that JAX sees, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
+    kinds: dict[tuple, int] = {}
+    for device in jax.devices():
+        capability = ".".join(map(str, _support.capability(device)))
+        kind = (device.platform, device.device_kind, capability)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    names = ("platform", "kind", "capability", "count")
+    return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
+
+
+def settings() -> dict[str, str]:
+    """The environment variables that JAX and XLA read."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "XLA_", "JAXFP8_"))}

@@ -1,0 +1,218 @@
+"""`python -m jaxfp8`: what it says of ops, recipes and libraries, also where something is missing or broken."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jaxlib
+import pytest
+from ops import cases
+
+import jaxfp8
+from jaxfp8 import __main__ as command, _active, _compat, _machine
+from jaxfp8.ops import _ffi, _support
+
+ON_CPU = set(cases.TARGETS)
+NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+BLOCKS = ("Float8RowwiseScaling", "Float8BlockScaling")
+
+
+def by_name(rows) -> dict:
+    return {row["name"]: row for row in rows}
+
+
+@pytest.fixture
+def gpus(monkeypatch, cuda_custom_calls):
+    """A machine with GPUs of one compute capability, and maybe a broken cuBLASLt."""
+    monkeypatch.setattr(_support, "_warned", set())
+
+    def has(capability, cublaslt=""):
+        def check():
+            if cublaslt:
+                raise RuntimeError(cublaslt)
+
+        gpu = types.SimpleNamespace(device_kind="A fake GPU", compute_capability=capability, local_hardware_id=0)
+        monkeypatch.setattr(_support, "local_gpus", lambda: [gpu])
+        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: [])
+        monkeypatch.setattr(_ffi, "check_cublaslt", check)
+
+    return has
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """One op and one recipe, where the others would say the same."""
+    monkeypatch.setattr(_active, "OPS", {"amax": _active.OPS["amax"]})
+    monkeypatch.setattr(_active, "RECIPES", _active.RECIPES[:1])
+
+
+@pytest.fixture
+def no_libraries(monkeypatch, tmp_path):
+    """An installation without native libraries."""
+    monkeypatch.setattr(_ffi, "_LIBRARY_DIRS", [tmp_path])
+    monkeypatch.setattr(_ffi, "_loaded", {})
+    monkeypatch.setattr(_ffi, "_errors", {})
+    monkeypatch.setattr(_ffi, "has_cpu_kernels", _ffi._load("cpu"))
+    monkeypatch.setattr(_ffi, "_has_cuda_kernels", _ffi._load("CUDA"))
+    return tmp_path
+
+
+def test_every_op_is_there():
+    """Those with a custom call of their own, and the one that shares a call."""
+    assert set(_active.OPS) == set(cases.CUDA_TARGETS) | {"quantize_blocks"}
+
+
+@NATIVE
+def test_ops_on_cpu():
+    rows = by_name(_active.active_ops("cpu"))
+    assert {name for name, row in rows.items() if row["custom_call"]} == ON_CPU
+    for name, row in rows.items():
+        assert row["why"] == ("" if name in ON_CPU else "no kernel for cpu"), name
+    assert rows["scaled_matmul"]["calls"] == {"dequantize": 2}
+
+
+def test_ops_on_other_platforms():
+    for row in _active.active_ops("tpu"):
+        assert (row["custom_call"], row["calls"], row["why"]) == (False, {}, "no native library serves tpu")
+
+
+def test_recipes_on_cpu():
+    rows = by_name(_active.active_recipes("cpu"))
+    assert all(row["fp8_products"] == 0 and row["why"] for row in rows.values())
+    assert set(rows) == {name for name in dir(jaxfp8) if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)}
+
+
+def test_hopper(gpus):
+    gpus("9.0")
+    assert [row["name"] for row in _active.active_ops("cuda") if not row["custom_call"]] == []
+    rows = by_name(_active.active_recipes("cuda"))
+    assert {name for name, row in rows.items() if row["fp8_products"] < 3} == {"MXFP8BlockScaling"}
+    assert rows["MXFP8BlockScaling"]["why"].startswith("block_scaled_matmul:")
+
+
+def test_blackwell(gpus):
+    gpus("10.0")
+    rows = by_name(_active.active_recipes("cuda"))
+    assert {name for name, row in rows.items() if row["fp8_products"] < 3} == set(BLOCKS)
+    assert all(rows[name]["why"].startswith("block_scaled_matmul:") for name in BLOCKS)
+    ops = by_name(_active.active_ops("cuda"))
+    assert [name for name, row in ops.items() if row["why"]] == ["block_scaled_matmul"]
+
+
+def test_a_gpu_without_fp8(gpus, few_programs):
+    gpus("8.0")
+    rows = [*_active.active_ops("cuda"), *_active.active_recipes("cuda")]
+    reason = "A fake GPU has compute capability 8.0, FP8 needs 8.9 or newer"
+    assert {row["why"] for row in rows} == {reason} and not any(row["calls"] for row in rows)
+
+
+def test_a_gpu_without_cublaslt(gpus):
+    gpus("9.0", cublaslt="libcublasLt.so.13: cannot open")
+    rows = by_name(_active.active_ops("cuda"))
+    assert {name: row["why"] for name, row in rows.items() if row["why"]} == dict.fromkeys(
+        ("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open"
+    )
+    assert command.cublaslt() == {"error": "libcublasLt.so.13: cannot open"}
+
+
+def test_asking_takes_no_warning_away(gpus):
+    """A program lowered later warns as if nobody had asked."""
+    gpus("8.0")
+    _active.active_ops("cuda")
+    function, arguments = _active.OPS["amax"]
+    with pytest.warns(RuntimeWarning, match=r"capability 8\.0"):
+        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def test_reasons_are_collected_once():
+    with _support.listening() as reasons:
+        for reason in ("one", "two", "one"):
+            _support.warn(reason)
+    assert reasons == ["one", "two"] and not _support._listeners
+
+
+def test_no_libraries(no_libraries, few_programs):
+    cpu, cuda = _ffi.libraries()
+    assert cpu.error == "not in this installation: it was built without a C++17 compiler" and cpu.path is None
+    assert cuda.error == "not in this installation: it was built without a CUDA 13 toolkit" and cuda.built_for == ""
+    rows = _active.active_ops("cpu")
+    assert {row["why"] for row in rows} == {f"the native library: {cpu.error}"}
+    assert "without the CUDA library" in command.cublaslt()["error"]
+    printed = command.text(command.about())
+    assert f"  cpu   {cpu.error}\n  cuda  {cuda.error}\n" in printed
+
+
+def test_a_damaged_library(no_libraries, few_programs, caplog):
+    path = no_libraries / "libjaxfp8_cpu.so"
+    path.write_bytes(b"not a library")
+    assert not _ffi._load("cpu")
+    library = _ffi.libraries()[0]
+    assert library.path == os.fspath(path) and library.error.startswith("does not load: ")
+    assert f"({path})" in command.text(command.about()) and "ignoring libjaxfp8_cpu.so" in caplog.text
+
+
+@NATIVE
+def test_what_libraries_are_for():
+    cpu, *_, cuda = _ffi.libraries()
+    expected = ("portable", "avx2", "avx512") if platform.machine() in ("x86_64", "AMD64") else ("portable",)
+    assert cpu.built_for in expected and Path(cpu.path).exists() and cpu.error == ""
+    if jaxfp8.has_cuda_kernels():
+        assert cuda.built_for == "sm_89 sm_90a sm_100"
+
+
+def test_versions():
+    versions = _machine.versions()
+    assert versions["python"] == platform.python_version()
+    assert (versions["jax"], versions["jaxlib"]) == (jax.__version__, jaxlib.__version__)
+    assert _machine.versions(("no such package",)) == {"python": platform.python_version()}
+
+
+def test_devices(monkeypatch, few_programs):
+    assert _machine.devices() == [{"platform": "cpu", "kind": "cpu", "capability": "", "count": 8}]
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu, gpu])
+    found = _machine.devices()
+    assert found == [{"platform": "gpu", "kind": "NVIDIA H200", "capability": "9.0", "count": 2}]
+    printed = command.text(command.about() | {"devices": found})
+    assert "  2 x NVIDIA H200  gpu, compute capability 9.0\n" in printed
+
+
+def test_a_broken_part_is_a_line(monkeypatch, capsys):
+    def broken():
+        raise OSError("no such thing")
+
+    for module, name in ((_machine, "devices"), (_machine, "processor"), (_active, "default_platform")):
+        monkeypatch.setattr(module, name, broken)
+    assert command.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "devices\n  OSError: no such thing\n" in printed and "processor  OSError: no such thing" in printed
+    assert "ops on OSError: no such thing\n  OSError: no such thing\n" in printed
+
+
+def test_json(capsys, few_programs):
+    assert command.main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["platform"] == "cpu" and [row["name"] for row in found["ops"]] == ["amax"]
+    assert [row["platform"] for row in found["libraries"]] == ["cpu", "cuda"]
+    assert found["settings"]["XLA_FLAGS"] == os.environ["XLA_FLAGS"]
+
+
+@pytest.mark.parametrize("platform", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
+def test_in_a_process_of_its_own(platform):
+    """As a user runs it. Where JAX is told to use GPUs and finds none, what it says is in the report."""
+    if platform == "cuda" and _support.local_gpus():
+        pytest.skip("there are GPUs")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    call = [sys.executable, "-m", "jaxfp8"]
+    environment |= {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"  JAX_PLATFORMS  {platform}\n" in done.stdout
+    found = r"  1 x cpu  cpu$" if platform == "cpu" else r"  \w+(Error|Exception)"
+    assert re.search(rf"^devices\n{found}", done.stdout, re.MULTILINE)
