@@ -1,22 +1,12 @@
 """Where a benchmark ran: processor, versions, commit."""
 
-import importlib.metadata
 import os
 import pathlib
 import platform
 import subprocess
 import sys
 
-import jax
-
-
-def cpu_model() -> str:
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+from jaxfp8._machine import processor, versions
 
 
 def _commit() -> str:
@@ -30,12 +20,10 @@ def environment(**more) -> dict:
     commit = os.environ.get("JAXFP8_COMMIT") or _commit()
     return {
         "command": " ".join(["python", *sys.argv]),
-        "cpu": cpu_model(),
+        "cpu": processor(),
         "cpus": os.cpu_count(),
         "system": platform.platform(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
+        **versions(("jax", "jaxlib")),
         "commit": commit,
         **more,
     }
