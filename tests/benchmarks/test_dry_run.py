@@ -31,6 +31,7 @@ def dry_run(tmp_path_factory):
     return output, json.loads(path.read_text()), path
 
 
+@pytest.mark.slow
 def test_every_case_runs(dry_run):
     _, record, _ = dry_run
     assert record["environment"]["dry_run"] and record["environment"]["device"] == "cpu"
@@ -45,6 +46,7 @@ def test_every_case_runs(dry_run):
         assert all(sum(row["gemms"].values()) >= 3 for row in rows.values()), name
 
 
+@pytest.mark.slow
 def test_the_table_claims_nothing(dry_run):
     output, record, _ = dry_run
     table = output.split("dry run, no GPU times\n")[1]
@@ -55,6 +57,7 @@ def test_the_table_claims_nothing(dry_run):
     assert all("torch" in what for what in unmeasured), unmeasured
 
 
+@pytest.mark.slow
 def test_picture(dry_run, tmp_path):
     run("plot.py", dry_run[2], "--out", tmp_path / "gpu.png")
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")

@@ -96,6 +96,7 @@ def test_tf32_is_an_arm_where_a_gpu_has_it(monkeypatch):
     assert command.parse_arguments([]).arms == list(ARMS)
 
 
+@pytest.mark.slow
 def test_time_only_without_matplotlib_and_tqdm(monkeypatch, capsys, tmp_path, user_promotion):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
@@ -108,7 +109,7 @@ def test_time_only_without_matplotlib_and_tqdm(monkeypatch, capsys, tmp_path, us
     assert not (tmp_path / "compare.png").exists()
 
 
-@pytest.mark.parametrize("loss", [4.5, math.nan])
+@pytest.mark.parametrize("loss", [math.nan, pytest.param(4.5, marks=pytest.mark.slow)])
 def test_a_wrong_arm_is_not_timed(monkeypatch, user_promotion, loss):
     args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
     comparison = command.Comparison(args, command.Corpus())

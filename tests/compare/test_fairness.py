@@ -68,6 +68,7 @@ def test_an_arm_is_its_region():
         assert name not in FP8_ARMS or (one_scale, blocks) == expected, name
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_compiled_step():
     programs = {name: compile_step(ARMS[name], state_of(name), windows()) for name in ("f32", "bf16", "current")}
     for program in programs.values():
@@ -83,6 +84,7 @@ def test_memory_is_that_of_the_compiled_step():
     assert kept["current"] < kept["bf16"] < kept["f32"]
 
 
+@pytest.mark.slow
 def test_float16_scales_its_loss():
     """The next scale follows GradScaler's rule; a step that overflows changes nothing else."""
     state, batch = state_of("f16"), windows()

@@ -215,7 +215,7 @@ class Block(nn.Module):
         return x + GatedMLP(HIDDEN, recipe=RECIPE, name="second", dtype=BF16)(h).astype(x.dtype), None
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_scan_over_layers(remat):
     """The bits of the layers one after the other: values, gradients and states."""
     block = nn.remat(Block, prevent_cse=False) if remat else Block

@@ -13,6 +13,8 @@ from jaxfp8 import _mesh
 from jaxfp8.ops import _partition
 from mesh import cases, pipelines, test_shard_map
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 
 

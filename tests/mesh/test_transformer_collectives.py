@@ -103,7 +103,10 @@ def gathered_bytes(arm, *options) -> int:
     return sum(c.bytes // widened[c.results[0][0]] for c in gathers(arm, *options))
 
 
-@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+LAYOUTS = pytest.mark.parametrize("layout", [pytest.param("dp", marks=pytest.mark.slow), "fsdp"])
+
+
+@LAYOUTS
 def test_one_amax_reduction_a_step(layout):
     """Of all layers; Flax's are one too, in a program as simple as this."""
     table(layout)
@@ -114,7 +117,7 @@ def test_one_amax_reduction_a_step(layout):
     assert len(amaxes("flax", layout)) == 1 and not amaxes("bf16", layout)
 
 
-@pytest.mark.parametrize("layout", ["dp", "fsdp"])
+@LAYOUTS
 def test_nothing_else_is_sent(layout):
     """Beside the amaxes: the sums of gradients, of the bytes they have in bf16; kernels as codes, none if whole."""
     sums = {

@@ -15,7 +15,7 @@ from jaxfp8.mixed_precision import DynamicLossScale, _finite, _floats
 
 from . import test_finite, test_loss_scale, test_training, trainers
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+pytestmark = [pytest.mark.usefixtures("promotion_as_optax_wants"), pytest.mark.slow]
 OURS = trainers.MAKERS["our TrainState"]
 
 

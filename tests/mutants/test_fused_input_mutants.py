@@ -9,6 +9,8 @@ from jax import lax
 
 from jaxfp8 import _dot_general, _fused_input, ops
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays_traced():

@@ -10,6 +10,8 @@ from jax import lax
 from jaxfp8 import ops
 from jaxfp8.ops import _produced, _quantize_activation, _quantize_norm
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays_traced():

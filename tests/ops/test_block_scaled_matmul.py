@@ -292,6 +292,7 @@ def reads_subnormal_scales_as_floats(monkeypatch):
     monkeypatch.setattr(_blocks, "e8m0_factors", lambda scales, dtype: [scales.astype(jnp.float32).astype(dtype)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant, run",
     [

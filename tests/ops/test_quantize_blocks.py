@@ -335,6 +335,7 @@ def flushes_the_smallest_scale(monkeypatch):
 MUTANTS = (rounds_to_nearest, swaps_ceil_and_floor, counts_blocks_from_one, returns_the_scale_itself, loses_nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", (*MUTANTS, flushes_the_smallest_scale), ids=lambda m: m.__name__)
 def test_mutants_are_caught(monkeypatch, mutant):
     def compare():

@@ -83,10 +83,17 @@ def assert_same(got, wanted, what):
 LAYERS = tuple(linen_layers(DELAYED, True))
 
 
-@pytest.mark.parametrize(
-    "name, layer", [(KINDS[i % len(KINDS)], layer) for i, layer in enumerate(LAYERS)] + [(n, "Dense") for n in RECIPES]
-)
-@pytest.mark.varied
+def table(layers, names=KINDS):
+    """Every recipe with every layer; fast are the layers, each with a kind of recipe of its own."""
+    fast = {(KINDS[i % len(KINDS)], layer) for i, layer in enumerate(layers)}
+    return [
+        pytest.param(name, layer, marks=[] if (name, layer) in fast else pytest.mark.slow)
+        for name in names
+        for layer in layers
+    ]
+
+
+@pytest.mark.parametrize("name, layer", table(LAYERS, RECIPES))
 def test_linen(name, layer):
     """A layer without state: its variables are its parameters, and its bits those of the plain function."""
     recipe = RECIPES[name][0]
@@ -99,7 +106,11 @@ def test_linen(name, layer):
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(high), strict=True)), "is FP8"
 
 
-@pytest.mark.parametrize("name", KINDS)
+# One kind of recipe is fast where the layer is what is tested.
+ONE_KIND = [pytest.param(name, marks=[] if name == "block" else pytest.mark.slow) for name in KINDS]
+
+
+@pytest.mark.parametrize("name", ONE_KIND)
 def test_linen_einsum(name):
     recipe = RECIPES[name][0]
 
@@ -165,9 +176,7 @@ class ByHand(nn.Module):
         return by_hand(self.layer, self.recipe, self.variables["params"], x)
 
 
-@pytest.mark.parametrize("layer", ["Dense", "GatedMLP", "NormDense"])
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.varied
+@pytest.mark.parametrize("name, layer", table(("Dense", "GatedMLP", "NormDense")))
 def test_our_layers(name, layer):
     """Linen, NNX and the functions they are made of: the same bits, and no state in any."""
     recipe = RECIPES[name][0]
@@ -198,9 +207,7 @@ NNX = {
 }
 
 
-@pytest.mark.parametrize("layer", NNX)
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.varied
+@pytest.mark.parametrize("name, layer", table(NNX))
 def test_nnx(name, layer):
     recipe = RECIPES[name][0]
     is_einsum = layer == "Einsum"
@@ -221,7 +228,7 @@ def test_nnx(name, layer):
 # ---------------------------------------------------------------------------------------------- training without state
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ONE_KIND)
 def test_train_state(name):
     """`TrainState` and `update_state` of a model whose variables are parameters alone."""
     model = nn.Dense(N, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPES[name][0]))
@@ -248,7 +255,7 @@ def test_train_state(name):
     assert_same(twice, jax.tree.map(lambda a: a + a, train.params), "sums")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ONE_KIND)
 def test_to_another_recipe_and_back(name):
     """State of delayed scaling is left alone by a recipe that has none, and counts again afterwards."""
     model = jaxfp8.linen.Dense(N, recipe=DELAYED)

@@ -39,14 +39,13 @@ def one_device(name):
 
 
 TABLE = [
-    ("auto" if i % 2 else "explicit", layout, KINDS[(i + j) % len(KINDS)])
+    pytest.param("auto" if i % 2 else "explicit", layout, KINDS[(i + j) % len(KINDS)], marks=[pytest.mark.slow] * j)
     for i, layout in enumerate(meshes.LAYOUTS)
     for j in (0, 1)
 ]
 
 
 @pytest.mark.parametrize("kind, layout, name", TABLE)
-@pytest.mark.varied
 def test_layouts(kind, layout, name):
     """A forward and a backward of two layers, in every layout of `mesh/cases.py`."""
     mesh, of, recipe = meshes.mesh(kind), meshes.LAYOUTS[layout], EXACT[name]

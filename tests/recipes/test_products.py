@@ -69,7 +69,7 @@ READ = {(name, "blocks") for name in RECIPES} | {
     ("block", "batch"),
     ("mx", "transpose between"),
 }
-RESULTS = {(name, "7x5x3") for name in RECIPES} | {(KINDS[i % len(KINDS)], shapes) for i, shapes in enumerate(SHAPES)}
+RESULTS = {(name, "7x5x3") for name in KINDS} | {(KINDS[i % len(KINDS)], shapes) for i, shapes in enumerate(SHAPES)}
 
 
 @pytest.mark.parametrize("name, shapes", table(READ))

@@ -84,9 +84,9 @@ def expected(name, x, kernel, grad):
     return [SHAPES.expected(rule, x[i], kernel, grad[i]) for i in range(USES)]
 
 
-# Each program with one kind of recipe, and all with the cheapest; the rest is slow.
+# Each program with one kind of recipe; the rest is slow.
 ONE_BY_ONE = [
-    pytest.param(program, name, marks=[] if i % len(KINDS) == j or name == "current" else pytest.mark.slow)
+    pytest.param(program, name, marks=[] if i % len(KINDS) == j else pytest.mark.slow)
     for i, program in enumerate(PROGRAMS)
     for j, name in enumerate(KINDS)
 ]
@@ -105,7 +105,9 @@ def test_one_by_one(name, program):
     cases.sum_of([first(step.dkernel) for step in steps]).check(dkernel.T, "dkernel")
 
 
-@pytest.mark.parametrize("name", [n if n in KINDS else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("current", "mx") else pytest.mark.slow) for n in RECIPES]
+)
 def test_jit_is_eager(name):
     """To the bit."""
     recipe = RECIPES[name][0]
@@ -190,6 +192,7 @@ def test_vmap_over_members(name, x_dim, kernel_dim):
     "name", ["current", "mx", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "block"))]
 )
 @pytest.mark.parametrize("is_remat", [False, True], ids=["scan", "scan of remat"])
+@pytest.mark.varied
 def test_linen_scan_over_layers(name, is_remat):
     """Layers of an `nn.scan`: no collection of state to lift, and the bits of a scan over plain functions."""
     recipe = RECIPES[name][0]

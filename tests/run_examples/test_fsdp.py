@@ -40,6 +40,7 @@ def straight(folder):
     return done
 
 
+@pytest.mark.slow
 def test_prints_collectives_and_a_table(straight):
     assert "Warning" not in straight.stderr and "rematerialization" not in straight.stderr
     lines = straight.stdout.splitlines()
@@ -88,6 +89,7 @@ def put_batches(example, mesh):
     return [jax.device_put(batch, example.batch_sharding(mesh)) for batch in batches]
 
 
+@pytest.mark.slow
 def test_restores_on_other_meshes(example, tmp_path):
     """All bits of parameters, moments and FP8 state, cut as the new mesh wants it; the next step is the same step."""
     train, mesh = create(example, (1, 8))

@@ -18,6 +18,7 @@ def language_model(monkeypatch):
         yield module
 
 
+@pytest.mark.slow
 def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     run = running.run(tmp_path, "language_model", "--tiny", "--control", "--seeds", "2", "--json", "out.json")
     assert run.returncode == 0, run.stderr

@@ -20,6 +20,7 @@ def example(monkeypatch):
         yield module
 
 
+@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from . import running
 NAME, VOCABULARY = "pipeline_language_model", 50
 
 
+@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr

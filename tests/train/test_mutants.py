@@ -9,7 +9,7 @@ from jaxfp8.train import _accumulate, _optimizer, _steps, _update
 
 from . import test_accumulate, test_optimizer, test_train_state, test_update_state
 
-pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
+pytestmark = [pytest.mark.usefixtures("promotion_as_optax_wants"), pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

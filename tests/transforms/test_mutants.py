@@ -10,6 +10,8 @@ import jaxfp8
 from jaxfp8 import _compat, _gemms
 from transforms import interpret, programs as p
 
+pytestmark = pytest.mark.slow
+
 CALL = p.Call(0)
 BODIES = {
     "one use": CALL,

