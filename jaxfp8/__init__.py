@@ -9,6 +9,7 @@ from . import (
     _plan_files,
     checkpoint_policies as checkpoint_policies,
     convert as convert,
+    inference as inference,
     inspect as inspect,
     integrations as integrations,
     linen as linen,
@@ -29,6 +30,7 @@ from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_an
 from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._warning import FP8StateWarning as FP8StateWarning
 from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
+from .inference import calibrate as calibrate, freeze as freeze
 from .linen import Fp8DotGeneral as Fp8DotGeneral
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (

@@ -89,8 +89,7 @@ def dot_general(
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), wanted)
     if 0 in x.shape or 0 in kernel.shape:  # nothing to see: gradients are zero, the state is not touched
         return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
-    size = math.prod(out_shape(*both)) * math.prod(x.shape[d] for d in both[0].contract)
-    if recipe is None or size < recipe.min_size**3:
+    if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
         if fp8_free := [operand.dtype for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]:
             with jax.numpy_dtype_promotion("standard"):  # not wider than the operands are
@@ -129,6 +128,12 @@ def _operand(name, operand):
     if isinstance(operand, QTensor):
         return operand.data if operand.source is None else operand.source, operand
     return _checks.high_precision("dot_general", name, operand), None
+
+
+def is_small(recipe, x, kernel) -> bool:
+    """Whether the product of operands with these layouts is below the recipe's `min_size`."""
+    size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
+    return size < recipe.min_size**3
 
 
 def _in_high_precision(operand, codes, dtype):

@@ -4,6 +4,8 @@
 input's state. So the equation is read here.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -38,6 +40,20 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
         TypeError: a dtype or an out_sharding, as in `dot_general`.
         ValueError: the equation is malformed or does not fit the shapes; and as in `dot_general`.
     """
+    product = functools.partial(dot_general, recipe=recipe, state=state)
+    return einsum_by(
+        product,
+        eqn,
+        x,
+        kernel,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
+    """`einsum` by a `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
@@ -62,15 +78,13 @@ def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_elem
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
     y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
-    y = dot_general(
+    y = product(
         x,
         kernel,
         (
             ([x_labels.index(label) for label in contract], [kernel_labels.index(label) for label in contract]),
             ([x_labels.index(label) for label in batch], [kernel_labels.index(label) for label in batch]),
         ),
-        recipe=recipe,
-        state=state,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=_permuted(out_sharding, out_labels, y_labels),

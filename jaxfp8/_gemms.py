@@ -105,7 +105,7 @@ def _in_order(codes: QTensor, layout, rows, cols, columnwise) -> QTensor:
     """Codes that were made before the product was known, in its order."""
     data, data_t = layout.ordered(codes.data), codes.data_t
     if not codes.has_one_scale:
-        if data is not codes.data or cols != codes.cols or data_t is None:
+        if data is not codes.data or cols != codes.cols or (data_t is None and layout.contract_first):
             raise ValueError(
                 f"dot_general: kernel: a QTensor with a scale for each block of {codes.block} fits products that "
                 f"contract its rows or its last {codes.cols} dimensions; quantize it inside of the product"

@@ -22,7 +22,7 @@ from ._primitives import compiled
 from ._warning import FP8StateWarning
 from .formats import FP8_DTYPES
 from .ops._implementation import selected, using
-from .recipes import DotGeneralState
+from .recipes import DotGeneralState, FixedScale
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -177,12 +177,14 @@ def _jvp(primals, tangents, *, plan, tree, implementation):
     for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
         if operand.dtype in FP8_DTYPES and linear:
             raise TypeError(
-                f"dot_general: {name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params"
+                f"dot_general: {name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. What "
+                "jaxfp8.freeze froze does not train: train the variables it was made of, or differentiate with respect "
+                "to others than its kernels"
             )
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     of_state = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    if of_state and not any(of_state):
+    if of_state and not any(of_state) and not isinstance(state.input, FixedScale):
         warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
     out = _abstract(*map(jax.typeof, primals), plan=plan, tree=tree, implementation=implementation)
     with using(implementation):

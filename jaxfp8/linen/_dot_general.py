@@ -2,7 +2,6 @@
 
 from flax import linen as nn
 
-from .._dot_general import dot_general
 from ._state import Fp8Module
 
 
@@ -40,11 +39,10 @@ class Fp8DotGeneral(Fp8Module):
         bias=None,
     ):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return dot_general(
+        return self.product(
             x,
             kernel,
             dimension_numbers,
-            **self.recipe_and_state(),
             bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,

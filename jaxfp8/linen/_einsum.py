@@ -2,7 +2,7 @@
 
 from flax import linen as nn
 
-from .._einsum import einsum
+from .._einsum import einsum_by
 from ._state import Fp8Module
 
 
@@ -20,11 +20,5 @@ class Fp8Einsum(Fp8Module):
     @nn.compact
     def __call__(self, eqn, lhs, rhs, precision=None, preferred_element_type=None):
         """`jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
-        return einsum(
-            eqn,
-            lhs,
-            rhs,
-            **self.recipe_and_state(),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
+        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return einsum_by(self.product, eqn, lhs, rhs, **options)

@@ -5,7 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from .. import _frozen
 from .._autocast import resolve
+from .._dot_general import dot_general
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..formats import E4M3, E5M2, HYBRID
 from ..recipes import DelayedScaling, DotGeneralState, map_variables
@@ -22,15 +24,25 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     @nn.nowrap
+    def product(self, x, kernel, dimension_numbers, **options):
+        """`jaxfp8.dot_general` with this module's recipe and state; with its codes, where `jaxfp8.freeze` left some."""
+        if self.has_variable("params", _frozen.KERNEL):
+            frozen = {name: self.get_variable("params", name) for name in self.variables["params"]}
+            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=frozen, recipe=self._recipe(), **options)
+        found = self.recipe_and_state()
+        if _frozen.is_freezing() and found["recipe"] is not None:
+            operands = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **found)
+            for name, leaf in (operands or {}).items():
+                self.put_variable("params", name, leaf)
+        return dot_general(x, kernel, dimension_numbers, **found, **options)
+
+    @nn.nowrap
     def recipe_and_state(self) -> dict:
         """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
 
         Variables without state, as for inference, are fine: scales then come from the tensors at hand.
         """
-        named = self.recipe
-        if named is None and self._fields() != _FIELDS:
-            named = self._recipe_of_fields()
-        recipe = resolve(named, self._recipe_of_fields)
+        recipe = self._recipe()
         if recipe is None:
             return {"recipe": None, "state": None}
         missing = []
@@ -43,6 +55,13 @@ class Fp8Module(nn.Module):
 
         state = map_variables(recipe, stored, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
+
+    @nn.nowrap
+    def _recipe(self):
+        named = self.recipe
+        if named is None and self._fields() != _FIELDS:
+            named = self._recipe_of_fields()
+        return resolve(named, self._recipe_of_fields)
 
     @nn.nowrap
     def _fields(self) -> tuple:

@@ -5,9 +5,10 @@ import sys
 
 from flax import nnx
 
+from .. import _frozen
 from .._autocast import resolve
 from .._dot_general import dot_general
-from .._einsum import einsum
+from .._einsum import einsum_by
 from ..recipes import DelayedScaling, HighPrecision, map_variables
 from ._variables import OverwriteWithGradient
 
@@ -25,9 +26,24 @@ class _Fp8Product(nnx.Module):
         setattr(self, name, OverwriteWithGradient(leaf))
         return leaf
 
-    def _recipe_and_state(self) -> dict:
+    def codes(self) -> dict | None:
+        """What `jaxfp8.freeze` left of the kernel; None where it is not frozen."""
+        names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
+        return {name: getattr(self, name).get_value() for name in names} or None
+
+    def product(self, x, kernel, dimension_numbers, **options):
+        """`jaxfp8.dot_general` with this object's recipe and state, or codes."""
+        codes = self.codes()
+        if codes is not None:
+            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=codes, recipe=self._recipe(), **options)
+        return dot_general(x, kernel, dimension_numbers, **self.recipe_and_state(), **options)
+
+    def _recipe(self):
+        return resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
+
+    def recipe_and_state(self) -> dict:
         """The keywords `recipe` and `state` of the product; recipe None where `autocast` turned FP8 off."""
-        recipe = resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
+        recipe = self._recipe()
         if recipe is None:
             return {"recipe": None, "state": None}
 
@@ -75,11 +91,10 @@ class Fp8DotGeneral(_Fp8Product):
         bias=None,
     ):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return dot_general(
+        return self.product(
             x,
             kernel,
             dimension_numbers,
-            **self._recipe_and_state(),
             bias=bias,
             precision=precision,
             preferred_element_type=preferred_element_type,
@@ -97,11 +112,11 @@ class Fp8Einsum(_Fp8Product):
 
     def __call__(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
         """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
-        return einsum(
+        return einsum_by(
+            self.product,
             eqn,
             x,
             kernel,
-            **self._recipe_and_state(),
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,

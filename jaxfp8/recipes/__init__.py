@@ -17,9 +17,10 @@ from ._delayed import (
     finish as finish,
     start as start,
 )
+from ._fixed import FixedScale as FixedScale, FixedScaleQuantizer as FixedScaleQuantizer
 from ._high_precision import HighPrecision as HighPrecision
 from ._mx import MXFP8BlockScaling as MXFP8BlockScaling
-from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, column_sums as column_sums
+from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, alone as alone, column_sums as column_sums
 from ._recipe import Recipe as Recipe, checked as checked
 from ._rowwise import Float8RowwiseScaling as Float8RowwiseScaling
 from ._state import (

@@ -1,0 +1,4 @@
+"""Inference: `calibrate` fills histories without training, `freeze` leaves FP8 codes and fixed scales."""
+
+from ._calibrate import calibrate as calibrate
+from ._freeze import freeze as freeze

@@ -1,0 +1,145 @@
+"""calibrate: amax histories from batches of data, without training."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn, nnx
+
+from .. import _state_tree
+from .._sharing import max_grad
+from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..nnx import OverwriteWithGradient
+from ..train import update_state
+
+# Variables, and fields of DotGeneralState, of the quantizers that only a backward pass runs.
+_BACKWARD = ("output_grad", "input_grad", "linear_grad_output", "linear_grad_input")
+
+
+def calibrate(model, *variables_and_batches, loss_fn=None, **kwargs):
+    """Fills amax histories from batches, as training on them would, and changes nothing else.
+
+        variables = jaxfp8.calibrate(model, variables, batches)  # Linen
+        jaxfp8.calibrate(model, batches)  # NNX: in place
+        variables = jaxfp8.calibrate(function, variables, batches)  # function(variables, *batch)
+
+    Each batch is one step: histories move by one, and slot 0 is the amax of the whole batch, of all devices and all
+    uses of a layer. What the last batch recorded acts in the next forward pass. A quantizer that has seen nothing has
+    scale 1, so the first batch reaches the deeper layers through that: take a few.
+
+    Without `loss_fn` the quantizers of inputs and kernels (and outputs, where a recipe has some) are filled, and no
+    gradient of a parameter is computed. What the results of the model do not depend on, such as what is behind
+    `stop_gradient`, records nothing, as in training.
+
+    Args:
+        model: a Linen module, an NNX module, or a function of variables and a batch.
+        *variables_and_batches: the variables, not for NNX: `params`, the state (a Linen model makes it where it is
+            missing) and any other collections; then the batches, an iterable. A batch is a tuple of arguments, or one
+            argument; pytrees of arrays.
+        loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX `loss_fn(model, *batch)`: runs in place of the model,
+            and the quantizers of gradients are filled too.
+        **kwargs: further arguments of the model, such as `deterministic=True`; not traced.
+
+    Returns:
+        The variables with their next state; all other leaves are the same arrays. For NNX the model.
+
+    Raises:
+        TypeError: the arguments do not fit the model.
+        ValueError: no batches; no state to fill.
+    """
+    is_nnx = isinstance(model, nnx.Module)
+    if len(variables_and_batches) != (1 if is_nnx else 2):
+        wanted = "calibrate(model, batches)" if is_nnx else "calibrate(model, variables, batches)"
+        got = ", ".join(type(argument).__name__ for argument in (model, *variables_and_batches))
+        raise TypeError(f"calibrate: expected {wanted}, got ({got})")
+    if loss_fn is not None and kwargs:
+        raise TypeError(f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}")
+    *variables, batches = variables_and_batches
+    batches = ((batch if isinstance(batch, tuple) else (batch,)) for batch in batches)
+    if is_nnx:
+        return _calibrate_nnx(model, batches, loss_fn, kwargs)
+    (variables,) = variables
+    function = loss_fn
+    if function is None:
+        apply = model.apply if isinstance(model, nn.Module) else model
+
+        def function(variables, *batch):
+            return apply(variables, *batch, **kwargs)
+
+    if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
+        first = next(batches, None)
+        if first is None:
+            raise _no_batches()
+        variables = variables | jax.jit(
+            lambda variables, batch: model.apply(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT], **kwargs)[1]
+        )(variables, first)
+        batches = _again(first, batches)
+    return _filled(function, variables, batches, loss_fn is not None)
+
+
+def _calibrate_nnx(model, batches, loss_fn, kwargs):
+    graph, state, rest = nnx.split(model, OverwriteWithGradient, ...)
+
+    def function(both, *batch):
+        model = nnx.merge(graph, both[OVERWRITE_WITH_GRADIENT], both["rest"], copy=True)
+        return model(*batch, **kwargs) if loss_fn is None else loss_fn(model, *batch)
+
+    both = {OVERWRITE_WITH_GRADIENT: state, "rest": rest}
+    nnx.update(model, _filled(function, both, batches, loss_fn is not None)[OVERWRITE_WITH_GRADIENT])
+    return model
+
+
+def _filled(function, variables, batches, is_loss: bool):
+    """`variables` after a step of `function` for each batch."""
+    where = _state_tree.flatten(variables)
+    wanted = [i for i in where.positions() if is_loss or not set(_BACKWARD) & set(_prefixes(where.paths[i]))]
+    if not wanted:
+        raise ValueError(
+            "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
+            "none and need no calibration; frozen models have fixed scales"
+        )
+
+    @jax.jit
+    def seen(variables, batch):
+        leaves, tree = jax.tree.flatten(variables)
+
+        def total(state):
+            changed = tree.unflatten(
+                [dict(zip(wanted, state, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
+            )
+            return _total(function(max_grad(changed), *batch), is_loss)
+
+        return jax.grad(total)([leaves[i] for i in wanted])
+
+    count = 0
+    for batch in batches:
+        gradients = seen(variables, batch)
+        old = _state_tree.flatten(variables)
+        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(wanted, gradients, strict=True))
+        variables, count = update_state(variables, old.replace(new)), count + 1
+    if not count:
+        raise _no_batches()
+    return variables
+
+
+def _prefixes(path):
+    """The names of a leaf's path; of the last one, what comes before the name of the leaf in its state as well."""
+    *parents, last = path
+    return *parents, last, *(last[: -len(leaf) - 1] for leaf in ("amax_history", "scale") if last.endswith(f"_{leaf}"))
+
+
+def _total(outputs, is_loss: bool):
+    """A number that depends on all that the model returns; only that it does is of interest."""
+    if is_loss:
+        return outputs
+    leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not leaves:
+        raise TypeError("calibrate: model: expected a result with floating-point arrays, got none; pass loss_fn")
+    return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))
+
+
+def _again(first, batches):
+    yield first
+    yield from batches
+
+
+def _no_batches():
+    return ValueError("calibrate: batches: expected at least one batch, got none; an iterator can be read only once")

@@ -1,0 +1,131 @@
+"""What `jaxfp8.freeze` does to the variables of a Linen model: its products put their codes beside the parameters.
+
+The model runs once, for the codes alone. Each product has its kernel as it gets it, in the compute dtype of its layer,
+and stores what `_frozen` makes of it as parameters of its own; so a scan stacks them as it stacks kernels. Parameters
+that codes were made of, and that nothing else reads, are then taken away.
+"""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import core, linen as nn, serialization, traverse_util
+from flax.core import meta
+from jax import export
+from jax.interpreters import partial_eval
+
+from .. import _frozen
+from .._arrays import split_arrays
+from .._state_tree import OVERWRITE_WITH_GRADIENT
+
+PARAMS = "params"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenKernel(meta.AxisMetadata):
+    """What is left of a kernel whose codes are in its product: shape and dtype, no array.
+
+    Layers get zeros, which their product does not read, so that nothing of them is in a compiled program.
+
+    Attributes:
+        shape: of the kernel.
+        dtype: its name.
+    """
+
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    def unbox(self):
+        """Zeros of this shape and dtype."""
+        return jnp.zeros(self.shape, self.dtype)
+
+    def replace_boxed(self, val):
+        """`val`: the box holds nothing."""
+        return val
+
+    def add_axis(self, index: int, params):
+        """As Flax's: a transform stacks."""
+        size = params.get("axis_size", 1)
+        return dataclasses.replace(self, shape=(*self.shape[:index], size, *self.shape[index:]))
+
+    def remove_axis(self, index: int, params):
+        """As Flax's: a transform takes a slice."""
+        del params
+        index %= len(self.shape)
+        return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
+
+
+serialization.register_serialization_state(FrozenKernel, lambda kernel: {}, lambda kernel, state: kernel)
+export.register_pytree_node_serialization(
+    FrozenKernel,
+    serialized_name="jaxfp8.FrozenKernel",
+    serialize_auxdata=lambda shape_and_dtype: json.dumps(shape_and_dtype).encode(),
+    deserialize_auxdata=lambda text: (lambda shape, dtype: (tuple(shape), dtype))(*json.loads(text)),
+)
+
+
+def freeze(model: nn.Module, variables, args, kwargs):
+    """`variables` frozen; see `jaxfp8.freeze`."""
+    others = dict(core.unfreeze(variables))
+    if PARAMS not in others:
+        raise ValueError(f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(others)}")
+    params = traverse_util.flatten_dict(others.pop(PARAMS))
+    mutable = kwargs.pop("mutable", False)
+    arrays, joined = split_arrays((args, kwargs))
+    arrays = [jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays]
+
+    def apply(params, others, arrays, mutable):
+        args, kwargs = joined(arrays)
+        return model.apply(_variables(params, others), *args, mutable=mutable, **kwargs)
+
+    def with_codes(params, others, arrays):
+        with _frozen.freezing():
+            _, changed = apply(params, others, arrays, core.scope.union_filters(mutable, PARAMS))
+        return {path: leaf for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items() if path not in params}
+
+    made_of = _read(with_codes, params, others, arrays)
+    codes = jax.jit(with_codes)(params, others, arrays)
+    if not codes:
+        raise ValueError(
+            "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
+            "jaxfp8.report says what runs where"
+        )
+    products = {path[:-1] for path in codes}
+    state = traverse_util.flatten_dict(others.get(OVERWRITE_WITH_GRADIENT, {}))
+    _refuse_untouched(products, state)
+    read = _read(functools.partial(apply, mutable=mutable), params | codes, others, arrays)
+    for path in made_of - read:
+        (kernel,) = jax.tree.leaves(params[path])
+        params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
+    others[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(
+        {path: leaf for path, leaf in state.items() if path[:-1] not in products}
+    )
+    if not others[OVERWRITE_WITH_GRADIENT]:
+        del others[OVERWRITE_WITH_GRADIENT]
+    return _variables(params | codes, others)
+
+
+def _variables(params, others):
+    return {PARAMS: traverse_util.unflatten_dict(params), **others}
+
+
+def _read(function, params: dict[Any, Any], *others) -> set:
+    """The parameters that the results of `function(params, *others)` depend on."""
+    closed = jax.make_jaxpr(function)(params, *others)
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    count = len(jax.tree.leaves(params))
+    by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
+    return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
+
+
+def _refuse_untouched(products, state) -> None:
+    """Raises where delayed scaling has seen nothing: its fixed scale would be 1."""
+    for product in sorted(products):
+        for operand in ("input", "kernel", "linear_input", "linear_weight"):
+            history, scale = (state.get((*product, f"{operand}_{leaf}")) for leaf in ("amax_history", "scale"))
+            if history is not None and scale is not None and not isinstance(history, jax.core.Tracer):
+                _frozen.refuse_untouched("/".join((*product, operand)), history, scale)

@@ -1,0 +1,164 @@
+"""What `jaxfp8.freeze` does to an NNX model: products get the codes of their layers' kernels, the kernels go."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .. import _frozen
+from .._arrays import split_arrays
+from .._dot_general import dot_general
+from .._einsum import einsum_by
+from ..recipes import QuantizerState
+from ._quantize import _forget_unused, _stacked, layers, product
+from ._variables import OverwriteWithGradient
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenKernel:
+    """What is left of a layer's kernel whose codes are in its product: shape and dtype, no array.
+
+    The layer reads zeros, which the product does not, so that nothing of them is in a compiled program.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def get_value(self):
+        """Zeros of this shape and dtype."""
+        return jnp.zeros(self.shape, self.dtype)
+
+    def __getitem__(self, index):
+        return self.get_value()[index]
+
+
+def freeze(model, args, kwargs):
+    """Freezes the model in place; see `jaxfp8.freeze`."""
+    found = [
+        (path, layer, attribute)
+        for path, layer, attribute in layers(model)
+        if attribute is not None
+        and product(layer) is not None
+        and isinstance(getattr(layer, "kernel", None), nnx.Param)
+    ]
+    calls = _calls(model, [(layer, attribute) for _, layer, attribute in found], args, kwargs)
+    frozen = [
+        (layer, attribute, call, codes)
+        for (path, layer, attribute), call in zip(found, calls, strict=True)
+        if call is not None and (codes := _codes(path, layer, call)) is not None
+    ]
+    if not frozen:
+        raise ValueError(
+            "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
+            "jaxfp8.report says what runs where"
+        )
+    for layer, attribute, call, codes in frozen:
+        old = product(layer)
+        new = type(old)(old.recipe)
+        new.names_recipe = old.names_recipe
+        for name in [name for name, value in vars(new).items() if isinstance(value, OverwriteWithGradient)]:
+            delattr(new, name)
+        for name, leaf in codes.items():
+            setattr(new, name, nnx.Param(leaf))
+        dtype = layer.kernel.get_value().dtype
+        setattr(layer, attribute, nnx.data(new))
+        layer.kernel = nnx.static(FrozenKernel(call.kernel.shape, dtype))
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.MultiHeadAttention):
+            _forget_unused(module)
+    return model
+
+
+def _has_kernel(layer, attribute) -> bool:
+    """Whether a layer gives a kernel of its own to an FP8 product of its own."""
+    is_own = attribute is not None and product(layer) is not None
+    return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """How a layer called its product.
+
+    Attributes:
+        run: `(product, x, kernel)` to the result, by a product as `einsum_by` takes it.
+        x, kernel: the types of what the layer gave it.
+    """
+
+    run: functools.partial
+    x: jax.ShapeDtypeStruct
+    kernel: jax.ShapeDtypeStruct
+
+
+class _Recorder:
+    """In place of a product: notes what it was given, and multiplies in high precision."""
+
+    def __init__(self, calls: list, i: int, is_einsum: bool):
+        self.calls, self.i, self.is_einsum = calls, i, is_einsum
+
+    def __call__(self, *args, **options):
+        args, names = list(args), ("precision", "preferred_element_type", "out_sharding")
+        static = args.pop(0) if self.is_einsum else args.pop(2)
+        (x, kernel, *more), by = args, _einsum if self.is_einsum else _plain
+        of_x, of_kernel = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel))
+        call = _Call(functools.partial(by, static), of_x, of_kernel)
+        self.calls[self.i] = self.calls[self.i] or call
+        options |= dict(zip(names, more, strict=False))
+        return by(static, functools.partial(dot_general, recipe=None), x, kernel, **options)
+
+
+def _plain(dimension_numbers, product, x, kernel, **options):
+    return product(x, kernel, dimension_numbers, **options)
+
+
+def _einsum(eqn, product, x, kernel, **options):
+    return einsum_by(product, eqn, x, kernel, **options)
+
+
+def _calls(model, found, args, kwargs) -> list:
+    """How each layer calls its product: the model is traced with recorders in their place. None: it does not."""
+    calls, before = [None] * len(found), [getattr(layer, attribute) for layer, attribute in found]
+    try:
+        for i, (layer, attribute) in enumerate(found):
+            setattr(layer, attribute, nnx.static(_Recorder(calls, i, attribute == "einsum_op")))
+        graph, state = nnx.split(model)
+        arrays, joined = split_arrays((args, kwargs))
+
+        def run(state, arrays):
+            args, kwargs = joined(arrays)
+            return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+
+        jax.eval_shape(run, state, arrays)
+    finally:
+        for (layer, attribute), value in zip(found, before, strict=True):
+            setattr(layer, attribute, nnx.data(value))
+    return calls
+
+
+def _codes(path, layer, call: _Call):
+    """What inference needs of a layer's product; stacked as its kernel is. None where it has no FP8 kernel."""
+    of = product(layer)
+    found = of.recipe_and_state() if of.codes() is None else {"recipe": None}
+    if found["recipe"] is None:
+        return None
+    recipe, state = found["recipe"], found["state"]
+    for name in ("input", "kernel"):
+        quantizer = getattr(state, name)
+        if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):
+            _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, quantizer.scale)
+
+    def of_one(kernel, state):
+        kept = []
+
+        def keep(x, kernel, dimension_numbers, **options):
+            kept.append(_frozen.freeze_operands(x.shape, kernel, dimension_numbers, recipe, state))
+            return dot_general(x, kernel, dimension_numbers, recipe=None, **options)
+
+        call.run(keep, jnp.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
+        return kept[0]
+
+    for _ in _stacked(path, layer):
+        of_one = jax.vmap(of_one)
+    return jax.jit(of_one)(layer.kernel.get_value(), state)

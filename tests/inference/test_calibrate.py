@@ -1,0 +1,249 @@
+"""calibrate: the histories that training on the same batches records, and nothing else changes."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxfp8
+import jaxfp8.nnx
+
+H, M, K, N = 4, 8, 16, 5
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
+FP8 = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE)
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
+FORWARD = ("input", "kernel")
+BATCHES = [
+    np.random.default_rng(i).standard_normal((M, K)).astype(np.float32) * size for i, size in enumerate((3, 9, 1))
+]
+GRADS = [np.random.default_rng(9 + i).standard_normal((M, N)).astype(np.float32) for i in range(3)]
+
+
+def dense():
+    return nn.Dense(N, use_bias=False, dot_general_cls=FP8)
+
+
+def variables_of(model, *args):
+    return model.init(jax.random.key(0), *args)
+
+
+def expected(kernel, xs, grads=GRADS, state=None):
+    """The oracle's state after a step for each x."""
+    state = state or oracle.LayerState.init(H)
+    for x, grad in zip(xs, grads, strict=False):
+        state = oracle.dense_step(x, np.asarray(kernel), grad, state).state
+    return state
+
+
+def assert_state(variables, wanted, names, what):
+    for name in names:
+        part = getattr(wanted, name)
+        oracle.assert_bitwise(variables[f"{name}_amax_history"], part.amax_history, f"{what}: {name} history")
+        oracle.assert_bitwise(variables[f"{name}_scale"], part.scale.reshape(1), f"{what}: {name} scale")
+
+
+def assert_same(got, wanted, what):
+    wanted = dict(jax.tree.leaves_with_path(wanted))
+    for path, leaf in jax.tree.leaves_with_path(got):
+        oracle.assert_bitwise(leaf, np.asarray(wanted.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
+    assert not wanted
+
+
+def test_linen():
+    """A window that moves once a batch; the quantizer of the gradient, and every other array, stays as it is."""
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    calibrated = jaxfp8.calibrate(model, variables, iter(BATCHES))
+    state = calibrated[OWG]["Fp8DotGeneral_0"]
+    assert_state(state, expected(variables["params"]["kernel"], BATCHES), FORWARD, "calibrated")
+    assert_state(state, oracle.LayerState.init(H), ["output_grad"], "not calibrated")
+    assert calibrated["params"]["kernel"] is variables["params"]["kernel"]
+    history = np.asarray(state["input_amax_history"])
+    assert [float(h) for h in history[[0, 3, 2]]] == [float(oracle.amax(x)) for x in BATCHES[::-1]]
+    # The first forward pass after it has the scale of the largest amax.
+    kernel, wanted = np.asarray(variables["params"]["kernel"]), expected(variables["params"]["kernel"], BATCHES)
+    oracle.dense_step(BATCHES[0], kernel, GRADS[0], wanted).y.check(model.apply(calibrated, BATCHES[0]))
+    top = max(map(oracle.amax, BATCHES))
+    oracle.assert_bitwise(oracle.step(BATCHES[0], wanted.input, oracle.E4M3)[1], np.float32(448) / top, "scale")
+
+
+def test_with_a_loss():
+    """The quantizer of the gradient as well: what steps of training record, in any model."""
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+
+    def loss_fn(variables, x, grad):
+        return jnp.vdot(model.apply(variables, x), grad)
+
+    calibrated = jaxfp8.calibrate(model, variables, zip(BATCHES, GRADS, strict=True), loss_fn=loss_fn)
+    wanted = expected(variables["params"]["kernel"], BATCHES)
+    assert_state(calibrated[OWG]["Fp8DotGeneral_0"], wanted, (*FORWARD, "output_grad"), "calibrated")
+
+
+class Shared(nn.Module):
+    """One layer called twice, inside a checkpointed function: autodiff alone would add up what they record."""
+
+    @nn.compact
+    def __call__(self, x, y):
+        layer = nn.remat(nn.Dense)(N, use_bias=False, dot_general_cls=FP8)
+        return layer(x), layer(y)
+
+
+def shared_state():
+    model, (x, y, _) = Shared(), BATCHES
+    variables = variables_of(model, x, y)
+    calibrated = jaxfp8.calibrate(model, variables, [(x, y)])
+    both = np.concatenate([x, y])
+    wanted = expected(variables["params"]["CheckpointDense_0"]["kernel"], [both], [np.ones((2 * M, N), np.float32)])
+    return calibrated[OWG]["CheckpointDense_0"]["Fp8DotGeneral_0"], wanted
+
+
+def test_a_layer_called_twice():
+    assert_state(*shared_state(), FORWARD, "shared")
+
+
+class Deep(nn.Module):
+    """Layers in a loop, a branch that the result does not depend on, dropout."""
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        def layer(dense, x, _):
+            return nn.relu(dense(x)), None
+
+        stack = nn.scan(layer, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)
+        x, _ = stack(nn.Dense(K, dtype=jnp.bfloat16, dot_general_cls=FP8), x.astype(jnp.bfloat16), None)
+        x = nn.Dropout(0.5, deterministic=deterministic)(x)
+        unused = nn.Dense(3, dtype=jnp.bfloat16, dot_general_cls=FP8, name="unused")(x)
+        return {"y": nn.Dense(N, dtype=jnp.bfloat16, dot_general_cls=FP8)(x), "best": jnp.argmax(unused)}
+
+
+def test_as_training_steps():
+    """Deep models: the state of training steps that leave the parameters alone; and jit around all of it."""
+    model = Deep()
+    variables = variables_of(model, BATCHES[0])
+
+    @jax.jit
+    def step(state, x):
+        def loss(state):
+            return jnp.sum(model.apply(variables | {OWG: state}, x)["y"].astype(jnp.float32))
+
+        return jaxfp8.update_state(state, jax.grad(loss)(state))
+
+    wanted = variables[OWG]
+    for x in BATCHES[:2]:
+        wanted = step(wanted, x)
+    got = jaxfp8.calibrate(model, variables, BATCHES[:2], deterministic=True)[OWG]
+    inside = jax.jit(lambda v: jaxfp8.calibrate(model, v, BATCHES[:2]))(variables)[OWG]
+
+    def forward(tree):
+        return {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree.leaves_with_path(tree)
+            if path[-1].key.startswith(FORWARD)
+        }
+
+    assert_same(forward(got), forward(wanted), "calibrated ")
+    assert_same(inside, got, "inside jit ")
+    assert not np.any(got["unused"]["Fp8DotGeneral_0"]["input_amax_history"])
+
+
+def test_state_that_is_not_there():
+    """A bf16 checkpoint: the model makes the state, then fills it."""
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES)
+    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
+
+
+def test_nnx():
+    """In place; nothing but state changes, not even the counts of random streams."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(K, N, use_bias=False, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.dense(x))
+
+    model = Model(nnx.Rngs(0))
+    before = int(model.dropout.rngs.count.get_value())
+    assert jaxfp8.calibrate(model, BATCHES) is model
+    product, wanted = model.dense.dot_general, expected(model.dense.kernel.get_value(), BATCHES)
+    state = {name: value.get_value() for name, value in vars(product).items() if hasattr(value, "get_value")}
+    assert_state(state, wanted, FORWARD, "nnx")
+    assert_state(state, oracle.LayerState.init(H), ["output_grad"], "nnx")
+    assert int(model.dropout.rngs.count.get_value()) == before
+
+    def loss_fn(model, x, grad):
+        return jnp.vdot(model.dense(x), grad)
+
+    jaxfp8.calibrate(model, [(BATCHES[0], GRADS[0])], loss_fn=loss_fn)
+    oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
+
+
+def test_functions():
+    """State anywhere in a tree, also that of a custom recipe."""
+    recipe = jaxfp8.CustomRecipe(lambda role: jaxfp8.DelayedScalingQuantizer(amax_history_len=H))
+    kernel = np.random.default_rng(5).standard_normal((K, N)).astype(np.float32)
+    variables = {"kernel": kernel, "state": [jaxfp8.init_state(recipe)]}
+
+    def function(variables, x):
+        return jaxfp8.dot_general(
+            x, variables["kernel"], (((1,), (0,)), ((), ())), recipe=recipe, state=variables["state"][0]
+        )
+
+    got = jaxfp8.calibrate(function, variables, BATCHES)
+    wanted = expected(kernel, BATCHES)
+    for name in FORWARD:
+        oracle.assert_bitwise(getattr(got["state"][0], name).amax_history, getattr(wanted, name).amax_history, name)
+    y = function(variables, BATCHES[-1])
+    assert got["state"][0].output.amax_history.shape == y.shape[:0] + (H,)
+    assert np.any(got["state"][0].output.amax_history) and not np.any(got["state"][0].output_grad.amax_history)
+    assert not np.any(got["state"][0].input_grad.amax_history) and got["kernel"] is kernel
+
+
+def test_on_a_mesh():
+    """Eight devices record what one does: the amax of the whole batch."""
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    place = lambda spec: lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    placed = {
+        "params": jax.tree.map(place(P("model")), variables["params"]),
+        OWG: jax.tree.map(place(P()), variables[OWG]),
+    }
+    got = jaxfp8.calibrate(model, placed, map(place(P("data")), BATCHES))
+    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got[OWG]))
+
+
+def test_stop_gradient_records_nothing():
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    got = jaxfp8.calibrate(lambda v, x: lax.stop_gradient(model.apply(v, x)) + x[:, :N], variables, BATCHES)
+    assert_same(got, variables, "untouched ")
+
+
+def test_errors():
+    model = dense()
+    variables = variables_of(model, BATCHES[0])
+    with pytest.raises(ValueError, match=r"calibrate: batches: expected at least one batch"):
+        jaxfp8.calibrate(model, variables, [])
+    with pytest.raises(ValueError, match=r"calibrate: variables: expected state of quantizers, found none"):
+        jaxfp8.calibrate(nn.Dense(3), variables_of(nn.Dense(3), BATCHES[0]), BATCHES)
+    with pytest.raises(
+        TypeError, match=r"calibrate: expected calibrate\(model, variables, batches\), got \(Dense, list\)"
+    ):
+        jaxfp8.calibrate(model, BATCHES)
+    with pytest.raises(TypeError, match=r"calibrate: expected no arguments of the model beside loss_fn"):
+        jaxfp8.calibrate(model, variables, BATCHES, loss_fn=lambda *_: 0.0, method="f")
+    with pytest.raises(TypeError, match=r"calibrate: model: expected a result with floating-point arrays"):
+        jaxfp8.calibrate(lambda v, x: jnp.argmax(model.apply(v, x)), variables, BATCHES)
