@@ -26,22 +26,22 @@ class _Fp8Product(nnx.Module):
         setattr(self, name, OverwriteWithGradient(leaf))
         return leaf
 
-    def codes(self) -> dict | None:
+    def _codes(self) -> dict | None:
         """What `jaxfp8.freeze` left of the kernel; None where it is not frozen."""
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
         return {name: getattr(self, name).get_value() for name in names} or None
 
-    def product(self, x, kernel, dimension_numbers, **options):
+    def _product(self, x, kernel, dimension_numbers, **options):
         """`jaxfp8.dot_general` with this object's recipe and state, or codes."""
-        codes = self.codes()
+        codes = self._codes()
         if codes is not None:
             return _frozen.dot_general(x, kernel, dimension_numbers, frozen=codes, recipe=self._recipe(), **options)
-        return dot_general(x, kernel, dimension_numbers, **self.recipe_and_state(), **options)
+        return dot_general(x, kernel, dimension_numbers, **self._recipe_and_state(), **options)
 
     def _recipe(self):
         return resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
 
-    def recipe_and_state(self) -> dict:
+    def _recipe_and_state(self) -> dict:
         """The keywords `recipe` and `state` of the product; recipe None where `autocast` turned FP8 off."""
         recipe = self._recipe()
         if recipe is None:
@@ -91,7 +91,7 @@ class Fp8DotGeneral(_Fp8Product):
         bias=None,
     ):
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return self.product(
+        return self._product(
             x,
             kernel,
             dimension_numbers,
@@ -113,7 +113,7 @@ class Fp8Einsum(_Fp8Product):
     def __call__(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
         """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
         return einsum_by(
-            self.product,
+            self._product,
             eqn,
             x,
             kernel,

@@ -140,7 +140,7 @@ def _calls(model, found, args, kwargs) -> list:
 def _codes(path, layer, call: _Call):
     """What inference needs of a layer's product; stacked as its kernel is. None where it has no FP8 kernel."""
     of = product(layer)
-    found = of.recipe_and_state() if of.codes() is None else {"recipe": None}
+    found = of._recipe_and_state() if of._codes() is None else {"recipe": None}
     if found["recipe"] is None:
         return None
     recipe, state = found["recipe"], found["state"]

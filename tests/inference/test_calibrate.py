@@ -20,10 +20,14 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
 FP8 = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 FORWARD = ("input", "kernel")
-BATCHES = [
-    np.random.default_rng(i).standard_normal((M, K)).astype(np.float32) * size for i, size in enumerate((3, 9, 1))
-]
-GRADS = [np.random.default_rng(9 + i).standard_normal((M, N)).astype(np.float32) for i in range(3)]
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+BATCHES = [normal(seed, M, K) * size for seed, size in enumerate((3, 9, 1))]
+GRADS = [normal(seed, M, N) for seed in range(9, 12)]
 
 
 def dense():
@@ -124,6 +128,7 @@ class Deep(nn.Module):
         return {"y": nn.Dense(N, dtype=jnp.bfloat16, dot_general_cls=FP8)(x), "best": jnp.argmax(unused)}
 
 
+@pytest.mark.slow
 def test_as_training_steps():
     """Deep models: the state of training steps that leave the parameters alone; and jit around all of it."""
     model = Deep()
@@ -192,7 +197,7 @@ def test_nnx():
 def test_functions():
     """State anywhere in a tree, also that of a custom recipe."""
     recipe = jaxfp8.CustomRecipe(lambda role: jaxfp8.DelayedScalingQuantizer(amax_history_len=H))
-    kernel = np.random.default_rng(5).standard_normal((K, N)).astype(np.float32)
+    kernel = normal(5, K, N)
     variables = {"kernel": kernel, "state": [jaxfp8.init_state(recipe)]}
 
     def function(variables, x):

@@ -1,0 +1,248 @@
+"""freeze: the outputs of the model it was, bit by bit, from codes and fixed scales alone."""
+
+import dataclasses
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx, traverse_util
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxfp8
+import jaxfp8.nnx
+from inference import models
+from inference.models import BF16, OWG, RECIPE, B, K, L, N, X
+
+FAST = {"Dense, bf16", "own Dense", "tied", "Linear, bf16", "Einsum"}
+
+
+def cases(table):
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in table]
+
+
+@pytest.mark.parametrize("name", cases(models.LINEN))
+def test_linen(name):
+    model, variables, frozen = models.linen(name)
+    models.assert_same(models.run(model, frozen), models.run(model, variables), name)
+    models.assert_same(
+        models.run(model, frozen, X[:1] / 3), models.run(model, variables, X[:1] / 3), f"{name}, other x"
+    )
+    assert OWG not in frozen, "fixed scales are parameters, and there is no other state"
+    flat = traverse_util.flatten_dict(frozen["params"])
+    gone = [path for path, leaf in flat.items() if not jax.tree.leaves(leaf)]
+    codes = [path for path, leaf in flat.items() if path[-1] == "kernel" and path not in gone]
+    codes = [path for path in codes if flat[path].dtype == jnp.float8_e4m3fn]
+    assert len(codes) == len(gone) + (name == "tied") > 0
+    # A byte for each of four, and the scales of blocks, one for 32 elements at most.
+    kernels = sum(flat[path].size for path in codes)
+    saved = models.nbytes(variables) - models.nbytes(frozen)
+    assert name == "tied" or saved >= 3 * kernels - 4 * kernels / 32 - 64
+
+
+def test_against_the_oracle():
+    """Codes as the layer's dtype has them, K-major; scales of the history; the product of these."""
+    _, variables, frozen = models.linen("Dense, bf16")
+    kernel = np.asarray(variables["params"]["kernel"]).astype(oracle.BF16)
+    state, params = variables[OWG]["Fp8DotGeneral_0"], frozen["params"]["Fp8DotGeneral_0"]
+    scales = {}
+    for name, value in (("input", X.astype(oracle.BF16)), ("kernel", kernel)):
+        old = oracle.State(np.asarray(state[f"{name}_amax_history"]), np.asarray(state[f"{name}_scale"])[0])
+        scales[name] = oracle.step(value, old, oracle.E4M3)
+    codes, _, now = scales["kernel"]
+    oracle.assert_bitwise(params["kernel"], np.ascontiguousarray(codes.T), "codes")
+    oracle.assert_bitwise(params["kernel_scale_inv"], now.scale.reshape(1), "kernel_scale_inv")
+    oracle.assert_bitwise(params["input_scale"], np.float32(scales["input"][1]).reshape(1), "input_scale")
+    oracle.assert_bitwise(params["input_scale_inv"], scales["input"][2].scale.reshape(1), "input_scale_inv")
+    # 2 * X was the largest batch; without its bfloat16 rounding the codes of the kernel would be others.
+    assert scales["input"][1] == np.float32(448) / oracle.amax((2 * X).astype(oracle.BF16))
+    assert (
+        oracle.quantize(np.asarray(variables["params"]["kernel"]), scales["kernel"][1], oracle.E4M3)[0] != codes
+    ).any()
+
+
+@pytest.mark.parametrize("name", cases(models.NNX))
+def test_nnx(name):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = models.NNX[name](nnx.Rngs(0))
+        if jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)):
+            jaxfp8.calibrate(model, [X, 2 * X])
+        run = nnx.jit(lambda model, x: model(x))
+        size, wanted, other = models.nbytes(nnx.state(model)), run(model, X), run(model, X / 3)
+        assert jaxfp8.freeze(model, X) is model
+        models.assert_same(run(model, X), wanted, name)
+        models.assert_same(run(model, X / 3), other, f"{name}, other x")
+    assert not jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient))
+    assert models.nbytes(nnx.state(model)) < 0.33 * size
+
+
+def test_other_arguments_stay():
+    """Batch statistics, keywords, methods; products that the example does not reach keep kernel and state."""
+
+    class Model(nn.Module):
+        def setup(self):
+            self.one, self.two = (nn.Dense(N, dot_general_cls=models.fp8(), **BF16) for _ in range(2))
+            self.norm = nn.BatchNorm()
+
+        def __call__(self, x, train, more=False):
+            y = self.norm(self.one(x), use_running_average=not train)
+            return self.two(x) if more else y
+
+        def head(self, x):
+            return self.one(x)
+
+    model = Model()
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        variables = model.init(jax.random.key(0), X, train=False)
+        both = jax.eval_shape(lambda: model.init(jax.random.key(0), X, train=False, more=True))
+        variables = jaxfp8.calibrate(model, variables, [X], train=False)
+        variables["params"]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both["params"]["two"])
+        variables[OWG]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"])
+        frozen = jaxfp8.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False)
+        models.assert_same(frozen["batch_stats"], variables["batch_stats"], "statistics")
+        for options in ({"train": False}, {"train": False, "more": True}):
+            models.assert_same(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
+        wanted = model.apply(variables, X, method="head")
+        models.assert_same(model.apply(frozen, X, method="head"), wanted, "another method")
+        again = jaxfp8.freeze(model, variables, X, train=True, mutable=["batch_stats"])
+    assert list(frozen[OWG]) == ["two"] and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
+    models.assert_same(again["params"], frozen["params"], "traced in training")
+
+
+def test_min_size_decides_once():
+    recipe = dataclasses.replace(RECIPE, min_size=20)
+    model = nn.Dense(N, dot_general_cls=models.fp8(recipe))
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="freeze: model: expected FP8 products"):
+        jaxfp8.freeze(model, variables, X[0, :1])  # 1 x 32 x 48 is less than 20**3
+    frozen = jaxfp8.freeze(model, jaxfp8.calibrate(model, variables, [X]), X)
+    models.assert_same(model.apply(frozen, X)[0, :1], model.apply(frozen, X[0, :1]), "small x")
+
+
+def test_on_a_mesh():
+    """Codes lie as their kernel does, so nothing is gathered; outputs are one device's where sums are exact."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    model, variables, _ = models.linen("Dense, bf16")
+
+    def place(path, leaf):
+        spec = P(None, "model") if path[-1].key == "kernel" else P()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    placed = jax.tree.map_with_path(place, variables)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    frozen = jaxfp8.freeze(model, placed, x)
+    codes = frozen["params"]["Fp8DotGeneral_0"]["kernel"]
+    assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 2)
+    models.assert_same(frozen, models.linen("Dense, bf16")[2], "codes")
+    models.assert_same(models.run(model, frozen, x), models.run(model, variables), "outputs")  # each sum on one device
+    text = jax.jit(model.apply).lower(frozen, x).compile().as_text()
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+def test_it_does_not_train():
+    """The gradient of a kernel raises; that of x, and of parameters that are not frozen, is there."""
+    model, variables, frozen = models.linen("Dense, bf16")
+
+    def loss(variables, x):
+        return jnp.sum(jnp.square(model.apply(variables, x).astype(jnp.float32)))
+
+    with pytest.raises(TypeError, match=r"What jaxfp8.freeze froze does not train"):
+        jax.grad(loss)(frozen, X)
+    linear = models.NNX["Linear, bf16"](nnx.Rngs(0))
+    jaxfp8.calibrate(linear, [X])
+    jaxfp8.freeze(linear, X)
+    with pytest.raises(TypeError, match=r"What jaxfp8.freeze froze does not train"):
+        jaxfp8.nnx.grad(lambda model: jnp.sum(model(X).astype(jnp.float32)))(linear)
+    with pytest.raises(ValueError, match="calibrate: variables: expected state of quantizers, found none"):
+        jaxfp8.calibrate(model, frozen, [X])
+    with warnings.catch_warnings():  # there is no state to update
+        warnings.simplefilter("error", jaxfp8.FP8StateWarning)
+        got = jax.grad(loss, argnums=1)(frozen, X)
+        bias = jax.grad(lambda bias: loss(frozen | {"params": frozen["params"] | {"bias": bias}}, X))
+        assert np.asarray(bias(frozen["params"]["bias"])).shape == (N,)
+    # In the unfrozen model the gradient of y has the scale 1 of its empty history; frozen it has its own.
+    wanted = jax.grad(loss, argnums=(0, 1))(variables, X)[1]
+    assert np.linalg.norm(got - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["row-wise", "MXFP8"])
+def test_gradients_of_x_through_blocks(name):
+    """One layout of the codes is there; the gradient of x multiplies with it the other way."""
+    model, variables, frozen = models.linen(name)
+    got, wanted = (
+        jax.grad(lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32))))(X)
+        for of in (frozen, variables)
+    )
+    # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4 of an element.
+    assert np.linalg.norm(got - wanted) < 3 * 2.0**-4 * np.linalg.norm(wanted)
+
+
+def test_custom_recipes():
+    @dataclasses.dataclass(frozen=True)
+    class Counting(jaxfp8.Quantizer):
+        def init(self):
+            return jnp.zeros((1,), jnp.float32)
+
+        def quantize(self, x, state):
+            return jaxfp8.QTensor(x.astype(jnp.float8_e4m3fn), jnp.ones((1,), jnp.float32)), state + 1
+
+    def of(**roles):
+        return nn.Dense(N, dot_general_cls=models.fp8(jaxfp8.CustomRecipe(lambda role: roles.get(role))), **BF16)
+
+    delayed, current = (
+        jaxfp8.DelayedScalingQuantizer(amax_history_len=4),
+        jaxfp8.Float8CurrentScalingQuantizer("float8_e4m3fn"),
+    )
+    model = of(linear_input=delayed, linear_weight=current)
+    variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
+    models.assert_same(
+        model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), "delayed by current"
+    )
+    for role in ("linear_input", "linear_weight"):
+        model = of(**{"linear_input": current, "linear_weight": current, role: Counting()})
+        with pytest.raises(
+            ValueError, match=f"freeze: recipe: expected delayed scaling.* {role[7:].replace('weight', 'kernel')}"
+        ):
+            jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
+
+
+@pytest.mark.slow
+def test_another_recipe_than_it_was_frozen_with():
+    model = nn.Dense(N, dot_general_cls=jaxfp8.Fp8DotGeneral, **BF16)
+    with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
+        variables = model.init(jax.random.key(0), X)
+        frozen = jaxfp8.freeze(model, variables, X)
+        models.assert_same(model.apply(frozen, X), model.apply(variables, X), "in the region")
+    with pytest.raises(ValueError, match=r"frozen product: the recipe here is DelayedScaling"):
+        model.apply(frozen, X)
+    with jaxfp8.autocast(enabled=False):
+        y = model.apply(frozen, X)
+    exact = X @ np.asarray(variables["params"]["kernel"])
+    assert np.linalg.norm(np.asarray(y, np.float32) - exact) < 2.0**-4 * np.linalg.norm(exact)
+
+
+def test_errors():
+    model = nn.Dense(N, dot_general_cls=models.fp8())
+    variables = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"freeze: Fp8DotGeneral_0/input: no amax was recorded.*jaxfp8.calibrate"):
+        jaxfp8.freeze(model, variables, X)
+    with pytest.raises(ValueError, match=r"freeze: input: no amax was recorded.*jaxfp8.calibrate"):
+        jaxfp8.freeze(models.NNX["Linear, f32"](nnx.Rngs(0)), X)
+    with pytest.raises(ValueError, match=r"freeze: model: expected FP8 products that are not frozen yet, found none"):
+        jaxfp8.freeze(nn.Dense(N), nn.Dense(N).init(jax.random.key(0), X), X)
+    model, _, frozen = models.linen("Dense, bf16")
+    with pytest.raises(ValueError, match=r"freeze: model: expected FP8 products that are not frozen yet, found none"):
+        jaxfp8.freeze(model, frozen, X)
+    with pytest.raises(ValueError, match=r"freeze: variables: expected a collection 'params'"):
+        jaxfp8.freeze(model, frozen["params"], X)
+    with pytest.raises(TypeError, match=r"freeze: expected freeze\(model, variables, \*args\)"):
+        jaxfp8.freeze(model)
+    with pytest.raises(TypeError, match=r"freeze: model: expected a Linen or an NNX module, got dict"):
+        jaxfp8.freeze(frozen)
+    with pytest.raises(ValueError, match="freeze: model: expected FP8 products that are not frozen yet, found none"):
+        jaxfp8.freeze(nnx.Linear(K, N, rngs=nnx.Rngs(0)), X)
+    assert X.shape == (B, L, K)

@@ -1,0 +1,134 @@
+"""Frozen models that leave the process: checkpoints, exported programs."""
+
+import os
+import re
+import subprocess
+import sys
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jaxfp8
+from inference import models
+from inference.models import X
+
+
+def target(name):
+    """The abstract variables that a checkpoint is restored into."""
+    model = models.LINEN[name]()
+    return jax.eval_shape(lambda: jaxfp8.freeze(model, model.init(jax.random.key(0), X), X))
+
+
+@pytest.mark.parametrize("name", ["Dense, bf16", pytest.param("scan", marks=pytest.mark.slow)])
+def test_msgpack(name):
+    model, variables, frozen = models.linen(name)
+    data = flax.serialization.to_bytes(frozen)
+    assert len(data) < 0.34 * len(flax.serialization.to_bytes(variables))
+    restored = flax.serialization.from_bytes(target(name), data)
+    models.assert_same(models.run(model, restored), models.run(model, variables), name)
+
+
+def test_orbax(tmp_path):
+    model, variables, frozen = models.linen("Dense, bf16")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "frozen", frozen)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "frozen", target("Dense, bf16"))
+    models.assert_same(models.run(model, restored), models.run(model, variables), "restored")
+
+
+@pytest.mark.slow
+def test_orbax_nnx(tmp_path):
+    def abstract():
+        model = models.NNX["Linear, bf16"](nnx.Rngs(0))
+        return jaxfp8.freeze(model, jax.ShapeDtypeStruct(X.shape, X.dtype))
+
+    model = models.NNX["Linear, bf16"](nnx.Rngs(0))
+    frozen = jaxfp8.freeze(jaxfp8.calibrate(model, [X]), X)
+    graph, state = nnx.split(nnx.eval_shape(abstract))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "frozen", nnx.state(frozen))
+        checkpointer.wait_until_finished()
+        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "frozen", state))
+    models.assert_same(restored(X), frozen(X), "restored")
+
+
+LOAD = """
+import sys
+import jax
+import numpy as np
+{imports}
+folder = sys.argv[1]
+program = jax.export.deserialize(bytearray(open(f"{{folder}}/program", "rb").read()))
+arguments = [np.load(f"{{folder}}/{{i}}.npy") for i in range({count})]
+{prepare}
+np.save(f"{{folder}}/y.npy", np.asarray(program.call(*arguments)).view(np.uint16))
+assert "jaxfp8" not in sys.modules or {with_jaxfp8}
+"""
+
+
+def in_a_fresh_process(folder, program, arguments, imports="", prepare=""):
+    """What an exported program gives in a process that knows nothing else; bfloat16."""
+    (folder / "program").write_bytes(program.serialize())
+    for i, argument in enumerate(arguments):
+        np.save(folder / f"{i}.npy", argument)
+    script = LOAD.format(imports=imports, prepare=prepare, count=len(arguments), with_jaxfp8="jaxfp8" in imports)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", script, str(folder)], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return np.load(folder / "y.npy").view(oracle.BF16)
+
+
+def exported(function, *arguments):
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
+    return jax.export.export(jax.jit(function), disabled_checks=checks)(*arguments)
+
+
+def test_export_with_weights_inside(tmp_path):
+    """A program of x alone; the process imports jaxfp8, which has its custom calls."""
+    model, variables, frozen = models.linen("own Dense")
+    program = exported(lambda x: model.apply(frozen, x), X)
+    assert "custom_call @jaxfp8_quantize" in program.mlir_module()
+    y = in_a_fresh_process(tmp_path, program, [X], imports="import jaxfp8")
+    oracle.assert_bitwise(y, np.asarray(models.run(model, variables)), "y")
+
+
+def test_export_without_jaxfp8(tmp_path):
+    """The reference is plain StableHLO: a process with JAX alone runs it, to the same bits."""
+    model, variables, frozen = models.linen("own Dense")
+    with jaxfp8.ops.implementation("reference"):
+        program = exported(lambda x: model.apply(frozen, x), X)
+        wanted = np.asarray(models.run(model, variables))
+    assert "custom_call @jaxfp8" not in program.mlir_module()
+    oracle.assert_bitwise(in_a_fresh_process(tmp_path, program, [X]), wanted, "y")
+
+
+@pytest.mark.slow
+def test_export_with_weights_as_arguments(tmp_path):
+    model, variables, frozen = models.linen("own Dense")
+    (tmp_path / "frozen").write_bytes(flax.serialization.to_bytes(frozen))
+    prepare = """
+from flax import serialization
+variables = program.in_tree.unflatten(program.in_avals)[0][0]
+variables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), variables)
+variables = serialization.from_bytes(variables, open(f"{folder}/frozen", "rb").read())
+arguments = [variables, *arguments]
+"""
+    y = in_a_fresh_process(tmp_path, exported(model.apply, frozen, X), [X], "import jaxfp8", prepare)
+    oracle.assert_bitwise(y, np.asarray(models.run(model, variables)), "y")
+
+
+def test_what_is_in_a_program():
+    """One FP8 product and one quantization, of x; nothing of a kernel but its codes, and those as they lie."""
+    model, _, frozen = models.linen("Dense, bf16")
+    with jaxfp8.ops.implementation("ffi"):
+        text = jax.jit(model.apply).lower(frozen, X).compile().as_text()
+    assert len(re.findall(r'custom_call_target="jaxfp8_quantize', text)) == 1
+    assert "f32[32,48]" not in text and "f8e4m3fn[32,48]" not in text
+    assert jnp.dtype(jnp.float8_e4m3fn) in {leaf.dtype for leaf in jax.tree.leaves(frozen)}
