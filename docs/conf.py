@@ -1,5 +1,6 @@
 """Sphinx: pages in Markdown, and the reference from docstrings. `make docs` builds it, with warnings as errors."""
 
+import inspect
 import pathlib
 import re
 import sys
@@ -18,7 +19,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 # Where a link in a page to a heading goes.
 myst_heading_anchors = 3
-napoleon_use_ivar = True
+# As lists, not as fields of their own: an entry may be about several names.
+napoleon_use_param = False
+napoleon_custom_sections = [("Attributes", "params_style")]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
@@ -30,8 +33,14 @@ def links_out_of_docs(app, name, source):
     source[0] = link.sub(lambda m: f"`{m[2]}`" if m[1] == m[2] else f"{m[1]} (`{m[2]}`)", source[0])
 
 
+def skip_fields(app, what, name, value, skip, options):
+    """Of the members of a class methods and properties: the docstring of the class has its fields."""
+    return skip or not (inspect.isroutine(value) or isinstance(value, property))
+
+
 def setup(app):
     app.connect("source-read", links_out_of_docs)
+    app.connect("autodoc-skip-member", skip_fields)
     # Before napoleon, which reads Google's sections.
     app.connect("autodoc-process-docstring", docstrings.to_rst, priority=400)
     reference.write_pages(HERE / "api")

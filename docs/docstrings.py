@@ -24,10 +24,10 @@ def _paragraphs(paragraphs):
         elif first.startswith("    ") and not in_section:
             yield "::\n\n" + paragraph  # a program or a formula
         else:
-            yield _inline(paragraph)
+            yield inline(paragraph)
 
 
-def _inline(paragraph: str) -> str:
+def inline(paragraph: str) -> str:
     """Code in double backticks, and nothing else that reStructuredText would read."""
     found, last = [], 0
     for code in _CODE.finditer(paragraph):

@@ -5,11 +5,14 @@ A module says what is public as type checkers read it: `from ._x import name as 
 """
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
 import pathlib
 import pkgutil
+
+import docstrings
 
 # Parts that packages share; what users need of them is in `jaxfp8` itself.
 SHARED = {"jaxfp8.formats", "jaxfp8.recipes", "jaxfp8.scaling", "jaxfp8.tensor"}
@@ -29,7 +32,7 @@ def public_modules() -> list[str]:
 
 def public_names(module: str) -> list[str]:
     """The public names of a module, but for those that are modules themselves, in the order of the alphabet."""
-    names = set(_imported(module))
+    names = {name for name, (_, alias) in _imported(module).items() if alias.asname == alias.name}
     if not hasattr(importlib.import_module(module), "__path__"):
         names |= {name for name in _defined(module) if not name.startswith("_")}
     return sorted(name for name in names if not inspect.ismodule(_value(module, name)))
@@ -47,13 +50,10 @@ def homes() -> dict[str, str]:
 
 def description(module: str, name: str) -> str:
     """The docstring of a function or class; of anything else the comment above its definition. Empty where none is."""
-    value = _value(module, name)
-    if inspect.isroutine(value) or inspect.isclass(value):
-        generated = f"{name}(" if inspect.isclass(value) else None  # what a dataclass without a docstring has
-        text = value.__doc__ or ""
-        return "" if generated and text.startswith(generated) else inspect.cleandoc(text)
-    where, name = _origin(module, name)
-    above = _lines(where)[: _defined(where)[name] - 1]
+    node = _definition(module, name)
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return ast.get_docstring(node) or ""
+    above = _lines(_origin(module, name)[0])[: node.lineno - 1]
     comment = []
     while above and above[-1].startswith("# "):
         comment.insert(0, above.pop()[2:])
@@ -75,16 +75,16 @@ def write_pages(folder: pathlib.Path) -> None:
 def _page(module: str, described: dict[str, str]) -> str:
     lines = [module, "=" * len(module), "", f".. automodule:: {module}", ""]
     for name in public_names(module):
-        full, value = f"{module}.{name}", _value(module, name)
+        full, node = f"{module}.{name}", _definition(module, name)
         if described[full] != full:
             lines += [f".. py:attribute:: {full}", "   :no-index:", "", f"   :py:obj:`{described[full]}`", ""]
-        elif inspect.isclass(value):
+        elif isinstance(node, ast.ClassDef):
             lines += [f".. autoclass:: {full}", "   :members:", ""]
-        elif inspect.isroutine(value):
+        elif isinstance(node, ast.FunctionDef):
             lines += [f".. autofunction:: {full}", ""]
         else:
             lines += [f".. py:data:: {full}", ""]
-            lines += [f"   {line}" for line in description(module, name).splitlines()] + [""]
+            lines += [f"   {line}" for line in docstrings.inline(description(module, name)).splitlines()] + [""]
     return "\n".join(lines)
 
 
@@ -99,31 +99,42 @@ def _lines(module: str) -> list[str]:
     return pathlib.Path(importlib.import_module(module).__file__).read_text().splitlines()
 
 
-def _imported(module: str) -> dict[str, str]:
-    """The names that a module imports to hand them on, and the modules that have them."""
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    return ast.parse("\n".join(_lines(module))).body
+
+
+def _imported(module: str) -> dict[str, tuple[str, ast.alias]]:
+    """The names that a module imports from others: from where, and how it says so."""
     package = importlib.import_module(module).__spec__.parent
     found = {}
-    for node in ast.parse("\n".join(_lines(module))).body:
+    for node in _body(module):
         if isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            found |= {alias.name: source for alias in node.names if alias.asname == alias.name}
+            found |= {alias.asname or alias.name: (source, alias) for alias in node.names}
     return found
 
 
-def _defined(module: str) -> dict[str, int]:
-    """The names that a module defines, and their lines."""
+def _defined(module: str) -> dict[str, ast.stmt]:
+    """The names that a module defines, and where."""
     found = {}
-    for node in ast.parse("\n".join(_lines(module))).body:
+    for node in _body(module):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node.lineno
+            found[node.name] = node
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
             if isinstance(target, ast.Name):
-                found[target.id] = node.lineno
+                found[target.id] = node
     return found
 
 
 def _origin(module: str, name: str) -> tuple[str, str]:
-    """The module where a name is defined."""
+    """The module where a name is defined, and what it is called there."""
     while name in _imported(module):
-        module = _imported(module)[name]
+        module, alias = _imported(module)[name]
+        name = alias.name
     return module, name
+
+
+def _definition(module: str, name: str) -> ast.stmt:
+    module, name = _origin(module, name)
+    return _defined(module)[name]
