@@ -1,10 +1,11 @@
 """Which leaves of a tree are quantizer state, whatever holds them: dicts, Flax and NNX variables, dataclasses.
 
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
-(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. Beside them may be `{p}counters`. A
-`scale` on its own, as normalization layers have it, is a parameter. What else lies below the key `_overwrite_with_gradient`, or in a `DotGeneralState`, is
-state of a user's own quantizer. In a tree without that key, so are leaves side by side that are all named after roles
-(`linear_input_steps`): optimizers see the states of NNX as plain dicts, which say nothing but names.
+(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. There may be `{p}counters` beside them.
+A `scale` on its own, as normalization layers have it, is a parameter. What else lies below the key
+`_overwrite_with_gradient`, or in a `DotGeneralState`, is state of a user's own quantizer. In a tree without that key,
+so are leaves side by side that are all named after roles (`linear_input_steps`): optimizers see the states of NNX as
+plain dicts, which say nothing but names.
 """
 
 import dataclasses

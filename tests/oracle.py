@@ -104,6 +104,17 @@ def quantize(x, scale, fmt: Format) -> tuple[np.ndarray, np.float32]:
     return encode(y, fmt), amax(x)
 
 
+def counts(x, scale, fmt: Format) -> np.ndarray:
+    """How many elements have |x * scale| above the largest value, and how many are not zero and get the code of zero.
+
+    An infinity is above it, a NaN is not. f32 `[2]`, so at most 2**24 elements.
+    """
+    wide, zero = widen(x), np.isin(bits(quantize(x, scale, fmt)[0]), (0x00, 0x80))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        saturated = np.abs(wide * F32(scale)) > fmt.max
+    return F32([saturated.sum(), (zero & (wide != 0)).sum()])
+
+
 def quantize_transpose(x, scale, fmt: Format) -> tuple[np.ndarray, np.ndarray, np.float32]:
     """(codes, codes transposed, amax) of a matrix."""
     data, top = quantize(x, scale, fmt)

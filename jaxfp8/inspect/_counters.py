@@ -13,7 +13,7 @@ from ..recipes import QuantizerState
 
 
 def with_counters(tree):
-    """Adds counters to every quantizer of delayed scaling: f32 `[saturated, flushed, steps]`, of the step that ran last.
+    """Adds counters to every quantizer of delayed scaling: f32 `[saturated, flushed, steps]`, of the last step.
 
         variables = jaxfp8.inspect.with_counters(variables)  # once, before training or in the middle of it
 
@@ -24,9 +24,9 @@ def with_counters(tree):
     each; one that is not used keeps what it has. On a mesh fractions are of the whole tensor, for one more reduction
     over the devices.
 
-    They are called `{input,kernel,output_grad}_counters` beside the `_amax_history`, and `QuantizerState.counters`. They
-    go through gradients, `update_state`, accumulation and checkpoints as the rest of the state. Recipes that keep no
-    history have none.
+    They are called `{input,kernel,output_grad}_counters` beside the `_amax_history`, and `QuantizerState.counters`.
+    They go through gradients, `update_state`, accumulation and checkpoints as the rest of the state. Recipes that keep
+    no history have none.
 
     Args:
         tree: Linen variables or their `_overwrite_with_gradient` collection, a `DotGeneralState`, an NNX state, a

@@ -95,7 +95,9 @@ def _custom_call(x, scale, amax, members, dtype, rows, cols, column_sums, counts
 _quantize_transpose = tensor_op(
     "quantize_transpose",
     names=_names,
-    dtypes=lambda *_, dtype, column_sums, counts=False, **__: [dtype, dtype] + [jnp.float32] * (1 + column_sums + counts),
+    dtypes=lambda *_, dtype, column_sums, counts=False, **__: (
+        [dtype, dtype] + [jnp.float32] * (1 + column_sums + counts)
+    ),
     reference=_reference,
     cpu=_custom_call,
     cuda=_custom_call,

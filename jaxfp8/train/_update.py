@@ -91,8 +91,8 @@ def _check_shapes(name, old, new):
     shapes, wanted = ([leaf.shape for leaf in leaves] for leaves in (new, old))
     if shapes != wanted:
         raise ValueError(
-            f"update_state: new: {name}: expected the shapes of old, {_listed(wanted)}, got {_listed(shapes)}; pass the "
-            "gradient with respect to old"
+            f"update_state: new: {name}: expected the shapes of old, {_listed(wanted)}, got {_listed(shapes)}; pass "
+            "the gradient with respect to old"
         )
 
 

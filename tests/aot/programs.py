@@ -48,6 +48,7 @@ LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
 XLA = ", xla"
+COUNTED = ", counted"
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
 STATE = "_overwrite_with_gradient"
 
@@ -143,7 +144,7 @@ GROUPS = {
         "dense": Case(
             dense(8192),
             (8192, 8192),
-            (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA),
+            (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA, "own" + COUNTED),
             reads=_OF_DENSE,
         ),
         "dense with bias": Case(dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE),
@@ -183,7 +184,7 @@ def report(case: Case, candidate: str, quickly=False) -> dict:
     if candidate.endswith(XLA):
         with jaxfp8.ops.implementation("xla"):
             return report(case, candidate.removesuffix(XLA), quickly)
-    model = case.model(candidate.removesuffix(TRITON))
+    model = case.model(candidate.removesuffix(TRITON).removesuffix(COUNTED))
     mesh = h200s(case.mesh)
     if case.hidden is not None:
         model = model.clone(hidden=NamedSharding(mesh, case.hidden))
@@ -209,6 +210,8 @@ def report(case: Case, candidate: str, quickly=False) -> dict:
 
     x = placed(P("fsdp"), jax.ShapeDtypeStruct(case.shape, jnp.bfloat16))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    if candidate.endswith(COUNTED):
+        variables = jaxfp8.inspect.with_counters(variables)
     variables = jax.tree.map_with_path(of_variable, variables)
     where = x.sharding, (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding)
     lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)

@@ -52,6 +52,17 @@ def test_launches(counts, case, name, launches):
     assert found["launches"] <= launches, found["kinds"]
 
 
+def test_counting(counts):
+    """Tensors are read once as before; a launch for each quantizer puts its counters together, in bytes alone.
+
+    Not in the program, and so not counted: a memset that each of the three calls which count puts before its kernel.
+    """
+    plain, counted = counts["dense"]["own"], counts["dense"]["own, counted"]
+    assert counted["launches"] <= plain["launches"] + 3, counted["kinds"]
+    assert counted["reads"] == plain["reads"] and counted["copies"] == 0
+    assert 0 < counted["bytes"] - plain["bytes"] < 1024
+
+
 @pytest.mark.parametrize("name, mib", [("own", 900), ("drop-in", 1540)])
 def test_bytes(counts, name, mib):
     assert counts["dense"][name]["bytes"] <= mib * MIB

@@ -127,6 +127,27 @@ def test_column_sums(m, n, dtype):
         oracle.assert_bitwise(run(x)[-1], np.asarray(sums), "again")
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_counts(dtype, fmt):
+    """Of every value and of many, from several blocks; the hardware's products at the boundaries."""
+    many = random_values((1031, 520), dtype)
+    for scale in (*SCALES, *STRANGE_SCALES):
+        for x in (all_values(dtype, fmt)[None], many):
+            expected = oracle.counts(x, scale, fmt)
+            for op in (ops.quantize, ops.quantize_transpose):
+                *got, found = op(x, scale, fmt.dtype, counts=True)
+                oracle.assert_bitwise(found, expected, f"{op.__name__}, {scale!r}")
+                assert_all_bitwise(got, getattr(oracle, op.__name__)(x, scale, fmt), f"{op.__name__}, {scale!r}")
+
+
+def test_counts_of_what_an_op_computes():
+    """A second pass, in jnp: relu is exact in both."""
+    x = random_values((300, 520), oracle.BF16)
+    *_, found = ops.quantize_activation(x, np.float32(3), jnp.float8_e4m3fn, activation="relu", counts=True)
+    oracle.assert_bitwise(found, oracle.counts(np.maximum(x, 0), np.float32(3), oracle.E4M3), "relu")
+
+
 def test_amax_so_far():
     """In place, for a zero that another kernel has written, and in a copy of what the program needs otherwise."""
     x = random_values((300, 520), oracle.BF16)

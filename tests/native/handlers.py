@@ -24,7 +24,8 @@ HIGH_PRECISION, FP8 = (BF16, F16, F32), (E4M3, E5M2)
 NAN_CODE = {E4M3: 0x7F, E5M2: 0x7E}
 NAN_BITS = {BF16: 0x7FC0, F16: 0x7E00, F32: 0x7FC00000}
 ELEMENTWISE = ("amax", "quantize", "quantize_transpose", "dequantize")
-OPS = (*ELEMENTWISE, "amax_to_scale", "delayed_scales", "push_amaxes")
+COUNTED = ("quantize_counted", "quantize_transpose_counted")
+OPS = (*ELEMENTWISE, *COUNTED, "amax_to_scale", "delayed_scales", "push_amaxes")
 VERSIONS = {"quantize": 2, "quantize_transpose": 2}
 
 passed = failed = 0
@@ -305,6 +306,21 @@ def bad_calls():
     yield "quantize", [data, amax], [x, one, two], extra
     yield op, [matrix_data, matrix_t, amax], [matrix, one, two], extra
     yield "dequantize", [out], [codes, one], extra
+    # Counts.
+    counts, matrix_results = ((2, 4), np.dtype(np.uint32)), [matrix_data, matrix_t, amax]
+    for bad in [
+        ((2, 4), F32),
+        ((2, 4), np.dtype(np.int32)),
+        ((2, 2), counts[1]),
+        ((1, 4), counts[1]),
+        ((8,), counts[1]),
+    ]:
+        yield "quantize_counted", [data, amax, bad], [x, one, two], {}
+        yield f"{op}_counted", [*matrix_results, bad], [matrix, one, two], {}
+    yield "quantize_counted", [data, amax, counts], [x, one, two], extra
+    yield f"{op}_counted", [*matrix_results, counts], [matrix, one, two], extra
+    yield "quantize_counted", [data, amax], [x, one, two], {}
+    yield f"{op}_counted", matrix_results, [matrix, one, two], {}
     # Too few and too many buffers.
     yield "amax", [amax, amax], [x], {}
     yield "quantize", [data, amax], [x, one], {}

@@ -54,8 +54,15 @@ GOOD = {
     ),
     "push_amaxes": ([((2, 4), F32), ((2, 1), F32)], [((2, 4), F32), ((2, 1), F32), *[((2,), F32)] * 2]),
 }
+# With counts after the amax; of ones at scale 1 there is nothing to count.
+GOOD |= {
+    f"{op}_counted": ([*GOOD[op][0], ((2, 4), np.uint32)], GOOD[op][1]) for op in ("quantize", "quantize_transpose")
+}
 # What a good call of ones gives, where that is not ones.
 ANSWERS = {"delayed_scales": [np.float32([0, 1, 1, 1])] + [np.float32(0)] + [np.float32(1)] * 4 + [np.float32(0)] * 2}
+ANSWERS |= {
+    f"{op}_counted": [np.float32(1)] * n + [np.uint32(0)] for op, n in (("quantize", 2), ("quantize_transpose", 3))
+}
 AMAXES_SO_FAR = [
     ("operand", 2, ((1,), F32)),
     ("operand", 2, ((3,), F32)),
@@ -211,6 +218,9 @@ BAD = {
         "next history 1": [("result", 1, ((2, 4), F32)), ("result", 1, ((3, 1), F32))],
     },
 }
+for _op, _index in (("quantize", 2), ("quantize_transpose", 3)):
+    _shapes = (((2, 4), F32), ((2, 4), np.int32), ((2, 2), np.uint32), ((1, 4), np.uint32), ((8,), np.uint32))
+    BAD[f"{_op}_counted"] = BAD[_op] | {"counts": [("result", _index, spec) for spec in _shapes]}
 ROWS = [
     (op, name, place, index, spec)
     for op, names in BAD.items()
