@@ -30,9 +30,42 @@ namespace ffi = ::xla::ffi;
     }                                                             \
   } while (false)
 
-// Before XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ...): everything else in the library is hidden.
+// Before JAXFP8_DEFINE_HANDLER_SYMBOL(name, ...): everything else in the library is hidden.
 #define JAXFP8_EXPORT_HANDLER(name) \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame)
+
+// As XLA_FFI_DEFINE_HANDLER_SYMBOL, with the op before what XLA says of a call that no handler has seen yet: a wrong
+// number of buffers, attributes that the handler does not have.
+#define JAXFP8_DEFINE_HANDLER_SYMBOL(name, handler, ...)                   \
+  extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame) {          \
+    XLA_FFI_DEFINE_HANDLER(bound, handler, __VA_ARGS__);                   \
+    return ::jaxfp8::WithOp(#name, *call_frame, (*bound)(call_frame));     \
+  }                                                                        \
+  static_assert(true, "a semicolon follows")
+
+// `error`, or null, with the op of `symbol` before its message: "jaxfp8_amax_v1" has the op "amax".
+inline XLA_FFI_Error* WithOp(const std::string& symbol, const XLA_FFI_CallFrame& call_frame, XLA_FFI_Error* error) {
+  if (error == nullptr) return nullptr;
+  constexpr size_t kPrefix = sizeof("jaxfp8_") - 1;
+  const std::string op = symbol.substr(kPrefix, symbol.rfind("_v") - kPrefix) + ": ";
+  XLA_FFI_Error_GetMessage_Args get = {};
+  get.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;
+  get.error = error;
+  call_frame.api->XLA_FFI_Error_GetMessage(&get);
+  const std::string message = get.message;
+  if (message.compare(0, op.size(), op) == 0) return error;
+  // Errors of handlers start with their op, so this one is XLA's, and all that XLA finds wrong is an invalid argument.
+  XLA_FFI_Error_Destroy_Args destroy = {};
+  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  destroy.error = error;
+  call_frame.api->XLA_FFI_Error_Destroy(&destroy);
+  const std::string named = op + message;
+  XLA_FFI_Error_Create_Args create = {};
+  create.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  create.message = named.c_str();
+  create.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return call_frame.api->XLA_FFI_Error_Create(&create);
+}
 
 // One buffer of a handler and the name its errors give it.
 struct Operand {

@@ -25,7 +25,7 @@ ffi::Error AmaxHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cpu::AmaxHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cpu::AmaxHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

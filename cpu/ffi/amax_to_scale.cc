@@ -31,7 +31,7 @@ ffi::Error AmaxToScaleHandler(ffi::AnyBuffer amax, ffi::AnyBuffer stored, ffi::R
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_to_scale_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cpu::AmaxToScaleHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cpu::AmaxToScaleHandler,
                               xla::ffi::Ffi::Bind()
                                   .Arg<xla::ffi::AnyBuffer>()  // amax
                                   .Arg<xla::ffi::AnyBuffer>()  // stored

@@ -18,7 +18,7 @@ ffi::Error DelayedScalesHandler(ffi::RemainingArgs operands, ffi::RemainingRets 
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_delayed_scales_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cpu::DelayedScalesHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cpu::DelayedScalesHandler,
                               xla::ffi::Ffi::Bind()
                                   .RemainingArgs()  // histories, stored
                                   .RemainingRets()  // histories, scales, scale_invs, amaxes

@@ -30,7 +30,7 @@ ffi::Error DequantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_dequantize_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cpu::DequantizeHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cpu::DequantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // data

@@ -18,7 +18,7 @@ ffi::Error PushAmaxesHandler(ffi::RemainingArgs operands, ffi::RemainingRets res
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_push_amaxes_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cpu::PushAmaxesHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cpu::PushAmaxesHandler,
                               xla::ffi::Ffi::Bind()
                                   .RemainingArgs()  // histories, amaxes
                                   .RemainingRets()  // histories

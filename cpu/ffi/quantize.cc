@@ -52,7 +52,7 @@ ffi::Error QuantizeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::A
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

@@ -28,7 +28,7 @@ ffi::Error AmaxHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::A
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cuda::AmaxHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cuda::AmaxHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

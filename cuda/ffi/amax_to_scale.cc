@@ -36,7 +36,7 @@ ffi::Error AmaxToScaleHandler(cudaStream_t stream, ffi::AnyBuffer amax, ffi::Any
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_to_scale_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cuda::AmaxToScaleHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cuda::AmaxToScaleHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // amax

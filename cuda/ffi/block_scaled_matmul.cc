@@ -98,7 +98,7 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
 
 // Its initialize stage is that of scaled_matmul.
 JAXFP8_EXPORT_HANDLER(jaxfp8_block_scaled_matmul_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // a

@@ -18,7 +18,7 @@ ffi::Error DelayedScalesHandler(cudaStream_t stream, ffi::RemainingArgs operands
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_delayed_scales_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cuda::DelayedScalesHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cuda::DelayedScalesHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()  // histories, stored

@@ -35,7 +35,7 @@ ffi::Error DequantizeHandler(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyB
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_dequantize_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cuda::DequantizeHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cuda::DequantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // data

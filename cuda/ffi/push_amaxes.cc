@@ -19,7 +19,7 @@ ffi::Error PushAmaxesHandler(cudaStream_t stream, ffi::RemainingArgs operands, f
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_push_amaxes_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cuda::PushAmaxesHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cuda::PushAmaxesHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()  // histories, amaxes

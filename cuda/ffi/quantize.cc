@@ -60,7 +60,7 @@ ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::An
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

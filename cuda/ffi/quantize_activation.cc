@@ -65,7 +65,7 @@ ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_activation_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v1, jaxfp8::cuda::QuantizeActivationHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v1, jaxfp8::cuda::QuantizeActivationHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

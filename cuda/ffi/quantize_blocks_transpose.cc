@@ -114,7 +114,7 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_blocks_transpose_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v1, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v1, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

@@ -84,7 +84,7 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_norm_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v1, jaxfp8::cuda::QuantizeNormHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v1, jaxfp8::cuda::QuantizeNormHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // x

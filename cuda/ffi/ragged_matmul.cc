@@ -79,7 +79,7 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_ragged_matmul_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_ragged_matmul_v1, jaxfp8::cuda::RaggedMatmulHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_ragged_matmul_v1, jaxfp8::cuda::RaggedMatmulHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // a

@@ -106,7 +106,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::
                               xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<xla::ffi::AnyBuffer>()  // a
