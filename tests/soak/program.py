@@ -1,0 +1,104 @@
+"""What happens in a run: random batches, trainers, restarts and meshes, step by step. Plain numpy.
+
+As in `mesh/cases.py` every tensor that is quantized has an amax of 7 times a power of two, so that scales are powers of
+two and sums exact, spikes and all: a spike multiplies a tensor by 2**13.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
+SPIKE = 2.0**13  # 8192
+MESHES = ("one device", "dp", "fsdp 2x4", "fsdp+tp 2x2x2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One step and what comes before it.
+
+    Attributes:
+        before: "save", "restore" (the last checkpoint: the run goes back), "restart" (through a checkpoint), or "".
+        mesh: where the step runs.
+        trainer: "guarded" (a weight without a finite gradient stays), "skipping" (a step that is not finite changes
+            nothing) or "accumulating" (two batches, guarded).
+        batches: `(x, target, size, pin)` of each microbatch; see `batch`.
+        what: the kind of data, for the report.
+    """
+
+    before: str
+    mesh: str
+    trainer: str
+    batches: tuple
+    what: str
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.what, self.trainer, self.mesh, self.before)))
+
+
+def tensor(rng, level):
+    """f32 `[b, s, d]`: multiples of 1/8 up to 3.5, twice that in one half of one row, where one value is 7; times
+    2**level. And that row."""
+    values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
+    row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
+    values[row, half : half + LENGTH // 2] *= 2
+    values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
+    return values * np.float32(2.0**level), row
+
+
+def batch(rng, what):
+    """`(x, target, size, pin)`: x bf16 and target f32 `[b, s, d]`; size f32 `[b, 1, f]` scales the hidden layer, and
+    pin bool `[b, s, f]` says which one of its values and gradients is 7 times that."""
+    level = int(rng.integers(-1, 2))
+    x, row = tensor(rng, level)
+    target, _ = tensor(rng, -level)
+    if what == "spike in x":
+        x *= np.float32(SPIKE)
+    if what == "spike in grad":
+        target *= np.float32(SPIKE)
+    if what == "tiny":
+        x, target = x / np.float32(SPIKE), target / np.float32(SPIKE)
+    if what in ("NaN", "Inf"):
+        value = np.nan if what == "NaN" else rng.choice([-np.inf, np.inf])
+        spoilt = x if rng.random() < 0.5 else target
+        spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = value
+    size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)  # of which one block is 1
+    column = rng.integers(HIDDEN // 8) * 8
+    size[row, :, column : column + 8] = 1
+    pin = np.zeros((BATCH, LENGTH, HIDDEN), bool)
+    pin[row, rng.integers(LENGTH), column] = True
+    return x.astype(ml_dtypes.bfloat16), target, size, pin
+
+
+KINDS = {"ordinary": 0.7, "spike in x": 0.06, "spike in grad": 0.06, "tiny": 0.04, "NaN": 0.08, "Inf": 0.06}
+TRAINERS = {"guarded": 0.5, "skipping": 0.25, "accumulating": 0.25}
+BEFORE = {"": 0.88, "save": 0.04, "restore": 0.04, "restart": 0.04}
+MOVE = 0.05
+
+
+def events(steps: int, seed: int):
+    """The events of a run, one after the other."""
+    rng = np.random.default_rng(seed)
+    mesh = MESHES[0]
+
+    def choice(options):
+        return str(rng.choice(list(options), p=list(options.values())))
+
+    for _ in range(steps):
+        if rng.random() < MOVE:
+            mesh = str(rng.choice([name for name in MESHES if name != mesh]))
+        what, trainer = choice(KINDS), choice(TRAINERS)
+        count = 2 if trainer == "accumulating" else 1
+        # Of two microbatches the last is as the step, the other ordinary.
+        batches = [batch(rng, "ordinary") for _ in range(count - 1)] + [batch(rng, what)]
+        yield Event(choice(BEFORE), mesh, trainer, tuple(batches), what)
+
+
+def first_weights() -> dict:
+    """Multiples of 1/4 up to 3/4, and one 7/4; f32."""
+    rng, values = np.random.default_rng(0), {}
+    for name, shape, largest in (("w1", (WIDTH, HIDDEN), (0, 0)), ("w2", (HIDDEN, WIDTH), (-1, -1))):
+        values[name] = rng.integers(-3, 4, shape).astype(np.float32) / 4
+        values[name][largest] = 1.75
+    return values
