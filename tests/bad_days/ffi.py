@@ -1,0 +1,172 @@
+"""Custom calls: bad buffers, errors inside programs, programs that are loaded elsewhere. Flax has no custom calls."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from ops import test_raw_targets as raw
+
+import jaxfp8
+
+from .steps import normal, same_bits
+from .verdict import NotRun, Tally, refused, row
+
+NONE = "Flax makes no custom calls"
+
+
+def alive(tally, op):
+    try:
+        raw.assert_alive(op)
+    except AssertionError as error:
+        tally(False, f"{op}: the call after gives {error}")
+
+
+@row(
+    "wrong dtype, rank, size, number of buffers or attribute of a custom call: an error that names it, process alive",
+    peer=NONE,
+)
+def bad_buffers(library):
+    tally = Tally()
+    with jaxfp8.ops.implementation("ffi"):
+        for op, name, place, index, spec in raw.ROWS:
+            results, operands = (list(part) for part in raw.GOOD[op])
+            (operands if place == "operand" else results)[index] = spec
+            call = lambda op=op, results=results, operands=operands: raw.call(op, results, operands)  # noqa: E731
+            refused(call, tally, f"{op}: {name} as {spec}", rf"{op}: {name}: expected")
+        for op, (results, operands) in raw.GOOD.items():
+            for what, call in {
+                "too many operands": lambda op=op, r=results, o=operands: raw.call(op, r, [*o, ((1,), raw.F32)]),
+                "too few operands": lambda op=op, r=results, o=operands: raw.call(op, r, o[:-1]),
+                "an unknown attribute": lambda op=op, r=results, o=operands: raw.call(op, r, o, surprise=np.int32(1)),
+            }.items():
+                refused(call, tally, f"{op}: {what}", "INVALID_ARGUMENT")
+            alive(tally, op)
+    return tally.verdict(f"{tally.count} of {tally.count} refused by name")
+
+
+@row("a handler's error inside a program: the program fails, the process and the next call do not", peer=NONE)
+def error_in_a_program(library):
+    tally, x = Tally(), normal(1, (9, 11))
+
+    def good(x):
+        return jaxfp8.ops.quantize(x, np.float32(2), oracle.E4M3.dtype)
+
+    def bad(x):
+        shapes = [jax.ShapeDtypeStruct((7,), np.float32)]
+        return jax.ffi.ffi_call(raw.cases.TARGETS["amax"], shapes)(good(x)[0].astype(np.float32))[0]
+
+    with jaxfp8.ops.implementation("ffi"):
+        for _ in range(3):
+            refused(lambda: jax.jit(bad)(x), tally, "a result of another size", "amax: amax: expected")
+            codes, amax = jax.jit(good)(x)
+            tally(same_bits((codes, amax), oracle.quantize(x, np.float32(2), oracle.E4M3)), "the next call is wrong")
+    return tally.verdict()
+
+
+LOAD = """
+import jax, numpy as np
+IMPORT
+exported = jax.export.deserialize(bytearray(open("step.bin", "rb").read()))
+with np.load("in.npz") as file:
+    leaves = [file[name] for name in file.files]
+try:
+    out = jax.block_until_ready(exported.call(*leaves))
+    np.savez("out.npz", *out)
+    print("ran")
+except Exception as error:
+    print(type(error).__name__, str(error)[:300].replace(chr(10), " "))
+"""
+
+
+def exported(library, folder):
+    """Writes a gradient step and its arguments; returns what it gives here."""
+    layer = library.dense(5)
+    leaves, treedef = jax.tree.flatten(library.variables(normal(1, (8, 5))))
+
+    @jax.jit
+    def step(x, *leaves):
+        v = jax.tree.unflatten(treedef, leaves)
+        return jax.tree.leaves(jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(v))
+
+    x = normal(0, (6, 8))
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
+    program = jax.export.export(step, disabled_checks=checks)(x, *leaves)
+    (folder / "step.bin").write_bytes(program.serialize())
+    np.savez(folder / "in.npz", x, *leaves)
+    return step(x, *leaves)
+
+
+def load(folder, imports, **environment) -> str:
+    """What a fresh process says that loads and runs the step.
+
+    Raises:
+        RuntimeError: it died.
+    """
+    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD.replace("IMPORT", imports)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr[-200:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+@row("export and reload in another process: the same bits")
+def reload(library):
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        here = exported(library, folder)
+        said = load(folder, "import jaxfp8" if library.is_ours else "")
+        tally(said == "ran", said, silent=False)
+        if said == "ran":
+            with np.load(folder / "out.npz") as file:
+                tally(same_bits([file[key] for key in file.files], here), "other bits")
+    return tally.verdict("the same bits")
+
+
+@row("export and reload without the library: an error that names the call, process alive", peer=NONE)
+def reload_without(library):
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as name:
+        exported(library, pathlib.Path(name))
+        said = load(pathlib.Path(name), "")
+    tally("jaxfp8_" in said, said)
+    return tally.verdict(said[:100])
+
+
+@row("a persistent compile cache from another version: an error that names the call, process alive", peer=NONE)
+def cache(library):
+    """Compiled where the calls are, run where they are not: the program comes from the cache."""
+    tally = Tally()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        options = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        exported(library, folder)
+        first = load(folder, "import jaxfp8", **options)
+        entries = len(list((folder / "cache").iterdir()))
+        again = load(folder, "import jaxfp8", **options)
+        said = load(folder, "", **options)
+    tally(first == again == "ran" and entries > 0, f"with the library: {first}, {again}, {entries} entries")
+    tally("jaxfp8_" in said, f"without it: {said}")
+    return tally.verdict(said[:100])
+
+
+@row("GPU: graph capture, two streams, small workspace, no algorithm, sm_80", peer=NONE)
+def gpus(library):
+    raise NotRun("needs a GPU; what can be tested without one is in tests/cuda")

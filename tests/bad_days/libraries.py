@@ -1,0 +1,138 @@
+"""The libraries side by side: jaxfp8 and Flax, as their users write them; the rows know nothing else of either."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from flax.linen import fp8_ops
+from flax.training import train_state
+
+import jaxfp8
+
+OWG = "_overwrite_with_gradient"
+OPERANDS = ("input", "kernel", "output_grad")
+HISTORY = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What a user calls.
+
+    Attributes:
+        name: as printed.
+        dot_general_cls: `amax_history_length -> ` what `nn.Dense(dot_general_cls=)` takes.
+        einsum: the module for equations.
+        module: the name of the layer's FP8 module in the variables.
+        grad: `loss of variables -> gradient` in the way that the documentation gives for shared state.
+        update: `(variables, gradient) -> variables`, the FP8 state alone overwritten.
+        train_state: Flax's class or its counterpart.
+        quantize: `(x, scale, oracle.Format) -> codes`, `scale` multiplies.
+        big: whether rows that take many GiB are run.
+    """
+
+    name: str
+    dot_general_cls: Callable
+    einsum: Callable
+    module: str
+    grad: Callable
+    update: Callable
+    train_state: type
+    quantize: Callable
+    is_ours: bool = False
+    big: bool = False
+
+    def dense(self, features, history=HISTORY, **options):
+        options = {"use_bias": False} | options
+        return nn.Dense(features, dot_general_cls=self.dot_general_cls(history), **options)
+
+    def variables(self, kernel, state: oracle.LayerState | None = None, history=HISTORY) -> dict:
+        """Of one layer of `dense`; both libraries store amax / FP8_MAX as scale."""
+        state, leaves = state or oracle.LayerState.init(history), {}
+        for name in OPERANDS:
+            part = getattr(state, name)
+            leaves |= {f"{name}_amax_history": part.amax_history, f"{name}_scale": np.reshape(part.scale, (1,))}
+        return {"params": {"kernel": kernel}, OWG: {self.module: leaves}}
+
+    def history(self, variables, operand) -> np.ndarray:
+        """Slot 0 is the newest."""
+        return np.asarray(variables[OWG][self.module][f"{operand}_amax_history"])
+
+
+def _ours(history=HISTORY, **fields):
+    recipe = jaxfp8.DelayedScaling(**{"amax_history_len": history} | fields)
+    return functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+
+
+def _flax(cls):
+    def with_history(history=HISTORY):
+        def make(**options):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of Fp8DotGeneralOp
+                return cls(amax_history_length=history, **options)
+
+        return make
+
+    return with_history
+
+
+def _flax_grad(loss):
+    """State as Flax's `fp32_max_grad`, whose cotangents combine by max; back to f32 for the optimizer."""
+
+    def cast(variables, dtype):
+        return {**variables, OWG: jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), variables[OWG])}
+
+    def gradient(variables):
+        found = jax.grad(lambda v: loss(cast(v, fp8_ops.fp32_max_grad)))(variables)
+        return cast(found, jnp.float32)
+
+    return gradient
+
+
+def _flax_update(variables, gradient):
+    """What Flax's TrainState does with this collection."""
+    return {**variables, OWG: gradient[OWG]}
+
+
+def _flax_quantize(x, scale, fmt):
+    return fp8_ops.quantize(jnp.asarray(x), fmt.dtype, jnp.float32(1) / jnp.float32(scale), jnp.asarray(x).dtype)
+
+
+def _flax_library(cls) -> Library:
+    return Library(
+        name=f"Flax {cls.__name__}",
+        dot_general_cls=_flax(cls),
+        einsum=lambda: nn.Fp8Einsum(amax_history_length=HISTORY),
+        module=f"{cls.__name__}_0",
+        grad=_flax_grad,
+        update=_flax_update,
+        train_state=train_state.TrainState,
+        quantize=_flax_quantize,
+    )
+
+
+OURS = Library(
+    name="jaxfp8",
+    dot_general_cls=_ours,
+    einsum=lambda: jaxfp8.linen.Fp8Einsum(recipe=jaxfp8.DelayedScaling(amax_history_len=HISTORY)),
+    module="Fp8DotGeneral_0",
+    grad=jaxfp8.grad,
+    update=jaxfp8.update_state,
+    train_state=jaxfp8.linen.TrainState,
+    quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(jnp.asarray(x), jnp.float32(scale), fmt.dtype)[0],
+    is_ours=True,
+)
+
+
+def calibrated_first_step(library: Library) -> Library:
+    """jaxfp8 with `first_step="current"`."""
+    return dataclasses.replace(library, dot_general_cls=functools.partial(_ours, first_step="current"))
+
+
+FLAX = _flax_library(fp8_ops.Fp8DirectDotGeneralOp)
+LIBRARIES = {"jaxfp8": OURS, "flax": FLAX, "flax-qdq": _flax_library(fp8_ops.Fp8DotGeneralOp)}

@@ -1,0 +1,27 @@
+"""All rows, by subject in the order of tests/reliability/README.md."""
+
+from . import (
+    checkpoints as checkpoints,
+    ffi as ffi,
+    meshes as meshes,
+    proof as proof,
+    shapes as shapes,
+    state as state,
+    trainers as trainers,
+    values as values,
+)
+from .verdict import ROWS
+
+SUBJECTS = {
+    "values": "Values",
+    "shapes": "Shapes and types",
+    "state": "State",
+    "trainers": "Trainers",
+    "checkpoints": "Checkpoints",
+    "meshes": "Meshes",
+    "ffi": "FFI",
+    "proof": "Proof of training",
+}
+IN_ORDER = sorted(ROWS, key=lambda row: list(SUBJECTS).index(row.subject))
+BY_NAME = {row.name: row for row in IN_ORDER}
+assert len(BY_NAME) == len(IN_ORDER), "two rows have one name"
