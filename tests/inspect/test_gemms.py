@@ -166,6 +166,7 @@ def test_rules():
     assert [(row["layer"], row["why"]) for row in rows] == [("layers/0", None), ("layers/1", "rule 1 says None")]
 
 
+@pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
 def test_platforms():
     def of_codes(x, kernel):
         return x.astype(jnp.float8_e4m3fn) @ kernel.astype(jnp.float8_e4m3fn)
@@ -230,6 +231,8 @@ def test_this_machine(monkeypatch):
     assert the_reason(fp8, X, K) == "jaxfp8 was installed without its CUDA library"
     monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
     assert "NVIDIA A100 has compute capability 8.0" in the_reason(fp8, X, K)
+    with jaxfp8.ops.implementation("xla"):
+        assert "NVIDIA A100 has compute capability 8.0" in the_reason(fp8, X, K)
     gpu.compute_capability = "9.0"
 
     def no_cublaslt():
