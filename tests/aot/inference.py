@@ -1,0 +1,74 @@
+"""Forward passes for inference compiled for an H200: in bf16, in FP8, frozen; prints as JSON what `count` finds.
+
+    python -m aot.inference
+
+Each is a Dense layer of 8192 by 8192 on 2048 rows in bfloat16. `bf16` has its kernel in bfloat16, as models are served;
+`fp8` is a trained layer as it is, with a float32 kernel and state; `frozen` what `jaxfp8.freeze` makes of it.
+`drop-in` is an `nn.Dense`, the others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes; `frozen mlp` is a
+GatedMLP.
+"""
+
+import functools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxfp8
+
+from . import count, programs
+
+ROWS, SIZE = 2048, 8192
+OPTIONS = {"use_bias": False, "dtype": jnp.bfloat16}
+
+
+def frozen(model, variables, x):
+    return jax.eval_shape(functools.partial(jaxfp8.freeze, model), variables, x)
+
+
+def as_it_is(model, variables, x):
+    del model, x
+    return variables
+
+
+def own(recipe=None):
+    return jaxfp8.linen.Dense(SIZE, recipe=recipe, **OPTIONS)
+
+
+CASES = {
+    "bf16": (nn.Dense(SIZE, param_dtype=jnp.bfloat16, **OPTIONS), as_it_is),
+    "fp8": (own(), as_it_is),
+    "frozen": (own(), frozen),
+    "fp8 drop-in": (nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS), as_it_is),
+    "frozen drop-in": (nn.Dense(SIZE, dot_general_cls=jaxfp8.Fp8DotGeneral, **OPTIONS), frozen),
+    "frozen current": (own(programs.RECIPES["current"]), frozen),
+    "frozen row-wise": (own(programs.RECIPES["row-wise"]), frozen),
+    "frozen block": (own(programs.RECIPES["block"]), frozen),
+    "frozen mlp": (programs.GatedMLP("fused"), frozen),
+}
+
+
+def report(model, make) -> dict:
+    """What is in the program of one forward pass."""
+    sharding = jax.sharding.NamedSharding(programs.h200s((1, 1)), jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
+    variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
+    variables, x = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (variables, x)
+    )
+    compiled = (
+        jax.jit(model.apply, out_shardings=sharding)
+        .lower(variables, x)
+        .compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
+    )
+    return count.summary(compiled.as_text()) | {"weights": weights}
+
+
+def main():
+    print(json.dumps({name: report(*case) for name, case in CASES.items()}))
+
+
+if __name__ == "__main__":
+    main()

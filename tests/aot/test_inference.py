@@ -1,0 +1,53 @@
+"""The forward pass of a frozen Dense on an H200: one FP8 GEMM, x quantized, and nothing done to a kernel.
+
+A floor for bytes outside of the GEMM: x is read and its codes are written, 32 + 16 MiB.
+"""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow  # seconds of starting a compiler
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def counts(on_h200):
+    return json.loads(on_h200("inference"))
+
+
+def test_the_counts_of_others_are_known(counts):
+    """bf16 is its GEMM. A layer as it was trained reads scales, quantizes x and a float32 kernel, and multiplies."""
+    bf16, trained = counts["bf16"], counts["fp8"]
+    assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (1, 0, 0, 128 * MIB)
+    assert trained["launches"] == 4 and trained["fp8_gemms"] == 1
+    # The kernel: 256 MiB in, and 64 out in both layouts, of which the forward pass reads one.
+    assert trained["bytes"] // MIB == 48 + 256 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    "name, launches, mib",
+    [
+        ("frozen", 3, 48),  # x, the GEMM, and a copy of the zero from which the amax of x, that nobody reads, counts
+        ("frozen drop-in", 3, 48),
+        ("frozen current", 4, 80),  # the amax of x, then its scale
+        ("frozen row-wise", 2, 49),
+        ("frozen block", 3, 50),  # scales in the order that cuBLASLt wants
+    ],
+)
+def test_frozen(counts, name, launches, mib):
+    found = counts[name]
+    assert found["gemms"] == found["fp8_gemms"] == 1
+    assert found["launches"] <= launches, found["kinds"]
+    assert 48 * MIB <= found["bytes"] <= mib * MIB + 1024, "no kernel is quantized or transposed"
+    assert 64 * MIB <= found["weights"] <= 64.1 * MIB
+
+
+def test_gated_mlp(counts):
+    """Gate and up are one product; their results are read once, for the codes of the hidden activations."""
+    found, hidden = counts["frozen mlp"], 2048 * 14336
+    assert found["gemms"] == found["fp8_gemms"] == 2 and found["launches"] <= 6
+    # The fused kernel writes both layouts, of which one is read.
+    assert found["bytes"] <= 48 * MIB + (2 * 2 + 2) * hidden + 1024
+    assert 3 * 8192 * 14336 <= found["weights"] <= 3 * 8192 * 14336 + 1024
