@@ -166,6 +166,11 @@ def _checked_block(frozen, kernel, layout, recipe):
     )
 
 
+def stand_in(shape, dtype):
+    """What a layer reads where its kernel was: NaN, which its product does not read, and nobody else unseen."""
+    return jnp.full(shape, jnp.nan, dtype)
+
+
 def refuse_untouched(name: str, history, scale) -> None:
     """Raises for the state of a quantizer, called `name`, that has seen nothing and was given no scale."""
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale) == 1):

@@ -68,9 +68,12 @@ def calibrate(model, *variables_and_batches, loss_fn=None, **kwargs):
         first = next(batches, None)
         if first is None:
             raise _no_batches()
-        variables = variables | jax.jit(
-            lambda variables, batch: model.apply(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT], **kwargs)[1]
-        )(variables, first)
+
+        @jax.jit
+        def first_state(variables, batch):
+            return model.apply(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT], **kwargs)[1]
+
+        variables = {**variables, **first_state(variables, first)}
         batches = _again(first, batches)
     return _filled(function, variables, batches, loss_fn is not None)
 

@@ -29,7 +29,7 @@ PARAMS = "params"
 class FrozenKernel(meta.AxisMetadata):
     """What is left of a kernel whose codes are in its product: shape and dtype, no array.
 
-    Layers get zeros, which their product does not read, so that nothing of them is in a compiled program.
+    Layers get NaNs, which their product does not read, so that nothing of them is in a compiled program.
 
     Attributes:
         shape: of the kernel.
@@ -40,8 +40,8 @@ class FrozenKernel(meta.AxisMetadata):
     dtype: str = dataclasses.field(metadata={"static": True})
 
     def unbox(self):
-        """Zeros of this shape and dtype."""
-        return jnp.zeros(self.shape, self.dtype)
+        """NaNs of this shape and dtype."""
+        return _frozen.stand_in(self.shape, self.dtype)
 
     def replace_boxed(self, val):
         """`val`: the box holds nothing."""

@@ -21,15 +21,15 @@ from ._variables import OverwriteWithGradient
 class FrozenKernel:
     """What is left of a layer's kernel whose codes are in its product: shape and dtype, no array.
 
-    The layer reads zeros, which the product does not, so that nothing of them is in a compiled program.
+    The layer reads NaNs, which the product does not, so that nothing of them is in a compiled program.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def get_value(self):
-        """Zeros of this shape and dtype."""
-        return jnp.zeros(self.shape, self.dtype)
+        """NaNs of this shape and dtype."""
+        return _frozen.stand_in(self.shape, self.dtype)
 
     def __getitem__(self, index):
         return self.get_value()[index]

@@ -39,8 +39,8 @@ def quantize(model, rules):
 
     Raises:
         TypeError: not an NNX module, or rules that are not pairs of a string and a recipe.
-        ValueError: a regex that does not compile; a layer that is stacked along another axis than the first. Nothing
-            is changed then.
+        ValueError: a regex that does not compile; a layer that is stacked along another axis than the first, or is
+            frozen. Nothing is changed then.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -49,6 +49,7 @@ def quantize(model, rules):
     for path, layer, attribute in layers(model):
         index = first_match(rules, names(path, layer), operation(layer))
         if index is not None:
+            _refuse_frozen(path, layer)
             changes.append((layer, attribute, rules[index], _stacked(path, layer)))
     for change in changes:
         _change(*change)
@@ -135,6 +136,15 @@ def _change(layer, attribute, rule: Rule, stacked) -> None:
     setattr(layer, attribute, value)
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
+
+
+def _refuse_frozen(path, layer) -> None:
+    found = product(layer)
+    if found is not None and found._codes() is not None:
+        raise ValueError(
+            f"nnx.quantize: {'/'.join(map(str, path))}: jaxfp8.freeze left codes of its kernel alone; give a model its "
+            "rules before it is frozen"
+        )
 
 
 def _stack(product, shape) -> None:

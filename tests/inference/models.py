@@ -102,7 +102,7 @@ class NNXBlock(nnx.Module):
 
 class NNXScanned(nnx.Module):
     def __init__(self, rngs):
-        self.blocks = nnx.vmap(NNXBlock, in_axes=0, out_axes=0)(rngs.fork(split=3))
+        self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(NNXBlock, in_axes=0, out_axes=0))(rngs)
 
     def __call__(self, x):
         return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)

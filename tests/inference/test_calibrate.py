@@ -194,6 +194,7 @@ def test_nnx():
     oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
 
 
+@pytest.mark.slow
 def test_functions():
     """State anywhere in a tree, also that of a custom recipe."""
     recipe = jaxfp8.CustomRecipe(lambda role: jaxfp8.DelayedScalingQuantizer(amax_history_len=H))
@@ -215,6 +216,7 @@ def test_functions():
     assert not np.any(got["state"][0].input_grad.amax_history) and got["kernel"] is kernel
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """Eight devices record what one does: the amax of the whole batch."""
     model = dense()

@@ -34,6 +34,7 @@ def test_msgpack(name):
     models.assert_same(models.run(model, restored), models.run(model, variables), name)
 
 
+@pytest.mark.slow
 def test_orbax(tmp_path):
     model, variables, frozen = models.linen("Dense, bf16")
     with ocp.StandardCheckpointer() as checkpointer:
@@ -99,6 +100,7 @@ def test_export_with_weights_inside(tmp_path):
     oracle.assert_bitwise(y, np.asarray(models.run(model, variables)), "y")
 
 
+@pytest.mark.slow
 def test_export_without_jaxfp8(tmp_path):
     """The reference is plain StableHLO: a process with JAX alone runs it, to the same bits."""
     model, variables, frozen = models.linen("own Dense")
