@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import functools
+import gc
 import threading
+import weakref
 
 import flax.linen as nn
 import jax
@@ -202,3 +204,84 @@ def test_two_threads_call_one_jitted_function(traced_before):
             futures = [pool.submit(run, step, thread, barrier) for thread in range(threads)]
             for thread, future in enumerate(futures):
                 assert_same_bits(future.result(timeout=120), alone[thread], f"thread {thread}")
+
+
+def donating_step(layer):
+    """As `step_of`, and the variables are given away."""
+
+    def step(variables, x, grad):
+        y, vjp = jax.vjp(layer.apply, variables, x)
+        gradient, dx = vjp(grad.astype(y.dtype))
+        return y, dx, {"params": variables["params"], OWG: gradient[OWG]}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one function", "a function each"])
+def test_two_threads_with_functions_and_donated_state_of_their_own(shared):
+    """Both at once, step by step: each ends in the bits of a run alone, and every state given away is gone."""
+    steps, features = 12, (20, 20) if shared else (20, 12)
+
+    def run(step, thread, barrier=None):
+        width = features[thread]
+        variables = jax.tree.map(jnp.array, variables_of(normal(thread, (36, width))))
+        for i in range(steps):
+            if barrier is not None:
+                barrier.wait(timeout=60)
+            given = variables
+            x, grad = normal(100 * thread + i, (48, 36), 1 + i), normal(100 * thread + 50 + i, (48, width))
+            y, dx, variables = step(variables, x, grad)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+        return y, dx, variables
+
+    def make():
+        made = [donating_step(dense(width, dtype=jnp.bfloat16)) for width in features]
+        return [made[0], made[0]] if shared else made
+
+    alone = [run(step, thread) for thread, step in enumerate(make())]
+    barrier = threading.Barrier(2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, step, thread, barrier) for thread, step in enumerate(make())]
+        for thread, future in enumerate(futures):
+            assert_same_bits(future.result(timeout=120), alone[thread], f"thread {thread}")
+
+
+def test_a_donated_loop_keeps_nothing():
+    """Twenty steps: no array of an earlier step is alive, in the loop or after it."""
+    step = donating_step(dense(20))
+    variables = jax.tree.map(jnp.array, variables_of(normal(0, (36, 20))))
+    x, grad = jnp.asarray(normal(1, (48, 36))), jnp.asarray(normal(2, (48, 20)))
+    old, alive = [], []
+    for _ in range(20):
+        old += [weakref.ref(leaf) for leaf in jax.tree.leaves(variables)]
+        _, _, variables = step(variables, x, grad)
+        alive.append(len(jax.live_arrays()))
+    assert len(set(alive[2:])) == 1, alive
+    gc.collect()
+    assert not any(leaf() is not None for leaf in old)
+
+
+def test_accumulation_into_donated_buffers():
+    """The sum so far is given away in each of four microbatches: bitwise as without, and one buffer for all of them."""
+    layer, variables = dense(20), variables_of(normal(0, (36, 20)), used_state())
+    batches = [(normal(2 * i, (48, 36), 2.0**i), normal(2 * i + 1, (48, 20))) for i in range(4)]
+
+    def accumulate(acc, variables, x, grad):
+        gradient = jax.grad(lambda v: jnp.vdot(layer.apply(v, x), grad))(variables)
+        return jaxfp8.accumulate_gradients(acc, gradient)
+
+    def total(step):
+        acc = jax.tree.map(jnp.zeros_like, variables)
+        places = set()
+        for x, grad in batches:
+            given, acc = acc, step(acc, variables, x, grad)
+            places.add(acc["params"]["kernel"].unsafe_buffer_pointer())
+        return acc, given, places
+
+    expected, *_ = total(jax.jit(accumulate))
+    acc, given, places = total(jax.jit(accumulate, donate_argnums=0))
+    assert_same_bits(acc, expected, "donated")
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)) and len(places) == 1
+    largest = max(np.abs(x).max() for x, _ in batches)
+    assert acc[OWG]["Fp8DotGeneral_0"]["input_amax_history"][0] == largest
+    assert_same_bits(jaxfp8.update_state(variables, acc)[OWG], acc[OWG], "one step of the state")

@@ -6,6 +6,7 @@ import time
 
 from tests import conftest as conftest  # eight CPU devices; `import oracle`
 
+from . import program
 from .run import soak
 
 
@@ -20,9 +21,9 @@ def main() -> int:
             print(f"step {step + 1}: the bits of numpy ({time.monotonic() - start:.0f} s)", flush=True)
 
     try:
-        counts = soak(options.steps, options.seed, said)
+        counts = soak(program.events(options.steps, options.seed), said)
     except AssertionError as error:
-        print(error)
+        print(f"seed {options.seed}, {error}")
         return 1
     print(f"seed {options.seed}:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0

@@ -95,6 +95,27 @@ def events(steps: int, seed: int):
         yield Event(choice(BEFORE), mesh, trainer, tuple(batches), what)
 
 
+SCRIPT = (
+    ("", "one device", "guarded", "ordinary"),
+    ("save", "one device", "guarded", "spike in x"),
+    ("", "one device", "guarded", "NaN"),
+    ("", "one device", "guarded", "ordinary"),
+    ("", "dp", "skipping", "Inf"),
+    ("", "dp", "skipping", "spike in grad"),
+    ("restore", "fsdp 2x4", "accumulating", "tiny"),
+    ("restart", "fsdp 2x4", "accumulating", "Inf"),
+    ("", "one device", "guarded", "ordinary"),
+)
+
+
+def scripted():
+    """A short run in which everything happens: see `Event` for the fields."""
+    rng = np.random.default_rng(0)
+    for before, mesh, trainer, what in SCRIPT:
+        batches = [batch(rng, "ordinary")] if trainer == "accumulating" else []
+        yield Event(before, mesh, trainer, (*batches, batch(rng, what)), what)
+
+
 def first_weights() -> dict:
     """Multiples of 1/4 up to 3/4, and one 7/4; f32."""
     rng, values = np.random.default_rng(0), {}

@@ -146,8 +146,8 @@ def expected(simulated: simulation.Run) -> dict:
     return {"weights": simulated.weights, "state": {name: state(s) for name, s in simulated.state.items()}}
 
 
-def soak(steps: int, seed: int, said=lambda step, counts: None) -> collections.Counter:
-    """Runs and compares; how often everything happened.
+def soak(events, said=lambda step, counts: None) -> collections.Counter:
+    """Runs the events of `program` and compares; how often everything happened.
 
     Raises:
         AssertionError: at the first bit that differs, with the step, its event and the leaf.
@@ -157,7 +157,7 @@ def soak(steps: int, seed: int, said=lambda step, counts: None) -> collections.C
     mesh, tree = program.MESHES[0], None
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(pathlib.Path(folder))
-        for i, event in enumerate(program.events(steps, seed)):
+        for i, event in enumerate(events):
             if event.mesh not in places:
                 places[event.mesh] = Place(event.mesh)
             place = places[event.mesh]
@@ -174,7 +174,7 @@ def soak(steps: int, seed: int, said=lambda step, counts: None) -> collections.C
             given = tree
             tree = place.step(event.trainer)(tree, [place.put_batch(batch) for batch in event.batches])
             before, simulated = simulated, simulation.step(simulated, event)
-            where = f"seed {seed}, step {i} ({event})"
+            where = f"step {i} ({event})"
             cases.assert_same(tree, expected(simulated), where)
             assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), f"{where}: buffers were not donated"
             counts.update([event.what, event.trainer, event.mesh])

@@ -1,0 +1,112 @@
+"""A few random calls that are the same in every run, and that the checks see a handler or an op that is wrong.
+
+`make test-all` goes on for five minutes with seeds of its own: `python -m tests.fuzz`.
+"""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxfp8
+
+from . import ops as fuzzed_ops, targets
+
+# Their calls are of every target and op, good ones and bad ones; see test_seeds_cover_everything.
+SEEDS = range(40)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_compiled():
+    """Programs of random shapes are of no use to later tests."""
+    yield
+    jax.clear_caches()
+
+
+def test_some_calls_of_handlers():
+    assert {"right", "refused"} <= {targets.check(seed) for seed in SEEDS}
+
+
+def test_some_calls_of_ops():
+    assert {fuzzed_ops.check(seed) for seed in range(12)} == {"right", "refused"}
+
+
+def test_seeds_cover_everything():
+    calls = [targets.random_call(np.random.default_rng(seed)) for seed in SEEDS]
+    assert {call.op for call in calls} == set(targets.GOOD)
+    assert 10 < sum(targets.answer(call) is None for call in calls) < 35
+
+
+def test_a_bad_call_that_is_accepted(monkeypatch):
+    """A model that allows nothing, where the handlers do."""
+    monkeypatch.setattr(targets, "answer", lambda call: None)
+    with pytest.raises(AssertionError, match="a bad call is accepted"):
+        for seed in SEEDS:
+            targets.check(seed)
+
+
+MUTANTS = {
+    "an op that gives other codes": ("quantize", lambda x, scale, dtype: jaxfp8.ops.quantize(-x, scale, dtype)),
+    "an op that refuses what is good": ("amax", lambda x: jaxfp8.ops.amax(x.astype(np.int32))),
+    "an op that takes anything": ("dequantize", lambda data, scale, dtype: np.zeros(3, np.float32)),
+    "an error without a name": ("scaled_matmul", lambda *_, **__: (_ for _ in ()).throw(TypeError("no"))),
+}
+
+
+@pytest.mark.parametrize("op, mutant", MUTANTS.values(), ids=MUTANTS)
+def test_mutants_of_ops_are_found(op, mutant, monkeypatch):
+    class Ops:
+        """jaxfp8.ops with one op replaced."""
+
+        def __getattr__(self, name):
+            return mutant if name == op else getattr(jaxfp8.ops, name)
+
+    monkeypatch.setattr(fuzzed_ops, "ops", Ops())
+    monkeypatch.setattr(fuzzed_ops, "CALLS", {op: fuzzed_ops.CALLS[op]})
+    with pytest.raises((AssertionError, AttributeError)):
+        for seed in range(20):
+            fuzzed_ops.check(seed)
+
+
+def test_mutants_of_handlers_are_found(monkeypatch):
+    """What comes back from the handlers, changed in one bit of one element."""
+
+    def spoilt(call, original=targets.run):
+        outputs = original(call)
+        for out in outputs:
+            raw = np.array(out).reshape(-1).view(np.uint8)
+            if raw.size:
+                raw[0] ^= 1
+                return [raw.view(out.dtype).reshape(out.shape), *outputs[1:]]
+        return outputs
+
+    monkeypatch.setattr(targets, "run", spoilt)
+    with pytest.raises(AssertionError, match="differ"):
+        for seed in SEEDS:
+            targets.check(seed)
+
+
+@pytest.mark.slow
+def test_a_crash_is_a_finding():
+    """A process that dies in a call: its seed is reported, the next ones run, and the exit status is 1."""
+    root = pathlib.Path(__file__).parents[2]
+    program = f"""
+import sys
+sys.path.insert(0, {str(root)!r})
+from tests.fuzz import __main__ as fuzz
+original = fuzz.subprocess.Popen
+def popen(command, **options):
+    lines = "import os; from tests.fuzz import worker; one = worker.one\\n" \\
+        "worker.one = lambda seed: os.abort() if seed == 5 else one(seed)\\n" \\
+        f"worker.main({{','.join(command[3:])}})"
+    return original([sys.executable, "-c", lines], **options)
+fuzz.subprocess.Popen = popen
+sys.argv = ["fuzz", "--minutes", "0.6", "--workers", "1"]
+sys.exit(fuzz.main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "seed 5: the process ended with -6" in done.stdout, done.stdout + done.stderr
+    assert "1 crash" in done.stdout
