@@ -45,7 +45,7 @@ def bad_buffers(library):
                 "too few operands": lambda op=op, r=results, o=operands: raw.call(op, r, o[:-1]),
                 "an unknown attribute": lambda op=op, r=results, o=operands: raw.call(op, r, o, surprise=np.int32(1)),
             }.items():
-                refused(call, tally, f"{op}: {what}", "INVALID_ARGUMENT")
+                refused(call, tally, f"{op}: {what}", rf"\b{op}: ")
             alive(tally, op)
     return tally.verdict(f"{tally.count} of {tally.count} refused by name")
 

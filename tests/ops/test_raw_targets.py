@@ -266,7 +266,7 @@ def test_wrong_number_of_operands_and_results(op):
     if len(results) > 1:  # XLA removes a call without results before it can be refused
         bad_calls["too few results"] = (results[:-1], operands)
     for what, (bad_results, bad_operands) in bad_calls.items():
-        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=rf"INVALID_ARGUMENT.*\b{op}: "):
             call(op, bad_results, bad_operands)
             pytest.fail(f"{op}: accepted {what}")
         assert_alive(op)
@@ -275,7 +275,7 @@ def test_wrong_number_of_operands_and_results(op):
 @pytest.mark.parametrize("op", GOOD)
 def test_unknown_attribute_is_refused(op):
     """A program that asks for something this handler does not know must not get something else in silence."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"INVALID_ARGUMENT.*\b{op}: "):
         call(op, *GOOD[op], surprise=np.int32(1))
     assert_alive(op)
 
