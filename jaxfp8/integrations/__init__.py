@@ -1,3 +1,3 @@
-"""Other libraries' ways to say what this one does. Nothing here imports them."""
+"""Other libraries' ways to say what this one does. None of them is imported before it is asked for."""
 
-from . import qwix as qwix
+from . import maxtext as maxtext, qwix as qwix

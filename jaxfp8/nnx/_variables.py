@@ -12,6 +12,8 @@ class OverwriteWithGradient(nnx.Variable):
     """
 
 
+# Flax names the types that it makes for collections after them, and trainers (MaxText) look for that name.
+OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
 # overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
 
