@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _autocast, _marks
-from ._fused_input import FusedInput, codes
+from ._fused_input import Activated, FusedInput, Normalized, codes
 from ._gemms import Plan
 from ._layout import layouts, out_shape
 from ._mesh import AmaxReduction
@@ -18,22 +20,22 @@ from ._product import OUTPUT_NAME, product
 from ._sharing import shared
 from .formats import FP8_DTYPES
 from .ops import _checks
-from .recipes import DotGeneralState, HighPrecision, TensorwiseQuantizer, checked, init_state
+from .recipes import DotGeneralState, HighPrecision, Recipe, TensorwiseQuantizer, checked, init_state
 from .tensor import QTensor
 
 
 def dot_general(
-    x,
-    kernel,
-    dimension_numbers,
+    x: ArrayLike | Activated | Normalized,
+    kernel: ArrayLike | QTensor,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
     *,
-    recipe,
-    state=None,
-    bias=None,
-    precision=None,
-    preferred_element_type=None,
-    out_sharding=None,
-):
+    recipe: Recipe | None,
+    state: DotGeneralState | None = None,
+    bias: ArrayLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
     """`jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
 
     Equivalent to `lax.dot_general(q(x), q(kernel), dimension_numbers)`, where `q` quantizes and dequantizes with the

@@ -8,13 +8,27 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 
 from ._dot_general import dot_general, spec_of
+from ._fused_input import Activated, Normalized
 from .ops import _checks
+from .recipes import DotGeneralState, Recipe
+from .tensor import QTensor
 
 
-def einsum(eqn, x, kernel, *, recipe, state=None, precision=None, preferred_element_type=None, out_sharding=None):
+def einsum(
+    eqn: str,
+    x: ArrayLike | Activated | Normalized,
+    kernel: ArrayLike | QTensor,
+    *,
+    recipe: Recipe | None,
+    state: DotGeneralState | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> jax.Array:
     """`jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
 
     Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from . import ops
 from .ops import _checks, _quantize_activation, _quantize_norm
@@ -83,7 +84,7 @@ class Normalized:
 FusedInput = Activated | Normalized
 
 
-def activated(x, activation: str) -> Activated:
+def activated(x: ArrayLike, activation: str) -> Activated:
     """The x of a product whose codes are made while the activation is computed.
 
         h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
@@ -108,7 +109,9 @@ def activated(x, activation: str) -> Activated:
     return Activated(x, activation)
 
 
-def normalized(x, scale, bias=None, *, kind: str, epsilon: float = 1e-6) -> Normalized:
+def normalized(
+    x: ArrayLike, scale: ArrayLike, bias: ArrayLike | None = None, *, kind: str, epsilon: float = 1e-6
+) -> Normalized:
     """The x of a product whose codes are made while it is normalized over its last dimension.
 
     The norm is computed in float32 and rounded once, to FP8. For its gradient x, scale and bias are kept.

@@ -1,6 +1,7 @@
 """quantize_params: kernels quantized once a step, for every microbatch, remat and pipeline tick that uses them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -10,7 +11,7 @@ from ._sharing import shared
 from .recipes import DelayedScalingQuantizer, QuantizerState, checked, start
 
 
-def quantize_params(params, state, recipe):
+def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
     """Parameters whose kernels are FP8 codes already: `dot_general` and our layers take them as they are.
 
     A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is

@@ -10,9 +10,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _mesh, _probe, ops
 from ._dot_general import checked_quantizers
+from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
 from ._members import own_state
 from ._mesh import AmaxReduction
@@ -22,10 +24,19 @@ from ._warning import FP8StateWarning
 from .ops import _checks
 from .ops._implementation import selected, using
 from .ops._ragged_matmul import sizes_of_groups
-from .recipes import DotGeneralState, TensorwiseQuantizer, finish, start
+from .recipes import DotGeneralState, Recipe, TensorwiseQuantizer, finish, start
+from .tensor import QTensor
 
 
-def ragged_dot(lhs, rhs, group_sizes, *, recipe, state=None, preferred_element_type=None):
+def ragged_dot(
+    lhs: ArrayLike | Activated | Normalized,
+    rhs: ArrayLike | QTensor,
+    group_sizes: ArrayLike,
+    *,
+    recipe: Recipe | None,
+    state: DotGeneralState | None = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
     """`jax.lax.ragged_dot` with both operands, and the gradient of the output, in FP8.
 
     The rows of `lhs` are cut into consecutive groups, and each is multiplied with a matrix of its own:

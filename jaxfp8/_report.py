@@ -30,7 +30,7 @@ class Report:
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
-def report(model, *args, strict: bool = False, **kwargs) -> Report:
+def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Report:
     """Prints which layer of a model runs which recipe, and why; also of models that were never given rules.
 
         jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32))

@@ -1,9 +1,10 @@
 """Rules by layer: which recipe a layer runs, by the path of the layer. Linen and NNX read the same lists."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .recipes import HighPrecision, checked
+from .recipes import HighPrecision, Recipe, checked
 
 
 class Rule(NamedTuple):
@@ -26,6 +27,10 @@ class Rule(NamedTuple):
     def layer_recipe(self):
         """The recipe as a layer takes it."""
         return HighPrecision() if self.recipe is None else self.recipe
+
+
+# What `quantize` takes.
+Rules = Sequence[Rule | tuple[str, Recipe | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:

@@ -1,12 +1,15 @@
 """Uses of one state combine by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import _compat
 from ._state_tree import partition
+from ._typing import Tree
 
 
 def shared(state):
@@ -22,7 +25,7 @@ def shared(state):
     return jax.tree.map(use, state)
 
 
-def max_grad(tree):
+def max_grad(tree: Tree) -> Tree:
     """Casts FP8 state so that autodiff combines its cotangents by max, not by sum; for the top of a loss function.
 
     `dot_general` does this by itself for values that a scan, a branch or a rematerialized function closes over. The
@@ -61,7 +64,7 @@ def max_grad(tree):
     return jax.tree.map(cast, tree, partition(tree))
 
 
-def value_and_grad(loss_fn, argnums=0, has_aux=False):
+def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """`jax.value_and_grad` for arguments with FP8 state inside: state is right in any loop.
 
     Inside the loss state is as `max_grad` leaves it. State that must not move (a target network) is an argument of its
@@ -87,7 +90,7 @@ def value_and_grad(loss_fn, argnums=0, has_aux=False):
     return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux)
 
 
-def grad(loss_fn, argnums=0, has_aux=False):
+def grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """`jax.grad` for arguments with FP8 state inside; see `jaxfp8.value_and_grad`."""
     value_and_gradients = value_and_grad(loss_fn, argnums, has_aux)
 
@@ -99,7 +102,7 @@ def grad(loss_fn, argnums=0, has_aux=False):
     return gradients_of
 
 
-def fork(state):
+def fork(state: Any) -> Any:
     """Two handles of one state whose cotangents combine by max; for programs that thread their state by hand.
 
         def body(carry, x):

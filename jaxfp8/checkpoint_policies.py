@@ -6,6 +6,9 @@ JAX's own `dots_saveable` and its kin see no FP8 product. The values carry names
 `RESIDUAL_NAME` is on the FP8 codes of input and kernel, their scales and next states, `OUTPUT_NAME` on results.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 from ._gemms import RESIDUAL_NAME as RESIDUAL_NAME
@@ -13,10 +16,12 @@ from ._product import OUTPUT_NAME as OUTPUT_NAME
 
 # The backward GEMMs read what is kept, a byte for each element of input and kernel. Where the result itself is needed
 # again, for a nonlinearity after it, operands are quantized and multiplied once more.
-save_fp8_residuals = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
+save_fp8_residuals: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
 
 # Only operands are quantized once more.
-save_gemm_outputs = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME)
+save_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME)
 
 # Nothing of a product runs again.
-save_fp8_residuals_and_gemm_outputs = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME, OUTPUT_NAME)
+save_fp8_residuals_and_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
+    RESIDUAL_NAME, OUTPUT_NAME
+)

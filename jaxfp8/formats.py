@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,6 @@ E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 
 
-def fp8_max(dtype) -> float:
+def fp8_max(dtype: DTypeLike) -> float:
     """Largest finite value of an FP8 dtype."""
     return float(jnp.finfo(dtype).max)

@@ -8,6 +8,10 @@ Constants are written out in the shape of their operand: one operation each in t
 three.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,20 +29,20 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def positive_finite(x):
+def positive_finite(x: jax.Array) -> jax.Array:
     """`0 < x < inf`, subnormals included."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
     below_zero = bits - np.full(bits.shape, 1, np.uint32)  # 0 wraps around
     return lax.lt(below_zero, np.full(bits.shape, _INF_BITS - 1, np.uint32))
 
 
-def clean(x):
+def clean(x: jax.Array) -> jax.Array:
     """f32 view of stored state in which an entry that is negative or not finite is 0."""
     x = x.astype(jnp.float32)
     return lax.select(positive_finite(x), x, np.zeros(x.shape, np.float32))
 
 
-def abs_max(x, axis=None):
+def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
     """Max of |x| as f32 where NaN counts as +inf; 0 where there is nothing to reduce.
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for n >= 4096).
@@ -48,7 +52,7 @@ def abs_max(x, axis=None):
     return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
 
 
-def round_quotient(x, y, approximate=lax.div):
+def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] = lax.div) -> jax.Array:
     """`x / y` correctly rounded for positive normal f32 x and y with a normal quotient.
 
     `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
@@ -78,7 +82,7 @@ def scale_numerator(fp8_max: float, margin: float) -> np.float32:
     return np.float32(fp8_max * 2.0**-margin)
 
 
-def amax_to_scale(amax, stored, numerator: np.float32):
+def amax_to_scale(amax: jax.Array, stored: jax.Array, numerator: np.float32) -> tuple[jax.Array, jax.Array]:
     """`(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or the one that `stored` stands for.
 
     `numerator / amax` if `0 < amax < inf`, else `1 / stored` if `0 < stored < inf`, else 1; clamped to
@@ -99,7 +103,7 @@ def amax_to_scale(amax, stored, numerator: np.float32):
     return scale, round_quotient(jnp.ones_like(scale), scale)
 
 
-def floor_to_power_of_two(scale):
+def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`(scale, scale_inv)`, f32: the scale rounded down to a power of two, in [2**-126, 2**126] as scales are."""
     bits = _bits(scale) & _INF_BITS
     inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias

@@ -125,7 +125,7 @@ class QTensor:
         return dequantized(self.data, self.scale_inv, self.block, self.cols).astype(dtype)
 
 
-def dequantized(data, scale_inv, block: Block | None, cols: int = 1):
+def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:
     """`data * scale_inv` in f32; the last `cols` dimensions of data are its columns."""
     if scale_inv.ndim <= 1:
         return data.astype(jnp.float32) * scale_inv.astype(jnp.float32).reshape(())

@@ -62,7 +62,7 @@ def _name(key) -> str:
     return str(getattr(key, "key", getattr(key, "name", "")))
 
 
-def merge_state(variables: Mapping, restored: Mapping) -> dict:
+def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's variables with FP8 state that fits the model as it is now.
 
     Other collections are those of the checkpoint. Of the state, a module that the checkpoint lacks (a bfloat16

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from . import _tree
 from ._tree import OVERWRITE_WITH_GRADIENT
@@ -11,7 +12,7 @@ _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
 _OTHER_FORMATS = "NANOOFp8DotGeneralOp"
 
 
-def from_flax(variables: Mapping, *, swapped: Iterable[str] = ()) -> dict:
+def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
     """State of `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for our classes of these names.
 
     Flax and we store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
@@ -57,7 +58,9 @@ def from_flax(variables: Mapping, *, swapped: Iterable[str] = ()) -> dict:
     return _convert("from_flax", variables, rename, swapped)
 
 
-def to_flax(variables: Mapping, *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()) -> dict:
+def to_flax(
+    variables: Mapping[str, Any], *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()
+) -> dict[str, Any]:
     """The inverse of `from_flax`; counters, which Flax does not have, are left out.
 
     Args:

@@ -12,6 +12,7 @@ TransformerEngine has already computed the next scale and dropped the oldest ama
 import functools
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ _WRAPPER = "TEWrapper_dot_general"
 _NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
 
 
-def from_transformer_engine(variables: Mapping, recipe: DelayedScaling | None = None) -> dict:
+def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling | None = None) -> dict[str, Any]:
     """State of TransformerEngine's Flax modules (2.4 and later, delayed scaling) for `Fp8DotGeneral`.
 
         TransformerEngine                                   here, in `_overwrite_with_gradient`
@@ -89,8 +90,8 @@ def from_transformer_engine(variables: Mapping, recipe: DelayedScaling | None = 
 
 
 def to_transformer_engine(
-    variables: Mapping, recipe: DelayedScaling | None = None, *, collection: str = _FP8_METAS
-) -> dict:
+    variables: Mapping[str, Any], recipe: DelayedScaling | None = None, *, collection: str = _FP8_METAS
+) -> dict[str, Any]:
     """The inverse of `from_transformer_engine`: its next step has the scale that ours would have.
 
     Histories and scales that came from TransformerEngine go back to the bit, but for the exceptions named there.

@@ -8,6 +8,8 @@ Written after qwix 0.1.8 (`qconfig.py`, `providers/qt.py`, `model.py`), and trie
 not be installed: rules are read by their attributes.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
@@ -22,7 +24,7 @@ OPERATIONS = ("dot_general", "einsum")
 FORMATS = {(fmt.dtype.name, fmt.backward_dtype.name): fmt for fmt in (HYBRID, E4M3, E5M2)}
 
 
-def rules_from_qwix(rules, *, bwd_qtype="float8_e5m2") -> list[Rule]:
+def rules_from_qwix(rules: Any, *, bwd_qtype: Any = "float8_e5m2") -> list[Rule]:
     """The rules of `linen.quantize` and `nnx.quantize` that say what a list of qwix rules says.
 
     | qwix | here |
@@ -57,11 +59,11 @@ class QtProvider:
         rules: ours.
     """
 
-    def __init__(self, rules, *, bwd_qtype="float8_e5m2"):
+    def __init__(self, rules: Any, *, bwd_qtype: Any = "float8_e5m2"):
         self.rules = rules_from_qwix(rules, bwd_qtype=bwd_qtype)
 
 
-def quantize_model(model, provider: QtProvider, *model_inputs, **model_kwargs):
+def quantize_model(model: Any, provider: QtProvider, *model_inputs: Any, **model_kwargs: Any) -> Any:
     """As `qwix.quantize_model`: a model with the provider's rules; the model itself is not changed.
 
     Args:

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import FusedInput
+from .._fused_input import Activated, FusedInput, Normalized
 from ._dot_general import Fp8DotGeneral
 
 
@@ -48,7 +50,7 @@ class Dense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
         """`x` `[..., k]` to y `[..., features]`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)

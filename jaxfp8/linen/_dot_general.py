@@ -1,7 +1,13 @@
 """Fp8DotGeneral: the `dot_general_cls` of Linen layers."""
 
-from flax import linen as nn
+from typing import Any
 
+import jax
+from flax import linen as nn
+from jax.typing import ArrayLike, DTypeLike
+
+from .._fused_input import Activated, Normalized
+from ..tensor import QTensor
 from ._state import Fp8Module
 
 
@@ -29,15 +35,15 @@ class Fp8DotGeneral(Fp8Module):
     @nn.compact
     def __call__(
         self,
-        x,
-        kernel,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
+        x: ArrayLike | Activated | Normalized,
+        kernel: ArrayLike | QTensor,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
         *,
-        bias=None,
-    ):
+        bias: ArrayLike | None = None,
+    ) -> jax.Array:
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
         return self.product(
             x,

@@ -1,6 +1,8 @@
 """Fp8Einsum: an FP8 einsum that holds its own state."""
 
+import jax
 from flax import linen as nn
+from jax.typing import ArrayLike, DTypeLike
 
 from .._einsum import einsum_by
 from ._state import Fp8Module
@@ -18,7 +20,14 @@ class Fp8Einsum(Fp8Module):
     """
 
     @nn.compact
-    def __call__(self, eqn, lhs, rhs, precision=None, preferred_element_type=None):
+    def __call__(
+        self,
+        eqn: str,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> jax.Array:
         """`jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
         return einsum_by(self.product, eqn, lhs, rhs, **options)

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from .._fused_input import activated
 from ._dense import Dense
@@ -41,7 +43,7 @@ class GatedMLP(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> jax.Array:
         """`x` `[..., k]` to y `[..., features]`."""
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import ArrayLike
 
 from .._compute_dtype import compute_dtype, to_compute
 from .._fused_input import normalized
@@ -43,7 +45,7 @@ class NormDense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> jax.Array:
         """`x` `[..., k]` to y `[..., features]`."""
         if self.kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')

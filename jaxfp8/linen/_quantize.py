@@ -17,15 +17,16 @@ from flax import linen as nn
 from jax import lax
 
 from .. import _marks
-from .._rules import Rule, checked_rules, first_match, relative
+from .._rules import Rule, Rules, checked_rules, first_match, relative
 from .._state_tree import OVERWRITE_WITH_GRADIENT
+from .._typing import Tree
 from ..recipes import init_state
 from ._dot_general import Fp8DotGeneral
 from ._einsum import Fp8Einsum
 from ._state import Fp8Module
 
 
-def quantize(model, rules):
+def quantize(model: Tree, rules: Rules) -> Tree:
     """The model with its layers in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
 
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])

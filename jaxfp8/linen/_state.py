@@ -37,7 +37,7 @@ class Fp8Module(nn.Module):
         return dot_general(x, kernel, dimension_numbers, **found, **options)
 
     @nn.nowrap
-    def recipe_and_state(self) -> dict:
+    def recipe_and_state(self) -> dict[str, Any]:
         """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
 
         Variables without state, as for inference, are fine: scales then come from the tensors at hand.

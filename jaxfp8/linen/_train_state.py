@@ -1,6 +1,8 @@
 """TrainState: Flax's, with quantizer state that is stored by `update_state` and collections that stay."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
 
 import optax
 from flax import core
@@ -25,7 +27,7 @@ class TrainState(train_state.TrainState):
     that `optax.apply_if_finite` rejects leaves the state as it was.
     """
 
-    def apply_gradients(self, *, grads, **kwargs):
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """One step.
 
         Args:
@@ -57,7 +59,9 @@ class TrainState(train_state.TrainState):
         return self.replace(step=self.step + 1, params=variables, opt_state=opt_state, **kwargs)
 
     @classmethod
-    def create(cls, *, apply_fn, params, tx, **kwargs):
+    def create(
+        cls, *, apply_fn: Callable[..., Any], params: Any, tx: optax.GradientTransformation, **kwargs: Any
+    ) -> Self:
         """A TrainState at step 0 with the optimizer state that `tx` makes of the parameters."""
         train = super().create(
             apply_fn=apply_fn, params=params["params"] if _is_variables(params) else params, tx=tx, **kwargs

@@ -1,15 +1,19 @@
 """Whether gradients are finite, the step that is skipped when they are not, and which layer it was."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .. import _mesh, _state_tree
+from .._typing import Tree
 from ._floats import is_inexact, outside_state
 
 
-def all_finite(tree):
+def all_finite(tree: Any) -> jax.Array:
     """Whether no gradient is Inf or NaN.
 
     FP8 state does not decide: an amax that was not finite is recorded as 0, so it would say nothing. The gradients of
@@ -28,7 +32,7 @@ def all_finite(tree):
     return jnp.logical_not(jnp.any(_nonfinite(tree)))
 
 
-def select(finite, new, old):
+def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
     """`new` if `finite`, else `old`: a step, or nothing of it.
 
     Give it everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
@@ -69,7 +73,7 @@ def select(finite, new, old):
     return jax.tree_util.tree_map_with_path(choose, new, old)
 
 
-def leaf_names(tree, order=None) -> tuple[str, ...]:
+def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
     """The paths of the leaves that `all_finite` looks at, in the order in which `first_nonfinite_index` counts them.
 
     Args:
@@ -85,7 +89,7 @@ def leaf_names(tree, order=None) -> tuple[str, ...]:
     return tuple(_ordered(tree, order)[0])
 
 
-def first_nonfinite_index(tree, order=None):
+def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     """`first_nonfinite` for use under `jit`: an index into `leaf_names(tree, order)`, or -1.
 
     Args:
@@ -102,7 +106,7 @@ def first_nonfinite_index(tree, order=None):
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 
 
-def first_nonfinite(tree, order=None) -> str | None:
+def first_nonfinite(tree: Any, order: Any = None) -> str | None:
     """The path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
 
     A NaN that arises in one layer's backward is in the gradients of all layers before it, and not in those after it.

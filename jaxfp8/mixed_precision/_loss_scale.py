@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,7 +131,9 @@ class DynamicLossScale:
         return map_outside_state(times, tree)
 
 
-def value_and_grad(loss_fn, loss_scale: DynamicLossScale, argnums=0, has_aux=False):
+def value_and_grad(
+    loss_fn: Callable[..., Any], loss_scale: DynamicLossScale, argnums: Any = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """`jaxfp8.value_and_grad` with the loss scaled on the way in and the gradients unscaled on the way out.
 
     Args:

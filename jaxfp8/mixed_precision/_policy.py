@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._typing import Tree
 from ._floats import is_float, map_outside_state, widest
 
 _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
@@ -57,7 +59,7 @@ class Policy:
     compute_dtype: Any = jnp.float32
     output_dtype: Any = jnp.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _float_dtype(f"Policy: {field.name}", getattr(self, field.name)))
 
@@ -88,18 +90,18 @@ class Policy:
         compute = given.get("compute_dtype", params)
         return cls(params, compute, given.get("output_dtype", compute))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
 
-    def cast_to_param(self, tree):
+    def cast_to_param(self, tree: Tree) -> Tree:
         """`tree` with its floats in `param_dtype`."""
         return _cast(tree, self.param_dtype)
 
-    def cast_to_compute(self, tree):
+    def cast_to_compute(self, tree: Tree) -> Tree:
         """`tree` with its floats in `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
 
-    def cast_to_output(self, tree):
+    def cast_to_output(self, tree: Tree) -> Tree:
         """`tree` with its floats in `output_dtype`."""
         return _cast(tree, self.output_dtype)
 
@@ -125,7 +127,7 @@ class Policy:
             return self.compute_dtype
         return max(self.compute_dtype, np.dtype(np.float32), key=lambda d: d.itemsize) if kind == _FLOAT32 else None
 
-    def op(self, function, like: str | None = None):
+    def op(self, function: Callable[..., Any], like: str | None = None) -> Callable[..., Any]:
         """`function` in the dtype that the table has for it.
 
             policy.op(jnp.matmul)(a, b)                      # in compute_dtype

@@ -2,21 +2,26 @@
 
 import functools
 import sys
+from typing import Any
 
+import jax
 from flax import nnx
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import _frozen
 from .._autocast import resolve
 from .._dot_general import dot_general
 from .._einsum import einsum_by
-from ..recipes import DelayedScaling, HighPrecision, map_variables
+from .._fused_input import Activated, Normalized
+from ..recipes import DelayedScaling, HighPrecision, Recipe, map_variables
+from ..tensor import QTensor
 from ._variables import OverwriteWithGradient
 
 
 class _Fp8Product(nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and `{name}_scale`, as Linen names them."""
 
-    def __init__(self, recipe=None):
+    def __init__(self, recipe: Recipe | None = None):
         _not_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
         self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
@@ -81,15 +86,15 @@ class Fp8DotGeneral(_Fp8Product):
 
     def __call__(
         self,
-        x,
-        kernel,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
+        x: ArrayLike | Activated | Normalized,
+        kernel: ArrayLike | QTensor,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
         *,
-        bias=None,
-    ):
+        bias: ArrayLike | None = None,
+    ) -> jax.Array:
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
         return self._product(
             x,
@@ -110,7 +115,16 @@ class Fp8Einsum(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
-    def __call__(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
+    def __call__(
+        self,
+        eqn: str,
+        x: ArrayLike,
+        kernel: ArrayLike,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
         """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
         return einsum_by(
             self._product,

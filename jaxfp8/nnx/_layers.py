@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.typing import ArrayLike
 
 from .._compute_dtype import compute_dtype, to_compute
 from .._fused_input import activated, normalized
@@ -39,8 +42,8 @@ class GatedMLP(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        kernel_init=KERNEL_INIT,
-        bias_init=BIAS_INIT,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
         if activation not in ("silu", "gelu"):
@@ -59,7 +62,7 @@ class GatedMLP(nnx.Module):
         self.wi = Linear(in_features, (2, hidden_features), **options)
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> jax.Array:
         """`x` `[..., in_features]` to y `[..., out_features]`."""
         return self.wo(activated(self.wi(x), f"{self.activation}_gated"))
 
@@ -95,10 +98,10 @@ class NormDense(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        scale_init=SCALE_INIT,
-        norm_bias_init=BIAS_INIT,
-        kernel_init=KERNEL_INIT,
-        bias_init=BIAS_INIT,
+        scale_init: Initializer = SCALE_INIT,
+        norm_bias_init: Initializer = BIAS_INIT,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
         if kind not in ("rms", "layer"):
@@ -120,7 +123,7 @@ class NormDense(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike) -> jax.Array:
         """`x` `[..., in_features]` to y `[..., *out_features]`."""
         x, scale = jnp.asarray(x), self.scale.get_value()
         norm_bias = None if self.norm_bias is None else self.norm_bias.get_value()

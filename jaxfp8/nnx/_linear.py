@@ -3,11 +3,14 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.typing import ArrayLike
 
 from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import FusedInput
+from .._fused_input import Activated, FusedInput, Normalized
 from ._dot_general import Fp8DotGeneral
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -41,8 +44,8 @@ class Linear(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        kernel_init=KERNEL_INIT,
-        bias_init=BIAS_INIT,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
         features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
@@ -53,7 +56,7 @@ class Linear(nnx.Module):
         self.in_features, self.out_features = in_features, features
         self.dtype, self.precision = dtype, precision
 
-    def __call__(self, x):
+    def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
         """`x` `[..., in_features]` to y `[..., *out_features]`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel = self.kernel.get_value()

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._rules import Rule, checked_rules, first_match
+from .._rules import Rule, Rules, checked_rules, first_match
+from .._typing import Tree
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
 from ._linear import Linear
 from ._variables import OverwriteWithGradient
@@ -14,7 +15,7 @@ from ._variables import OverwriteWithGradient
 RULES = "fp8_rules"
 
 
-def quantize(model, rules):
+def quantize(model: Tree, rules: Rules) -> Tree:
     """Puts the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
 
         jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])

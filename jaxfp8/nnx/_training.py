@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
 from .. import _compat
@@ -14,7 +17,7 @@ from ..train import optimizer, update_state as _update_state
 from ._variables import OverwriteWithGradient, trainable
 
 
-def value_and_grad(f, *, argnums=0, has_aux=False):
+def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """`nnx.value_and_grad` that is right for FP8 models: of parameters and state, and shared state combines by max.
 
         loss, grads = jaxfp8.nnx.value_and_grad(loss_fn)(model, batch)
@@ -33,7 +36,7 @@ def value_and_grad(f, *, argnums=0, has_aux=False):
     return nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
 
 
-def grad(f, *, argnums=0, has_aux=False):
+def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """`value_and_grad` without the value."""
     return nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
 
@@ -89,7 +92,7 @@ def _with_state(argnums):
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(map(_with_state, argnums))
 
 
-def update_state(model, grads) -> None:
+def update_state(model: Any, grads: Any) -> None:
     """Stores the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
 
     State that was not used in this step, or whose gradient is not finite, stays as it is. Parameters are left alone,
@@ -142,5 +145,5 @@ class Optimizer(nnx.Optimizer):
         **options: as in `nnx.Optimizer`.
     """
 
-    def __init__(self, model, tx, *, wrt=nnx.Param, **options):
+    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, **options: Any):
         super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), **options)

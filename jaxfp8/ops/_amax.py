@@ -1,13 +1,15 @@
 """amax: the largest magnitude of an array."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
 
 
-def amax(x):
+def amax(x: ArrayLike) -> jax.Array:
     """Max of `|x|`.
 
     Equivalent to `jnp.max(jnp.abs(x.astype(f32)), initial=0)`, with NaN counted as +inf before the reduction.

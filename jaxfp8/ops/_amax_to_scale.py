@@ -1,15 +1,19 @@
 """amax_to_scale: the scale of a tensor, and its inverse, from an amax or from what is stored."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .. import scaling
 from . import _checks, _ffi
 from ._primitive import ONE, tensor_op
 
 
-def amax_to_scale(amax, stored, *, fp8_max: float, margin: float = 0.0):
+def amax_to_scale(
+    amax: ArrayLike, stored: ArrayLike, *, fp8_max: float, margin: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
     """The scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
     Equivalent to, in f32, each division rounded correctly and the scale clamped to [2**-126, 2**126]:

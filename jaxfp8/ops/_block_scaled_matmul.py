@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import ONE, dims, tensor_op
@@ -14,19 +16,19 @@ from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
 
 def block_scaled_matmul(
-    a,
-    b,
-    a_scale_inv,
-    b_scale_inv,
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scale_inv: ArrayLike,
+    b_scale_inv: ArrayLike,
     *,
-    a_block=None,
-    b_block=None,
-    bias=None,
-    out_dtype=jnp.bfloat16,
-    precise=False,
+    a_block: tuple[int | None, int | None] | None = None,
+    b_block: tuple[int | None, int | None] | None = None,
+    bias: ArrayLike | None = None,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    precise: bool = False,
     batch: int | None = None,
     contracting: int = 1,
-):
+) -> jax.Array:
     """Product of two FP8 matrices, each scaled back block by block.
 
     Equivalent to, in f32 and rounded once at the end, with the scale of its block for each element:

@@ -3,12 +3,14 @@
 A step reads the state once (scales from the histories, which move one slot) and writes it once (the new amaxes).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from .. import scaling
 from . import _checks, _ffi, _shapes
@@ -33,7 +35,14 @@ class DelayedScale(NamedTuple):
     amax: jax.Array
 
 
-def delayed_scales(histories, stored, *, fp8_max, margin: float = 0.0, algo: str = "max") -> list[DelayedScale]:
+def delayed_scales(
+    histories: Sequence[ArrayLike],
+    stored: Sequence[ArrayLike],
+    *,
+    fp8_max: Sequence[float],
+    margin: float = 0.0,
+    algo: str = "max",
+) -> list[DelayedScale]:
     """The scales of several quantizers from their amax histories, which move one step.
 
     Equivalent to, for each quantizer:
@@ -71,7 +80,7 @@ def delayed_scales(histories, stored, *, fp8_max, margin: float = 0.0, algo: str
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
-def push_amaxes(histories, amaxes) -> list[jax.Array]:
+def push_amaxes(histories: Sequence[ArrayLike], amaxes: Sequence[ArrayLike]) -> list[jax.Array]:
     """Records the amaxes of a step: slot 0 of each history becomes the amax, or 0 where that is not finite.
 
     Equivalent to `history.at[0].set(jnp.where(amax < inf, amax, 0))` for each quantizer. In place where the histories

@@ -1,13 +1,15 @@
 """dequantize: from FP8, times the inverse scale."""
 
+import jax
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
 from ._reference import decode
 
 
-def dequantize(data, scale_inv, dtype):
+def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Values of FP8 codes.
 
     Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`: one multiplication in f32, one rounding.

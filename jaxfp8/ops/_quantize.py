@@ -1,7 +1,9 @@
 """quantize: to FP8 with a given scale, and the amax, in one read."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from ..formats import FP8_DTYPES
 from . import _checks, _ffi, _shapes
@@ -13,7 +15,9 @@ COUNTS = dims("whole_count", 1)
 COUNTED_SIZES = {COUNTS[0]: 2}
 
 
-def quantize(x, scale, dtype, *, amax=None, counts: bool = False):
+def quantize(
+    x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None, counts: bool = False
+) -> tuple[jax.Array, ...]:
     """Quantizes `x` and raises an amax to that of `x`, with one read of `x`.
 
     Equivalent to, with `y = x.astype(f32) * scale`:

@@ -2,8 +2,10 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from ..formats import FP8_DTYPES
 from . import _checks
@@ -41,7 +43,7 @@ def is_gated(activation: str) -> bool:
     return activation.endswith("_gated")
 
 
-def activate(x, activation: str):
+def activate(x: ArrayLike, activation: str) -> jax.Array:
     """The activation functions of `quantize_activation`, in f32 and rounded once to x's dtype; differentiable.
 
     With `s(z) = 1 / (1 + exp(-z))` and `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
@@ -79,7 +81,17 @@ def _activate(x, activation):
     return function(gate) * up
 
 
-def quantize_activation(x, scale, dtype, *, activation, transpose=True, amax=None, rows: int = 1, counts=False):
+def quantize_activation(
+    x: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    activation: str,
+    transpose: bool = True,
+    amax: ArrayLike | None = None,
+    rows: int = 1,
+    counts: bool = False,
+) -> tuple[jax.Array, ...]:
     """Quantizes `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:

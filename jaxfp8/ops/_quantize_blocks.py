@@ -2,9 +2,11 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .. import scaling
 from ..formats import FP8_DTYPES, fp8_max
@@ -21,16 +23,16 @@ _LANES = 16  # f32 of the widest vectors
 
 
 def quantize_blocks(
-    x,
-    dtype,
+    x: ArrayLike,
+    dtype: DTypeLike,
     *,
-    block,
+    block: tuple[int | None, int | None],
     scale: str = "f32",
     rounding: str = "ceil",
     power_2_scale: bool = False,
     rows: int = 1,
     cols: int = 1,
-):
+) -> tuple[jax.Array, jax.Array]:
     """Quantizes each block of a matrix with a scale of its own.
 
     For each block, with `amax = max |x|` of it:

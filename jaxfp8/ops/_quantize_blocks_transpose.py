@@ -1,7 +1,9 @@
 """quantize_blocks_transpose: blocks with a scale each, in both layouts, in one read."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _shapes
 from ._primitive import dims, tensor_op
@@ -19,16 +21,16 @@ from ._quantize_blocks import (
 
 
 def quantize_blocks_transpose(
-    x,
-    dtype,
+    x: ArrayLike,
+    dtype: DTypeLike,
     *,
-    block,
+    block: tuple[int | None, int | None],
     scale: str = "f32",
     rounding: str = "ceil",
     power_2_scale: bool = False,
     rows: int = 1,
     cols: int = 1,
-):
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """As `quantize_blocks`, and also of the transpose, for the product that contracts the other dimension.
 
     Equivalent to, with one read of `x` (two where blocks are whole rows):

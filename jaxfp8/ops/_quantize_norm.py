@@ -2,9 +2,11 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from ..formats import FP8_DTYPES
 from . import _checks
@@ -14,7 +16,7 @@ from ._quantize import counted
 KINDS = ("rms", "layer")
 
 
-def normalize(x, gamma, beta, kind: str, epsilon: float):
+def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str, epsilon: float) -> jax.Array:
     """RMSNorm or LayerNorm over the last dimension, in f32 and rounded once to x's dtype; differentiable.
 
         "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
@@ -58,8 +60,19 @@ def _mean(x):
 
 
 def quantize_norm(
-    x, gamma, beta, scale, dtype, *, kind: str, epsilon: float, transpose=True, amax=None, rows: int = 1, counts=False
-):
+    x: ArrayLike,
+    gamma: ArrayLike,
+    beta: ArrayLike | None,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    kind: str,
+    epsilon: float,
+    transpose: bool = True,
+    amax: ArrayLike | None = None,
+    rows: int = 1,
+    counts: bool = False,
+) -> tuple[jax.Array, ...]:
     """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32; x is read from memory once.
 
     Equivalent to, without a rounding in between:

@@ -2,8 +2,10 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from ..formats import FP8_DTYPES
 from . import _checks, _ffi, _shapes
@@ -16,8 +18,16 @@ _SUMMED_ROWS = 128
 
 
 def quantize_transpose(
-    x, scale, dtype, *, rows: int = 1, cols: int = 1, amax=None, column_sums: bool = False, counts: bool = False
-):
+    x: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    rows: int = 1,
+    cols: int = 1,
+    amax: ArrayLike | None = None,
+    column_sums: bool = False,
+    counts: bool = False,
+) -> tuple[jax.Array, ...]:
     """As `quantize`, and also the transpose: FP8 GEMMs on Hopper and Ada read both operands along the contracting dim.
 
     Equivalent to `data, amax = quantize(x, scale, dtype, amax=amax); data_t = data.mT` with one read of `x`.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
 from ._dequantize import dequantize
@@ -18,7 +19,17 @@ RAGGED = ("rows", "contraction")
 _FEWEST_ROWS, _MOST_ROWS = 32, 512
 
 
-def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, *, ragged="rows", out_dtype=jnp.bfloat16, precise=False):
+def ragged_matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scale_inv: ArrayLike,
+    b_scale_inv: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    ragged: str = "rows",
+    out_dtype: DTypeLike = jnp.bfloat16,
+    precise: bool = False,
+) -> jax.Array:
     """Products of consecutive groups of rows, each with a matrix of its own, scaled back.
 
     With `begin, end` the rows of group e, the first of which starts at row 0, and in f32 rounded once at the end:

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
 from ._dequantize import dequantize
@@ -22,20 +24,20 @@ E5M2 = np.dtype(jnp.float8_e5m2)
 
 
 def scaled_matmul(
-    a,
-    b,
-    a_scale_inv,
-    b_scale_inv,
+    a: ArrayLike,
+    b: ArrayLike,
+    a_scale_inv: ArrayLike,
+    b_scale_inv: ArrayLike,
     *,
-    bias=None,
-    accumulator=None,
-    out_dtype=jnp.bfloat16,
-    precise=False,
+    bias: ArrayLike | None = None,
+    accumulator: ArrayLike | None = None,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    precise: bool = False,
     batch: int | None = None,
     contracting: int = 1,
-    a_t=None,
-    b_t=None,
-):
+    a_t: ArrayLike | None = None,
+    b_t: ArrayLike | None = None,
+) -> jax.Array:
     """Product of two FP8 matrices, scaled back.
 
     Equivalent to, in f32 and rounded once at the end:

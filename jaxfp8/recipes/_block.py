@@ -5,6 +5,7 @@ import dataclasses
 from .._mesh import NOT_SAID
 from ..formats import E4M3, Format
 from ._blockwise import Float8BlockQuantizer
+from ._quantizer import Quantizer
 from ._recipe import Recipe
 
 
@@ -32,10 +33,10 @@ class Float8BlockScaling(Recipe):
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_options()
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
         dtype, backward = self.fp8_format.dtype, self.fp8_format.backward_dtype
         x, kernel = (Float8BlockQuantizer(dtype, dim, self.power_2_scale) for dim in (1, 2))

@@ -1,7 +1,10 @@
 """Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import numpy as np
 
 from .. import ops
@@ -21,16 +24,26 @@ class BlockwiseQuantizer(Quantizer):
         block: `(r, c)`: the rows and columns that share a scale; None is all of them.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
-    def quantize(self, x, state):
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """`(QTensor, state)` of a matrix; see `Quantizer`."""
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
-        self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
-    ):
+        self,
+        x: jax.Array,
+        run: Any,
+        *,
+        rows: int = 1,
+        cols: int = 1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        sums: bool = False,
+        reduce: Callable[..., Any] = alone,
+        contract_first: bool = False,
+    ) -> tuple[Any, Any, Any]:
         """As `Quantizer.quantize_operand`."""
         del rowwise, reduce, contract_first  # on a GPU data_t comes with data; elsewhere XLA drops what is not read
         options = {"rows": rows, "cols": cols} | self.scaling()
@@ -42,7 +55,7 @@ class BlockwiseQuantizer(Quantizer):
         q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols)
         return q, run, column_sums(x, rows, cols) if sums else None
 
-    def scaling(self) -> dict:
+    def scaling(self) -> dict[str, Any]:
         """The keywords of `ops.quantize_blocks` that say how blocks are scaled."""
         return {"block": self.block, "power_2_scale": self.power_2_scale}
 
@@ -78,7 +91,7 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
     block_scaling_dim: int = 1
     power_2_scale: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer: block_scaling_dim: expected 1 or 2, got {self.block_scaling_dim}")
@@ -105,11 +118,11 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     rounding: str = "ceil"
     block = (1, 32)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
 
-    def scaling(self) -> dict:
+    def scaling(self) -> dict[str, Any]:
         """As `BlockwiseQuantizer.scaling`."""
         return {"block": self.block, "scale": "e8m0", "rounding": self.rounding}

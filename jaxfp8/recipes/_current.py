@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from .. import scaling
 from .._mesh import NOT_SAID
 from ..formats import HYBRID, Format
+from ._quantizer import Quantizer
 from ._recipe import Recipe
 from ._tensorwise import TensorwiseQuantizer
 
@@ -38,10 +40,10 @@ class Float8CurrentScaling(Recipe):
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_options()
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
         forward, backward = (
             Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
@@ -63,7 +65,7 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
     power_2_scale: bool = False
     margin = 0
 
-    def scale_of(self, amax, stored):
+    def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `TensorwiseQuantizer.scale_of`."""
         scale, scale_inv = super().scale_of(amax, stored)
         return scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

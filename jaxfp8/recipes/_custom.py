@@ -51,13 +51,13 @@ class CustomRecipe(Recipe):
 
     operands = ROLES
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         is_function = callable(self.qfactory) and not isinstance(self.qfactory, type)
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
         self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
         self.check_options()
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel`, `grad`, `y` and the gradient of x."""
         return _asked(self.qfactory)
 

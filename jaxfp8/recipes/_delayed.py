@@ -4,8 +4,8 @@ Source: TransformerEngine's FP8 delayed scaling recipe. The stored history is it
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import numpy as np
 from .. import _compat, ops, scaling
 from .._mesh import NOT_SAID
 from ..formats import E4M3, HYBRID, Format, fp8_max
-from ._quantizer import alone
+from ..tensor import QTensor
+from ._quantizer import Quantizer, alone
 from ._recipe import Recipe
 from ._state import Counting, QuantizerRun, QuantizerState
 from ._tensorwise import TensorwiseQuantizer
@@ -56,7 +57,7 @@ class DelayedScaling(Recipe):
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         number = (int, float, np.integer, np.floating)
         is_number = isinstance(self.margin, number) and not isinstance(self.margin, bool)
         self.expect(is_number, "margin", "a number", TypeError)
@@ -69,7 +70,7 @@ class DelayedScaling(Recipe):
         self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
         self.check_options()
 
-    def quantizers(self) -> tuple["DelayedScalingQuantizer", ...]:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
         forward = DelayedScalingQuantizer(
             self.fp8_format.dtype, self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
@@ -93,7 +94,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
         )
 
-    def check_state(self, name: str, state) -> None:
+    def check_state(self, name: str, state: Any) -> None:
         """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
 
         Raises:
@@ -127,14 +128,16 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 "jaxfp8.convert.merge_state"
             )
 
-    def quantize(self, x, state):
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """`(QTensor, next state)` of a matrix; see `Quantizer`."""
         (run,) = start([self], [state])
         q, run, _ = self.quantize_operand(x, run)
         (state,) = finish([run])
         return q, state
 
-    def scale(self, current, run: QuantizerRun | None, reduce=alone):
+    def scale(
+        self, current: Callable[[], jax.Array], run: QuantizerRun | None, reduce: Callable[..., Any] = alone
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """As `TensorwiseQuantizer.scale`; without a state, from the amax of the tensor."""
         if run is None:
             return super().scale(current, run, reduce)
@@ -147,7 +150,14 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scales = jax.lax.cond(run.is_empty, of_tensor, lambda: scales)
         return (*scales, run.amax)
 
-    def seen(self, run: QuantizerRun | None, scale, scale_inv, amax, fractions=None):
+    def seen(
+        self,
+        run: QuantizerRun | None,
+        scale: jax.Array,
+        scale_inv: jax.Array,
+        amax: jax.Array,
+        fractions: jax.Array | None = None,
+    ) -> Any:
         """As `TensorwiseQuantizer.seen`."""
         if run is None:
             return None
@@ -155,7 +165,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         return dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1), counting=counting)
 
 
-def start(quantizers, states) -> list:
+def start(quantizers: Sequence[Any], states: Sequence[Any]) -> list[Any]:
     """Reads the states of quantizers that run in one product; those of one delayed scaling in one operation.
 
     Args:
@@ -198,7 +208,7 @@ def start(quantizers, states) -> list:
     return runs
 
 
-def finish(runs, reduce=alone) -> list:
+def finish(runs: Sequence[Any], reduce: Callable[..., Any] = alone) -> list[Any]:
     """The next states; `reduce` as in `Quantizer.quantize_operand`."""
     delayed = [run for run in runs if isinstance(run, QuantizerRun)]
     if not delayed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ._quantizer import Quantizer
 from ._recipe import Recipe
 
 
@@ -12,6 +13,6 @@ class HighPrecision(Recipe):
     What a rule's None means (`jaxfp8.linen.quantize`), for layers whose own recipe None stands for the default.
     """
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """None, for each."""
         return (None,) * 3

@@ -5,6 +5,7 @@ import dataclasses
 from .._mesh import NOT_SAID
 from ..formats import E4M3, Format
 from ._blockwise import ROUNDINGS, MXFP8Quantizer
+from ._quantizer import Quantizer
 from ._recipe import Recipe
 
 
@@ -35,11 +36,11 @@ class MXFP8BlockScaling(Recipe):
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_options()
         self.expect(self.rounding in ROUNDINGS, "rounding", f"one of {ROUNDINGS}")
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
         forward, backward = (
             MXFP8Quantizer(dtype, self.rounding) for dtype in (self.fp8_format.dtype, self.fp8_format.backward_dtype)

@@ -1,10 +1,13 @@
 """Quantizer: what turns one tensor of a product into codes; users write their own."""
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..formats import FP8_DTYPES, Format
 from ..ops import _blocks
@@ -55,7 +58,7 @@ class Quantizer:
     # quantizer asked is x's for fprop and wgrad, grad's for dgrad; if it has no qgemm, that of the other operand.
     qgemm = None
 
-    def init(self):
+    def init(self) -> Any:
         """The first state: a pytree of float32 arrays; None keeps none.
 
         States are not negative, and uses of one combine by the elementwise maximum: two calls of a layer, microbatches,
@@ -63,7 +66,7 @@ class Quantizer:
         """
         return None
 
-    def quantize(self, x, state):
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """`(QTensor, next state)`.
 
         Args:
@@ -94,7 +97,7 @@ class Quantizer:
                         f"unused; got {np.asarray(leaf)}"
                     )
 
-    def check_state(self, name: str, state) -> None:
+    def check_state(self, name: str, state: Any) -> None:
         """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
 
         Raises:
@@ -110,8 +113,18 @@ class Quantizer:
                 raise ValueError(f"{name}: {type(self).__name__} keeps an array of shape {of.shape}, got {leaf.shape}")
 
     def quantize_operand(
-        self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
-    ):
+        self,
+        x: jax.Array,
+        run: Any,
+        *,
+        rows: int = 1,
+        cols: int = 1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        sums: bool = False,
+        reduce: Callable[..., Any] = alone,
+        contract_first: bool = False,
+    ) -> tuple[Any, Any, Any]:
         """Quantizes an operand of a product.
 
         Args:
@@ -151,7 +164,7 @@ class Quantizer:
         return q.reshape(x.shape, batch, cols), next_state, column_sums(x, rows, cols) if sums else None
 
 
-def column_sums(x, rows: int, cols: int):
+def column_sums(x: ArrayLike, rows: int, cols: int) -> jax.Array:
     """The sums over rows, f32 `[*batch, *cols]`."""
     first = x.ndim - rows - cols
     return jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + rows)))

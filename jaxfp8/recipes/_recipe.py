@@ -1,9 +1,12 @@
 """Recipe: what all recipes share."""
 
+from typing import Any
+
 import numpy as np
 
 from .._mesh import NOT_SAID
 from ..formats import Format
+from ._quantizer import Quantizer
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -29,14 +32,14 @@ class Recipe:
     # What the variables of the quantizers are called, in the order of `quantizers()`.
     operands = ("input", "kernel", "output_grad")
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of x, kernel and grad; a `CustomRecipe` has those of y and of the gradient of x after them.
 
         None is no quantizer: high precision.
         """
         raise NotImplementedError(f"{type(self).__name__}: quantizers")
 
-    def expect(self, condition, name, wanted, error=ValueError) -> None:
+    def expect(self, condition: bool, name: str, wanted: str, error: type[Exception] = ValueError) -> None:
         """Raises unless the condition on the option `name` holds."""
         if not condition:
             raise error(f"{type(self).__name__}: {name}: expected {wanted}, got {getattr(self, name)!r}")
@@ -62,7 +65,7 @@ class Recipe:
         self.expect(self.min_size >= 0, "min_size", "at least 0")
 
 
-def checked(where: str, recipe) -> Recipe:
+def checked(where: str, recipe: Any) -> Recipe:
     """`recipe`; `where` is how the message calls it.
 
     Raises:

@@ -5,6 +5,7 @@ import dataclasses
 from .._mesh import NOT_SAID
 from ..formats import HYBRID, Format
 from ._blockwise import Float8RowwiseQuantizer
+from ._quantizer import Quantizer
 from ._recipe import Recipe
 
 
@@ -34,10 +35,10 @@ class Float8RowwiseScaling(Recipe):
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_options()
 
-    def quantizers(self) -> tuple:
+    def quantizers(self) -> tuple[Quantizer | None, ...]:
         """The quantizers of `x`, `kernel` and `grad`."""
         forward, backward = (
             Float8RowwiseQuantizer(dtype, self.power_2_scale)

@@ -1,13 +1,14 @@
 """Quantizer state: explicit pytrees, one leaf an array."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import export
 
-from ._recipe import checked
+from ._recipe import Recipe, checked
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +103,7 @@ for _cls in (QuantizerState, DotGeneralState):
     )
 
 
-def init_state(recipe) -> DotGeneralState:
+def init_state(recipe: Recipe) -> DotGeneralState:
     """State of a product that has not run: of delayed scaling empty histories and scale 1; empty where none is kept.
 
     Raises:
@@ -112,7 +113,9 @@ def init_state(recipe) -> DotGeneralState:
     return DotGeneralState(*(None if quantizer is None else quantizer.init() for quantizer in quantizers))
 
 
-def map_variables(recipe, function, has=lambda name: False) -> DotGeneralState:
+def map_variables(
+    recipe: Recipe, function: Callable[..., Any], has: Callable[[str], bool] = lambda name: False
+) -> DotGeneralState:
     """`init_state(recipe)` with `function(name, leaf)` in place of each leaf; names are those of Flax variables.
 
     A leaf of the quantizer of `input` is called `input_<its name>`, in a custom recipe `linear_input_<its name>`; a

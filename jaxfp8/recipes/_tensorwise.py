@@ -1,5 +1,9 @@
 """Quantizers with one scale for the whole tensor."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,16 +21,26 @@ class TensorwiseQuantizer(Quantizer):
         margin: headroom in powers of two.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
-    def quantize(self, x, state):
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """`(QTensor, next state)` of a matrix; see `Quantizer`."""
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
-        self, x, run, *, rows=1, cols=1, rowwise=True, columnwise=True, sums=False, reduce=alone, contract_first=False
-    ):
+        self,
+        x: jax.Array,
+        run: Any,
+        *,
+        rows: int = 1,
+        cols: int = 1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        sums: bool = False,
+        reduce: Callable[..., Any] = alone,
+        contract_first: bool = False,
+    ) -> tuple[Any, Any, Any]:
         """As `Quantizer.quantize_operand`."""
         del rowwise, contract_first  # the codes are there anyway
         scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
@@ -42,7 +56,9 @@ class TensorwiseQuantizer(Quantizer):
         fractions = (fractions_of(of, x.size) for of in more)
         return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax, *fractions), total
 
-    def scale(self, current, run, reduce=alone):
+    def scale(
+        self, current: Callable[[], jax.Array], run: Any, reduce: Callable[..., Any] = alone
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`(scale, scale_inv, amax so far)`, each f32[1]; where there is no state, the amax of the tensor.
 
         Args:
@@ -55,11 +71,13 @@ class TensorwiseQuantizer(Quantizer):
         # has copied first: one launch more.
         return *self.scale_of(amax, jnp.ones((1,), jnp.float32)), amax
 
-    def scale_of(self, amax, stored):
+    def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""
         return ops.amax_to_scale(amax.reshape(1), stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
-    def seen(self, run, scale, scale_inv, amax, fractions=None):
+    def seen(
+        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
+    ) -> Any:
         """The run of a tensor that was quantized with this scale and had this amax; `fractions` where `counts_in`."""
         del scale, scale_inv, amax, fractions
         return run

@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from .. import _state_tree, scaling
+from .._typing import Tree
 
 
-def accumulate_gradients(acc, grads, *, weight=None):
+def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = None) -> Tree:
     """Adds the gradients of one more microbatch.
 
         acc = jaxfp8.accumulate_gradients(acc, grads)                # None or zeros at the start

@@ -10,10 +10,11 @@ import optax
 from jax import lax
 
 from .. import _state_tree
+from .._typing import Tree
 from . import _steps
 
 
-def optimizer(tx) -> optax.GradientTransformationExtraArgs:
+def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps `tx` for parameter trees that hold FP8 state.
 
         tx = jaxfp8.train.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
@@ -57,7 +58,7 @@ def optimizer(tx) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def apply_updates(params, updates):
+def apply_updates(params: Tree, updates: Any) -> Tree:
     """`optax.apply_updates` for Equinox modules: None, in the place of a leaf that does not train, changes nothing.
 
     Args:

@@ -4,12 +4,15 @@ Only one number per quantizer is new in a step, the amax in slot 0. The rest of 
 whatever multiplied the state on its way (a sum over uses, a mean, clipping, unscaling) shows in it and can be undone.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
 from .. import _state_tree, scaling
+from .._typing import Tree
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were summed change it by 100 %.
 _TOLERANCE = 0.01
@@ -17,7 +20,7 @@ _EXACT = 1e-4  # of a quotient of two floats, or of its logarithm, with room for
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def update_state(old, new):
+def update_state(old: Tree, new: Any) -> Tree:
     """The state to use in the next step.
 
     For each quantizer, and for each row where state is stacked (layers of a scan, experts, ensemble members):

@@ -1,0 +1,42 @@
+"""Checks types as users of the package see them: `python tools/types.py`, in an environment with basedpyright.
+
+Every public function has annotations (`--verifytypes`), and tests/typing/usage.py type-checks but where it must not.
+What types hold of JAX and Flax is theirs: that some of those are not known is no error here.
+"""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CHECKER = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+MISSING = "^(Type annotation for parameter|Return type annotation)"
+COMMANDS = ("jaxfp8.compare", "jaxfp8.__main__")  # nobody imports them
+
+
+def missing_annotations() -> list[str]:
+    """A line for each annotation that a public function lacks."""
+    command = [*CHECKER, "--verifytypes", "jaxfp8", "--ignoreexternal", "--outputjson"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    report = json.loads(done.stdout)["typeCompleteness"]
+    if not report["symbols"]:
+        sys.exit(f"types: no symbols of jaxfp8 were found: {done.stdout[:2000]}")
+    found = []
+    for symbol in report["symbols"]:
+        if not symbol["name"].startswith(COMMANDS):
+            messages = [diagnostic["message"].splitlines()[0] for diagnostic in symbol["diagnostics"]]
+            found += [f"{symbol['name']}: {message}" for message in messages if re.search(MISSING, message)]
+    return found
+
+
+def main() -> int:
+    """Runs both checks; 1 where one fails."""
+    missing = missing_annotations()
+    print("\n".join([*missing, f"types: {len(missing)} annotations are missing"]))
+    return subprocess.run([*CHECKER, "tests/typing"], cwd=ROOT).returncode or bool(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
