@@ -8,7 +8,7 @@ export PYTHON
 BIN = $(VENV)/bin
 SETUP = @tools/setup.sh $(VENV)
 
-.PHONY: help train test test-all docs cuda sanitize bench gpu-test lint clean
+.PHONY: help train test test-all docs cuda wheels sanitize bench gpu-test lint types clean
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
@@ -16,10 +16,12 @@ help:
 	@echo "make test-all   the same with the slow tests"
 	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
+	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA library, each tried after it was built"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
 	@echo "make gpu-test   tests that need an NVIDIA GPU, likewise"
 	@echo "make lint       ruff"
+	@echo "make types      the types that users see: basedpyright"
 
 train:
 	$(SETUP) examples
@@ -44,6 +46,9 @@ cuda:
 	$(SETUP) test cuda
 	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.has_cuda_kernels(), 'the CUDA library does not load'; print('jaxfp8: the CUDA library loads and its handlers are registered')"
 
+wheels:
+	@tools/wheels.sh $(VENV)-wheels $(ARGS)
+
 sanitize:
 	$(SETUP) test
 	@PYTHON=$(BIN)/python tools/sanitize.sh
@@ -64,6 +69,10 @@ gpu-test:
 lint:
 	$(SETUP) test
 	@$(BIN)/python -m pip install -q ruff && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types:
+	$(SETUP) test
+	@$(BIN)/python -m pip install -q basedpyright && $(BIN)/python tools/types.py
 
 clean:
 	rm -rf build .venv .venv-* dist docs/_build docs/api

@@ -1,4 +1,7 @@
-"""An installed jaxfp8, seen from outside its checkout: `python smoke.py native|reference`."""
+"""An installed jaxfp8, seen from outside its checkout: `python smoke.py native|reference [cpu|cuda]`.
+
+The last argument says which libraries there are to be.
+"""
 
 import subprocess
 import sys
@@ -18,6 +21,9 @@ wanted = sys.argv[1]
 text = jax.jit(jaxfp8.ops.amax).lower(jnp.ones((4, 4))).as_text()
 got = "native" if "jaxfp8_amax_v1" in text else "reference"
 assert got == wanted, f"expected the {wanted} implementation, got {got}"
+
+if len(sys.argv) > 2:
+    assert jaxfp8.has_cuda_kernels() == (sys.argv[2] == "cuda"), f"has_cuda_kernels() is {jaxfp8.has_cuda_kernels()}"
 
 x = np.linspace(-3, 3, 4096, dtype=np.float32)
 data, amax = jaxfp8.ops.quantize(x, jnp.float32(100), jnp.float8_e4m3fn)

