@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 
-from jaxfp8.compare import Run, __main__ as command, _report
+from jaxfp8.compare import Run, __main__ as command, _plot, _report
 from jaxfp8.compare._arms import ARMS, FP8_ARMS
 from jaxfp8.compare._programs import Program
 
@@ -151,6 +151,7 @@ def test_proof_sets_the_exit_status(monkeypatch, capsys, tmp_path, options, diff
     differences = {"bf16": 0.0} | differences
     monkeypatch.setattr(command.Comparison, "compile", compiled)
     monkeypatch.setattr(command.Comparison, "train", trained)
+    monkeypatch.setattr(_plot, "plot", lambda *_: None)
     arguments = ["--steps", "1000", "--seeds", "3", *options, "--out", str(tmp_path / "proof.png")]
     assert command.main(arguments) == (1 if verdict == "FAIL" else 0)
     last = capsys.readouterr().out.splitlines()[-1]

@@ -248,6 +248,7 @@ def test_mutants_are_caught(monkeypatch, mutant):
         compare_which_rule()
 
 
+@pytest.mark.slow
 def test_none_leaves_existing_state_alone():
     variables = by_hand().init(jax.random.key(0), x())
     _, gradients = step(by_hand())(variables, x())

@@ -141,6 +141,7 @@ def test_gathered_kernels():
     assert gathered_bytes("jaxfp8", "fsdp") == gathered_bytes("bf16", "fsdp")
 
 
+@pytest.mark.slow
 def test_in_a_scan_over_layers():
     """One reduction in the body of the forward and one in that of the backward, and half of the bytes of bf16."""
     table("fsdp", True)

@@ -81,6 +81,7 @@ def nnx_model():
 RUNS = {"TrainState": train_state, "optax loop": optax_loop, "NNX": nnx_model}
 
 
+@pytest.mark.varied
 @FORMATS
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
 def test_saved_within_an_accumulation(make, through, tmp_path):

@@ -41,6 +41,7 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_state_is_that_of_blocks_in_order(example):
     """Each stage has the scales and amaxes that it has without the pipeline; and amaxes stay in their stage."""
     mesh = example.make_mesh()
