@@ -83,17 +83,20 @@ def assert_same(got, wanted, what):
 LAYERS = tuple(linen_layers(DELAYED, True))
 
 
-def table(layers, names=KINDS):
-    """Every recipe with every layer; fast are the layers, each with a kind of recipe of its own."""
+def table(layers):
+    """Every kind of recipe with every layer; fast are the layers, each with a kind of its own."""
     fast = {(KINDS[i % len(KINDS)], layer) for i, layer in enumerate(layers)}
     return [
         pytest.param(name, layer, marks=[] if (name, layer) in fast else pytest.mark.slow)
-        for name in names
+        for name in KINDS
         for layer in layers
     ]
 
 
-@pytest.mark.parametrize("name, layer", table(LAYERS, RECIPES))
+OTHERS = [pytest.param(name, "Dense", marks=pytest.mark.slow) for name in RECIPES if name not in KINDS]
+
+
+@pytest.mark.parametrize("name, layer", table(LAYERS) + OTHERS)
 def test_linen(name, layer):
     """A layer without state: its variables are its parameters, and its bits those of the plain function."""
     recipe = RECIPES[name][0]
