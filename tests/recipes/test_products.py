@@ -63,8 +63,8 @@ def table(fast):
     ]
 
 
-# All recipes with one shape; what only the order of dimensions decides, for one kind of recipe each.
-READ = {(name, "blocks") for name in RECIPES} | {
+# All kinds, and every option once, with one shape; what only the order of dimensions decides, for one kind each.
+READ = {(name, "blocks") for name in (*KINDS, "rowwise e4m3 power_2", "mx e5m2 floor")} | {
     ("mx", "both transposed"),
     ("block", "batch"),
     ("mx", "transpose between"),
