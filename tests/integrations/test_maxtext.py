@@ -105,7 +105,11 @@ class Model(nnx.Module):
         nnx.bridge.lazy_init(self.product, jnp.zeros((1, K)), self.kernel.get_value(), (((1,), (0,)), ((), ())))
 
     def __call__(self, x):
-        return self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
+        y = self.product(x, self.kernel.get_value(), (((1,), (0,)), ((), ())))
+        for name, variable in list(vars(self.product).items()):  # MaxText's bridge stores anew what it has read
+            if isinstance(variable, jaxfp8.nnx.OverwriteWithGradient):
+                setattr(self.product, name, jaxfp8.nnx.OverwriteWithGradient(variable.get_value()))
+        return y
 
 
 def loss_fn(model, config, data, dropout_rng, params, is_train=True):
@@ -126,7 +130,7 @@ def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
         kernel = np.asarray(model.kernel.get_value())
         for i in range(2):
             rng = np.random.default_rng(i)
-            sizes = 2.0 ** rng.permutation(STEPS)[:, None, None]
+            sizes = np.roll([1.0, 8.0, 2.0, 4.0], i)[:, None, None]  # the largest is neither first nor last
             x, grad = ((rng.standard_normal((STEPS, 6, n)) * sizes).astype(np.float32) for n in (K, N))
             state, grads = accumulate(state, (x, grad))
             uses = list(zip(x, [kernel] * STEPS, grad, strict=True))
