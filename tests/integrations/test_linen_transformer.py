@@ -214,8 +214,9 @@ def test_decode_cache():
     assert set(changed) == {"cache"}
 
 
+@pytest.mark.slow
 def test_one_step_of_a_scan():
-    """What the other tests train, in the fast run: boxes, scan, remat, dropout and `sow` in one gradient."""
+    """Boxes, scan, remat, dropout and `sow` in one gradient."""
     model = jaxfp8.linen.quantize(Model("scan"), RULES)
     variables = init(model)
 
