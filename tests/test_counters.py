@@ -142,7 +142,7 @@ def test_steps(kind):
     assert [of[2] for of in seen] == [1, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("recipe", ["callable", "first_step"])
+@pytest.mark.parametrize("recipe", [pytest.param("callable", marks=pytest.mark.slow), "first_step"])
 def test_any_way_to_a_scale(recipe):
     """An algorithm of the user's own, and a first scale from the tensor in hand: what counts is the scale that ran."""
     options = {"amax_compute_algo": jnp.max} if recipe == "callable" else {"first_step": "current"}
@@ -179,7 +179,7 @@ def twice(kernel, state, x, grad):
     return sum(use(kernel, state, *of) for of in zip(x, grad, strict=True))
 
 
-@pytest.mark.parametrize("program", [scanned, remat, twice])
+@pytest.mark.parametrize("program", [scanned, *(pytest.param(f, marks=pytest.mark.slow) for f in (remat, twice))])
 def test_uses_of_one_state(program):
     x, kernel, grad = tensors(1, uses=3)
     uses = [(of, kernel, g) for of, g in zip(x, grad, strict=True)]
@@ -192,9 +192,9 @@ def test_uses_of_one_state(program):
 
 def test_microbatches():
     x, kernel, grad = tensors(2, uses=3)
-    state, accumulated = counted_state(), None
+    state, accumulated, gradient = counted_state(), None, jax.jit(jax.grad(use, argnums=1))
     for of in zip(x, grad, strict=True):
-        accumulated = jaxfp8.accumulate_gradients(accumulated, jax.grad(use, argnums=1)(kernel, state, *of))
+        accumulated = jaxfp8.accumulate_gradients(accumulated, gradient(kernel, state, *of))
     uses = [(of, kernel, g) for of, g in zip(x, grad, strict=True)]
     assert_counters(of_state(jaxfp8.update_state(state, accumulated)), Expected().step(uses), "accumulated")
 
@@ -338,6 +338,7 @@ def test_inputs_that_are_computed_on_the_way():
     assert_counters(of_state(got), Expected().step([rows]), "vmap")
 
 
+@pytest.mark.slow
 def test_groups_of_rows():
     (x,), _, (grad,) = tensors(10)
     kernels, sizes = np.random.default_rng(0).standard_normal((2, K, N)).astype(np.float32), np.int32([5, M - 5])
@@ -464,6 +465,7 @@ def test_trees(variables):
         with_counters({"input_amax_history": jnp.ones(3), "input_scale": jnp.ones(2)})
 
 
+@pytest.mark.slow
 def test_optimizers_that_were_made_before(variables):
     """In the middle of training: a TrainState, and the state of a bare optax optimizer."""
     x = tensors()[0][0]
@@ -553,6 +555,7 @@ def test_conversions_leave_them_out(variables):
     assert structure(to_te(with_counters(small))) == structure(to_te(small))
 
 
+@pytest.mark.slow
 def test_exported_programs():
     """Programs that take state are saved with the names of its classes, counters or not."""
     (x,), kernel, (grad,) = tensors()
