@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8
-from jaxfp8 import scaling
 
 from . import __main__ as command, rows, state, values
 from .libraries import FLAX, OURS
@@ -107,13 +106,6 @@ def test_nan_in_the_history_is_wrong(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_nan_that_is_kept_is_wrong(monkeypatch):
-    """The package's own reading of histories broken: every step after the NaN is."""
-    monkeypatch.setattr(scaling, "clean", lambda history: history)
-    assert Outcome.WRONG in [outcome("bad_numbers"), outcome("slipped")]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reload_without", "cache"])
 def test_programs_without_the_library(name):
     """Loaded where no handler is registered: an error that names the custom call, from a process that lives."""
@@ -158,10 +150,10 @@ def test_no_such_row(capsys):
 
 
 @pytest.mark.slow
-def test_a_crash_is_a_verdict_and_the_next_row_runs(monkeypatch, tmp_path):
+def test_a_crash_is_a_verdict_and_the_next_row_runs(monkeypatch):
     """The worker dies in the second of three rows."""
     program = (
-        "import os, sys; from tests.bad_days import rows, worker; import dataclasses;"
+        "import dataclasses, os, sys; from tests.bad_days import worker; from tests.bad_days import rows;"
         "row = rows.BY_NAME['zero_blocks'];"
         "rows.BY_NAME['zero_blocks'] = dataclasses.replace(row, judge=lambda library: os.abort());"
         "worker.main(*sys.argv[1:])"
