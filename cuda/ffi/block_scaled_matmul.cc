@@ -4,8 +4,6 @@
 #include <string_view>
 
 #include "cuda/ffi/gemm_checks.h"
-#include "cuda/ffi/support.h"
-#include "cuda/kernels/scaled_matmul.h"
 
 namespace jaxfp8::cuda {
 namespace {
@@ -69,24 +67,9 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
     JAXFP8_RETURN_IF_ERROR(CheckPointer(operand));
   }
 
-  ScaledMatmulParams params = {};
-  params.a_dtype = ToDtype(a.element_type());
-  params.b_dtype = ToDtype(b.element_type());
-  params.out_dtype = ToDtype(out->element_type());
-  params.a = a.untyped_data();
-  params.b = b.untyped_data();
-  params.a_scale_inv = a_scale_inv.untyped_data();
-  params.b_scale_inv = b_scale_inv.untyped_data();
+  ScaledMatmulParams params = ToParams(a, b, a_scale_inv, b_scale_inv, *out, *workspace, precise);
   params.a_scale_stride = ScaleBytes(*a_mode, m, k);
   params.b_scale_stride = ScaleBytes(*b_mode, n, k);
-  params.out = out->untyped_data();
-  params.workspace = workspace->untyped_data();
-  params.workspace_bytes = workspace->dimensions()[0];
-  params.groups = groups;
-  params.m = m;
-  params.n = n;
-  params.k = k;
-  params.precise = precise;
   params.a_scales = *a_mode;
   params.b_scales = *b_mode;
   const std::string error = LaunchScaledMatmul(params, stream);

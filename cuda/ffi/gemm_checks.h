@@ -1,10 +1,12 @@
-// What the handlers of cuBLASLt's products check of their matrices.
+// What the handlers of cuBLASLt's products share: checks of their matrices, and the product they describe.
 #ifndef JAXFP8_CUDA_FFI_GEMM_CHECKS_H_
 #define JAXFP8_CUDA_FFI_GEMM_CHECKS_H_
 
 #include <cstdint>
 
 #include "common/checks.h"
+#include "cuda/ffi/support.h"
+#include "cuda/kernels/scaled_matmul.h"
 
 namespace jaxfp8::cuda {
 
@@ -41,6 +43,29 @@ inline ffi::Error CheckMultiples(const Operand& matrix) {
 inline ffi::Error CheckPointer(const Operand& operand) {
   if (reinterpret_cast<uintptr_t>(operand.buffer.untyped_data()) % kGemmMultiple == 0) return ffi::Error::Success();
   return Mismatch(operand, "a pointer that is a multiple of 16 bytes");
+}
+
+// The product of checked buffers; how scales lie, a bias and an accumulator are for the handler to add.
+inline ScaledMatmulParams ToParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& a_scale_inv,
+                                   const ffi::AnyBuffer& b_scale_inv, const ffi::AnyBuffer& out,
+                                   const ffi::AnyBuffer& workspace, bool precise) {
+  ScaledMatmulParams params = {};
+  params.a_dtype = ToDtype(a.element_type());
+  params.b_dtype = ToDtype(b.element_type());
+  params.out_dtype = ToDtype(out.element_type());
+  params.a = a.untyped_data();
+  params.b = b.untyped_data();
+  params.a_scale_inv = a_scale_inv.untyped_data();
+  params.b_scale_inv = b_scale_inv.untyped_data();
+  params.out = out.untyped_data();
+  params.workspace = workspace.untyped_data();
+  params.workspace_bytes = workspace.dimensions()[0];
+  params.groups = a.dimensions()[0];
+  params.m = a.dimensions()[1];
+  params.n = b.dimensions()[1];
+  params.k = a.dimensions()[2];
+  params.precise = precise;
+  return params;
 }
 
 }  // namespace jaxfp8::cuda

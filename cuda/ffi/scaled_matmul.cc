@@ -1,8 +1,5 @@
 // jaxfp8_scaled_matmul_v1: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
-#include "cuda/kernels/scaled_matmul.h"
-
 #include "cuda/ffi/gemm_checks.h"
-#include "cuda/ffi/support.h"
 
 namespace jaxfp8::cuda {
 namespace {
@@ -50,7 +47,7 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
   JAXFP8_RETURN_IF_ERROR(CheckOperandCount(rest, has_bias, has_accumulator));
 
-  ScaledMatmulParams params = {};
+  ScaledMatmulParams params = ToParams(a, b, a_scale_inv, b_scale_inv, *out, *workspace, precise);
   if (has_bias) {
     const auto bias = rest.get<ffi::AnyBuffer>(0);
     if (!bias.has_value()) return bias.error();
@@ -71,23 +68,8 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   // Python computes empty products itself. Without extras they are zeros, which need no GEMM.
   if (k == 0 && (has_bias || has_accumulator)) return Mismatch(a_operand, "k of at least 16 with these attributes");
 
-  params.a_dtype = ToDtype(a.element_type());
-  params.b_dtype = ToDtype(b.element_type());
-  params.out_dtype = ToDtype(out->element_type());
-  params.a = a.untyped_data();
-  params.b = b.untyped_data();
-  params.a_scale_inv = a_scale_inv.untyped_data();
-  params.b_scale_inv = b_scale_inv.untyped_data();
   params.a_scale_stride = ScaleStride(a_scale_inv) * int64_t{sizeof(float)};
   params.b_scale_stride = ScaleStride(b_scale_inv) * int64_t{sizeof(float)};
-  params.out = out->untyped_data();
-  params.workspace = workspace->untyped_data();
-  params.workspace_bytes = workspace->dimensions()[0];
-  params.groups = groups;
-  params.m = m;
-  params.n = n;
-  params.k = k;
-  params.precise = precise;
   const std::string error = LaunchScaledMatmul(params, stream);
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
 }
