@@ -15,7 +15,7 @@ import jaxfp8
 LIBRARIES = [Path(folder, "_lib", "libjaxfp8_cuda.so") for folder in jaxfp8.__path__]
 LIBRARY = next(filter(Path.exists, LIBRARIES), None)
 TARGETS = sorted(cases.CUDA_TARGETS.values())
-# Another stage of a handler, and C functions (cuda/kernels/architectures.cc and gemm_c_api.h).
+# Another stage of a handler, and C functions (cuda/architectures.cc and gemm_c_api.h).
 FUNCTIONS = (
     "scaled_matmul_initialize",
     "architectures",
