@@ -26,8 +26,8 @@ ffi::Error AmaxHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cpu::AmaxHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attrs());
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::ThreadPool>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Attrs());

@@ -32,9 +32,9 @@ ffi::Error AmaxToScaleHandler(ffi::AnyBuffer amax, ffi::AnyBuffer stored, ffi::R
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_to_scale_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cpu::AmaxToScaleHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax
-                                  .Arg<xla::ffi::AnyBuffer>()  // stored
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Attr<float>("numerator"));
+                             xla::ffi::Ffi::Bind()
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax
+                                 .Arg<xla::ffi::AnyBuffer>()  // stored
+                                 .Ret<xla::ffi::AnyBuffer>()  // scale
+                                 .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                 .Attr<float>("numerator"));

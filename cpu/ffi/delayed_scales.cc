@@ -19,8 +19,8 @@ ffi::Error DelayedScalesHandler(ffi::RemainingArgs operands, ffi::RemainingRets 
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_delayed_scales_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cpu::DelayedScalesHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .RemainingArgs()  // histories, stored
-                                  .RemainingRets()  // histories, scales, scale_invs, amaxes
-                                  .Attr<xla::ffi::Span<const float>>("numerators")
-                                  .Attr<bool>("most_recent"));
+                             xla::ffi::Ffi::Bind()
+                                 .RemainingArgs()  // histories, stored
+                                 .RemainingRets()  // histories, scales, scale_invs, amaxes
+                                 .Attr<xla::ffi::Span<const float>>("numerators")
+                                 .Attr<bool>("most_recent"));

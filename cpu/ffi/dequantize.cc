@@ -31,9 +31,9 @@ ffi::Error DequantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer data, ffi::Any
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_dequantize_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cpu::DequantizeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // data
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Attrs());
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::ThreadPool>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // data
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale_inv
+                                 .Ret<xla::ffi::AnyBuffer>()  // out
+                                 .Attrs());

@@ -19,7 +19,7 @@ ffi::Error PushAmaxesHandler(ffi::RemainingArgs operands, ffi::RemainingRets res
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_push_amaxes_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cpu::PushAmaxesHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .RemainingArgs()  // histories, amaxes
-                                  .RemainingRets()  // histories
-                                  .Attrs());
+                             xla::ffi::Ffi::Bind()
+                                 .RemainingArgs()  // histories, amaxes
+                                 .RemainingRets()  // histories
+                                 .Attrs());

@@ -53,23 +53,23 @@ ffi::Error QuantizeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::A
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attrs());
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::ThreadPool>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Attrs());
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cpu::QuantizeCountedHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // counts
-                                  .Attrs());
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cpu::QuantizeCountedHandler,
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::ThreadPool>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Ret<xla::ffi::AnyBuffer>()  // counts
+                                 .Attrs());

@@ -29,9 +29,9 @@ ffi::Error AmaxHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::A
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, jaxfp8::cuda::AmaxHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});

@@ -37,11 +37,11 @@ ffi::Error AmaxToScaleHandler(cudaStream_t stream, ffi::AnyBuffer amax, ffi::Any
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_amax_to_scale_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, jaxfp8::cuda::AmaxToScaleHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax
-                                  .Arg<xla::ffi::AnyBuffer>()  // stored
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Attr<float>("numerator"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax
+                                 .Arg<xla::ffi::AnyBuffer>()  // stored
+                                 .Ret<xla::ffi::AnyBuffer>()  // scale
+                                 .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                 .Attr<float>("numerator"),
+                             {jaxfp8::cuda::kRecordable});

@@ -82,15 +82,15 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
 // Its initialize stage is that of scaled_matmul.
 JAXFP8_EXPORT_HANDLER(jaxfp8_block_scaled_matmul_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Ret<xla::ffi::AnyBuffer>()  // workspace
-                                  .Attr<bool>("precise")
-                                  .Attr<std::string_view>("a_scales")
-                                  .Attr<std::string_view>("b_scales"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // a
+                                 .Arg<xla::ffi::AnyBuffer>()  // b
+                                 .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
+                                 .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
+                                 .Ret<xla::ffi::AnyBuffer>()  // out
+                                 .Ret<xla::ffi::AnyBuffer>()  // workspace
+                                 .Attr<bool>("precise")
+                                 .Attr<std::string_view>("a_scales")
+                                 .Attr<std::string_view>("b_scales"),
+                             {jaxfp8::cuda::kRecordable});

@@ -19,10 +19,10 @@ ffi::Error DelayedScalesHandler(cudaStream_t stream, ffi::RemainingArgs operands
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_delayed_scales_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, jaxfp8::cuda::DelayedScalesHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()  // histories, stored
-                                  .RemainingRets()  // histories, scales, scale_invs, amaxes
-                                  .Attr<xla::ffi::Span<const float>>("numerators")
-                                  .Attr<bool>("most_recent"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .RemainingArgs()  // histories, stored
+                                 .RemainingRets()  // histories, scales, scale_invs, amaxes
+                                 .Attr<xla::ffi::Span<const float>>("numerators")
+                                 .Attr<bool>("most_recent"),
+                             {jaxfp8::cuda::kRecordable});

@@ -36,10 +36,10 @@ ffi::Error DequantizeHandler(cudaStream_t stream, ffi::AnyBuffer data, ffi::AnyB
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_dequantize_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, jaxfp8::cuda::DequantizeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // data
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // data
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale_inv
+                                 .Ret<xla::ffi::AnyBuffer>()  // out
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});

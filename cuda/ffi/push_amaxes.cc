@@ -20,9 +20,9 @@ ffi::Error PushAmaxesHandler(cudaStream_t stream, ffi::RemainingArgs operands, f
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_push_amaxes_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, jaxfp8::cuda::PushAmaxesHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()  // histories, amaxes
-                                  .RemainingRets()  // histories
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .RemainingArgs()  // histories, amaxes
+                                 .RemainingRets()  // histories
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});

@@ -61,25 +61,25 @@ ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::An
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // counts
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Ret<xla::ffi::AnyBuffer>()  // counts
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});

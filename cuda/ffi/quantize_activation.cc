@@ -66,13 +66,13 @@ ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_activation_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v1, jaxfp8::cuda::QuantizeActivationHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .RemainingRets()             // data_t
-                                  .Attr<std::string_view>("activation"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .RemainingRets()             // data_t
+                                 .Attr<std::string_view>("activation"),
+                             {jaxfp8::cuda::kRecordable});

@@ -115,13 +115,13 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_blocks_transpose_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v1, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // scale_inv
-                                  .Ret<xla::ffi::AnyBuffer>()  // amaxes
-                                  .RemainingRets()             // data_t, scale_inv_t
-                                  .Attr<std::string_view>("block")
-                                  .Attr<std::string_view>("scaling"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // scale_inv
+                                 .Ret<xla::ffi::AnyBuffer>()  // amaxes
+                                 .RemainingRets()             // data_t, scale_inv_t
+                                 .Attr<std::string_view>("block")
+                                 .Attr<std::string_view>("scaling"),
+                             {jaxfp8::cuda::kRecordable});

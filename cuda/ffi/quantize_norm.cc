@@ -85,17 +85,17 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_norm_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v1, jaxfp8::cuda::QuantizeNormHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax
-                                  .Arg<xla::ffi::AnyBuffer>()  // gamma
-                                  .RemainingArgs()             // beta
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .RemainingRets()             // data_t
-                                  .Attr<std::string_view>("kind")
-                                  .Attr<float>("epsilon")
-                                  .Attr<bool>("has_beta"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax
+                                 .Arg<xla::ffi::AnyBuffer>()  // gamma
+                                 .RemainingArgs()             // beta
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .RemainingRets()             // data_t
+                                 .Attr<std::string_view>("kind")
+                                 .Attr<float>("epsilon")
+                                 .Attr<bool>("has_beta"),
+                             {jaxfp8::cuda::kRecordable});

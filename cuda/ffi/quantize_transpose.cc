@@ -75,29 +75,29 @@ ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::QuantizeTransposeHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .RemainingRets()             // column_sums
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .RemainingRets()             // column_sums
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_counted_v1);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cuda::QuantizeTransposeCountedHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // x
-                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                  .Ret<xla::ffi::AnyBuffer>()  // data
-                                  .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                  .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Ret<xla::ffi::AnyBuffer>()  // counts
-                                  .RemainingRets()             // column_sums
-                                  .Attrs(),
-                              {jaxfp8::cuda::kRecordable});
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cuda::QuantizeTransposeCountedHandler,
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Ret<xla::ffi::AnyBuffer>()  // counts
+                                 .RemainingRets()             // column_sums
+                                 .Attrs(),
+                             {jaxfp8::cuda::kRecordable});

@@ -80,13 +80,13 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_ragged_matmul_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_ragged_matmul_v1, jaxfp8::cuda::RaggedMatmulHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // group_sizes
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Attr<bool>("precise"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // a
+                                 .Arg<xla::ffi::AnyBuffer>()  // b
+                                 .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
+                                 .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
+                                 .Arg<xla::ffi::AnyBuffer>()  // group_sizes
+                                 .Ret<xla::ffi::AnyBuffer>()  // out
+                                 .Attr<bool>("precise"),
+                             {jaxfp8::cuda::kRecordable});

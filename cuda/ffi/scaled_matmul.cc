@@ -89,16 +89,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // a
-                                  .Arg<xla::ffi::AnyBuffer>()  // b
-                                  .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
-                                  .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
-                                  .RemainingArgs()             // bias, accumulator
-                                  .Ret<xla::ffi::AnyBuffer>()  // out
-                                  .Ret<xla::ffi::AnyBuffer>()  // workspace
-                                  .Attr<bool>("precise")
-                                  .Attr<bool>("has_bias")
-                                  .Attr<bool>("has_accumulator"),
-                              {jaxfp8::cuda::kRecordable});
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // a
+                                 .Arg<xla::ffi::AnyBuffer>()  // b
+                                 .Arg<xla::ffi::AnyBuffer>()  // a_scale_inv
+                                 .Arg<xla::ffi::AnyBuffer>()  // b_scale_inv
+                                 .RemainingArgs()             // bias, accumulator
+                                 .Ret<xla::ffi::AnyBuffer>()  // out
+                                 .Ret<xla::ffi::AnyBuffer>()  // workspace
+                                 .Attr<bool>("precise")
+                                 .Attr<bool>("has_bias")
+                                 .Attr<bool>("has_accumulator"),
+                             {jaxfp8::cuda::kRecordable});
