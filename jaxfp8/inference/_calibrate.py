@@ -1,5 +1,8 @@
 """calibrate: amax histories from batches of data, without training."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
@@ -14,7 +17,12 @@ from ..train import update_state
 _BACKWARD = ("output_grad", "input_grad", "linear_grad_output", "linear_grad_input")
 
 
-def calibrate(model, *variables_and_batches, loss_fn=None, **kwargs):
+def calibrate(
+    model: nn.Module | nnx.Module | Callable[..., Any],
+    *variables_and_batches: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Any:
     """Fills amax histories from batches, as training on them would, and changes nothing else.
 
         variables = jaxfp8.calibrate(model, variables, batches)  # Linen

@@ -1,12 +1,14 @@
 """freeze: FP8 codes in place of kernels and fixed scales in place of histories."""
 
+from typing import Any
+
 from flax import linen as nn, nnx
 
 from ..linen import _freeze as of_linen
 from ..nnx import _freeze as of_nnx
 
 
-def freeze(model, *args, **kwargs):
+def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
     """A model for inference: kernels are FP8 codes, inputs have fixed scales, outputs are the same to the bit.
 
         frozen = jaxfp8.freeze(model, variables, x)  # Linen: model.apply(frozen, x)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,7 +48,9 @@ class Comparison:
         return "\n".join([aligned(lines, right=1), *(f"not reached by the gradient: {n}" for n in self.unreached)])
 
 
-def compare(model, batch, variables=None, *, loss=None, **kwargs) -> Comparison:
+def compare(
+    model: Any, batch: Any, variables: Any = None, *, loss: Callable[..., Any] | None = None, **kwargs: Any
+) -> Comparison:
     """Runs a model with its products in float32 and in FP8, forward and backward, and compares layer by layer.
 
         print(jaxfp8.inspect.compare(model, batch, variables))

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from .._state_tree import prefix_of, slot_axis
+from .._typing import Tree
 from ..nnx._modules import edit_nodes
 from ..recipes import QuantizerState
 
 
-def with_counters(tree):
+def with_counters(tree: Tree) -> Tree:
     """Adds counters to every quantizer of delayed scaling: f32 `[saturated, flushed, steps]`, of the last step.
 
         variables = jaxfp8.inspect.with_counters(variables)  # once, before training or in the middle of it
@@ -44,7 +45,7 @@ def with_counters(tree):
     return _edited(tree, _add)
 
 
-def without_counters(tree):
+def without_counters(tree: Tree) -> Tree:
     """The tree without counters; the argument is as of `with_counters`."""
     return _edited(tree, _remove)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ class Gemms:
         return aligned(lines)
 
 
-def gemms(fn, *args, platform: str | None = None, **kwargs) -> Gemms:
+def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Gemms:
     """The matrix products of `fn(*args, **kwargs)`, which is traced and neither compiled nor run.
 
         print(jaxfp8.inspect.gemms(train_step, state, batch))
@@ -82,7 +83,9 @@ def gemms(fn, *args, platform: str | None = None, **kwargs) -> Gemms:
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
 
 
-def assert_fp8(fn, *args, platform: str | None = None, allow=(), **kwargs) -> None:
+def assert_fp8(
+    fn: Callable[..., Any], *args: Any, platform: str | None = None, allow: str | Iterable[str] = (), **kwargs: Any
+) -> None:
     """Raises where a matrix product of `fn(*args, **kwargs)` would not run in FP8; says which, where and why.
 
         jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))

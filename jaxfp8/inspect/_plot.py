@@ -1,7 +1,12 @@
 """plot: amax and scale of every quantizer over the steps of a run."""
 
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from ._quantizers import quantizers
 
@@ -10,7 +15,7 @@ _MOST_LABELS = 16
 _OPERANDS = ("input", "kernel", "output_grad")
 
 
-def plot(histories, path=None):
+def plot(histories: Mapping[str, ArrayLike] | Sequence[Any], path: str | os.PathLike | None = None) -> Any:
     """A picture of amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
 
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")

@@ -1,6 +1,7 @@
 """scalars: the state of all quantizers as a flat dict of numbers, for whatever writes metrics."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class Measured:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def measure(variables) -> Measured:
+def measure(variables: Any) -> Measured:
     """The figures of `scalars` as one f32 array; for the inside of a jitted step.
 
         state = state.apply_gradients(grads=grads)
@@ -62,7 +63,7 @@ def measure(variables) -> Measured:
     return Measured(jnp.concatenate(values), tuple(names))
 
 
-def scalars(variables, prefix: str = "fp8") -> dict[str, float]:
+def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     """A flat dict name -> float, as clu, tensorboard, wandb and the like write it.
 
         writer.write_scalars(step, jaxfp8.inspect.scalars(measured))

@@ -58,7 +58,7 @@ class Summary:
         return aligned(lines, right=1)
 
 
-def summary(variables) -> Summary:
+def summary(variables: Any) -> Summary:
     """What the FP8 state of a model says of the step just run: scale, amax window, and counters where they are kept.
 
         print(jaxfp8.inspect.summary(state))

@@ -22,7 +22,7 @@ from flax import linen as nn, nnx
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..linen import Fp8DotGeneral, Fp8Einsum
 from ..nnx import OverwriteWithGradient, trainable, value_and_grad
-from ..recipes import DelayedScaling, checked
+from ..recipes import DelayedScaling, Recipe, checked
 from ..train import accumulate_gradients, update_state
 
 _TRIED = "0.2.5"
@@ -42,7 +42,7 @@ _HOOKS = {
 _installed = contextlib.ExitStack()
 
 
-def install(recipe=None) -> contextlib.ExitStack:
+def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     """Gives MaxText's `quantization=fp8` the products of this library, for models that are made from now on.
 
     Dense layers get an `Fp8DotGeneral` and the experts' einsums an `Fp8Einsum`. State is where Flax's classes have it,

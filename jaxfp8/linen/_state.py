@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -24,7 +25,7 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     @nn.nowrap
-    def product(self, x, kernel, dimension_numbers, **options):
+    def product(self, x: Any, kernel: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
         """`jaxfp8.dot_general` with this module's recipe and state; with its codes, where `jaxfp8.freeze` left some."""
         if self.has_variable("params", _frozen.KERNEL):
             frozen = {name: self.get_variable("params", name) for name in self.variables["params"]}

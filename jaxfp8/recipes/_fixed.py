@@ -1,6 +1,8 @@
 """Fixed scales: of a tensor in inference, whose scale was found before."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,16 +31,20 @@ class FixedScaleQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype
     margin = 0
 
-    def check_state(self, name: str, state) -> None:
+    def check_state(self, name: str, state: Any) -> None:
         """As `Quantizer.check_state`."""
         if not isinstance(state, FixedScale):
             raise TypeError(f"{name}: expected a FixedScale, got {state!r}")
 
-    def scale(self, current, run, reduce=alone):
+    def scale(
+        self, current: Callable[[], jax.Array], run: FixedScale, reduce: Callable[..., jax.Array] = alone
+    ) -> tuple[jax.Array, jax.Array, None]:
         """As `TensorwiseQuantizer.scale`; the amax is of no interest."""
         del current, reduce
         return run.scale, run.scale_inv, None
 
-    def seen(self, run, scale, scale_inv, amax):
+    def seen(
+        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
+    ) -> None:
         """As `TensorwiseQuantizer.seen`: nothing was, so that the state has no cotangent."""
-        del run, scale, scale_inv, amax
+        del run, scale, scale_inv, amax, fractions

@@ -83,11 +83,11 @@ class TensorwiseQuantizer(Quantizer):
         return run
 
 
-def counts_in(run) -> bool:
+def counts_in(run: Any) -> bool:
     """Whether a run has counters, so that elements are to be counted."""
     return getattr(run, "counting", None) is not None
 
 
-def fractions_of(counts, size: int):
+def fractions_of(counts: jax.Array, size: int) -> jax.Array:
     """Counts of elements as fractions of a tensor of that size."""
     return counts / np.float32(max(size, 1))
