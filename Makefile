@@ -72,7 +72,7 @@ lint:
 
 types:
 	$(SETUP) test
-	@$(BIN)/python -m pip install -q basedpyright && $(BIN)/python tools/types.py
+	@$(BIN)/python -m pip install -q basedpyright && $(BIN)/python tools/check_types.py
 
 clean:
 	rm -rf build .venv .venv-* dist docs/_build docs/api

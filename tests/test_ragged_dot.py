@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from delayed_scaling.cases import FORMATS, assert_state, assert_step, to_package
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from test_delayed_scaling import FORMATS, assert_state, assert_step, to_package
 
 import jaxfp8
 from jaxfp8 import _members, _ragged_dot, ops

@@ -1,7 +1,7 @@
 """Every mutant of the package must make the oracle comparison fail; the package as it is must not.
 
 A mutant that survives here means that a check elsewhere proves nothing. Mutants replace a function of the package by
-one with a flaw that peers have had, then run the very comparisons of test_delayed_scaling.py and ops/cases.py.
+one with a flaw that peers have had, then run the very comparisons of delayed_scaling and ops/cases.py.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from delayed_scaling.cases import assert_step, scripted_run, training_step
 from ops import cases
-from test_delayed_scaling import assert_step, scripted_run, training_step
 
 import jaxfp8
 from jaxfp8 import _gemms, ops, scaling

@@ -1,0 +1,74 @@
+"""Delayed scaling in Flax's own layers and TrainState."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+from flax.training.train_state import TrainState
+
+import jaxfp8
+
+from .cases import OPERANDS, K, M, N, _dot_general_cls, assert_state, from_variables, values
+
+
+def test_variables_are_those_of_flax():
+    """Names, shapes, dtypes, first values and collection of nn.Fp8DotGeneral: checkpoints and trainers interchange."""
+    x = np.ones((2, 3), np.float32)
+
+    def state_of(cls):
+        return nn.Dense(4, dot_general_cls=cls).init(jax.random.key(0), x)
+
+    ours, theirs = state_of(jaxfp8.Fp8DotGeneral), state_of(nn.Fp8DotGeneral)
+    assert set(ours) == set(theirs) == {"params", "_overwrite_with_gradient"}
+    assert jaxfp8.OVERWRITE_WITH_GRADIENT == "_overwrite_with_gradient"
+    ((our_module, ours),) = ours[jaxfp8.OVERWRITE_WITH_GRADIENT].items()
+    ((_, theirs),) = theirs[jaxfp8.OVERWRITE_WITH_GRADIENT].items()
+    assert our_module == "Fp8DotGeneral_0"
+    assert set(ours) == {f"{name}_{leaf}" for name in OPERANDS for leaf in ("amax_history", "scale")}
+    assert set(ours) == set(theirs)
+    for name, leaf in ours.items():
+        oracle.assert_bitwise(leaf, theirs[name], name)
+
+
+def test_flax_train_state_unmodified():
+    """flax.training's TrainState overwrites the collection: five steps of SGD end in the oracle's state."""
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    layer = nn.Dense(N, use_bias=False, dot_general_cls=_dot_general_cls(recipe))
+    rng = np.random.default_rng(11)
+    x, grad = values(rng, (M, K), 1.0, np.float32), values(rng, (M, N), 0.1, np.float32)
+    variables = layer.init(jax.random.key(1), x)
+    train = TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.1))
+
+    @jax.jit
+    def step(train):
+        return train.apply_gradients(grads=jax.grad(lambda v: jnp.vdot(train.apply_fn(v, x), grad))(train.params))
+
+    state = oracle.LayerState.init(4)
+    for i in range(5):
+        kernel = np.asarray(train.params["params"]["kernel"])
+        state = oracle.dense_step(x, kernel, grad, state).state
+        train = step(train)
+        stored = train.params[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
+        assert_state(from_variables(stored, jaxfp8.init_state(recipe)), state, f"step {i}")
+        assert not np.array_equal(kernel, train.params["params"]["kernel"]), "the kernel trains"
+
+
+def test_flax_fields():
+    """A plain swap for nn.Fp8DotGeneral: its fields set history length and formats."""
+    x = np.ones((2, 3), np.float32)
+
+    def make(**kwargs):
+        return jaxfp8.Fp8DotGeneral(
+            amax_history_length=7, e4m3_dtype=jnp.float8_e5m2, e5m2_dtype=jnp.float8_e5m2, **kwargs
+        )
+
+    layer = nn.Dense(4, dot_general_cls=make, use_bias=False)
+    variables = layer.init(jax.random.key(0), x)
+    state = variables[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"]
+    assert state["input_amax_history"].shape == (7,)
+    y = layer.apply(variables, 300 * x)  # 300 is no e5m2 number
+    x_codes, _ = oracle.quantize(300 * x, 1, oracle.E5M2)
+    kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E5M2)
+    oracle.scaled_matmul(x_codes, kernel_codes.T, 1, 1).check(y)

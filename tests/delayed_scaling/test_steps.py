@@ -1,0 +1,224 @@
+"""Step by step against the oracle: scales and histories bitwise, the three products in their bound.
+
+The cotangent of the state is the next state, so one `jax.vjp` is one training step; no test adds anything to it.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+
+from .cases import (
+    DTYPES,
+    FORMATS,
+    MATMUL,
+    OPERANDS,
+    assert_step,
+    linen_step,
+    newest_two,
+    products_of,
+    random_run,
+    scripted_run,
+    to_package,
+    training_step,
+    values,
+)
+
+
+@DTYPES
+@pytest.mark.parametrize("interface", ["dot_general", "linen.Dense"])
+def test_fifty_random_steps(interface, dtype):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=8)
+    step = training_step(recipe) if interface == "dot_general" else linen_step(recipe, dtype)
+    state = oracle.LayerState.init(8)
+    package_state = jaxfp8.init_state(recipe)
+    for i, operands in enumerate(random_run(1, 50, dtype)):
+        expected = oracle.dense_step(*operands, state, **products_of(dtype))
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"{interface} step {i}")
+        state, package_state = expected.state, got[-1]
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["ffi", "reference"])
+def test_scripted_steps(dtype, name):
+    with jaxfp8.ops.implementation(name):
+        compare_scripted_steps(dtype)
+
+
+def compare_scripted_steps(dtype):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
+    scales = []
+    for i, operands in enumerate(scripted_run(dtype)):
+        expected = oracle.dense_step(*operands, state, **products_of(dtype))
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        scales.append(float(expected.scales["input"]))
+        state, package_state = expected.state, got[-1]
+    assert scales[0] == 1 and len(set(scales)) >= 8, "the script moves the scale"
+    assert (scales[-3] == 2.0**126) == (dtype != oracle.F16), "the script reaches the clamp"
+
+
+OPTIONS = {
+    "margin 3": ({"margin": 3}, oracle.Options(margin=3)),
+    "margin -2": ({"margin": -2}, oracle.Options(margin=-2)),
+    "most_recent": ({"amax_compute_algo": "most_recent"}, oracle.Options(amax_compute_algo="most_recent")),
+    "callable": ({"amax_compute_algo": newest_two}, oracle.Options(amax_compute_algo=newest_two)),
+    "first_step current": ({"first_step": "current"}, oracle.Options(first_step="current")),
+    "current, most_recent, margin": (
+        {"first_step": "current", "amax_compute_algo": "most_recent", "margin": 1},
+        oracle.Options(margin=1, amax_compute_algo="most_recent", first_step="current"),
+    ),
+}
+
+
+@pytest.mark.parametrize("keywords, options", OPTIONS.values(), ids=OPTIONS)
+def test_options(keywords, options):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4, **keywords)
+    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
+    for i, operands in enumerate(random_run(2, 20, np.float32)):
+        expected = oracle.dense_step(*operands, state, options)
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        state, package_state = expected.state, got[-1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 1024])
+def test_history_lengths(length):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=length)
+    step, state, package_state = training_step(recipe), oracle.LayerState.init(length), jaxfp8.init_state(recipe)
+    assert package_state.input.amax_history.shape == (length,)
+    for i, operands in enumerate(random_run(3, 8, oracle.BF16)):
+        expected = oracle.dense_step(*operands, state, **products_of(oracle.BF16))
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        state, package_state = expected.state, got[-1]
+
+
+@pytest.mark.parametrize("fmt, forward, backward", FORMATS.values(), ids=FORMATS)
+def test_formats_and_that_a_wrong_one_would_be_seen(fmt, forward, backward):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=fmt)
+    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
+    for i, operands in enumerate(random_run(4, 6, np.float32)):
+        expected = oracle.dense_step(*operands, state, forward=forward, backward=backward)
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        if i == 0:  # both start at scale 1: only the codes differ yet, and already they are out of bound
+            for wrong in itertools.product((oracle.E4M3, oracle.E5M2), repeat=2):
+                if wrong != (forward, backward):
+                    other = oracle.dense_step(*operands, state, forward=wrong[0], backward=wrong[1])
+                    with pytest.raises(AssertionError, match="out of bound"):
+                        assert_step(got, other, "the wrong format")
+        state, package_state = expected.state, got[-1]
+
+
+@DTYPES
+def test_codes_through_an_identity(dtype):
+    """With an identity as the other operand each product is a single one, and gives the codes back bit for bit."""
+    rng = np.random.default_rng(5)
+    n = 32
+    recipe = jaxfp8.DelayedScaling(amax_history_len=2)
+    step, options = training_step(recipe), oracle.Options()
+    eye = np.eye(n, dtype=dtype)
+    state = oracle.LayerState(*(oracle.State(np.float32([a, a / 3]), np.float32(1)) for a in (3.3, 1.7, 0.01)))
+    for seed in range(3):
+        x, kernel = values(rng, (n, n), 2.0, dtype), values(rng, (n, n), 1.0, dtype)
+        grad = values(rng, (n, n), 0.02, dtype)
+        (x_codes, _, x_next), (kernel_codes, _, kernel_next), (grad_codes, _, grad_next), *eyes = (
+            oracle.step(value, part, fmt, options)
+            for value, part, fmt in (
+                (x, state.input, oracle.E4M3),
+                (kernel, state.kernel, oracle.E4M3),
+                (grad, state.output_grad, oracle.E5M2),
+                (eye, state.input, oracle.E4M3),
+                (eye, state.kernel, oracle.E4M3),
+            )
+        )
+        x_eye, kernel_eye = (oracle.widen(codes)[0, 0] for codes, _, _ in eyes)
+
+        def product(codes, one, a, b):
+            return ((oracle.widen(codes) * one) * (a.scale * b.scale)).astype(dtype)
+
+        y, dx, _, _ = step(x, eye, grad, to_package(state))
+        oracle.assert_bitwise(y, product(x_codes, kernel_eye, x_next, kernel_next), f"codes of x, run {seed}")
+        oracle.assert_bitwise(dx, product(grad_codes, kernel_eye, grad_next, kernel_next), f"codes of grad, run {seed}")
+        y, _, dkernel, _ = step(eye, kernel, grad, to_package(state))
+        oracle.assert_bitwise(y, product(kernel_codes, x_eye, x_next, kernel_next), f"codes of kernel, run {seed}")
+        oracle.assert_bitwise(dkernel, product(grad_codes, x_eye, x_next, grad_next), f"wgrad's codes, run {seed}")
+
+
+def test_rotation_table():
+    """H = 4, amaxes 1 to 5: slot 0 newest, slot 1 oldest."""
+    step = training_step(recipe := jaxfp8.DelayedScaling(amax_history_len=4))
+    state, table = jaxfp8.init_state(recipe), []
+    for value in (1, 2, 3, 4, 5):
+        operands = [np.full(shape, value, np.float32) for shape in ((2, 3), (3, 4), (2, 4))]
+        *_, state = step(*operands, state)
+        for name in OPERANDS:
+            row = np.asarray(getattr(state, name).amax_history).tolist()
+            assert row == [[1, 0, 0, 0], [2, 0, 0, 1], [3, 0, 1, 2], [4, 1, 2, 3], [5, 2, 3, 4]][value - 1], name
+        table.append(float(state.input.scale[0]))
+    # The scale of a step comes from the steps before it: 1, then amax / 448 of the largest so far.
+    assert table == [1.0, *(float(np.float32(1) / (np.float32(448) / np.float32(a))) for a in (1, 2, 3, 4))]
+
+
+def test_float16_with_a_long_contraction():
+    """K = 4096 and gradients from 1e-1 to 1e-5: finite, within the bound. Casting before scaling would overflow."""
+    k, recipe = 4096, jaxfp8.DelayedScaling(amax_history_len=2)
+    rng = np.random.default_rng(12)
+    step, state = training_step(recipe), oracle.LayerState.init(2)
+    package_state = jaxfp8.init_state(recipe)
+    for i, size in enumerate((1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-5)):
+        x, kernel = values(rng, (8, k), 1.0, oracle.F16), values(rng, (k, 16), k**-0.5, oracle.F16)
+        operands = (x, kernel, values(rng, (8, 16), size, oracle.F16))
+        expected = oracle.dense_step(*operands, state, **products_of(oracle.F16))
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        assert all(np.isfinite(product).all() for product in got[:3])
+        state, package_state = expected.state, got[-1]
+    # Scales now fit the data, and the products are those of float64 to a few percent (e5m2 has 2 mantissa bits: at
+    # most 1/8 off an element, averaged over 16 and 8 terms).
+    y, _, dkernel, _ = got
+    x, kernel, grad = (value.astype(np.float64) for value in operands)
+    for product, exact in ((y, x @ kernel), (dkernel, x.T @ grad)):
+        assert np.linalg.norm(np.asarray(product, np.float64) - exact) < 0.1 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("name", ["eager", "jit", "remat", "remat in jit", "donated", "scan"])
+def test_transforms_change_no_bit(name):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
+    operands = next(random_run(13, 1, oracle.BF16))
+
+    def layer(x, kernel, state):
+        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
+
+    def step_of(layer):
+        def step(x, kernel, grad, state):
+            y, vjp = jax.vjp(layer, x, kernel, state)
+            return (y, *vjp(grad))
+
+        return step
+
+    def scanned(*args):
+        _, outputs = jax.lax.scan(lambda carry, _: (carry, step_of(layer)(*args)), 0, length=2)
+        return jax.tree.map(lambda leaf: leaf[1], outputs)
+
+    runs = {
+        "eager": step_of(layer),
+        "jit": jax.jit(step_of(layer)),
+        "remat": step_of(jax.checkpoint(layer)),
+        "remat in jit": jax.jit(step_of(jax.checkpoint(layer))),
+        "donated": jax.jit(step_of(layer), donate_argnums=3),
+        "scan": jax.jit(scanned),
+    }
+    expected = oracle.dense_step(*operands, oracle.LayerState.init(4), **products_of(oracle.BF16))
+    want = training_step(recipe)(*operands, jaxfp8.init_state(recipe))
+    assert_step(want, expected, "as usual")
+    got = runs[name](*operands, jaxfp8.init_state(recipe))
+    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        oracle.assert_bitwise(leaf, other, name)
