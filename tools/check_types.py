@@ -5,6 +5,7 @@ What types hold of JAX and Flax is theirs: that some of those are not known is n
 """
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -13,13 +14,15 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CHECKER = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
 MISSING = "^(Type annotation for parameter|Return type annotation)"
+# The checkout itself: what an editable install imports by a hook, no checker follows.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 COMMANDS = ("jaxfp8.compare", "jaxfp8.__main__")  # nobody imports them
 
 
 def missing_annotations() -> list[str]:
     """A line for each annotation that a public function lacks."""
     command = [*CHECKER, "--verifytypes", "jaxfp8", "--ignoreexternal", "--outputjson"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     report = json.loads(done.stdout)["typeCompleteness"]
     if not report["symbols"]:
         sys.exit(f"types: no symbols of jaxfp8 were found: {done.stdout[:2000]}")
@@ -35,7 +38,7 @@ def main() -> int:
     """Runs both checks; 1 where one fails."""
     missing = missing_annotations()
     print("\n".join([*missing, f"types: {len(missing)} annotations are missing"]))
-    return subprocess.run([*CHECKER, "tests/typing"], cwd=ROOT).returncode or bool(missing)
+    return subprocess.run([*CHECKER, "tests/typing"], cwd=ROOT, env=ENVIRONMENT).returncode or bool(missing)
 
 
 if __name__ == "__main__":
