@@ -43,6 +43,7 @@ class DelayedScaling(Recipe):
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
         pipeline_axes, precise, min_size: see `Recipe`.
+        reduce_amax: of TransformerEngine's recipe, and always True here: an amax is that of the whole tensor.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -56,8 +57,15 @@ class DelayedScaling(Recipe):
     pipeline_axes: tuple[str, ...] = NOT_SAID
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
+    reduce_amax: dataclasses.InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, reduce_amax: bool) -> None:
+        if reduce_amax is not True:
+            raise ValueError(
+                f"DelayedScaling: reduce_amax: expected True, got {reduce_amax!r}; an amax is that of the whole "
+                "tensor, on all devices. Stages of a pipeline have scales of their own all the same; "
+                "shard_map(check_vma=False) takes their axes from pipeline_axes"
+            )
         number = (int, float, np.integer, np.floating)
         is_number = isinstance(self.margin, number) and not isinstance(self.margin, bool)
         self.expect(is_number, "margin", "a number", TypeError)

@@ -35,7 +35,9 @@ def test_recipes_compare_and_hash_by_value():
         fp8_format=jaxfp8.HYBRID,
         first_step="unit",
         pipeline_axes=(),
+        reduce_amax=True,
     )
+    assert dataclasses.replace(make(), margin=1).margin == 1
 
 
 BAD_OPTIONS = {
@@ -45,12 +47,13 @@ BAD_OPTIONS = {
     "fp8_format": ["HYBRID", None],
     "margin": ["1", None, np.nan, np.inf],
     "pipeline_axes": ["pp"],
+    "reduce_amax": [False, None, "yes"],
 }
 
 
 @pytest.mark.parametrize("name, value", [(n, v) for n, vs in BAD_OPTIONS.items() for v in vs])
 def test_unknown_options_raise_and_are_named(name, value):
-    error = ValueError if name in ("amax_compute_algo", "first_step") else (TypeError, ValueError)
+    error = ValueError if name in ("amax_compute_algo", "first_step", "reduce_amax") else (TypeError, ValueError)
     with pytest.raises(error, match=name):
         jaxfp8.DelayedScaling(**{name: value})
 
