@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from ._report_rows import COLUMNS
+from ._rules import kind
 from ._table import aligned, natural
 from .linen import _report as linen_report
 from .nnx import _report as nnx_report
@@ -56,7 +57,7 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
         if found is not None:
             break
     else:
-        raise TypeError(f"report: model: expected a Linen or an NNX module, got {model!r}")
+        raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
     rows, unused = found
     result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
     if result.unused:

@@ -67,6 +67,11 @@ def _checked(where: str, rule) -> Rule:
     return rule
 
 
+def kind(value) -> str:
+    """What a message calls something that may be a whole model, whose repr is pages long."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
 def first_match(rules, paths, op: str) -> int | None:
     """The index of the first rule that matches one of `paths`, all names of one layer."""
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)

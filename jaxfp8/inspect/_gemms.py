@@ -67,9 +67,15 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
         The `Gemms`, in the order of the program.
 
     Raises:
+        TypeError: `fn` is no function.
         ValueError: unknown platform.
     """
     target = Target.of(platform)
+    if not callable(fn):
+        raise TypeError(
+            f"assert_fp8: fn: expected a function, its arguments after it, as in assert_fp8(step, state, batch); got a "
+            f"{type(fn).__name__}"
+        )
     flat = traceable(fn, args, kwargs)
     if flat is None:
         arrays, joined = split_arrays((args, kwargs))
@@ -105,6 +111,7 @@ def assert_fp8(
     Raises:
         AssertionError: products that would not run in FP8: layer, pass, shapes, dtypes, source line and reason of each.
             A function that has no product at all.
+        TypeError: `fn` is no function.
         ValueError: unknown platform.
     """
     found = gemms(fn, *args, platform=platform, **kwargs)

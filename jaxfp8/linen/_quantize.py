@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from .. import _marks
-from .._rules import Rule, Rules, checked_rules, first_match, relative
+from .._rules import Rule, Rules, checked_rules, first_match, kind, relative
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from .._typing import Tree
 from ..recipes import init_state
@@ -56,7 +56,10 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
-        raise TypeError(f"linen.quantize: model: expected an instance of a Linen module, got {model!r}")
+        raise TypeError(
+            f"linen.quantize: model: expected an instance of a Linen module, got {kind(model)}; an NNX module goes "
+            "through jaxfp8.nnx.quantize"
+        )
     if model.scope is not None:
         raise ValueError(
             f"linen.quantize: model: expected an unbound module, got a {type(model).__name__} with variables; call "

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -20,6 +20,14 @@ from ._variables import OverwriteWithGradient
 
 class _Fp8Product(nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and `{name}_scale`, as Linen names them."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "precision" in kwargs:  # a layer calls what it was given for its product
+            raise TypeError(
+                f"{cls.__name__}: a layer was given the class, which has no state; give it an instance, "
+                f"{cls.__name__}(recipe), or change the finished model with jaxfp8.nnx.quantize"
+            )
+        return super().__new__(cls)
 
     def __init__(self, recipe: Recipe | None = None):
         _not_inside_a_call(type(self).__name__)
@@ -81,7 +89,7 @@ class Fp8DotGeneral(_Fp8Product):
             made for the recipe that holds where the object is made.
 
     Raises:
-        TypeError: made by a layer in its forward pass (`dot_general_cls=`).
+        TypeError: made by a layer in its forward pass (`dot_general_cls=`); a layer was given the class.
     """
 
     def __call__(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._rules import Rule, Rules, checked_rules, first_match
+from .._rules import Rule, Rules, checked_rules, first_match, kind
 from .._typing import Tree
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
 from ._linear import Linear
@@ -45,7 +45,10 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"nnx.quantize: model: expected an NNX module, got {model!r}")
+        raise TypeError(
+            f"nnx.quantize: model: expected an NNX module, got {kind(model)}; a Linen module goes through "
+            "jaxfp8.linen.quantize"
+        )
     changes = []
     for path, layer, attribute in layers(model):
         index = first_match(rules, names(path, layer), operation(layer))

@@ -252,6 +252,16 @@ def test_dot_general_cls_is_refused(cls):
             forward(jnp.ones((M, K)))
 
 
+def test_a_class_is_refused():
+    """What works in Linen, where `dot_general_cls` is the argument."""
+    linear = nnx.Linear(K, N, dot_general=Fp8DotGeneral, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"^Fp8DotGeneral: .*give it an instance, Fp8DotGeneral\(recipe\)"):
+        linear(jnp.ones((M, K)))
+    einsum = nnx.Einsum("mk,kn->mn", (K, N), einsum_op=Fp8Einsum, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"^Fp8Einsum: .*give it an instance, Fp8Einsum\(recipe\)"):
+        einsum(jnp.ones((M, K)))
+
+
 def test_einsum_out_sharding():
     """On a mesh with explicit axes, as Gemma asks for it: the kernel's labels come before and after x's."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
