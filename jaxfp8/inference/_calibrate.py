@@ -101,7 +101,7 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
 def _filled(function, variables, batches, is_loss: bool):
     """`variables` after a step of `function` for each batch."""
     where = _state_tree.flatten(variables)
-    wanted = [i for i in where.positions() if is_loss or not set(_BACKWARD) & set(_prefixes(where.paths[i]))]
+    wanted = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
     if not wanted:
         raise ValueError(
             "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
@@ -131,10 +131,9 @@ def _filled(function, variables, batches, is_loss: bool):
     return variables
 
 
-def _prefixes(path):
-    """The names of a leaf's path; of the last one, what comes before the name of the leaf in its state as well."""
-    *parents, last = path
-    return *parents, last, *(last[: -len(leaf) - 1] for leaf in ("amax_history", "scale") if last.endswith(f"_{leaf}"))
+def _is_of_backward(path) -> bool:
+    """Whether a leaf is of a quantizer of the backward: its name, or a field above it, says so."""
+    return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(tuple(f"{name}_" for name in _BACKWARD))
 
 
 def _total(outputs, is_loss: bool):

@@ -239,6 +239,32 @@ def test_stop_gradient_records_nothing():
     assert_same(got, variables, "untouched ")
 
 
+class Uses(jaxfp8.Quantizer):
+    """Counts its uses, in an array with no name of its own or with one."""
+
+    def __init__(self, named):
+        self.named = named
+
+    def init(self):
+        return {"uses": jnp.zeros((1,), jnp.float32)} if self.named else jnp.zeros((1,), jnp.float32)
+
+    def quantize(self, x, state):
+        return jaxfp8.Float8CurrentScaling().quantizers()[0].quantize(x, None)[0], jax.tree.map(lambda n: n + 1, state)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_custom_quantizers_of_gradients_see_nothing(named):
+    """Without a loss there is no gradient that they should learn from."""
+    recipe = jaxfp8.CustomRecipe(lambda role: Uses(named))
+    model = nn.Dense(N, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
+    state = jaxfp8.calibrate(model, variables_of(model, BATCHES[0]), BATCHES)[OWG]["Fp8DotGeneral_0"]
+    uses = {name: float(leaf[0]) for name, leaf in state.items()}
+    leaf = "uses" if named else "state"
+    forward, backward = ("input", "weight", "output"), ("grad_input", "grad_output")
+    wanted = dict.fromkeys((f"linear_{role}_{leaf}" for role in forward), len(BATCHES))
+    assert uses == wanted | {f"linear_{role}_{leaf}": 0 for role in backward}
+
+
 def test_errors():
     model = dense()
     variables = variables_of(model, BATCHES[0])
