@@ -4,15 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import _state_tree
-
-_COUNTERS = "counters"
 
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """What is stored of one quantizer, or of a stack of them.
+    """What is stored of one quantizer, or of a stack of them, along whatever axis a transform has stacked it.
 
     Attributes:
         name: its path below the state collection: `Dense_0/Fp8DotGeneral_0/input`.
@@ -40,24 +39,32 @@ def quantizers(where: str, tree) -> list[Arrays]:
         tree: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these inside.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none; a history and its scale do not fit.
     """
     found = _state_tree.flatten(tree)
-    by_path = found.by_path()
     arrays = []
     for quantizer in found.quantizers:
-        path = found.paths[quantizer.amax_history]
-        if "opt_state" in path:
+        if "opt_state" in found.paths[quantizer.amax_history]:
             continue
-        counters = (*path[:-1], path[-1].removesuffix("amax_history") + _COUNTERS)
-        history, scale_inv = found.leaves[quantizer.amax_history], found.leaves[quantizer.scale]
-        arrays.append(Arrays(_below_collection(quantizer.name), history, scale_inv, by_path.get(counters)))
+        leaves = [found.leaves[i] for i in quantizer.positions()]
+        axis = _state_tree.slot_axis(leaves[0].shape, leaves[1].shape)
+        if axis is None:
+            raise ValueError(
+                f"{where}: {quantizer.name}: expected a history (..., H) and a scale (..., 1), got shapes "
+                f"{leaves[0].shape} and {leaves[1].shape}"
+            )
+        history, scale_inv, *counters = (_slots_last(leaf, axis) for leaf in leaves)
+        arrays.append(Arrays(_below_collection(quantizer.name), history, scale_inv, next(iter(counters), None)))
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale side by side), got "
             f"{jax.tree.structure(tree).num_leaves} leaves without one; recipes other than delayed scaling keep none"
         )
     return arrays
+
+
+def _slots_last(leaf, axis: int):
+    return leaf if axis in (-1, leaf.ndim - 1) else jnp.moveaxis(leaf, axis, -1)
 
 
 def _below_collection(name: str) -> str:

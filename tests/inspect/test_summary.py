@@ -96,6 +96,14 @@ def test_a_row_for_each_layer_of_a_stack():
     np.testing.assert_array_equal([row["scale_inv"] for row in rows], scales.ravel().astype(np.float32))
 
 
+def test_stacks_along_another_axis():
+    """`nn.scan(variable_axes={"_overwrite_with_gradient": 1})` has its slots first."""
+    variables = state([[5, 7], [1, 2]], [4 / 448, 8 / 448], [[0.5, 0, 3], [0, 0.25, 0]])
+    moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -1, 0), variables)
+    assert inspect.summary(moved).rows == inspect.summary(variables).rows
+    assert inspect.scalars(moved) == inspect.scalars(variables)
+
+
 def test_the_table_is_aligned():
     tree = state([[1, 2, 3], [1000, 2000, 3000]], [3 / 448, 3000 / 448])
     head, *lines = str(inspect.summary(tree)).split("\n")
@@ -192,6 +200,8 @@ def test_measure_is_one_small_array_and_waits_for_nothing():
 
 
 def test_errors():
+    with pytest.raises(ValueError, match=r"summary: variables: .*/input: expected a history .* \(4, 2\) and \(3, 1\)"):
+        inspect.summary(state(np.ones((4, 2)), np.ones(3)))
     with pytest.raises(ValueError, match="summary: variables: expected a tree that holds FP8 state .* got 1 leaves"):
         inspect.summary({"scale": jnp.ones(3)})
     with pytest.raises(ValueError, match="measure: variables: expected a tree that holds FP8 state"):
