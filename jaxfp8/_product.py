@@ -50,7 +50,7 @@ def _exact(plan, x, kernel, bias, state, codes):
     """The product in float32, of operands as they are."""
     del state
     x, kernel = (
-        a.astype(jnp.float32) if a.dtype not in FP8_DTYPES else q.dequantize(jnp.float32)
+        a.astype(jnp.float32) if a.dtype not in FP8_DTYPES else lax.stop_gradient(q).dequantize(jnp.float32)
         for a, q in zip((x, kernel), codes, strict=True)
     )
     y = lax.dot_general(

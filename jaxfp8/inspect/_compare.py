@@ -30,8 +30,9 @@ class Comparison:
 
     Attributes:
         rows: a dict for each product: `layer` and six figures in dB; inf where nothing is lost, -inf where FP8 is not
-            finite or all is lost, nan where float32 is not finite. `layer` is the path of the module; ` (call 1)` after
-            it is its second call, `[i]` an iteration of a loop or a member of a batch.
+            finite or all is lost, nan where float32 is not finite, None where there is no such gradient (of frozen
+            kernels). `layer` is the path of the module; ` (call 1)` after it is its second call, `[i]` an iteration of
+            a loop or a member of a batch.
 
             - `output`, `input_grad`, `kernel_grad`: **of the product by itself**. Its operands are those of the float32
               run: input, kernel and the gradient of its output. What layers before it have lost does not count.
@@ -44,7 +45,7 @@ class Comparison:
     unreached: list[str]
 
     def __str__(self) -> str:
-        lines = [_COLUMNS] + [(row["layer"], *(f"{row[name]:.1f}" for name in _COLUMNS[1:])) for row in self.rows]
+        lines = [_COLUMNS] + [(row["layer"], *(_text(row[name]) for name in _COLUMNS[1:])) for row in self.rows]
         return "\n".join([aligned(lines, right=1), *(f"not reached by the gradient: {n}" for n in self.unreached)])
 
 
@@ -56,7 +57,8 @@ def compare(
         print(jaxfp8.inspect.compare(model, batch, variables))
 
     Same weights, same batch, same FP8 state; nothing is updated. Everything but the FP8 products runs as the model has
-    it. The outputs and gradients of all products go to the host, as float32: take a batch that is small.
+    it. The outputs and gradients of all products go to the host, as float32: take a batch that is small. Of a frozen
+    model (`jaxfp8.freeze`) the float32 kernels are what the codes stand for: what quantizing them lost is not seen.
 
     Args:
         model: a Linen module, an NNX module, or any function of arrays that runs FP8 products.
@@ -245,7 +247,7 @@ def _rows(layer: str, iteration: int | None, of_exact, of_fp8) -> list[dict]:
         row = {"layer": layer + (f"[{','.join(map(str, numbers))}]" if numbers else "")}
         for prefix, got in (("", alone), ("model_", whole)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
-                row[prefix + name] = math.nan if x is None else _sqnr(x[index], x_fp8[index])
+                row[prefix + name] = None if x is None else _sqnr(x[index], x_fp8[index])
         rows.append(row)
     return rows
 
@@ -262,5 +264,11 @@ def _sqnr(exact, got) -> float:
     return float(10 * np.log10(signal / noise)) if signal > 0 else -math.inf
 
 
-def _worst(value: float) -> float:
+def _worst(value: float | None) -> float:
+    if value is None:
+        return math.inf
     return -math.inf if math.isnan(value) else value
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

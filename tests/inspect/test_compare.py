@@ -215,6 +215,26 @@ def test_nnx():
 
 
 @pytest.mark.slow
+def test_frozen_kernels():
+    """The kernel is what its codes say, in both; it has no gradient, and does not come first for that."""
+    rng = np.random.default_rng(1)
+    x, kernel, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 32), (32, 24), (16, 24)))
+    model = nn.Dense(24, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A))
+    variables = jaxfp8.calibrate(model, {"params": {"kernel": jnp.asarray(kernel)}}, [x])
+    frozen = jaxfp8.freeze(model, variables, x)
+    found = inspect.compare(model, x, frozen, loss=lambda y: jnp.sum(y * w))
+    (row,) = found.rows
+    codes = rounded(kernel, np.abs(kernel).max())
+    output = db(x @ codes, rounded(x, np.abs(x).max()) @ codes)
+    # Without state gradients are scaled by their own amax.
+    grad = db(w @ codes.T, rounded(w, np.abs(w).max(), oracle.E5M2) @ codes.T)
+    for prefix in ("", "model_"):
+        assert row[f"{prefix}output"] == pytest.approx(output, abs=DB)
+        assert row[f"{prefix}input_grad"] == pytest.approx(grad, abs=DB)
+        assert row[f"{prefix}kernel_grad"] is None
+    assert str(found).split()[-1] == "-"
+
+
 def test_what_is_lost_wholly_or_not_at_all():
     x, kernel = jnp.ones((4, 8)), jnp.ones((8, 4))
 
