@@ -37,13 +37,7 @@ class FrozenKernel:
 
 def freeze(model, args, kwargs):
     """Freezes the model in place; see `jaxfp8.freeze`."""
-    found = [
-        (path, layer, attribute)
-        for path, layer, attribute in layers(model)
-        if attribute is not None
-        and product(layer) is not None
-        and isinstance(getattr(layer, "kernel", None), nnx.Param)
-    ]
+    found = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
     calls = _calls(model, [(layer, attribute) for _, layer, attribute in found], args, kwargs)
     frozen = [
         (layer, attribute, call, codes)
