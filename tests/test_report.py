@@ -154,3 +154,10 @@ def test_errors():
         jaxfp8.report(3)
     with pytest.raises(TypeError, match="report: args: expected none for an NNX model"):
         jaxfp8.report(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), X)
+
+
+def test_frozen_layers_of_nnx_keep_the_shape_of_their_kernel():
+    model = jaxfp8.nnx.quantize(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), [("", jaxfp8.Float8CurrentScaling())])
+    rows = jaxfp8.report(model).rows
+    assert rows[0]["kernel"] == (4, 3)
+    assert jaxfp8.report(jaxfp8.freeze(model, jnp.ones((2, 4)))).rows == rows

@@ -8,6 +8,7 @@ from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skip
 from .._rules import first_match
 from ..recipes import HighPrecision
 from ._dot_general import _Fp8Product
+from ._freeze import FrozenKernel
 from ._quantize import RULES, layers, names, operation, product
 
 NO_PRODUCT = {
@@ -72,6 +73,9 @@ def _without(layer) -> str:
 
 def _kernel(module):
     """The shape of the module's kernel."""
+    frozen = getattr(module, "kernel", None)
+    if isinstance(frozen, FrozenKernel):
+        return frozen.shape
     return first_matrix(
         {name: param.get_value() for name, param in vars(module).items() if isinstance(param, nnx.Param)}
     )
