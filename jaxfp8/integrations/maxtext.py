@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
+from .. import _state_tree
 from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..linen import Fp8DotGeneral, Fp8Einsum
 from ..nnx import OverwriteWithGradient, trainable, value_and_grad
@@ -173,7 +174,14 @@ def _accumulate_with_state(original, module):
 
     @functools.wraps(original)
     def accumulate(loss_fn, config, model, *args, **options):
-        old = _state(model) if isinstance(model, nnx.Module) else {}
+        is_nnx = isinstance(model, nnx.Module)
+        if not is_nnx and _state_tree.flatten((args, options)).positions():
+            raise TypeError(
+                "maxtext: model: expected an NNX model for FP8 with gradient accumulation, got a "
+                f"{type(model).__name__}: MaxText would add up its state with its gradients; set "
+                "gradient_accumulation_steps=1"
+            )
+        old = _state(model) if is_nnx else {}
         if not jax.tree.leaves(old):
             return original(loss_fn, config, model, *args, **options)
         # MaxText carries all variables that are no parameters from one microbatch to the next.

@@ -161,6 +161,17 @@ def test_without_it_state_would_stand_still(standin):
     assert not model.product.input_amax_history.get_value().any()
 
 
+def test_state_of_linen_is_not_added_up(standin):
+    """MaxText before 0.2.5 has Linen models, whose state is among the parameters that it sums."""
+    with maxtext.install(RECIPE):
+        model = nn.Dense(N, dot_general_cls=standin.quantizations.Fp8Quantization().dot_general_cls())
+        params = model.init(jax.random.key(0), jnp.ones((1, K)))
+        with pytest.raises(
+            TypeError, match="maxtext: model: expected an NNX model .* got a Dense: .* add up its state"
+        ):
+            standin.train.gradient_accumulation_loss_and_grad(loss_fn, None, model, params, None, None, None)
+
+
 def test_classes(standin):
     """Names are those that Flax's classes give to state, so that checkpoints interchange."""
     quantization = standin.quantizations.Fp8Quantization
