@@ -21,12 +21,12 @@ def about() -> dict[str, Any]:
         "system": platform.platform(),
         "processor": _try(_machine.processor),
         "settings": _try(_machine.settings),
-        "platform": _try(_active.default_platform),
+        "platform": _try(_support.backend),
         "devices": _try(_machine.devices),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
-        "ops": _try(lambda: _active.active_ops(_active.default_platform())),
-        "recipes": _try(lambda: _active.active_recipes(_active.default_platform())),
+        "ops": _try(lambda: _active.active_ops(_support.backend())),
+        "recipes": _try(lambda: _active.active_recipes(_support.backend())),
     }
 
 

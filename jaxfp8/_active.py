@@ -70,12 +70,6 @@ RECIPES = (
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
-def default_platform() -> str:
-    """What programs are lowered for where nothing else is said."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" and _support.local_gpus() else backend
-
-
 def active_ops(platform: str) -> list[dict[str, Any]]:
     """What each op is on a platform: `name`, `custom_call` (does it run as its own), `calls` and `why`.
 

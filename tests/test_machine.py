@@ -83,6 +83,14 @@ def test_ops_on_other_platforms():
         assert (row["custom_call"], row["calls"], row["why"]) == (False, {}, "no native library serves tpu")
 
 
+def test_a_machine_with_amds_gpus(monkeypatch, few_programs):
+    """JAX calls their backend "gpu", for which nothing can be lowered."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = command.about()
+    assert found["platform"] == "rocm"
+    assert [row["why"] for row in found["ops"]] == ["no native library serves rocm"]
+
+
 def test_recipes_on_cpu():
     rows = by_name(_active.active_recipes("cpu"))
     assert all(row["fp8_products"] == 0 and row["why"] for row in rows.values())
@@ -188,7 +196,7 @@ def test_a_broken_part_is_a_line(monkeypatch, capsys):
     def broken():
         raise OSError("no such thing")
 
-    for module, name in ((_machine, "devices"), (_machine, "processor"), (_active, "default_platform")):
+    for module, name in ((_machine, "devices"), (_machine, "processor"), (_support, "backend")):
         monkeypatch.setattr(module, name, broken)
     assert command.main([]) == 0
     printed = capsys.readouterr().out

@@ -4,8 +4,6 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-import jax
-
 from ..formats import E5M2, FP8_DTYPES
 from ..ops import _ffi, _primitive, _support
 
@@ -43,7 +41,7 @@ class Target:
         """
         local = tuple(_support.local_gpus())
         if platform is None:
-            backend = jax.default_backend()
+            backend = _support.backend()
             platform = "cuda" if local or backend == "cpu" else backend
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", platform) if isinstance(platform, str) else None
         if capability:

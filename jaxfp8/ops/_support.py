@@ -37,6 +37,14 @@ def local_gpus() -> list:
         return []
 
 
+def backend() -> str:
+    """The platform of this process, as programs are lowered for it: JAX calls two of them "gpu"."""
+    name = jax.default_backend()
+    if name != "gpu":
+        return name
+    return "cuda" if local_gpus() else "rocm"
+
+
 def gpus(ctx) -> list:
     """The GPUs that the program of a lowering rule is for, else those of this machine."""
     return _compat.gpus_of(ctx) or local_gpus()

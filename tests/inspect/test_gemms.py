@@ -224,6 +224,13 @@ def test_implementations():
     assert "scaled_matmul" in the_reason(jax.vmap(inside("xla", CURRENT)), xs, kernels)
 
 
+def test_a_machine_with_amds_gpus(monkeypatch):
+    """JAX calls their backend "gpu", as it does NVIDIA's."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_support, "local_gpus", list)
+    assert the_reason(fp8, X, K).startswith("rocm has no FP8 GEMM")
+
+
 def test_this_machine(monkeypatch):
     """What a machine with a GPU lacks counts; one without is taken to develop for one that has everything."""
     gpu = type("Gpu", (), {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"})()
