@@ -88,7 +88,7 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
         known = set(merged.get(path, {}))
-        module = {name: leaf for name, leaf in module.items() if name in known or name not in _tree.COUNTERS}
+        module = {name: leaf for name, leaf in module.items() if name in known or not _tree.is_counters(name, module)}
         unknown = sorted(set(module) - known)
         if unknown:
             raise ValueError(

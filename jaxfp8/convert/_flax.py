@@ -101,7 +101,7 @@ def _convert(where, variables, rename, swapped):
         converted: _tree.Modules = {}
         found = False
         for path, module in modules.items():
-            module = {name: leaf for name, leaf in module.items() if name not in _tree.COUNTERS}
+            module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
             others = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
             if others:
                 _tree.insert(where, converted, path, others)

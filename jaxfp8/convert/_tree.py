@@ -13,7 +13,6 @@ from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")
 STATE = tuple(f"{operand}_{leaf}" for operand in OPERANDS for leaf in LEAVES)
-COUNTERS = tuple(f"{operand}_counters" for operand in OPERANDS)  # ours alone
 
 Path = tuple[str, ...]
 Modules = dict[Path, dict[str, object]]
@@ -62,6 +61,12 @@ def nested(modules: Modules) -> dict:
             node = node.setdefault(name, {})
         node.update(module)
     return tree
+
+
+def is_counters(name: str, module: Iterable[str]) -> bool:
+    """Whether a leaf of a module, given by its names, is the counters of a quantizer, which only we have."""
+    prefix = name.removesuffix("_counters")
+    return prefix != name and f"{prefix}_amax_history" in module
 
 
 def insert(where: str, modules: Modules, path: Path, module: dict) -> None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import linen as nn
 
 import jaxfp8
 from jaxfp8 import convert
@@ -122,3 +123,13 @@ def test_errors_of_merge_state():
         convert.merge_state(new, bad)
     with pytest.raises(TypeError, match="merge_state: restored: .*list"):
         convert.merge_state(new, [])
+
+
+def test_counters_of_custom_recipes_that_the_model_does_not_have():
+    recipe = jaxfp8.CustomRecipe(lambda role: jaxfp8.recipes.DelayedScalingQuantizer(amax_history_len=3))
+    layer = nn.Dense(3, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=recipe))
+    model = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+    saved = jaxfp8.inspect.with_counters(model)
+    assert "linear_input_counters" in saved[OWG]["Fp8DotGeneral_0"]
+    assert_same_tree(convert.merge_state(model, saved), model, "counters left out")
+    assert_same_tree(convert.merge_state(saved, saved), saved, "counters kept")
