@@ -1,7 +1,7 @@
 """Frozen products: a kernel that is codes already and, with delayed scaling, an input whose scale is fixed.
 
 `freeze_operands` makes of a kernel and a state what inference needs of them, a dict of arrays; `dot_general` multiplies
-with it, to the bit as `jaxfp8.dot_general` does with that kernel and that state.
+with it, with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
 """
 
 import contextlib

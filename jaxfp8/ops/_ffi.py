@@ -118,6 +118,11 @@ def _built_for(platform: str) -> str:
     return function().decode()
 
 
+def cuda_architectures() -> list[str]:
+    """What the loaded CUDA library has code for, such as `"sm_90a"`; empty without one."""
+    return _built_for("CUDA").split()
+
+
 def _handlers(library, platform: str, op: str):
     """What XLA runs; and what it calls before, outside of the graphs it records."""
     execute = jax.ffi.pycapsule(library[target_name(op)])

@@ -74,12 +74,27 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
         if () < capability(gpu) < _MIN_CAPABILITY:
             have, need = (".".join(map(str, of)) for of in (capability(gpu), _MIN_CAPABILITY))
             return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)
+        built = _ffi.cuda_architectures()
+        if capability(gpu) and built and not any(_runs(architecture, capability(gpu)) for architecture in built):
+            have = ".".join(map(str, capability(gpu)))
+            return Missing(
+                f"{gpu.device_kind} has compute capability {have}, the CUDA library has code for {', '.join(built)}; "
+                "add yours to `architectures` in cuda/CMakeLists.txt and build it",
+                True,
+            )
     if cublaslt and local_gpus():
         try:
             _ffi.check_cublaslt()
         except RuntimeError as error:
             return Missing(str(error), False)
     return None
+
+
+def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
+    """Whether code such as `sm_89` runs there: on its generation, from its version on; with an `a` on that alone."""
+    number, is_specific = architecture.removeprefix("sm_").rstrip("af"), architecture.endswith("a")
+    major, minor = int(number[:-1]), int(number[-1])
+    return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)
 
 
 def warn(reason: str) -> None:

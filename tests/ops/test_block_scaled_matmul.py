@@ -339,11 +339,11 @@ def lowered_for(monkeypatch, cuda_custom_calls):
     return are
 
 
-@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("12.0",), ("8.9",), ("9.0", "10.0")], ids=str)
+@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.3",), ("8.9",), ("9.0", "10.0")], ids=str)
 def test_custom_call_where_all_gpus_have_the_mode(lowered_for, capabilities):
     lowered_for(*capabilities)
     for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
-        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "12.0"} if pair in ON_BLACKWELL else set()
+        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3"} if pair in ON_BLACKWELL else set()
         expected = pair not in NOWHERE and set(capabilities) <= allowed
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -84,11 +84,35 @@ def test_ffi_raises(op, machine):
         lowered(op)
 
 
-@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.0", ""])
+@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "10.3", ""])
 def test_capable_gpus(capability, machine):
     machine(gpu(capability))
     with warnings.catch_warnings(action="error"):
         assert all(lowered(op) == {op.split()[0]: 1} for op in OPS)
+
+
+@pytest.mark.parametrize(
+    "capability, built, runs",
+    [
+        ("9.0", "sm_90a", True),
+        ("9.0", "sm_89", False),
+        ("8.9", "sm_89 sm_90a sm_100", True),
+        ("10.3", "sm_90a sm_100", True),
+        ("10.0", "sm_103", False),
+        ("10.3", "sm_100a", False),
+        ("12.0", "sm_89 sm_90a sm_100", False),
+        ("12.1", "sm_100 sm_120", True),
+    ],
+)
+def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine, monkeypatch):
+    """Machine code runs from its version on within its generation; `a` means that version alone."""
+    machine(gpu(capability))
+    monkeypatch.setattr(_ffi, "cuda_architectures", built.split)
+    if runs:
+        assert lowered("quantize") == {"quantize": 1}
+    else:
+        with pytest.warns(RuntimeWarning, match=rf"{capability}, the CUDA library has code for .*; add yours to"):
+            assert lowered("quantize") == {}
 
 
 def test_ahead_of_time(machine):
