@@ -37,6 +37,7 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
     """Parameters and optimizer state are the same arrays; in the FP8 arm every quantizer moves in every step."""
     monkeypatch.setattr(example, "LAYERS", 1)

@@ -35,6 +35,7 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_train(example):
     """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
     arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
