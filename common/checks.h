@@ -48,10 +48,17 @@ inline XLA_FFI_Error* WithOp(const std::string& symbol, const XLA_FFI_CallFrame&
   if (error == nullptr) return nullptr;
   constexpr size_t kPrefix = sizeof("jaxfp8_") - 1;
   const std::string op = symbol.substr(kPrefix, symbol.rfind("_v") - kPrefix) + ": ";
-  XLA_FFI_Error_GetMessage_Args get = {};
-  get.struct_size = XLA_FFI_Error_GetMessage_Args_STRUCT_SIZE;
-  get.error = error;
-  call_frame.api->XLA_FFI_Error_GetMessage(&get);
+  // XLA_FFI_Error_GetMessage of jaxlib 0.10 and XLA_FFI_Error_GetDetails of 0.12 stand in the same place of the API and
+  // take the same arguments, but for the code, which only the newer one writes: there has to be room for it.
+  struct {
+    size_t struct_size;
+    void* extension_start;
+    XLA_FFI_Error* error;
+    const char* message;  // out
+    int64_t code;         // out
+  } get = {sizeof(get), nullptr, error, nullptr, 0};
+  using Get = void (*)(void*);
+  reinterpret_cast<const Get*>(&call_frame.api->XLA_FFI_Error_Create)[1](&get);
   const std::string message = get.message;
   if (message.compare(0, op.size(), op) == 0) return error;
   // Errors of handlers start with their op, so this one is XLA's, and all that XLA finds wrong is an invalid argument.
