@@ -43,9 +43,10 @@ namespace ffi = ::xla::ffi;
   }                                                                        \
   static_assert(true, "a semicolon follows")
 
-// `error`, or null, with the op of `symbol` before its message: "jaxfp8_amax_v1" has the op "amax".
-inline XLA_FFI_Error* WithOp(const std::string& symbol, const XLA_FFI_CallFrame& call_frame, XLA_FFI_Error* error) {
+// `error`, or null, with the op of the symbol `name` before its message: "jaxfp8_amax_v1" has the op "amax".
+inline XLA_FFI_Error* WithOp(const char* name, const XLA_FFI_CallFrame& call_frame, XLA_FFI_Error* error) {
   if (error == nullptr) return nullptr;
+  const std::string symbol = name;
   constexpr size_t kPrefix = sizeof("jaxfp8_") - 1;
   const std::string op = symbol.substr(kPrefix, symbol.rfind("_v") - kPrefix) + ": ";
   // XLA_FFI_Error_GetMessage of jaxlib 0.10 and XLA_FFI_Error_GetDetails of 0.12 stand in the same place of the API and

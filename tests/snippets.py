@@ -7,7 +7,7 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What does not run says so, and why, where readers see it.
-_BLOCK = re.compile(r"^(?P<excused>\*Not run here: .+\*\n\n)?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(?P<excused>\*Not run here: [^*]+\*\n\n)?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[str]:

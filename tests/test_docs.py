@@ -76,6 +76,7 @@ def test_python_is_marked_as_such(page):
         ("```python\nassert False\n```\n", True),
         ("*Not run here: it needs a GPU.*\n\n```python\nassert False\n```\n", False),
         ("*Not run here: .*\n\nOther text.\n\n```python\nassert False\n```\n", True),
+        ("*Not run here: a.*\n\n```python\n```\n\n```python\nassert False\n```\n\n*Not run here: b.*\n\n```python\n```\n", True),
         ("```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n", False),
     ],
 )

@@ -48,28 +48,24 @@ ffi::Error QuantizeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::A
   return Run("quantize_counted", pool, x, scale, amax_so_far, data, amax, &*counts, attributes);
 }
 
+// What both handlers take, and the results that both begin with; then come counts, where they are asked for.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()  // x
+      .Arg<ffi::AnyBuffer>()  // scale
+      .Arg<ffi::AnyBuffer>()  // amax_so_far
+      .Ret<ffi::AnyBuffer>()  // data
+      .Ret<ffi::AnyBuffer>();  // amax
+}
+
 }  // namespace
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cpu::QuantizeHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::ThreadPool>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Attrs());
+                             jaxfp8::cpu::Bind().Attrs());
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cpu::QuantizeCountedHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::ThreadPool>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Ret<xla::ffi::AnyBuffer>()  // counts
-                                 .Attrs());
+                             jaxfp8::cpu::Bind().Ret<xla::ffi::AnyBuffer>().Attrs());

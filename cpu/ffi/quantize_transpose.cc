@@ -61,32 +61,26 @@ ffi::Error QuantizeTransposeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer 
              attributes);
 }
 
+// What both handlers take, and the results that both begin with; then come counts, where they are asked for, and
+// column_sums.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<ffi::AnyBuffer>()  // x
+      .Arg<ffi::AnyBuffer>()  // scale
+      .Arg<ffi::AnyBuffer>()  // amax_so_far
+      .Ret<ffi::AnyBuffer>()  // data
+      .Ret<ffi::AnyBuffer>()  // data_t
+      .Ret<ffi::AnyBuffer>();  // amax
+}
+
 }  // namespace
 }  // namespace jaxfp8::cpu
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cpu::QuantizeTransposeHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::ThreadPool>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .RemainingRets()             // column_sums
-                                 .Attrs());
+                             jaxfp8::cpu::Bind().RemainingRets().Attrs());
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_counted_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cpu::QuantizeTransposeCountedHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::ThreadPool>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Ret<xla::ffi::AnyBuffer>()  // counts
-                                 .RemainingRets()             // column_sums
-                                 .Attrs());
+                             jaxfp8::cpu::Bind().Ret<xla::ffi::AnyBuffer>().RemainingRets().Attrs());

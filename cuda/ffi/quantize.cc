@@ -56,30 +56,26 @@ ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::An
   return Run("quantize_counted", stream, x, scale, amax_so_far, data, amax, &*counts, attributes);
 }
 
+// What both handlers take, and the results that both begin with; then come counts, where they are asked for.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()  // x
+      .Arg<ffi::AnyBuffer>()  // scale
+      .Arg<ffi::AnyBuffer>()  // amax_so_far
+      .Ret<ffi::AnyBuffer>()  // data
+      .Ret<ffi::AnyBuffer>();  // amax
+}
+
 }  // namespace
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Attrs(),
+                             jaxfp8::cuda::Bind().Attrs(),
                              {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Ret<xla::ffi::AnyBuffer>()  // counts
-                                 .Attrs(),
+                             jaxfp8::cuda::Bind().Ret<xla::ffi::AnyBuffer>().Attrs(),
                              {jaxfp8::cuda::kRecordable});

@@ -70,34 +70,28 @@ ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x
              attributes);
 }
 
+// What both handlers take, and the results that both begin with; then come counts, where they are asked for, and
+// column_sums.
+auto Bind() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()  // x
+      .Arg<ffi::AnyBuffer>()  // scale
+      .Arg<ffi::AnyBuffer>()  // amax_so_far
+      .Ret<ffi::AnyBuffer>()  // data
+      .Ret<ffi::AnyBuffer>()  // data_t
+      .Ret<ffi::AnyBuffer>();  // amax
+}
+
 }  // namespace
 }  // namespace jaxfp8::cuda
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::QuantizeTransposeHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .RemainingRets()             // column_sums
-                                 .Attrs(),
+                             jaxfp8::cuda::Bind().RemainingRets().Attrs(),
                              {jaxfp8::cuda::kRecordable});
 
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_counted_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cuda::QuantizeTransposeCountedHandler,
-                             xla::ffi::Ffi::Bind()
-                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                 .Arg<xla::ffi::AnyBuffer>()  // x
-                                 .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Ret<xla::ffi::AnyBuffer>()  // data
-                                 .Ret<xla::ffi::AnyBuffer>()  // data_t
-                                 .Ret<xla::ffi::AnyBuffer>()  // amax
-                                 .Ret<xla::ffi::AnyBuffer>()  // counts
-                                 .RemainingRets()             // column_sums
-                                 .Attrs(),
+                             jaxfp8::cuda::Bind().Ret<xla::ffi::AnyBuffer>().RemainingRets().Attrs(),
                              {jaxfp8::cuda::kRecordable});
