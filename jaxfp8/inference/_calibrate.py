@@ -61,6 +61,9 @@ def calibrate(
     if loss_fn is not None and kwargs:
         raise TypeError(f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}")
     *variables, batches = variables_and_batches
+    if hasattr(batches, "shape"):
+        got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
+        raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
     batches = ((batch if isinstance(batch, tuple) else (batch,)) for batch in batches)
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)

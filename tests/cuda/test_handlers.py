@@ -7,20 +7,13 @@ a handler that wrote before it checked would have spoilt.
 import jax
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
-from ops import cases
 from ops.test_raw_targets import ANSWERS, ATTRIBUTES, GOOD as ELEMENTWISE_GOOD, ROWS as ELEMENTWISE_ROWS
-
-from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul, _ffi, _quantize_blocks, _quantize_blocks_transpose, _scale_layouts
-from jaxfp8.ops._primitive import tensor_op
-
-from . import emulated
 
 F32, BF16, S32, E4M3, E5M2 = np.dtype(np.float32), oracle.BF16, np.dtype(np.int32), oracle.E4M3.dtype, oracle.E5M2.dtype
 U8 = np.dtype(np.uint8)
+pytestmark = pytest.mark.usefixtures("handlers")
+
 FLAGS = {"precise": False, "has_bias": True, "has_accumulator": True}
 
 NORM = {"kind": "layer", "epsilon": np.float32(0), "has_beta": True}
@@ -172,18 +165,6 @@ ROWS = [
     *(("quantize_norm", *row) for row in CODES_ROWS + NORM_ROWS),
 ]
 IDS = [f"{op}-{name}-{np.dtype(spec[1]).name}{list(spec[0])}".replace(" ", "") for op, name, _, _, spec in ROWS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def handlers():
-    """Registers the handlers as custom calls `emulated_cuda_<op>` of the CPU."""
-    if emulated.compiler() is None:
-        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
-    library = emulated.build_handlers(jax.ffi.include_dir())
-    for op in GOOD:
-        handler = jax.ffi.pycapsule(library[cases.CUDA_TARGETS[op]])
-        jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
-    return library
 
 
 def call(op, results, operands, **attributes):
@@ -379,75 +360,6 @@ def test_one_layout_of_blocks_and_too_many():
             call(op, wrong, operands)
 
 
-@pytest.fixture
-def blocks_over_handlers(monkeypatch):
-    """quantize_blocks_transpose and quantize_blocks as on a GPU, but over the emulated handler."""
-    monkeypatch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
-    for module, name in (
-        (_quantize_blocks, "quantize_blocks"),
-        (_quantize_blocks_transpose, "quantize_blocks_transpose"),
-    ):
-        variants = [module.variant(of_lines, cpu=module._cuda) for of_lines in (False, True)]
-        monkeypatch.setattr(module, f"_{name}", variants)
-
-
-BLOCK_KINDS = {
-    "row-wise": {"block": (1, None)},
-    "1x128": {"block": (1, 128), "power_2_scale": True},
-    "128x128": {"block": (128, 128)},
-    "MX, ceil": {"block": (1, 32), "scale": "e8m0"},
-    "MX, floor": {"block": (1, 32), "scale": "e8m0", "rounding": "floor"},
-}
-ALL_BLOCK_KINDS = pytest.mark.parametrize("options", BLOCK_KINDS.values(), ids=BLOCK_KINDS)
-
-
-def assert_layouts(got, x, options):
-    """Of one matrix; one layout, or both."""
-    for i in range(0, len(got), 2):
-        expected = oracle_blocks.quantize(x.T if i else x, oracle.E4M3, **options)
-        for value, wanted in zip(got[i : i + 2], expected, strict=True):
-            oracle.assert_bitwise(np.asarray(value), wanted, f"{options}, result {i}")
-
-
-@ALL_BLOCK_KINDS
-@pytest.mark.parametrize("op", [ops.quantize_blocks, ops.quantize_blocks_transpose], ids=["one", "both"])
-def test_quantized_blocks(blocks_over_handlers, op, options):
-    """Merged dimensions, members, empty matrices; one custom call."""
-    x = scaled_numbers((2, 2, 5, 7, 4, 10))
-    run = jax.jit(jax.vmap(lambda x: op(x, oracle.E4M3.dtype, rows=2, cols=2, **options)))
-    assert run.lower(x).as_text().count("@emulated_cuda_quantize_blocks_transpose") == 1
-    got = [np.asarray(part) for part in run(x)]
-    for i in np.ndindex(2, 2):
-        shapes = (35, 40), None, (40, 35), None
-        parts = [part[i] if shape is None else part[i].reshape(shape) for part, shape in zip(got, shapes, strict=False)]
-        assert_layouts(parts, x[i].reshape(35, 40), options)
-    empty = np.zeros((0, 40), F32)
-    assert_layouts(op(empty, oracle.E4M3.dtype, **options), empty, options)
-
-
-def scaled_numbers(shape):
-    rng = np.random.default_rng(0)
-    return F32.type(rng.standard_normal(shape) * 2.0 ** rng.uniform(-9, 9, shape))
-
-
-@ALL_BLOCK_KINDS
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str)
-def test_quantized_blocks_on_a_mesh(blocks_over_handlers, options, spec):
-    """Each device quantizes its blocks; where a block is on several, the custom call gathers or the reference runs."""
-    x = scaled_numbers((512, 256))
-    put = jax.device_put(x, NamedSharding(jax.make_mesh((4, 2), ("x", "y")), spec))
-    compiled = jax.jit(lambda x: ops.quantize_blocks_transpose(x, oracle.E4M3.dtype, **options)).lower(put).compile()
-    assert_layouts(compiled(put), x, options)
-    of_lines, text = None in options["block"], compiled.as_text()
-    assert ("emulated_cuda_quantize_blocks_transpose" in text) == (not of_lines)
-    # Of one device's shard, in whole blocks: 512 / 8 rows are not whole blocks of 128, neither are 256 / 4 columns.
-    size = 128 if 128 in options["block"] else 32
-    shard = put.sharding.shard_shape(x.shape)
-    cut = [here if here % size == 0 else whole for here, whole in zip(shard, x.shape, strict=True)]
-    if not of_lines:
-        assert f"f8e4m3fn[1,{cut[0]},{cut[1]}]" in text
-
-
 @pytest.mark.parametrize("own_scales", [False, True])
 def test_matmul_arguments_arrive_in_their_places(own_scales):
     rng = np.random.default_rng(0)
@@ -461,102 +373,6 @@ def test_matmul_arguments_arrive_in_their_places(own_scales):
         scale = a_scale[i % a_scale.size]
         product = oracle.scaled_matmul(a[i], b[i], scale, b_scale[0], bias=bias, accumulator=accumulator[i])
         product.check(out[i])
-
-
-SCALED_PAIRS = {
-    "rows by rows": ((1, None), (1, None)),
-    "MX": ((1, 32), (1, 32)),
-    "1x128 by 128x128": ((1, 128), (128, 128)),
-    "128x128 by 1x128": ((128, 128), (1, 128)),
-    "1x128 by 1x128": ((1, 128), (1, 128)),
-}
-PAIRS = pytest.mark.parametrize("blocks", SCALED_PAIRS.values(), ids=SCALED_PAIRS)
-
-
-@pytest.fixture
-def over_handlers(monkeypatch):
-    """block_scaled_matmul as on a GPU, but over the emulated handler: padding, layouts of scales, meshes."""
-    monkeypatch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
-    run = _block_scaled_matmul._cublaslt
-    op = tensor_op("block_scaled_matmul", cpu=run, cuda=run, **_block_scaled_matmul._RULES)
-    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)
-
-
-def scaled_operands(m, n, k, blocks, seed=0):
-    """(a, b, their scales), as the oracle quantizes."""
-    rng, sides = np.random.default_rng(seed), []
-    for rows, block in zip((m, n), blocks, strict=True):
-        x = F32.type(rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7))
-        sides.append(oracle_blocks.quantize(x, oracle.E4M3, block, scale="e8m0" if block == (1, 32) else "f32"))
-    return *(side[0] for side in sides), *(side[1] for side in sides)
-
-
-@PAIRS
-@pytest.mark.parametrize("m, n, k", [(16, 32, 256), (5, 7, 33), (130, 129, 150)])
-def test_block_scaled_products(over_handlers, blocks, m, n, k):
-    args = scaled_operands(m, n, k, blocks)
-    options = {"a_block": blocks[0], "b_block": blocks[1]}
-    bias = np.float32(np.arange(n))
-    for extra in ({}, {"bias": bias}):
-        got = jax.jit(lambda *x, e=extra: ops.block_scaled_matmul(*x, **options, **e, out_dtype=F32))(*args)
-        oracle_blocks.matmul(*args, **options, **extra).check(got, f"{blocks}")
-
-
-@PAIRS
-def test_block_scaled_groups(over_handlers, blocks):
-    """Batches, members of vmap, several dimensions of m and k."""
-    sets = [scaled_operands(6, 10, 160, blocks, seed) for seed in range(4)]
-    a, b, a_scale, b_scale = (np.stack(parts).reshape(2, 2, *parts[0].shape) for parts in zip(*sets, strict=True))
-    a, b = a.reshape(2, 2, 2, 3, 16, 10), b.reshape(2, 2, 10, 16, 10)
-    options = {"a_block": blocks[0], "b_block": blocks[1]}
-
-    def product(*args):
-        return ops.block_scaled_matmul(*args, **options, batch=1, contracting=2, out_dtype=F32)
-
-    got = np.asarray(jax.jit(jax.vmap(product))(a, b, a_scale, b_scale)).reshape(4, 6, 10)
-    for i, args in enumerate(sets):
-        oracle_blocks.matmul(*args, **options).check(got[i], f"{blocks}, {i}")
-
-
-MESH_SPECS = (
-    (P("x"), P()),
-    (P(None, "x"), P(None, "x")),  # blocks of 32 and 128 of k on each device
-    (P("y", "x"), P("x", "y")),
-    (P(("x", "y")), P(None, ("x", "y"))),  # too fine for blocks of 128
-    (P(None, "x"), P("y")),
-)
-
-
-@PAIRS
-@pytest.mark.parametrize("specs", MESH_SPECS, ids=str)
-def test_block_scaled_products_on_a_mesh(over_handlers, blocks, specs):
-    """Each device multiplies its shards, with the scales of their blocks; the bias is added once."""
-    args = scaled_operands(32, 256, 512, blocks)
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
-    options = {"a_block": blocks[0], "b_block": blocks[1]}
-    bias = np.float32(np.arange(256))
-    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, (*specs, P(), P()), strict=True)]
-    run = jax.jit(lambda *x: ops.block_scaled_matmul(*x[:4], bias=x[4], **options, out_dtype=F32))
-    compiled = run.lower(*put, bias).compile()
-    assert "emulated_cuda_block_scaled_matmul" in compiled.as_text()
-    oracle_blocks.matmul(*args, **options, bias=bias).check(compiled(*put, bias), f"{blocks}, {specs}")
-
-
-@pytest.mark.parametrize("block", [(1, None), (1, 32), (1, 128), (128, 128)], ids=str)
-@pytest.mark.parametrize("rows, k", [(16, 32), (48, 640), (272, 1152)])
-def test_layouts_of_scales(block, rows, k):
-    """Against the manual's formulas; rows that were added have scales of 0."""
-    counts = [len(oracle_blocks.bounds(size, b)) for size, b in zip((rows - 5, k), block, strict=True)]
-    codes = np.random.default_rng(0).integers(1, 255, (2, *counts), dtype=np.uint8)
-    is_mx = block == (1, 32)
-    scales = codes.view(oracle_blocks.E8M0) if is_mx else codes.astype(F32)
-    mode = _scale_layouts.mode(block, scales.dtype)
-    got = np.asarray(_scale_layouts.ordered(scales, mode, rows))
-    padded = np.zeros((2, counts[0] if block[0] == 128 else rows, counts[1]), scales.dtype)
-    padded.view(np.uint8 if is_mx else F32)[:, : counts[0]] = scales.view(np.uint8 if is_mx else F32)
-    for i in range(2):
-        expected = oracle_blocks.cublaslt_layout(padded[i], block, rows, k)
-        oracle.assert_bitwise(got[i].reshape(-1), expected, f"{block}, group {i}")
 
 
 @pytest.mark.parametrize(

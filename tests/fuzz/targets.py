@@ -15,7 +15,7 @@ import jaxfp8 as jaxfp8  # registers the targets
 from . import values
 from .values import FORMAT_OF, FP8, HIGH
 
-F32 = np.dtype(np.float32)
+F32, U32 = np.dtype(np.float32), np.dtype(np.uint32)
 SUMMED_ROWS = 128
 
 
@@ -71,6 +71,16 @@ def quantize_transpose(rng):
     return operands, [((g, m, n), fp8), ((g, n, m), fp8), ((g,), F32), *sums], {}
 
 
+def quantize_counted(rng):
+    operands, results, attributes = quantize(rng)
+    return operands, [*results, ((len(operands[0]), 4), U32)], attributes
+
+
+def quantize_transpose_counted(rng):
+    operands, results, attributes = quantize_transpose(rng)
+    return operands, [*results[:3], ((len(operands[0]), 4), U32), *results[3:]], attributes
+
+
 def dequantize(rng):
     shape = values.dims(rng, int(rng.integers(2, 6)))
     scale = values.scales(rng, _scale_shape(rng, shape[0]))
@@ -107,9 +117,9 @@ def push_amaxes(rng):
     return operands, [(h.shape, F32) for h in histories], {}
 
 
-GOOD = {
-    f.__name__: f for f in (amax, quantize, quantize_transpose, dequantize, amax_to_scale, delayed_scales, push_amaxes)
-}
+QUANTIZE = (quantize, quantize_transpose, quantize_counted, quantize_transpose_counted)
+GOOD = {f.__name__: f for f in (amax, *QUANTIZE, dequantize, amax_to_scale, delayed_scales, push_amaxes)}
+WITHOUT_ATTRIBUTES = {"amax", "dequantize", "push_amaxes", *(f.__name__ for f in QUANTIZE)}
 
 
 # -------------------------------------------------------------------------------------------------------- bad calls
@@ -215,7 +225,7 @@ def _is_numerator(value) -> bool:
 
 def answer(call: Call) -> list | None:
     """The results by the oracle; None where the call must be refused."""
-    if call.op in ("amax", "quantize", "quantize_transpose", "dequantize", "push_amaxes") and call.attributes:
+    if call.op in WITHOUT_ATTRIBUTES and call.attributes:
         return None
     return globals()[f"_{call.op}_answer"](call.operands, call.results, call.attributes)
 
@@ -278,6 +288,27 @@ def _quantize_transpose_answer(operands, results, attributes):
         return None
     data, top = _quantized(*operands, results[0][1])
     return [data, np.ascontiguousarray(data.swapaxes(1, 2)), top, *([x] if len(results) == 4 else [])]
+
+
+def _counts(x, scale, dtype):
+    """u32 [g, 4]: what saturates and what becomes zero, each as its low and its high word."""
+    fmt = FORMAT_OF[np.dtype(dtype)]
+    of_all = [oracle.counts(row, scale[i % len(scale)], fmt) for i, row in enumerate(x)]
+    return np.uint64(of_all).reshape(-1, 2).astype("<u8").view("<u4")
+
+
+def _quantize_counted_answer(operands, results, attributes):
+    plain = _quantize_answer(operands, results[:2], attributes)
+    if plain is None or len(results) != 3 or not _is(results[2], (len(operands[0]), 4), U32):
+        return None
+    return [*plain, _counts(*operands[:2], results[0][1])]
+
+
+def _quantize_transpose_counted_answer(operands, results, attributes):
+    plain = _quantize_transpose_answer(operands, results[:3] + results[4:], attributes)
+    if plain is None or len(results) < 4 or not _is(results[3], (len(operands[0]), 4), U32):
+        return None
+    return [*plain[:3], _counts(*operands[:2], results[0][1]), *plain[3:]]
 
 
 def _dequantize_answer(operands, results, attributes):
@@ -387,7 +418,7 @@ def check(seed: int) -> str:
     for i, (out, expected) in enumerate(zip(got, wanted, strict=True)):
         if expected is None:
             continue
-        if call.op == "quantize_transpose" and i == 3:
+        if i == {"quantize_transpose": 3, "quantize_transpose_counted": 4}.get(call.op):
             for group, part in np.ndindex(out.shape[:2]):
                 rows = expected[group, part * SUMMED_ROWS : (part + 1) * SUMMED_ROWS]
                 # Where magnitudes add up to more than f32 holds, some orders of additions overflow and others do not.

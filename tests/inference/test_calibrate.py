@@ -276,6 +276,8 @@ def test_errors():
         TypeError, match=r"calibrate: expected calibrate\(model, variables, batches\), got \(Dense, list\)"
     ):
         jaxfp8.calibrate(model, BATCHES)
+    with pytest.raises(TypeError, match=r"got an array of shape .*, whose rows would be the batches; .*pass \[x\]"):
+        jaxfp8.calibrate(model, variables, BATCHES[0])
     with pytest.raises(TypeError, match=r"calibrate: expected no arguments of the model beside loss_fn"):
         jaxfp8.calibrate(model, variables, BATCHES, loss_fn=lambda *_: 0.0, method="f")
     with pytest.raises(TypeError, match=r"calibrate: model: expected a result with floating-point arrays"):
