@@ -29,7 +29,8 @@ class Fp8DotGeneral(Fp8Module):
             sets one names its recipe with it.
 
     Raises:
-        ValueError: e4m3_dtype and e5m2_dtype are not a format of ours.
+        ValueError: e4m3_dtype and e5m2_dtype are not a format of ours; first variables of a recipe with state inside an
+            `nn.scan` or `nn.vmap` that does not carry its collection.
     """
 
     @nn.compact

@@ -18,9 +18,7 @@ from jax import lax
 
 from .. import _marks
 from .._rules import Rule, Rules, checked_rules, first_match, kind, relative
-from .._state_tree import OVERWRITE_WITH_GRADIENT
 from .._typing import Tree
-from ..recipes import init_state
 from ._dot_general import Fp8DotGeneral
 from ._einsum import Fp8Einsum
 from ._state import Fp8Module
@@ -51,8 +49,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Raises:
         TypeError: not a Linen module, or rules that are not pairs of a string and a recipe.
-        ValueError: a bound module; a regex that does not compile. While tracing: a layer inside `nn.jit`; the first
-            variables of a recipe with state inside an `nn.scan` or `nn.vmap` that does not carry its collection.
+        ValueError: a bound module; a regex that does not compile. While tracing: a layer inside `nn.jit`.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
@@ -210,8 +207,6 @@ def _interceptor(next_method, args, kwargs, context):
         return next_method(*args, **kwargs)
     rule = decided.rule
     if isinstance(module, Fp8Module):
-        if context.method_name == "__call__":
-            _refuse_lost_state(module, decided)
         changes = {"recipe": rule.layer_recipe}
     elif isinstance(module, nn.Einsum):
         is_flax_own = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
@@ -258,21 +253,6 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
         eqn, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type
     )
     return y if bias is None else y + jnp.reshape(bias, broadcast)
-
-
-def _refuse_lost_state(product, decided):
-    """A rule's recipe with state where no state can be made: it would run without, and nobody would know."""
-    recipe = decided.rule.recipe
-    if recipe is None or not product.is_initializing() or product.is_mutable_collection(OVERWRITE_WITH_GRADIENT):
-        return
-    if not jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe))):
-        return
-    raise ValueError(
-        f"linen.quantize: rules[{decided.index}] {decided.rule.path!r} gives {type(recipe).__name__}, which keeps "
-        f"state, to {'/'.join(product.path)}, but the transform around it does not carry the collection "
-        f"{OVERWRITE_WITH_GRADIENT!r}; add it to the variable_axes of nn.scan or nn.vmap, or take a recipe without "
-        "state"
-    )
 
 
 def _refuse_nn_jit(module):

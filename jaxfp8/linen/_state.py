@@ -42,6 +42,9 @@ class Fp8Module(nn.Module):
         """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
 
         Variables without state, as for inference, are fine: scales then come from the tensors at hand.
+
+        Raises:
+            ValueError: state that cannot be made while variables are: the model would train without, and nobody know.
         """
         recipe = self._recipe()
         if recipe is None:
@@ -55,6 +58,12 @@ class Fp8Module(nn.Module):
             return leaf
 
         state = map_variables(recipe, stored, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
+        if missing and self.is_initializing():
+            raise ValueError(
+                f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "
+                f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: add it to the variable_axes of the nn.scan or "
+                f"nn.vmap around it, or to the mutable of init, or take a recipe without state"
+            )
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
 
     @nn.nowrap
