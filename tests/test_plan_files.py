@@ -188,6 +188,7 @@ def _add(folder, first):
         files.Store().add(PLATFORM, {gemm(16 * (i + 1)): plan()})
 
 
+@pytest.mark.slow
 def test_two_writers(cache):
     """Neither loses what the other has written, and a reader always finds a whole file."""
     context = multiprocessing.get_context("spawn")

@@ -281,7 +281,9 @@ def test_scan_that_closes_over_its_state():
 
 
 @pytest.mark.parametrize(
-    "share", ["nothing", "state", "rhs and state", "lhs and sizes", "all but sizes", "all but lhs"]
+    "share",
+    ["nothing", "rhs and state", "all but lhs"]
+    + [pytest.param(share, marks=pytest.mark.slow) for share in ("state", "lhs and sizes", "all but sizes")],
 )
 def test_vmap(share):
     """As many products as members; what they share gets the sum of their gradients, a state the largest."""
@@ -362,6 +364,7 @@ def test_vmap_of_grad():
         (P("x"), P(None, None, "y")),
     ],
 )
+@pytest.mark.varied
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_meshes(lhs_spec, rhs_spec, axis_type):
     """Where a group begins depends on all sizes: cut along rows or groups, operands are gathered, never cut through."""

@@ -12,6 +12,7 @@ OURS = ("drop-in", "own")
 DENSES = ("dense", "dense with bias", "small dense")
 
 
+@pytest.mark.slow
 def test_the_counts_of_others_are_known(counts):
     """What was counted by hand in their programs; a counter that is wrong would be wrong here."""
     bf16, flax = counts["dense"]["bf16"], counts["dense"]["flax"]

@@ -63,6 +63,7 @@ def test_picture(dry_run, tmp_path):
     assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_spent_budget(tmp_path):
     path = tmp_path / "gpu.json"
     output = run("gpu.py", "--tiny", "--platform", "cpu", "--budget", 0, "--json", path)
@@ -70,6 +71,7 @@ def test_a_spent_budget(tmp_path):
     assert all("not started" in str(case["errors"]) for case in cases.values()) and "not measured" in output
 
 
+@pytest.mark.slow
 def test_a_case_in_its_own_process(tmp_path):
     """As on a GPU: a case that dies is noted, and the others run."""
     code = (
@@ -88,6 +90,7 @@ def test_a_case_in_its_own_process(tmp_path):
     assert result("--xla_no_such_flag=1") == "[] ['launches']\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dense512", pytest.param("language_model", marks=pytest.mark.slow)])
 def test_cpu_goals(case, tmp_path):
     path = tmp_path / "cpu.json"

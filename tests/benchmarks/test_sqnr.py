@@ -41,6 +41,7 @@ def test_every_recipe_on_every_tensor(sqnr, rows):
     assert pairs == wanted and len(rows) == len(wanted)
 
 
+@pytest.mark.slow
 def test_measured_again(sqnr, rows):
     """Codes are the same everywhere, so are the figures; a product's last bits are not."""
     kept = [row for row in rows if row["format"] == "e4m3" and row["tensor"] in ("columns x10000", "constant")]

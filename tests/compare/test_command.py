@@ -111,6 +111,7 @@ def test_time_only_without_matplotlib_and_tqdm(monkeypatch, capsys, tmp_path, us
     assert not (tmp_path / "compare.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [math.nan, pytest.param(4.5, marks=pytest.mark.slow)])
 def test_a_wrong_arm_is_not_timed(monkeypatch, user_promotion, loss):
     args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])

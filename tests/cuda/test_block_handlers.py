@@ -67,6 +67,7 @@ def scaled_numbers(shape):
     return F32.type(rng.standard_normal(shape) * 2.0 ** rng.uniform(-9, 9, shape))
 
 
+@pytest.mark.varied
 @ALL_BLOCK_KINDS
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str)
 def test_quantized_blocks_on_a_mesh(blocks_over_handlers, options, spec):
@@ -149,6 +150,7 @@ MESH_SPECS = (
 )
 
 
+@pytest.mark.varied
 @PAIRS
 @pytest.mark.parametrize("specs", MESH_SPECS, ids=str)
 def test_block_scaled_products_on_a_mesh(over_handlers, blocks, specs):

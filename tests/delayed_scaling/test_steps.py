@@ -43,6 +43,7 @@ def test_fifty_random_steps(interface, dtype):
         state, package_state = expected.state, got[-1]
 
 
+@pytest.mark.varied
 @DTYPES
 @pytest.mark.parametrize("name", ["ffi", "reference"])
 def test_scripted_steps(dtype, name):

@@ -65,6 +65,7 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
     cases.check_step(case, rows, kernel, flat, expected_state, (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate))
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
@@ -131,6 +132,7 @@ def test_layers_with_their_own_state(way):
         cases.check_step(case, operands[i], kernels[i], grads[i], states[i], (y, *of_layer))
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):

@@ -174,6 +174,7 @@ def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     assert y.dtype == y_dtype
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("rows", [(), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_any_rank(layer, rows):

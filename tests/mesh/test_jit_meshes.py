@@ -60,7 +60,7 @@ def test_ten_steps(kind, name):
     cases.assert_same(train(kind, name), cases.reference(), f"{kind} {name}")
 
 
-@pytest.mark.parametrize("kind, name", [("auto", "all"), ("explicit", "sp")])
+@pytest.mark.parametrize("kind, name", [("auto", "all"), pytest.param("explicit", "sp", marks=pytest.mark.slow)])
 def test_first_step_current(kind, name):
     """The first scale is that of the whole tensor, not of a shard."""
     mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
@@ -104,7 +104,8 @@ def test_gradient_of_the_input(kind, name):
 
 
 @pytest.mark.parametrize(
-    "kind, where", [("auto", "x"), ("explicit", "grad"), pytest.param("auto", "kernel", marks=pytest.mark.slow)]
+    "kind, where",
+    [("explicit", "grad"), *(pytest.param("auto", where, marks=pytest.mark.slow) for where in ("x", "kernel"))],
 )
 def test_nan_in_one_shard_is_seen_by_all(kind, where):
     """One NaN: the loss shows it, no history does, and each device is left with the state of one device."""

@@ -114,7 +114,9 @@ def steps(run, weights, state, batches):
 
 
 @pytest.mark.parametrize(
-    "kind, shape", [("auto", (1, 1, 1)), ("explicit", (1, 1, 1)), ("auto", (4, 1, 1)), ("explicit", (1, 2, 4))]
+    "kind, shape",
+    [("explicit", (1, 1, 1)), ("auto", (4, 1, 1))]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", (1, 1, 1)), ("explicit", (1, 2, 4)))],
 )
 def test_axes_of_size_one(kind, shape):
     mesh = cases.mesh(kind, shape)

@@ -18,6 +18,10 @@ from mesh.by_hand import replicated, summed
 RECIPE = dataclasses.replace(cases.RECIPE, pipeline_axes=())  # said, so that check_vma=False has nothing to warn of
 CURRENT = dataclasses.replace(RECIPE, first_step="current")
 CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
+# Where what differs without is tested elsewhere.
+MOSTLY_CHECKED = pytest.mark.parametrize(
+    "checked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["check_vma", "no check_vma"]
+)
 
 # ------------------------------------------------------------------------------------------ the program of one device
 
@@ -122,14 +126,14 @@ def test_gradient_outside(name):
     cases.assert_same(run, cases.reference(), f"{name}, outside")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_explicit_mesh(checked):
     mesh, layout = cases.mesh("explicit"), cases.LAYOUTS["all"]
     run = train(step_inside(mesh, layout, checked), mesh, layout)
     cases.assert_same(run, cases.reference(), "explicit")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_first_step_current(checked):
     """The first scale is that of the whole tensor, though a conditional decides and devices see shards."""
     mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
@@ -137,14 +141,14 @@ def test_first_step_current(checked):
     cases.assert_same(run, cases.reference(CURRENT, steps=2), "first step current")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_products_without_state(checked):
     mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
     run = train(step_inside(mesh, layout, checked), mesh, layout, with_state=False)
     cases.assert_same(run, cases.reference(with_state=False), "products without state")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_nan_on_one_device(checked):
     """The loss shows it, no history does, and each device is left with the state of one device."""
     mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
@@ -208,7 +212,7 @@ def test_around_the_map(wrap):
     cases.assert_same(run, cases.reference(), "around")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_steps_in_a_scan(checked):
     """All steps in one program: what a step leaves is what the next one takes, in type as well."""
     mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
@@ -228,7 +232,7 @@ def test_steps_in_a_scan(checked):
     cases.assert_same(run, cases.reference(), "scan of steps")
 
 
-@CHECKED
+@MOSTLY_CHECKED
 def test_a_map_in_a_map(checked):
     """The outer map has the axis data, the inner one the others."""
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]

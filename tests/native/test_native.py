@@ -33,11 +33,13 @@ def build(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels", "amax_to_scale"])
 def test_program(build, name):
     assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
 
 
+@pytest.mark.slow
 def test_nothing_else_is_exported(build):
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
@@ -46,6 +48,7 @@ def test_nothing_else_is_exported(build):
     assert exported == {*cases.TARGETS.values(), "jaxfp8_instruction_set_v1"}
 
 
+@pytest.mark.slow
 def test_instruction_sets_share_no_code(build):
     """A function that the linker may take from any object must not come from one compiled for a newer processor."""
     if not shutil.which("nm") or sys.platform == "darwin":
@@ -55,6 +58,7 @@ def test_instruction_sets_share_no_code(build):
         assert not weak, f"{path.name}: {weak}"
 
 
+@pytest.mark.slow
 def test_handlers_in_a_process_of_their_own():
     # An editable install has two folders: the sources and what was built.
     libraries = [pathlib.Path(folder) / "_lib" / "libjaxfp8_cpu.so" for folder in jaxfp8.__path__]

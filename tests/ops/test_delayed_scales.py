@@ -93,6 +93,7 @@ def test_a_history_that_is_needed_otherwise_stays(implementation):
     cases.assert_bitwise(same, before, "the operand")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("shared", [(), (0,), (1, 2), (0, 1, 2)], ids=str)
 def test_vmap(implementation, shared):
     """Quantizers that are not batched keep one state for all members."""

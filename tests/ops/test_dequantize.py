@@ -42,6 +42,7 @@ def test_strange_scales(implementation, dtype, fmt):
     check_rows(oracle.all_codes(fmt), cases.STRANGE_SCALES, dtype, "strange scale_inv")
 
 
+@pytest.mark.varied
 @FORMATS
 def test_shapes(implementation, fmt):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):

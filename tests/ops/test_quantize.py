@@ -65,6 +65,7 @@ def test_eager_without_vmap(implementation, dtype, fmt):
             cases.assert_quantized(got, x, scale, fmt)
 
 
+@pytest.mark.varied
 @FORMATS
 def test_shapes(implementation, fmt):
     for seed, shape in enumerate(cases.SHAPES):

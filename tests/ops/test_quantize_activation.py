@@ -43,6 +43,7 @@ def test_values(implementation, fmt, dtype, name):
         check(got, x, name, SCALE, fmt, what=f"{name} of {x.shape}")
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
 def test_every_half_code(implementation, dtype, name):
@@ -85,6 +86,7 @@ def test_edges(implementation, name):
         assert np.isnan(oracle.widen(data)[0, 0]) and np.isposinf(top), f"{name}({gate}) * {up}"
 
 
+@pytest.mark.varied
 @ACTIVATIONS
 def test_without_the_transpose(implementation, name):
     x = inputs(name, 66, 35, oracle.BF16, 1)
@@ -106,6 +108,7 @@ def test_amax_starts_from_what_is_given(implementation, name):
             cases.assert_bitwise(got[2], np.float32(expected), f"amax from {start}")
 
 
+@pytest.mark.varied
 @ACTIVATIONS
 def test_rows_and_batches(implementation, name):
     """`rows` dimensions make one matrix; what is before them are more of it, with one scale and one amax."""

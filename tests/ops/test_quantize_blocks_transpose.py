@@ -49,6 +49,7 @@ def test_empty_operands(implementation, block, shape):
     assert_layouts(got, np.zeros(shape, F32), oracle.E4M3, block)
 
 
+@pytest.mark.varied
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (128, 128)], ids=str)
 def test_merged_rows_and_columns_and_vmap(implementation, block):
     x = cases.random_values((2, 3, 4, 9, 5, 8), F32, 3)

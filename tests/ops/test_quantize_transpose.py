@@ -45,6 +45,7 @@ def test_f32_corner_cases_at_every_scale(implementation, fmt):
     check_rows(as_matrix(oracle.f32_corner_cases(2), 31), scales, fmt, "f32 corner case")
 
 
+@pytest.mark.varied
 @FORMATS
 def test_shapes(implementation, fmt):
     scale = np.float32(0.77)
@@ -95,6 +96,7 @@ def test_amax_so_far_over_a_batch(implementation):
 SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
 
 
+@pytest.mark.varied
 @DTYPES
 def test_column_sums(implementation, dtype):
     """The sums come beside results that do not know of them, and twice the same."""

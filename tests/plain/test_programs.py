@@ -91,9 +91,8 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["ffi", "reference"])
+@pytest.mark.parametrize("implementation", ["ffi", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EXPORTED)
-@pytest.mark.varied
 def test_export(name, implementation, tmp_path):
     """Saved as bytes, loaded where nothing but jaxfp8 is imported, two steps: the bits of two steps here."""
     if implementation == "ffi" and not jaxfp8.ops._ffi.has_cpu_kernels:

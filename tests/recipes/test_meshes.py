@@ -39,7 +39,12 @@ def one_device(name):
 
 
 TABLE = [
-    pytest.param("auto" if i % 2 else "explicit", layout, KINDS[(i + j) % len(KINDS)], marks=[pytest.mark.slow] * j)
+    pytest.param(
+        "auto" if i % 2 else "explicit",
+        layout,
+        KINDS[(i + j) % len(KINDS)],
+        marks=[pytest.mark.slow] * (j or layout in ("fsdp", "sp")),
+    )
     for i, layout in enumerate(meshes.LAYOUTS)
     for j in (0, 1)
 ]

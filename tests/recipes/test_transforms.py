@@ -189,7 +189,7 @@ def test_vmap_over_members(name, x_dim, kernel_dim):
 
 
 @pytest.mark.parametrize(
-    "name", ["current", "mx", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rowwise", "block"))]
+    "name", ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mx", "rowwise", "block"))]
 )
 @pytest.mark.parametrize("is_remat", [False, True], ids=["scan", "scan of remat"])
 @pytest.mark.varied

@@ -50,6 +50,7 @@ def decibel(exact, got):
 
 # A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127; the error of rounding to the
 # nearest is step**2 / 12, at random step**2 / 6; two operands have it. FP8's best is 28.7 dB.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least", "most"), [("int6", 24, 31), ("rotated", 33.5, 40)])
 def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])

@@ -56,6 +56,7 @@ def test_language_model_refuses(language_model, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_batches(language_model):
     arms = language_model.ARMS | language_model.CONTROL
     optimizer = language_model.make_optimizer(10)
@@ -86,6 +87,7 @@ def test_control_is_fp8_with_scale_one(language_model):
 PROOF = {"jaxfp8": 0.01, "flax": 0.008, "control": 1.4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "differences, passes",
     [

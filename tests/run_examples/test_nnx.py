@@ -55,6 +55,7 @@ def test_arms_start_from_the_same_weights_and_train(example):
     # That is roll(-1): slot 0 newest, the one before at the end.
 
 
+@pytest.mark.slow
 def test_the_example_needs_no_more_than_one_argument(example):
     """A module in one place and NNX's default in the other: the rest of the model is the same."""
     fp8, bf16 = (

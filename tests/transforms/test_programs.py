@@ -11,7 +11,7 @@ SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list
 
 @pytest.mark.parametrize("kind", p.KINDS)
 def test_random_programs(kind):
-    @settings(max_examples=3, **SETTINGS)
+    @settings(max_examples=2, **SETTINGS)
     @given(p.programs(kind))
     def run(program):
         interpret.check(program)
