@@ -13,8 +13,6 @@
 #include <sstream>
 #include <string>
 
-#include "common/column_sums.h"
-#include "common/counts.h"
 #include "common/dispatch.h"
 #include "common/scale.h"
 #include "xla/ffi/api/ffi.h"
@@ -169,36 +167,6 @@ inline ffi::Error CheckNoAttributes(const char* op, const ffi::Dictionary& attri
 inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(amax, {ffi::DataType::F32}));
   return CheckShape(amax, {groups});
-}
-
-// A result that is u32[groups, 4]; null where there is none.
-inline ffi::Error ToCounts(const char* op, const ffi::AnyBuffer* buffer, int64_t groups, Counts** counts) {
-  *counts = nullptr;
-  if (buffer == nullptr) return ffi::Error::Success();
-  const Operand operand{op, "counts", *buffer};
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::U32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {groups, 4}));
-  *counts = static_cast<Counts*>(buffer->untyped_data());
-  return ffi::Error::Success();
-}
-
-// The result that quantize_transpose of x [g, m, n] may have beyond its `named` ones: f32 [g, parts, n], or null.
-inline ffi::Error ToColumnSums(const char* op, size_t named, ffi::RemainingRets rest, ffi::AnyBuffer x,
-                               float** column_sums) {
-  *column_sums = nullptr;
-  if (rest.size() == 0) return ffi::Error::Success();
-  if (rest.size() > 1) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": expected " + std::to_string(named) + " or " +
-                                       std::to_string(named + 1) + " results, got " +
-                                       std::to_string(named + rest.size()));
-  }
-  const ffi::AnyBuffer sums = **rest.get<ffi::AnyBuffer>(0);
-  const Operand operand{op, "column_sums", sums};
-  const ffi::Span<const int64_t> dims = x.dimensions();
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], ColumnSumParts(dims[1]), dims[2]}));
-  *column_sums = static_cast<float*>(sums.untyped_data());
-  return ffi::Error::Success();
 }
 
 // [g, ...]: any shape in a group, and small enough as above.

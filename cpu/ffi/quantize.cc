@@ -4,48 +4,35 @@
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cpu/kernels/quantize.h"
 
+#include "common/quantize_checks.h"
 #include "cpu/ffi/support.h"
 
 namespace jaxfp8::cpu {
 namespace {
 
-// Without `counts_buffer` nothing is counted.
-ffi::Error Run(const char* op, ffi::ThreadPool& pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
-               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax, const ffi::AnyBuffer* counts_buffer,
+ffi::Error Run(const char* op, ffi::ThreadPool& pool, const QuantizeBuffers& buffers,
                const ffi::Dictionary& attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
-  const Operand x_operand{op, "x", x};
-  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
-  const int64_t groups = x.dimensions()[0];
-  const int64_t size = x.dimensions()[1];
-  const Operand data_operand{op, "data", *data};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
-  Counts* counts = nullptr;
-  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
-
+  JAXFP8_RETURN_IF_ERROR(CheckQuantize(op, buffers, attributes));
   XlaTaskPool tasks(pool);
-  Quantize(tasks, ToDtype(x.element_type()), ToDtype(data->element_type()), x.untyped_data(), ToScales(scale), groups,
-           size, static_cast<uint8_t*>(data->untyped_data()), static_cast<const float*>(amax_so_far.untyped_data()),
-           static_cast<float*>(amax->untyped_data()), counts);
+  Quantize(tasks, ToDtype(buffers.x.element_type()), ToDtype(buffers.data.element_type()), buffers.x.untyped_data(),
+           ToScales(buffers.scale), buffers.Groups(), buffers.Columns(),
+           static_cast<uint8_t*>(buffers.data.untyped_data()),
+           static_cast<const float*>(buffers.amax_so_far.untyped_data()),
+           static_cast<float*>(buffers.amax.untyped_data()), buffers.CountsOrNull());
   return ffi::Error::Success();
 }
 
-ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
-  return Run("quantize", pool, x, scale, amax_so_far, data, amax, nullptr, attributes);
+ffi::Error QuantizeHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+                           ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
+                           ffi::Dictionary attributes) {
+  return Run("quantize", pool, {x, scale, amax_so_far, *data, *amax}, attributes);
 }
 
 ffi::Error QuantizeCountedHandler(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                   ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
                                   ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
                                   ffi::Dictionary attributes) {
-  return Run("quantize_counted", pool, x, scale, amax_so_far, data, amax, &*counts, attributes);
+  return Run("quantize_counted", pool, {x, scale, amax_so_far, *data, *amax, nullptr, &*counts}, attributes);
 }
 
 // What both handlers take, and the results that both begin with; then come counts, where they are asked for.

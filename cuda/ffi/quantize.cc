@@ -4,56 +4,40 @@
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize.h"
 
+#include "common/quantize_checks.h"
 #include "cuda/ffi/support.h"
 
 namespace jaxfp8::cuda {
 namespace {
 
-// Without `counts_buffer` nothing is counted.
-ffi::Error Run(const char* op, cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
-               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax, const ffi::AnyBuffer* counts_buffer,
-               const ffi::Dictionary& attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
-  const Operand x_operand{op, "x", x};
-  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 2));
-  const int64_t groups = x.dimensions()[0];
-  const int64_t size = x.dimensions()[1];
-  const Operand data_operand{op, "data", *data};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, size}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
-  Counts* counts = nullptr;
-  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
-
+ffi::Error Run(const char* op, cudaStream_t stream, const QuantizeBuffers& buffers, const ffi::Dictionary& attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckQuantize(op, buffers, attributes));
   QuantizeParams params = {};
-  params.dtype = ToDtype(x.element_type());
-  params.format = ToDtype(data->element_type());
-  params.x = x.untyped_data();
-  params.scale = static_cast<const float*>(scale.untyped_data());
-  params.scale_stride = ScaleStride(scale);
-  params.data = data->untyped_data();
-  params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
-  params.amax = static_cast<float*>(amax->untyped_data());
-  params.counts = counts;
-  params.groups = groups;
-  params.size = size;
+  params.dtype = ToDtype(buffers.x.element_type());
+  params.format = ToDtype(buffers.data.element_type());
+  params.x = buffers.x.untyped_data();
+  params.scale = static_cast<const float*>(buffers.scale.untyped_data());
+  params.scale_stride = ScaleStride(buffers.scale);
+  params.data = buffers.data.untyped_data();
+  params.amax_so_far = static_cast<const float*>(buffers.amax_so_far.untyped_data());
+  params.amax = static_cast<float*>(buffers.amax.untyped_data());
+  params.counts = buffers.CountsOrNull();
+  params.groups = buffers.Groups();
+  params.size = buffers.Columns();
   return ToError(op, LaunchQuantize(params, stream));
 }
 
-ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                           ffi::Result<ffi::AnyBuffer> amax, ffi::Dictionary attributes) {
-  return Run("quantize", stream, x, scale, amax_so_far, data, amax, nullptr, attributes);
+ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+                           ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
+                           ffi::Dictionary attributes) {
+  return Run("quantize", stream, {x, scale, amax_so_far, *data, *amax}, attributes);
 }
 
 ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                   ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
                                   ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
                                   ffi::Dictionary attributes) {
-  return Run("quantize_counted", stream, x, scale, amax_so_far, data, amax, &*counts, attributes);
+  return Run("quantize_counted", stream, {x, scale, amax_so_far, *data, *amax, nullptr, &*counts}, attributes);
 }
 
 // What both handlers take, and the results that both begin with; then come counts, where they are asked for.

@@ -5,60 +5,41 @@
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize_transpose.h"
 
+#include "common/quantize_checks.h"
 #include "cuda/ffi/support.h"
 
 namespace jaxfp8::cuda {
 namespace {
 
-// Without `counts_buffer` nothing is counted.
-ffi::Error Run(const char* op, cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
-               ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
-               const ffi::AnyBuffer* counts_buffer, ffi::RemainingRets rest, const ffi::Dictionary& attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(op, attributes));
-  const Operand x_operand{op, "x", x};
-  JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
-  const int64_t groups = x.dimensions()[0];
-  const int64_t m = x.dimensions()[1];
-  const int64_t n = x.dimensions()[2];
-  const Operand data_operand{op, "data", *data};
-  const Operand data_t_operand{op, "data_t", *data_t};
-  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data->element_type()}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", amax_so_far}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", *amax}, groups));
-  Counts* counts = nullptr;
-  JAXFP8_RETURN_IF_ERROR(ToCounts(op, counts_buffer, groups, &counts));
+ffi::Error Run(const char* op, cudaStream_t stream, const QuantizeBuffers& buffers, ffi::RemainingRets rest,
+               const ffi::Dictionary& attributes) {
+  JAXFP8_RETURN_IF_ERROR(CheckQuantize(op, buffers, attributes));
   float* column_sums = nullptr;
-  JAXFP8_RETURN_IF_ERROR(ToColumnSums(op, counts == nullptr ? 3 : 4, rest, x, &column_sums));
+  JAXFP8_RETURN_IF_ERROR(ToColumnSums(op, buffers.counts == nullptr ? 3 : 4, rest, buffers.x, &column_sums));
 
   QuantizeTransposeParams params = {};
-  params.dtype = ToDtype(x.element_type());
-  params.format = ToDtype(data->element_type());
-  params.x = x.untyped_data();
-  params.scale = static_cast<const float*>(scale.untyped_data());
-  params.scale_stride = ScaleStride(scale);
-  params.data = data->untyped_data();
-  params.data_t = data_t->untyped_data();
-  params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
-  params.amax = static_cast<float*>(amax->untyped_data());
+  params.dtype = ToDtype(buffers.x.element_type());
+  params.format = ToDtype(buffers.data.element_type());
+  params.x = buffers.x.untyped_data();
+  params.scale = static_cast<const float*>(buffers.scale.untyped_data());
+  params.scale_stride = ScaleStride(buffers.scale);
+  params.data = buffers.data.untyped_data();
+  params.data_t = buffers.data_t->untyped_data();
+  params.amax_so_far = static_cast<const float*>(buffers.amax_so_far.untyped_data());
+  params.amax = static_cast<float*>(buffers.amax.untyped_data());
   params.column_sums = column_sums;
-  params.counts = counts;
-  params.groups = groups;
-  params.m = m;
-  params.n = n;
+  params.counts = buffers.CountsOrNull();
+  params.groups = buffers.Groups();
+  params.m = buffers.Rows();
+  params.n = buffers.Columns();
   return ToError(op, LaunchQuantizeTranspose(params, stream));
 }
 
 ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                     ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                                    ffi::Result<ffi::AnyBuffer> data_t,
-                                    ffi::Result<ffi::AnyBuffer> amax,
+                                    ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
                                     ffi::RemainingRets rest, ffi::Dictionary attributes) {
-  return Run("quantize_transpose", stream, x, scale, amax_so_far, data, data_t, amax, nullptr, rest, attributes);
+  return Run("quantize_transpose", stream, {x, scale, amax_so_far, *data, *amax, &*data_t}, rest, attributes);
 }
 
 ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
@@ -66,8 +47,8 @@ ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x
                                            ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
                                            ffi::Result<ffi::AnyBuffer> counts, ffi::RemainingRets rest,
                                            ffi::Dictionary attributes) {
-  return Run("quantize_transpose_counted", stream, x, scale, amax_so_far, data, data_t, amax, &*counts, rest,
-             attributes);
+  const QuantizeBuffers buffers{x, scale, amax_so_far, *data, *amax, &*data_t, &*counts};
+  return Run("quantize_transpose_counted", stream, buffers, rest, attributes);
 }
 
 // What both handlers take, and the results that both begin with; then come counts, where they are asked for, and
