@@ -22,7 +22,7 @@ def environment(**more) -> dict:
         "command": " ".join(["python", *sys.argv]),
         "cpu": processor(),
         "cpus": os.cpu_count(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         **versions(("jax", "jaxlib")),
         "commit": commit,
         **more,

@@ -2,7 +2,8 @@
 
     nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
 
-`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
+`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. What Flax stores under the name
+`scale`, and state here with it, is `scale_inv`.
 """
 
 from . import (

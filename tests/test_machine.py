@@ -57,6 +57,7 @@ def few_programs(monkeypatch):
 def no_libraries(monkeypatch, tmp_path):
     """An installation without native libraries."""
     monkeypatch.setattr(_ffi, "_LIBRARY_DIRS", [tmp_path])
+    monkeypatch.setattr(_ffi, "_SOURCES", tmp_path / "CMakeLists.txt")
     monkeypatch.setattr(_ffi, "_loaded", {})
     monkeypatch.setattr(_ffi, "_errors", {})
     monkeypatch.setattr(_ffi, "has_cpu_kernels", _ffi._load("cpu"))
@@ -155,6 +156,13 @@ def test_no_libraries(no_libraries, few_programs):
     assert "without the CUDA library" in command.cublaslt()["error"]
     printed = command.text(command.about())
     assert f"  cpu   {cpu.error}\n  cuda  {cuda.error}\n" in printed
+
+
+def test_a_checkout_that_hides_the_installation(no_libraries):
+    (no_libraries / "CMakeLists.txt").touch()
+    assert not _ffi._load("cpu")
+    cpu, _ = _ffi.libraries()
+    assert cpu.error.startswith(f"not in {no_libraries}, which are the sources: run from another folder, or install")
 
 
 def test_a_damaged_library(no_libraries, few_programs, caplog):

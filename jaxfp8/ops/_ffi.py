@@ -19,6 +19,8 @@ from ._plans import DTYPES, Gemm, Plan, Platform
 
 # An editable install has two folders: the sources and what was built.
 _LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
+# Beside the sources, where a Python that is started in a checkout imports them from.
+_SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
 _ON_BOTH = (
     "amax",
     "amax_to_scale",
@@ -79,6 +81,11 @@ def _load(platform: str) -> bool:
     if path is None:
         needed = {"cpu": "a C++17 compiler", "CUDA": "a CUDA 13 toolkit"}[platform]
         _errors[platform] = f"not in this installation: it was built without {needed}"
+        if _SOURCES.exists():
+            _errors[platform] = (
+                f"not in {_SOURCES.parent}, which are the sources: run from another folder, "
+                f"or install anew with {needed}"
+            )
         return False
     try:
         library = ctypes.CDLL(os.fspath(path))
