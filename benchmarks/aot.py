@@ -45,7 +45,7 @@ def table(case, candidates) -> str:
     has_collectives = any(found["collectives"] for found in candidates.values())
     header = (*HEADER, *("collectives",) * has_collectives)
     lines = [f"**{case}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    of_bf16 = candidates["bf16"]["compile_seconds"]
+    of_bf16 = candidates.get("bf16", {}).get("compile_seconds")
     for name, found in candidates.items():
         cells = [
             name,
@@ -57,7 +57,7 @@ def table(case, candidates) -> str:
             f"{found['residual_bytes'] / MIB:.0f}",
             f"{found['temporary_bytes'] / MIB:.0f}",
             found["operations"],
-            f"{found['compile_seconds'] / of_bf16:.1f}",
+            f"{found['compile_seconds'] / of_bf16:.1f}" if of_bf16 else "-",
             *(collectives_of(found),) * has_collectives,
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
