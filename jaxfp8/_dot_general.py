@@ -18,10 +18,9 @@ from ._layout import layouts, out_shape
 from ._mesh import AmaxReduction
 from ._product import OUTPUT_NAME, product
 from ._sharing import shared
-from .formats import FP8_DTYPES
 from .ops import _checks
 from .recipes import DotGeneralState, HighPrecision, Recipe, TensorwiseQuantizer, checked, init_state
-from .tensor import QTensor
+from .tensor import QTensor, value_of
 
 
 def dot_general(
@@ -82,7 +81,7 @@ def dot_general(
         quantizers, state = checked_quantizers("dot_general", recipe, state)
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
-            known = [operand for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]
+            known = _in_high_precision((x, kernel), (x_codes, kernel_codes))
             preferred_element_type = jnp.result_type(*known) if known else jnp.bfloat16
     out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
@@ -93,11 +92,11 @@ def dot_general(
         return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
-        if fp8_free := [operand.dtype for operand in (x, kernel) if operand.dtype not in FP8_DTYPES]:
+        if known := _in_high_precision((x, kernel), (x_codes, kernel_codes)):
             with jax.numpy_dtype_promotion("standard"):  # not wider than the operands are
-                widest = jnp.result_type(*fp8_free)
+                widest = jnp.result_type(*known)
                 dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
-        operands = (_in_high_precision(x, x_codes, dtype), _in_high_precision(kernel, kernel_codes, dtype))
+        operands = (value_of(x, x_codes, dtype), value_of(kernel, kernel_codes, dtype))
         with _marks.high_precision(_why(recipe)):
             y = lax.dot_general(
                 *operands,
@@ -138,8 +137,9 @@ def is_small(recipe, x, kernel) -> bool:
     return size < recipe.min_size**3
 
 
-def _in_high_precision(operand, codes, dtype):
-    return codes.dequantize(dtype) if operand.dtype in FP8_DTYPES else operand.astype(dtype)
+def _in_high_precision(operands, codes) -> list:
+    """The dtypes of those operands that are not codes alone."""
+    return [of.dtype for of, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(of)]
 
 
 def _why(recipe) -> str:

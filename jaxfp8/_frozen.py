@@ -31,7 +31,12 @@ from .recipes import (
 from .tensor import QTensor
 
 KERNEL = "kernel"
+KERNEL_SCALE_INV = "kernel_scale_inv"
+# While products are being frozen: whether one was called with another kernel than that whose codes are kept.
+HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
+
+ANOTHER_KERNEL = "freeze: expected one kernel for each FP8 product, got one that is called with several"
 
 # Whether products are being frozen: layers then keep what `freeze_operands` gives. A context of jit's cache key.
 _freezing = jax.make_user_context(default_value=False)
@@ -94,10 +99,24 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
     of_x, of_kernel = start(quantizers[:2], [state.input, state.kernel])
     last = _codes(kernel, quantizers[1], both[1], of_kernel, AmaxReduction.of(recipe))
-    frozen = {KERNEL: last.codes, "kernel_scale_inv": last.scale_inv}
+    frozen = {KERNEL: last.codes, KERNEL_SCALE_INV: last.scale_inv}
     if isinstance(state.input, QuantizerState):
         frozen |= {INPUT_SCALE: of_x.scale, "input_scale_inv": of_x.scale_inv}
     return frozen
+
+
+def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
+    """bool[]: whether `freeze_operands` gives other codes or scales for this kernel than those in `kept`.
+
+    Raises:
+        ValueError: they have another shape.
+    """
+    found = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
+    pairs = [] if found is None else [(kept[name], found[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
+    if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+        raise ValueError(f"{ANOTHER_KERNEL}: of shape {kernel.shape}, and of another one before")
+    same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
+    return jnp.logical_not(jnp.logical_and(*same))
 
 
 def _codes(kernel, quantizer, layout, run=None, reduce=alone):
@@ -135,7 +154,7 @@ def dot_general(
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe=recipe, has_fixed_input=has_fixed_input, **kept)
     batch, contract = len(of_kernel.batch), len(of_kernel.contract)
-    codes = QTensor(frozen[KERNEL], frozen["kernel_scale_inv"], block=block, cols=contract)
+    codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], block=block, cols=contract)
     last = tuple(range(codes.ndim - contract, codes.ndim))
     return _dot_general.dot_general(
         x,
@@ -157,7 +176,7 @@ def _checked_block(frozen, kernel, layout, recipe):
     if quantizer is not None:
         of = functools.partial(_codes, quantizer=quantizer, layout=layout)
         expected = jax.eval_shape(of, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
-        wanted = {KERNEL: expected.codes, "kernel_scale_inv": expected.scale_inv}
+        wanted = {KERNEL: expected.codes, KERNEL_SCALE_INV: expected.scale_inv}
         if found == {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}:
             return expected.block
     raise ValueError(

@@ -23,6 +23,7 @@ from ._warning import FP8StateWarning
 from .formats import FP8_DTYPES
 from .ops._implementation import selected, using
 from .recipes import DotGeneralState, FixedScale
+from .tensor import value_of
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -50,8 +51,7 @@ def _exact(plan, x, kernel, bias, state, codes):
     """The product in float32, of operands as they are."""
     del state
     x, kernel = (
-        a.astype(jnp.float32) if a.dtype not in FP8_DTYPES else lax.stop_gradient(q).dequantize(jnp.float32)
-        for a, q in zip((x, kernel), codes, strict=True)
+        value_of(operand, lax.stop_gradient(q), jnp.float32) for operand, q in zip((x, kernel), codes, strict=True)
     )
     y = lax.dot_general(
         x, kernel, plan.dimension_numbers, precision=lax.Precision.HIGHEST, out_sharding=plan.out_sharding

@@ -44,6 +44,10 @@ class QTensor:
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
     cols: int = dataclasses.field(default=1, metadata={"static": True})
 
+    def is_all_of(self, operand: jax.Array) -> bool:
+        """Whether `operand`, of a product that was given these codes, is the codes themselves and not their source."""
+        return self.source is None and self.data is not None and self.data.dtype == operand.dtype
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor."""
@@ -123,6 +127,11 @@ class QTensor:
         if self.has_one_scale and self.is_fp8:
             return ops.dequantize(self.data, self.scale_inv, dtype)
         return dequantized(self.data, self.scale_inv, self.block, self.cols).astype(dtype)
+
+
+def value_of(operand: jax.Array, codes: QTensor | None, dtype: Any) -> jax.Array:
+    """An operand of a product in high precision, dequantized where it is codes alone."""
+    return codes.dequantize(dtype) if codes is not None and codes.is_all_of(operand) else operand.astype(dtype)
 
 
 def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:

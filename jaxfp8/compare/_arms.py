@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._autocast import autocast
+from ..ops import _support
 from ..recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -70,6 +71,4 @@ FP8_ARMS = tuple(name for name, arm in ARMS.items() if arm.recipe is not None)
 
 def has_tf32() -> bool:
     """Whether the default device multiplies in TensorFloat-32."""
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)  # of NVIDIA GPUs, "9.0"
-    return device.platform == "gpu" and capability is not None and float(capability) >= 8
+    return _support.capability(jax.devices()[0]) >= (8, 0)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from .._jaxprs import inner_jaxprs
 from ._arms import Arm
 from ._training import TrainState, loss_fn, train_step
 
@@ -110,9 +111,6 @@ def count_operations(jaxpr) -> collections.Counter:
     """How often each primitive is in a jaxpr, and in those inside of it."""
     counts = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
     for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    counts += count_operations(inner)
+        for inner in inner_jaxprs(eqn):
+            counts += count_operations(inner)
     return counts

@@ -82,7 +82,7 @@ def calibrate(
 
         @jax.jit
         def first_state(variables, batch):
-            return model.apply(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT], **kwargs)[1]
+            return model.apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
 
         variables = {**variables, **first_state(variables, first)}
         batches = _again(first, batches)

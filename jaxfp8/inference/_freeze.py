@@ -21,7 +21,8 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
       them, and its scales. They are parameters of the product; where the kernel was no array is left.
     - With delayed scaling the input keeps the scale that its history gives now; all histories go. Inputs of other
       recipes are scaled when they come, as before.
-    - Products in high precision keep their kernels. So do kernels that anything but FP8 products reads.
+    - Products in high precision keep their kernels. So do, in Linen, kernels that anything but FP8 products reads; in
+      NNX these are gone, and who reads one gets NaN.
     - A frozen model does not train: the gradient of a frozen kernel raises. Gradients of inputs and of other
       parameters are as before.
 
@@ -39,7 +40,8 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         TypeError: neither a Linen nor an NNX module.
-        ValueError: no product to freeze; one whose history is empty; a custom quantizer with state.
+        ValueError: no product to freeze; one whose history is empty; a custom quantizer with state; a Linen product
+            that is called with several kernels, or in a branch of `nn.cond`; an NNX layer that computes its kernel.
     """
     if isinstance(model, nn.Module):
         if not args:

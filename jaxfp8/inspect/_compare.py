@@ -141,6 +141,8 @@ def _is_float(leaf) -> bool:
 
 def _mean_of_squares(output):
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if not leaves:
+        raise TypeError("compare: model: expected a result with floating-point arrays, got none; pass loss")
     return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
 
 
@@ -178,7 +180,6 @@ class _Look:
         self.names.append(_probe.current_layer() or "product")
         leaves, tree = jax.tree.flatten(operands)
         is_float = [_is_float(leaf) for leaf in leaves]
-        ranks = [operand.ndim for operand in operands[:2]]
 
         def product(function, leaves):
             return function(*tree.unflatten(leaves))
@@ -206,7 +207,7 @@ class _Look:
         def backward(leaves, grad):
             found = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *of[:2])] for y, of in found]
-            take_down = functools.partial(self._take_down, site, grad.ndim, ranks)
+            take_down = functools.partial(self._take_down, site, grad.ndim)
             zero = jax.pure_callback(
                 take_down, jax.ShapeDtypeStruct((), jnp.float32), tensors, vmap_method="broadcast_all"
             )
@@ -218,7 +219,7 @@ class _Look:
         run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
         return run(*leaves)
 
-    def _take_down(self, site, rank, ranks, tensors):
+    def _take_down(self, site, rank, tensors):
         """Called back with `[[output, gradient of x, of kernel], ...]`; a batch has leading dimensions for members."""
         tensors = [[None if x is None else np.asarray(x) for x in of] for of in tensors]
         y = tensors[0][0]

@@ -73,7 +73,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
     target = Target.of(platform)
     if not callable(fn):
         raise TypeError(
-            f"assert_fp8: fn: expected a function, its arguments after it, as in assert_fp8(step, state, batch); got a "
+            f"gemms: fn: expected a function, its arguments after it, as in gemms(step, state, batch); got a "
             f"{type(fn).__name__}"
         )
     flat = traceable(fn, args, kwargs)

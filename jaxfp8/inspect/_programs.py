@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from .. import _marks
+from .._jaxprs import inner_jaxprs
 
 # What transforms call their own: says nothing about the model.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")
@@ -43,18 +44,11 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
     """`(equation, Place)` of every equation of a jaxpr that holds no other one."""
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
-        inner = [found for value in eqn.params.values() for found in _jaxprs(value)]
+        inner = list(inner_jaxprs(eqn))
         if not inner:
             yield eqn, _place(stack, eqn)
         for found in inner:
             yield from equations(found, stack)
-
-
-def _jaxprs(value):
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        item = getattr(item, "jaxpr", item)  # closed ones
-        if hasattr(item, "eqns"):
-            yield item
 
 
 def _place(stack, eqn) -> Place:

@@ -34,7 +34,7 @@ class Target:
 
     @staticmethod
     def of(platform: str | None) -> "Target":
-        """The target that an argument `platform` names; see `assert_fp8`.
+        """The target that an argument `platform` of `gemms` and `assert_fp8` names.
 
         Raises:
             ValueError: unknown platform.
@@ -52,7 +52,7 @@ class Target:
         if platform in _OTHERS:
             return Target(platform, (), f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied")
         raise ValueError(
-            f'assert_fp8: platform: expected None, "cuda", a compute capability such as "sm_90", or one of {_OTHERS}, '
+            f'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of {_OTHERS}, '
             f"got {platform!r}"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import core, linen as nn, serialization, traverse_util
 from flax.core import meta
 from jax import export
@@ -87,14 +88,27 @@ def freeze(model: nn.Module, variables, args, kwargs):
             _, changed = apply(params, others, arrays, core.scope.union_filters(mutable, PARAMS))
         return {path: leaf for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items() if path not in params}
 
-    made_of = _read(with_codes, params, others, arrays)
+    try:
+        made_of = _read(with_codes, params, others, arrays)
+    except TypeError as error:
+        if "branch" not in str(error):
+            raise
+        raise ValueError(
+            "freeze: model: products in the branches of nn.cond or nn.switch cannot be frozen: each branch would store "
+            "codes of its own; take the branch outside of it, or leave such layers in high precision"
+        ) from error
     codes = jax.jit(with_codes)(params, others, arrays)
+    several = {path[:-1]: codes.pop(path) for path in list(codes) if path[-1] == _frozen.HAS_ANOTHER}
     if not codes:
         raise ValueError(
             "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
             "jaxfp8.report says what runs where"
         )
     products = {path[:-1] for path in codes}
+    for product, differs in several.items():
+        # Those that were frozen before read stand-ins.
+        if product in products and not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
+            raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
     state = traverse_util.flatten_dict(others.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     read = _read(functools.partial(apply, mutable=mutable), params | codes, others, arrays)

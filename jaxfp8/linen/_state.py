@@ -29,6 +29,8 @@ class Fp8Module(nn.Module):
         """`jaxfp8.dot_general` with this module's recipe and state; with its codes, where `jaxfp8.freeze` left some."""
         if self.has_variable("params", _frozen.KERNEL):
             frozen = {name: self.get_variable("params", name) for name in self.variables["params"]}
+            if _frozen.is_freezing():
+                self._note_another(frozen, x.shape, kernel, dimension_numbers)
             return _frozen.dot_general(x, kernel, dimension_numbers, frozen=frozen, recipe=self._recipe(), **options)
         found = self.recipe_and_state()
         if _frozen.is_freezing() and found["recipe"] is not None:
@@ -36,6 +38,15 @@ class Fp8Module(nn.Module):
             for name, leaf in (operands or {}).items():
                 self.put_variable("params", name, leaf)
         return dot_general(x, kernel, dimension_numbers, **found, **options)
+
+    @nn.nowrap
+    def _note_another(self, frozen, x_shape, kernel, dimension_numbers) -> None:
+        """In a later call of a product that was frozen in an earlier one: keeps whether it has another kernel."""
+        found = self.recipe_and_state()
+        if found["recipe"] is None:
+            return
+        differs = _frozen.is_another(frozen, x_shape, kernel, dimension_numbers, **found)
+        self.put_variable("params", _frozen.HAS_ANOTHER, differs | frozen.get(_frozen.HAS_ANOTHER, False))
 
     @nn.nowrap
     def recipe_and_state(self) -> dict[str, Any]:

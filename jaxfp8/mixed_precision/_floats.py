@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _state_tree
+from .. import _frozen, _state_tree
 from ..tensor import QTensor
 
 _FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
@@ -24,15 +24,22 @@ def is_inexact(leaf) -> bool:
 
 
 def outside_state(tree):
-    """The tree with True for what is neither FP8 state nor codes: for all parameters, and the `source` of QTensors."""
+    """The tree with True for what is neither FP8 state nor codes: for all parameters, and the `source` of QTensors.
 
-    def visit(leaf, is_state):
+    Of a frozen product codes and scales are neither parameters.
+    """
+    found = _state_tree.flatten(tree)
+    frozen = {path[:-1] for path in found.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
+    state = set(found.positions())
+    kept = [i in state or path[:-1] in frozen for i, path in enumerate(found.paths)]
+
+    def visit(leaf, is_kept):
         if not isinstance(leaf, QTensor):
-            return not is_state
+            return not is_kept
         nothing = jax.tree.map(lambda _: False, leaf)
         return dataclasses.replace(nothing, source=jax.tree.map(lambda _: True, leaf.source))
 
-    return jax.tree.map(visit, tree, _state_tree.partition(tree), is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(visit, tree, found.treedef.unflatten(kept), is_leaf=lambda x: isinstance(x, QTensor))
 
 
 def map_outside_state(function, tree):

@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from .. import _frozen
 from .._arrays import split_arrays
 from .._dot_general import dot_general
 from .._einsum import einsum_by
+from .._jaxprs import inner_jaxprs
 from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
 from ._variables import OverwriteWithGradient
+
+# What the tracing of a model calls the kernel that a product gets, with the number of the product.
+_KERNEL_OF = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +44,7 @@ class FrozenKernel:
 def freeze(model, args, kwargs):
     """Freezes the model in place; see `jaxfp8.freeze`."""
     found = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
-    calls = _calls(model, [(layer, attribute) for _, layer, attribute in found], args, kwargs)
+    calls = _calls(model, found, args, kwargs)
     frozen = [
         (layer, attribute, call, codes)
         for (path, layer, attribute), call in zip(found, calls, strict=True)
@@ -99,6 +105,7 @@ class _Recorder:
         of_x, of_kernel = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel))
         call = _Call(functools.partial(by, static), of_x, of_kernel)
         self.calls[self.i] = self.calls[self.i] or call
+        kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}")
         options |= dict(zip(names, more, strict=False))
         return by(static, functools.partial(dot_general, recipe=None), x, kernel, **options)
 
@@ -113,9 +120,9 @@ def _einsum(eqn, product, x, kernel, **options):
 
 def _calls(model, found, args, kwargs) -> list:
     """How each layer calls its product: the model is traced with recorders in their place. None: it does not."""
-    calls, before = [None] * len(found), [getattr(layer, attribute) for layer, attribute in found]
+    calls, before = [None] * len(found), [getattr(layer, attribute) for _, layer, attribute in found]
     try:
-        for i, (layer, attribute) in enumerate(found):
+        for i, (_, layer, attribute) in enumerate(found):
             setattr(layer, attribute, nnx.static(_Recorder(calls, i, attribute == "einsum_op")))
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
@@ -124,11 +131,31 @@ def _calls(model, found, args, kwargs) -> list:
             args, kwargs = joined(arrays)
             return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
 
-        jax.eval_shape(run, state, arrays)
+        program = jax.make_jaxpr(run)(state, arrays).jaxpr
     finally:
-        for (layer, attribute), value in zip(found, before, strict=True):
+        for (_, layer, attribute), value in zip(found, before, strict=True):
             setattr(layer, attribute, nnx.data(value))
+    for i in _computed(program):
+        raise ValueError(
+            f"freeze: {'/'.join(map(str, found[i][0]))}: expected a layer that gives its product its kernel as it is, "
+            "got one that computes another from it; leave that layer in high precision"
+        )
     return calls
+
+
+def _computed(jaxpr) -> Iterator[int]:
+    """Which recorders got what an equation computes, other than a change of dtype, in place of a kernel."""
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        name = str(eqn.params.get("name", ""))
+        if eqn.primitive.name == "name" and name.startswith(_KERNEL_OF):
+            maker = made_by.get(eqn.invars[0])
+            while maker is not None and maker.primitive.name == "convert_element_type":
+                maker = made_by.get(maker.invars[0])
+            if maker is not None:
+                yield int(name.removeprefix(_KERNEL_OF))
+        for inner in inner_jaxprs(eqn):
+            yield from _computed(inner)
 
 
 def _codes(path, layer, call: _Call):
@@ -153,6 +180,6 @@ def _codes(path, layer, call: _Call):
         call.run(keep, jnp.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
         return kept[0]
 
-    for _ in _stacked(path, layer):
+    for _ in _stacked("freeze", path, layer):
         of_one = jax.vmap(of_one)
     return jax.jit(of_one)(layer.kernel.get_value(), state)

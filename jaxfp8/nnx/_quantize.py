@@ -54,7 +54,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         index = first_match(rules, names(path, layer), operation(layer))
         if index is not None:
             _refuse_frozen(path, layer)
-            changes.append((layer, attribute, rules[index], _stacked(path, layer)))
+            changes.append((layer, attribute, rules[index], _stacked("nnx.quantize", path, layer)))
     for change in changes:
         _change(*change)
     for _, module in nnx.iter_modules(model):
@@ -100,7 +100,7 @@ def product(layer):
     return found if isinstance(found, _Fp8Product) and not has_class else None
 
 
-def _stacked(path, layer) -> tuple[int, ...]:
+def _stacked(where, path, layer) -> tuple[int, ...]:
     """The leading dimensions that `nnx.vmap` has given to a layer's kernel."""
     if isinstance(layer, _Fp8Product):
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
@@ -118,7 +118,7 @@ def _stacked(path, layer) -> tuple[int, ...]:
     lead = shape[: len(shape) - len(wanted)]
     if lead + wanted != shape:
         raise ValueError(
-            f"nnx.quantize: {'/'.join(map(str, path))}: expected a kernel {list(wanted)}, or a stack of them along the "
+            f"{where}: {'/'.join(map(str, path))}: expected a kernel {list(wanted)}, or a stack of them along the "
             f"first axis, got {list(shape)}"
         )
     return lead

@@ -51,8 +51,9 @@ def gpus(ctx) -> list:
 
 
 def capability(gpu) -> tuple[int, ...]:
-    """`(major, minor)`; empty where it is not known."""
-    return tuple(map(int, re.findall(r"\d+", getattr(gpu, "compute_capability", ""))))
+    """`(major, minor)` of an NVIDIA GPU; empty where it is none, such as AMD's "gfx942", or not known."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", getattr(gpu, "compute_capability", ""))
+    return () if found is None else tuple(map(int, found.groups()))
 
 
 def missing(ctx, *, cublaslt: bool) -> Missing | None:

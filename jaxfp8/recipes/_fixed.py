@@ -29,7 +29,6 @@ class FixedScaleQuantizer(TensorwiseQuantizer):
     """
 
     fp8_dtype: np.dtype
-    margin = 0
 
     def check_state(self, name: str, state: Any) -> None:
         """As `Quantizer.check_state`."""

@@ -1,4 +1,4 @@
-"""`benchmarks/aot.py` as a user runs it, for the group that has every kind of case; what it counts is in `tests/aot`."""
+"""`benchmarks/aot.py` as a user runs it, for the group with every kind of case; what it counts is in `tests/aot`."""
 
 import json
 import subprocess
@@ -23,7 +23,9 @@ def test_prints_tables_and_writes_json(tmp_path):
     assert list(cases) == ["dense by recipe", "on eight devices"]
     for name, candidates in cases.items():
         lines = done.stdout.split(f"**{name}**")[1].split("**")[0].split("\n")
-        rows = {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines) if cells}
+        rows = {
+            cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines) if cells
+        }
         for candidate, found in candidates.items():
             assert rows[candidate][0] == str(found["launches"]), name
             assert rows[candidate][1] == f"{found['fp8_gemms']} of {found['gemms']}", name

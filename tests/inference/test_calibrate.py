@@ -165,6 +165,8 @@ def test_state_that_is_not_there():
     variables = variables_of(model, BATCHES[0])
     got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES)
     assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
+    got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"])
+    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made, with other collections ")
 
 
 def test_nnx():

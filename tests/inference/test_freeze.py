@@ -212,6 +212,118 @@ def test_custom_recipes():
             jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
 
 
+@dataclasses.dataclass(frozen=True)
+class Int8(jaxfp8.Quantizer):
+    """Integers, as in the docstring of `Quantizer`."""
+
+    def quantize(self, x, state):
+        scale_inv = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1) / 127
+        return jaxfp8.QTensor(jnp.round(x / scale_inv[0]).astype(jnp.int8), scale_inv), state
+
+
+def test_codes_that_are_no_fp8():
+    """In high precision, as where `inspect.compare` looks, they are what they stand for."""
+    model = nn.Dense(N, use_bias=False, dot_general_cls=models.fp8(jaxfp8.CustomRecipe(lambda role: Int8())))
+    variables = model.init(jax.random.key(0), X)
+    frozen = jaxfp8.freeze(model, variables, X)
+    assert frozen["params"]["Fp8DotGeneral_0"]["kernel"].dtype == jnp.int8
+    # Products of dequantized operands, in another order of sums: K additions in float32 each, of the same numbers.
+    kernel = np.asarray(variables["params"]["kernel"])
+    bound = 2 * (K + 1) * 2.0**-24 * np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() * 1.02
+    assert (np.abs(model.apply(frozen, X) - model.apply(variables, X)) < bound).all()
+    with jaxfp8.autocast(enabled=False):
+        y = model.apply(frozen, X)
+    # An element of the kernel is off by half a step of amax / 127, and a row of X sums K of them.
+    bound = np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() / 254 * 1.01
+    assert (np.abs(np.asarray(y) - X @ kernel) < bound).all()
+    (row,) = jaxfp8.inspect.compare(model, X, frozen).rows
+    assert row["output"] > 30
+
+
+class OneProduct(nn.Module):
+    """One product for two kernels: their shapes, or their numbers, differ."""
+
+    second: str
+
+    @nn.compact
+    def __call__(self, x):
+        product = jaxfp8.Fp8DotGeneral(recipe=jaxfp8.Float8CurrentScaling())
+        kernel = self.param("kernel", nn.initializers.normal(), (K, K if self.second != "narrower" else N))
+        other = {"doubled": 2 * kernel, "narrower": kernel.T, "another": jnp.flip(kernel), "the same": kernel}
+        contract = (((2,), (0,)), ((), ()))
+        return product(product(x, kernel, contract), other[self.second], contract)
+
+
+@pytest.mark.parametrize("second", ["doubled", "narrower", "another", "the same"])
+def test_one_product_with_several_kernels(second):
+    """It has room for the codes of one. In NNX every layer has a product of its own after `freeze`."""
+    model = OneProduct(second)
+    variables = model.init(jax.random.key(0), X)
+    if second == "the same":
+        models.assert_same(model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), second)
+        return
+    with pytest.raises(
+        ValueError, match="freeze: expected one kernel for each FP8 product, got one that is called with"
+    ):
+        jaxfp8.freeze(model, variables, X)
+
+
+def test_one_product_for_query_key_and_value():
+    shared = jaxfp8.Fp8DotGeneral(recipe=jaxfp8.Float8CurrentScaling())
+    model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_dot_general=shared)
+    with pytest.raises(ValueError, match="freeze: expected one kernel .* several: qkv_dot_general; give each kernel"):
+        jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
+
+
+def test_products_in_branches():
+    class Branches(nn.Module):
+        def setup(self):
+            self.a, self.b = (nn.Dense(K, dot_general_cls=models.fp8()) for _ in range(2))
+
+        def __call__(self, x):
+            if self.is_initializing():
+                return self.a(x) + self.b(x)
+            return nn.cond(jnp.sum(x) > 0, lambda m, x: m.a(x), lambda m, x: m.b(x), self, x)
+
+    model = Branches()
+    variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X, -X])
+    with pytest.raises(ValueError, match="freeze: model: products in the branches of nn.cond or nn.switch"):
+        jaxfp8.freeze(model, variables, X)
+
+
+@pytest.mark.parametrize(
+    "computed", [lambda w: 2 * w, lambda w: w.T, lambda w: w / jnp.std(w)], ids=["2w", "wT", "std"]
+)
+def test_nnx_layers_that_compute_their_kernel(computed):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(rngs.normal((K, K)))
+            self.dot_general = models.product(jaxfp8.Float8CurrentScaling())
+
+        def __call__(self, x):
+            return self.dot_general(x, computed(self.kernel[...]), (((2,), (0,)), ((), ())))
+
+    model = nnx.Sequential(Layer(nnx.Rngs(0)))
+    with pytest.raises(
+        ValueError, match="freeze: layers/0: expected a layer that gives its product its kernel as it is"
+    ):
+        jaxfp8.freeze(model, X)
+
+
+def test_policies_leave_codes_and_scales_alone():
+    policy = jaxfp8.mixed_precision.Policy.parse("bf16")
+    model, _, frozen = models.linen("Dense, bf16")
+    models.assert_same(
+        policy.cast_to_compute(frozen)["params"]["Fp8DotGeneral_0"], frozen["params"]["Fp8DotGeneral_0"], ""
+    )
+    assert policy.cast_to_compute(frozen)["params"]["bias"].dtype == jnp.bfloat16
+    model.apply(policy.cast_to_compute(frozen), X)
+    layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
+    jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
+    state = nnx.state(layer)
+    models.assert_same(policy.cast_to_compute(state)["dot_general"], state["dot_general"], "NNX")
+
+
 @pytest.mark.slow
 def test_another_recipe_than_it_was_frozen_with():
     model = nn.Dense(N, dot_general_cls=jaxfp8.Fp8DotGeneral, **BF16)

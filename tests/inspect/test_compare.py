@@ -268,6 +268,8 @@ def test_errors():
         inspect.compare(lambda x: 2 * x, x)
     with pytest.raises(ValueError, match="compare: loss: expected one whose gradient reaches an FP8 product"):
         inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
+    with pytest.raises(TypeError, match="compare: model: expected a result with floating-point arrays, got none; pass"):
+        inspect.compare(lambda x: jnp.argmax(fp8(x)), x)
     with pytest.raises(TypeError, match="compare: variables: expected None for a model that is not Linen's"):
         inspect.compare(fp8, x, {})
     with pytest.raises(TypeError, match="compare: model: expected a Linen or NNX module or a function, got int"):

@@ -184,9 +184,9 @@ def test_platforms():
     args = X, jax.ShapeDtypeStruct((4, 64, 128), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.int32)
     inspect.assert_fp8(ragged, *args, platform="sm_89")
     assert the_reason(ragged, *args, platform="sm_80") == wanted
-    with pytest.raises(TypeError, match=r"assert_fp8: fn: expected a function.*got a ShapeDtypeStruct"):
+    with pytest.raises(TypeError, match=r"gemms: fn: expected a function.*got a ShapeDtypeStruct"):
         inspect.assert_fp8(X)  # a result in place of a function
-    with pytest.raises(ValueError, match="assert_fp8: platform: expected None, .*got 'hopper'"):
+    with pytest.raises(ValueError, match="gemms: platform: expected None, .*got 'hopper'"):
         inspect.assert_fp8(plain, X, K, platform="hopper")
 
 

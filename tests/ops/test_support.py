@@ -84,6 +84,16 @@ def test_ffi_raises(op, machine):
         lowered(op)
 
 
+def test_capabilities_are_those_of_nvidia():
+    assert [_support.capability(gpu(name)) for name in ("9.0", "12.1", "gfx90a", "gfx942", "")] == [
+        (9, 0),
+        (12, 1),
+        (),
+        (),
+        (),
+    ]
+
+
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "10.3", ""])
 def test_capable_gpus(capability, machine):
     machine(gpu(capability))
