@@ -190,6 +190,13 @@ def stand_in(shape, dtype):
     return jnp.full(shape, jnp.nan, dtype)
 
 
+def nothing_to_freeze() -> ValueError:
+    return ValueError(
+        "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
+        "jaxfp8.report says what runs where"
+    )
+
+
 def refuse_untouched(name: str, history, scale) -> None:
     """Raises for the state of a quantizer, called `name`, that has seen nothing and was given no scale."""
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale) == 1):

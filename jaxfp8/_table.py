@@ -1,4 +1,4 @@
-"""Tables of text: cells in columns that are aligned, and the order of their lines."""
+"""Tables of text: cells in aligned columns, the order of their lines, and the names of members of a stack."""
 
 import re
 
@@ -27,3 +27,8 @@ def natural(path: str):
     return [
         [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.split("/")
     ]
+
+
+def member(index: tuple[int, ...]) -> str:
+    """`"[2,0]"`, what follows the name of a layer for one of a stack; "" where there is no stack."""
+    return f"[{','.join(map(str, index))}]" if index else ""

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _probe
-from .._arrays import split_arrays
-from .._table import aligned, natural
+from .._table import aligned, member, natural
 from ..formats import FP8_DTYPES
 from ..linen import _inspect as linen_inspect
 from ..nnx import _inspect as nnx_inspect
@@ -107,16 +106,7 @@ def _function(model, args, variables, kwargs):
         fn = model
     else:
         raise TypeError(f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}")
-    flat = nnx_inspect.traceable(fn, args, kwargs)
-    if flat is not None:
-        return flat
-    arrays, joined = split_arrays((args, kwargs))
-
-    def of_arrays(arrays):
-        args, kwargs = joined(arrays)
-        return fn(*args, **kwargs)
-
-    return of_arrays, arrays
+    return nnx_inspect.of_arrays(fn, args, kwargs)
 
 
 def _run(fn, arrays, loss, look) -> None:
@@ -245,7 +235,7 @@ def _rows(layer: str, iteration: int | None, of_exact, of_fp8) -> list[dict]:
     rows = []
     for index in np.ndindex(members):
         numbers = (() if iteration is None else (iteration,)) + index
-        row = {"layer": layer + (f"[{','.join(map(str, numbers))}]" if numbers else "")}
+        row = {"layer": layer + member(numbers)}
         for prefix, got in (("", alone), ("model_", whole)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
                 row[prefix + name] = None if x is None else _sqnr(x[index], x_fp8[index])

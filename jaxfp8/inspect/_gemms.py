@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, _gemms
-from .._arrays import split_arrays
 from .._table import aligned
-from ..nnx._inspect import traceable
+from ..nnx._inspect import of_arrays
 from ..ops._implementation import using
 from ..recipes._quantizer import alone
 from ._programs import Place, equations, traced
@@ -76,16 +75,8 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
             f"gemms: fn: expected a function, its arguments after it, as in gemms(step, state, batch); got a "
             f"{type(fn).__name__}"
         )
-    flat = traceable(fn, args, kwargs)
-    if flat is None:
-        arrays, joined = split_arrays((args, kwargs))
-
-        def of_arrays(arrays):
-            args, kwargs = joined(arrays)
-            return fn(*args, **kwargs)
-
-        flat = of_arrays, arrays
-    counts = Counter(row for eqn, place in equations(traced(*flat)) for row in _rows(eqn, place, target))
+    program = traced(*of_arrays(fn, args, kwargs))
+    counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._table import member
 from ._quantizers import quantizers
 
 # More lines than this have no legend: it would hide them.
@@ -99,7 +100,7 @@ def _lines_of_trees(trees) -> list[tuple]:
         newest = np.stack([np.asarray(jax.device_get(step[i].amax_history), np.float64)[..., 0] for step in steps])
         scales = 1 / np.stack([np.asarray(jax.device_get(step[i].scale_inv), np.float64)[..., 0] for step in steps])
         for index in np.ndindex(stack):
-            label = layer + (f"[{','.join(map(str, index))}]" if index else "")
+            label = layer + member(index)
             lines += [
                 (group, is_scale, label, values[(slice(None), *index)], False)
                 for is_scale, values in ((False, newest), (True, scales))

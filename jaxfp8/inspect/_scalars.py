@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import scaling
+from .._table import member
 from ._quantizers import quantizers
 
 _FIGURES = ("scale", "amax", "amax_max", "peak")
@@ -57,8 +58,7 @@ def measure(variables: Any) -> Measured:
             counters = jnp.asarray(arrays.counters).astype(jnp.float32)
             figures += [counters[..., i] for i in range(len(_COUNTERS))]
             labels += _COUNTERS
-        members = [f"[{','.join(map(str, index))}]" if index else "" for index in np.ndindex(arrays.stack)]
-        names += [f"{arrays.name}{member}/{label}" for member in members for label in labels]
+        names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in labels]
         values.append(jnp.stack(figures, axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._table import aligned
+from .._table import aligned, member
 from ..formats import FP8_DTYPES, fp8_max
 from ._quantizers import quantizers
 
@@ -87,7 +87,7 @@ def summary(variables: Any) -> Summary:
         on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
         history, scale_inv, counters = (None if x is None else np.asarray(x, np.float64) for x in on_host)
         for index in np.ndindex(arrays.stack):
-            name = arrays.name + (f"[{','.join(map(str, index))}]" if index else "")
+            name = arrays.name + member(index)
             of_member = None if counters is None else counters[index]
             rows.append(_row(name, history[index], float(scale_inv[index][0]), of_member))
     return Summary(rows)

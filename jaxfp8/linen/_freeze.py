@@ -100,10 +100,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     codes = jax.jit(with_codes)(params, others, arrays)
     several = {path[:-1]: codes.pop(path) for path in list(codes) if path[-1] == _frozen.HAS_ANOTHER}
     if not codes:
-        raise ValueError(
-            "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
-            "jaxfp8.report says what runs where"
-        )
+        raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product, differs in several.items():
         # Those that were frozen before read stand-ins.

@@ -8,7 +8,7 @@ from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skip
 from .._rules import first_match, relative
 from ..tensor import QTensor
 from ._quantize import decision, is_layer, regions
-from ._state import _FIELDS as FLAX_FIELDS, Fp8Module
+from ._state import Fp8Module
 
 NO_PRODUCT = {
     nn.MultiHeadDotProductAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
@@ -37,13 +37,6 @@ def _trace_init(model, args, kwargs) -> None:
         return model.init(jax.random.key(0), *args, **kwargs)
 
     jax.eval_shape(init, arrays)
-
-
-def _named(product):
-    """The recipe that a product's code gives it: one, or Flax's fields."""
-    if product.recipe is None and product._fields() != FLAX_FIELDS:
-        return product._recipe_of_fields()
-    return product.recipe
 
 
 class _Seen:
@@ -81,7 +74,7 @@ class _Seen:
         arrays = [arg.data if isinstance(arg, QTensor) else arg for arg in args if hasattr(arg, "shape")]
         decided = decision(product)
         if decided is None:
-            named, why = _named(product), None
+            named, why = product.named_recipe(), None
         else:
             named, why = decided.rule.layer_recipe, self._use(decided.region, decided.index)
         recipe, why = recipe_and_reason(named, product._recipe_of_fields, why)

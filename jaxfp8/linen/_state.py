@@ -78,11 +78,13 @@ class Fp8Module(nn.Module):
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
 
     @nn.nowrap
+    def named_recipe(self) -> Any:
+        """The recipe that the code gives this product: one, or Flax's fields; None where it says nothing."""
+        return self._recipe_of_fields() if self.recipe is None and self._fields() != _FIELDS else self.recipe
+
+    @nn.nowrap
     def _recipe(self):
-        named = self.recipe
-        if named is None and self._fields() != _FIELDS:
-            named = self._recipe_of_fields()
-        return resolve(named, self._recipe_of_fields)
+        return resolve(self.named_recipe(), self._recipe_of_fields)
 
     @nn.nowrap
     def _fields(self) -> tuple:

@@ -51,10 +51,7 @@ def freeze(model, args, kwargs):
         if call is not None and (codes := _codes(path, layer, call)) is not None
     ]
     if not frozen:
-        raise ValueError(
-            "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
-            "jaxfp8.report says what runs where"
-        )
+        raise _frozen.nothing_to_freeze()
     for layer, attribute, call, codes in frozen:
         old = product(layer)
         new = type(old)(old.recipe)

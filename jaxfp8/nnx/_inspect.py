@@ -17,16 +17,14 @@ def is_model(x) -> bool:
     return isinstance(x, nnx.Module)
 
 
-def traceable(fn, args, kwargs):
-    """`(function of arrays, arrays)` for a function of NNX objects, whose modules name what they run; else None."""
+def of_arrays(fn, args, kwargs):
+    """`(function of a tree of arrays, the tree)` for `fn(*args, **kwargs)`; NNX modules in it name what they run."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     objects = tuple(filter(_is_object, leaves))
-    if not objects:
-        return None
     graphdef, state = nnx.split(objects)
     arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
-    def of_arrays(state_and_arrays):
+    def run(state_and_arrays):
         state, arrays = state_and_arrays
         objects, others = nnx.merge(graphdef, state), iter(joined(arrays))
         name_modules(objects)
@@ -34,7 +32,7 @@ def traceable(fn, args, kwargs):
         args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(others) for leaf in leaves])
         return fn(*args, **kwargs)
 
-    return of_arrays, (state, arrays)
+    return run, (state, arrays)
 
 
 def _is_object(x) -> bool:
