@@ -34,7 +34,7 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
         sizes.setdefault("one", 1)
         for name, axis in zip(named, operand.sharding.spec, strict=True):
             axes[name] = axes.get(name) or axis
-    first = operands[0]
+    first = next((of for of in operands if not of.sharding.mesh.empty), operands[0])  # constants know no mesh
     manual = first.manual_axis_type.update(varying=varying(*operands))
     return [
         first.update(
@@ -59,6 +59,8 @@ def _once(entries):
 
 def with_varying(aval, axes):
     """A type that varies over these manual axes."""
+    if aval.sharding.mesh.empty:  # a constant's
+        aval = aval.update(sharding=aval.sharding.update(mesh=jax.sharding.get_abstract_mesh()))
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=frozenset(axes)))
 
 

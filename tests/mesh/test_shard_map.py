@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 from mesh import cases, hlo
@@ -193,6 +193,32 @@ WRAPPERS = {
 def wrapped(wrap, loss):
     """State goes through `jax.checkpoint` as an argument, so it is cast at the top."""
     return lambda weights, state, batch: wrap(loss)(weights, jaxfp8.max_grad(state), batch)
+
+
+@pytest.mark.parametrize("constant", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("name", ["x", "kernel"])
+def test_constants_inside_of_the_map(name, constant):
+    """An operand that is closed over knows no mesh; it is as one that every device was given."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    operands = {"x": rng.standard_normal((16, 16)).astype(np.float32), "kernel": np.eye(16, dtype=np.float32)}
+    fixed, other = constant(operands[name]), "kernel" if name == "x" else "x"
+
+    def total(state, other_value, fixed):
+        both = {name: fixed, other: other_value}
+        contract = (((1,), (0,)), ((), ()))
+        y = jaxfp8.dot_general(both["x"], both["kernel"], contract, recipe=RECIPE, state=state)
+        return jax.lax.psum(jnp.sum(y), "data")
+
+    def mapped(function, *specs):
+        return jax.jit(
+            jax.shard_map(jax.grad(function, argnums=(0, 1)), mesh=mesh, in_specs=specs, out_specs=specs[:2])
+        )
+
+    state, specs = jaxfp8.init_state(RECIPE), (P(), P("data") if other == "x" else P(None, "data"))
+    got = mapped(lambda state, value: total(state, value, fixed), *specs)(state, operands[other])
+    wanted = mapped(total, *specs, P())(state, operands[other], operands[name])
+    cases.assert_same(got, wanted, name)
 
 
 @pytest.mark.varied
