@@ -26,7 +26,7 @@ def is_inexact(leaf) -> bool:
 def outside_state(tree):
     """The tree with True for what is neither FP8 state nor codes: for all parameters, and the `source` of QTensors.
 
-    Of a frozen product codes and scales are neither parameters.
+    Codes and scales of frozen products are no parameters either.
     """
     found = _state_tree.flatten(tree)
     frozen = {path[:-1] for path in found.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
