@@ -41,7 +41,8 @@ _CUDA_ONLY = (
     "scaled_matmul",
 )
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
-_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
+OPS = (*_ON_BOTH, *_CUDA_ONLY)
+_TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
 _VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
@@ -72,7 +73,7 @@ def target_name(op: str) -> str:
 
 def custom_call_targets() -> tuple[str, ...]:
     """The names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
-    return tuple(map(target_name, _TARGETS["CUDA"]))
+    return tuple(map(target_name, OPS))
 
 
 def _load(platform: str) -> bool:
