@@ -3,23 +3,11 @@
 
 #include <limits>
 
+#include "cuda/common/capture.h"
 #include "cuda/kernels/gemm_plan.h"
 
 namespace jaxfp8::cuda {
 namespace {
-
-// While XLA captures a graph, CUDA forbids this thread calls that cuBLASLt may make when an algorithm is first used
-// (module loads, allocations). None of them touches the stream that is captured, which is what this mode states.
-class AllowSetupDuringCapture {
- public:
-  AllowSetupDuringCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~AllowSetupDuringCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  AllowSetupDuringCapture(const AllowSetupDuringCapture&) = delete;
-  AllowSetupDuringCapture& operator=(const AllowSetupDuringCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 GemmPointers FirstGroup(const ScaledMatmulParams& params) {
   return {params.a, params.b, params.a_scale_inv, params.b_scale_inv, params.bias, params.accumulator, params.out};
