@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "common/fp8.h"
 
 namespace jaxfp8::cuda {
@@ -62,6 +63,32 @@ __device__ __forceinline__ uint32_t FloatsToBF16x2(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// The larger magnitudes of packed floats; NaN where either is NaN. The signs of 16-bit results mean nothing.
+template <class T>
+__device__ __forceinline__ uint32_t LargerMagnitudes(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<BF16>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<F16>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// Not with .xorsign: of two of these sm_100 makes one instruction.
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<F32>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("{ .reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b; }" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 
 // 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.

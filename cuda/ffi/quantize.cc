@@ -1,5 +1,4 @@
 // jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
-// jaxfp8_quantize_counted_v1: the same -> the same, and counts u32 [g, 4].
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize.h"
@@ -21,7 +20,6 @@ ffi::Error Run(const char* op, cudaStream_t stream, const QuantizeBuffers& buffe
   params.data = buffers.data.untyped_data();
   params.amax_so_far = static_cast<const float*>(buffers.amax_so_far.untyped_data());
   params.amax = static_cast<float*>(buffers.amax.untyped_data());
-  params.counts = buffers.CountsOrNull();
   params.groups = buffers.Groups();
   params.size = buffers.Columns();
   return ToError(op, LaunchQuantize(params, stream));
@@ -31,13 +29,6 @@ ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
                            ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
                            ffi::Dictionary attributes) {
   return Run("quantize", stream, {x, scale, amax_so_far, *data, *amax}, attributes);
-}
-
-ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                  ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                                  ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
-                                  ffi::Dictionary attributes) {
-  return Run("quantize_counted", stream, {x, scale, amax_so_far, *data, *amax, nullptr, &*counts}, attributes);
 }
 
 // What both handlers take, and the results that both begin with; then come counts, where they are asked for.
@@ -57,9 +48,4 @@ auto Bind() {
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
                              jaxfp8::cuda::Bind().Attrs(),
-                             {jaxfp8::cuda::kRecordable});
-
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
-                             jaxfp8::cuda::Bind().Ret<xla::ffi::AnyBuffer>().Attrs(),
                              {jaxfp8::cuda::kRecordable});

@@ -1,6 +1,5 @@
 // jaxfp8_quantize_transpose_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
 // data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
-// jaxfp8_quantize_transpose_counted_v1: the same -> the same, with counts u32 [g, 4] after the amax.
 //
 // The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
 #include "cuda/kernels/quantize_transpose.h"
@@ -28,7 +27,6 @@ ffi::Error Run(const char* op, cudaStream_t stream, const QuantizeBuffers& buffe
   params.amax_so_far = static_cast<const float*>(buffers.amax_so_far.untyped_data());
   params.amax = static_cast<float*>(buffers.amax.untyped_data());
   params.column_sums = column_sums;
-  params.counts = buffers.CountsOrNull();
   params.groups = buffers.Groups();
   params.m = buffers.Rows();
   params.n = buffers.Columns();
@@ -40,15 +38,6 @@ ffi::Error QuantizeTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::
                                     ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
                                     ffi::RemainingRets rest, ffi::Dictionary attributes) {
   return Run("quantize_transpose", stream, {x, scale, amax_so_far, *data, *amax, &*data_t}, rest, attributes);
-}
-
-ffi::Error QuantizeTransposeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                           ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                                           ffi::Result<ffi::AnyBuffer> data_t, ffi::Result<ffi::AnyBuffer> amax,
-                                           ffi::Result<ffi::AnyBuffer> counts, ffi::RemainingRets rest,
-                                           ffi::Dictionary attributes) {
-  const QuantizeBuffers buffers{x, scale, amax_so_far, *data, *amax, &*data_t, &*counts};
-  return Run("quantize_transpose_counted", stream, buffers, rest, attributes);
 }
 
 // What both handlers take, and the results that both begin with; then come counts, where they are asked for, and
@@ -70,9 +59,4 @@ auto Bind() {
 JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v2, jaxfp8::cuda::QuantizeTransposeHandler,
                              jaxfp8::cuda::Bind().RemainingRets().Attrs(),
-                             {jaxfp8::cuda::kRecordable});
-
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_transpose_counted_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_counted_v1, jaxfp8::cuda::QuantizeTransposeCountedHandler,
-                             jaxfp8::cuda::Bind().Ret<xla::ffi::AnyBuffer>().RemainingRets().Attrs(),
                              {jaxfp8::cuda::kRecordable});

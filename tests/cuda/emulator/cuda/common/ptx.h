@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
+#include "common/dispatch.h"
 #include "common/fp8.h"
 #include "cuda_runtime.h"
 
@@ -52,6 +54,26 @@ inline uint32_t FloatsToF16x2(float low, float high) {
 
 inline uint32_t FloatsToBF16x2(float low, float high) {
   return FloatToBF16Bits(low) | (uint32_t{FloatToBF16Bits(high)} << 16);
+}
+
+// Of f32, canonical NaN included.
+inline uint32_t LargerMagnitude(uint32_t a, uint32_t b) {
+  a &= kAbsMask, b &= kAbsMask;
+  return a > kInfBits || b > kInfBits ? 0x7fffffffu : max(a, b);
+}
+
+// Of 16-bit floats, with the product of their signs, as the instruction gives it.
+inline uint32_t LargerHalf(uint32_t a, uint32_t b, uint32_t inf) {
+  const uint32_t sign = (a ^ b) & 0x8000u;
+  a &= 0x7fffu, b &= 0x7fffu;
+  return a > inf || b > inf ? 0x7fffu : sign | max(a, b);
+}
+
+template <class T>
+uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
+  if constexpr (std::is_same_v<T, F32>) return LargerMagnitude(a, b);
+  constexpr uint32_t kInf = std::is_same_v<T, BF16> ? 0x7f80u : 0x7c00u;
+  return LargerHalf(a & 0xffffu, b & 0xffffu, kInf) | LargerHalf(a >> 16, b >> 16, kInf) << 16;
 }
 
 // 0 for what would be subnormal.
