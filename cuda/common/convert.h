@@ -39,8 +39,6 @@ class Multiplier {
  public:
   __device__ __forceinline__ explicit Multiplier(float scale) : scale_(scale), zero_(copysignf(0.0f, scale)) {}
   __device__ __forceinline__ float operator()(float x) const { return __fmaf_rn(x, scale_, __fmul_rn(x, zero_)); }
-  // The plain product, for counts.h.
-  __device__ __forceinline__ float Product(float x) const { return __fmul_rn(x, scale_); }
 
  private:
   float scale_;

@@ -54,6 +54,13 @@ inline cudaError_t CopyUnlessAliased(float* to, const float* from, int64_t count
   return cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(float), cudaMemcpyDeviceToDevice, stream);
 }
 
+// Where the amaxes of groups are raised from: zeros if there are none so far. Without amaxes nothing runs.
+inline cudaError_t StartAmax(float* amax, const float* amax_so_far, int64_t groups, cudaStream_t stream) {
+  if (amax == nullptr) return cudaSuccess;
+  if (amax_so_far != nullptr) return CopyUnlessAliased(amax, amax_so_far, groups, stream);
+  return cudaMemsetAsync(amax, 0, static_cast<size_t>(groups) * sizeof(float), stream);
+}
+
 }  // namespace jaxfp8::cuda
 
 #endif  // JAXFP8_CUDA_COMMON_LAUNCH_H_

@@ -14,7 +14,6 @@
 #include "common/column_sums.h"
 #include "cuda/common/amax.h"
 #include "cuda/common/convert.h"
-#include "cuda/common/counts.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/transpose_tile.h"
 
@@ -39,16 +38,15 @@ struct KernelParams {
   float* amax;
   float* column_sums;
   bool wide_columns;  // 16-byte pieces of data_t are aligned, and its rows are whole pieces
-  Counts* counts;
 };
 
 // Quantizes this thread's share: stores the codes to data, their transpose to `tile_t`, and the sums of the columns to
 // `tile_sums`.
-template <class In, class Format, bool kSums, bool kCounts, Access kAccess>
+template <class In, class Format, bool kSums, Access kAccess>
 __device__ __forceinline__ void QuantizeRows(const KernelParams<In>& params, const Tile& tile,
                                              const TileShare<16 / sizeof(In)>& share, const Multiplier& multiply,
-                                             AmaxAccumulator& accumulator, CountsAccumulator<Format>& counter,
-                                             uint8_t* tile_t, float* tile_sums) {
+                                             AmaxAccumulator& accumulator, uint8_t* tile_t,
+                                             float* tile_sums) {
   constexpr int kVector = 16 / sizeof(In);
   const int64_t n = params.plan.n;
   const int64_t offset =
@@ -69,7 +67,6 @@ __device__ __forceinline__ void QuantizeRows(const KernelParams<In>& params, con
       for (int i = 0; i < 4; ++i) {
         values[i] = Widen<In>(x[r].words, 4 * w + i);
         accumulator.Add(values[i]);
-        if constexpr (kCounts) counter.Add(values[i], multiply.Product(values[i]));
         if constexpr (kSums) sums[4 * w + i] += values[i];
       }
       codes[r].words[w] = QuantizeFour<Format>(values[0], values[1], values[2], values[3], multiply);
@@ -99,27 +96,25 @@ __device__ __forceinline__ void StoreColumnSum(const KernelParams<In>& params, c
   params.column_sums[part * params.plan.n + tile.column + column] = sum;
 }
 
-template <class In, class Format, bool kWideRows, bool kSums, bool kCounts>
+template <class In, class Format, bool kWideRows, bool kSums>
 __global__ void __launch_bounds__(kBlockSize, MinBlocks(kWideRows))
     QuantizeTransposeKernel(KernelParams<In> params) {
   using Share = TileShare<16 / sizeof(In)>;
   alignas(16) __shared__ uint8_t tile_t[kTileSide * kTileSide];
   [[maybe_unused]] __shared__ float tile_sums[kSums ? kTileSide / kRows * kSumsStride : 1];
   __shared__ BlockAmax<kWarpsPerBlock> block_amax;
-  [[maybe_unused]] __shared__ BlockCounts<kCounts ? kWarpsPerBlock : 1> block_counts;
 
   for (int64_t index = blockIdx.x; index < params.plan.tiles; index += gridDim.x) {
     const Tile tile = params.plan.At(index);
     const Multiplier multiply(params.scale[tile.group * params.scale_stride]);
     AmaxAccumulator accumulator;
-    CountsAccumulator<Format> counter;
 #pragma unroll 1
     for (int first = 0; first < Share::kRowGroups; first += Share::kRowGroupsAtOnce) {
       const Share share = {static_cast<int>(threadIdx.x % Share::kColumnGroups),
                            first + static_cast<int>(threadIdx.x / Share::kColumnGroups)};
       const auto quantize_rows = [&](auto access) {
-        QuantizeRows<In, Format, kSums, kCounts, decltype(access)::value>(params, tile, share, multiply, accumulator,
-                                                                          counter, tile_t, tile_sums);
+        QuantizeRows<In, Format, kSums, decltype(access)::value>(params, tile, share, multiply, accumulator, tile_t,
+                                                                 tile_sums);
       };
       if constexpr (!kWideRows) {
         quantize_rows(AccessTag<Access::kElements>{});
@@ -130,10 +125,8 @@ __global__ void __launch_bounds__(kBlockSize, MinBlocks(kWideRows))
       }
     }
     block_amax.Put(accumulator.OverWarp());
-    if constexpr (kCounts) block_counts.Put(counter.OverWarp());
     __syncthreads();
-    block_amax.Raise(params.amax + tile.group);
-    if constexpr (kCounts) block_counts.AddTo(params.counts + tile.group);
+    if (params.amax != nullptr) block_amax.Raise(params.amax + tile.group);
     if constexpr (kSums) {
       if (threadIdx.x < kTileSide) StoreColumnSum<16 / sizeof(In)>(params, tile, threadIdx.x, tile_sums);
     }
@@ -142,7 +135,7 @@ __global__ void __launch_bounds__(kBlockSize, MinBlocks(kWideRows))
   }
 }
 
-template <class In, class Format, bool kWideRows, bool kSums, bool kCounts>
+template <class In, class Format, bool kWideRows, bool kSums>
 cudaError_t Run(const QuantizeTransposeParams& params, cudaStream_t stream) {
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
@@ -156,19 +149,17 @@ cudaError_t Run(const QuantizeTransposeParams& params, cudaStream_t stream) {
       params.amax,
       params.column_sums,
       params.m % 16 == 0 && IsAligned(params.data_t, 16),
-      params.counts,
   };
   const int64_t max_blocks = int64_t{multiprocessors} * kBlocksPerMultiprocessor;
   const int64_t blocks = kernel_params.plan.tiles < max_blocks ? kernel_params.plan.tiles : max_blocks;
-  return Launch(QuantizeTransposeKernel<In, Format, kWideRows, kSums, kCounts>, blocks, kBlockSize, stream, kernel_params);
+  return Launch(QuantizeTransposeKernel<In, Format, kWideRows, kSums>, blocks, kBlockSize, stream, kernel_params);
 }
 
 }  // namespace
 
 cudaError_t LaunchQuantizeTranspose(const QuantizeTransposeParams& params, cudaStream_t stream) {
   if (params.groups == 0) return cudaSuccess;
-  JAXFP8_RETURN_IF_CUDA_ERROR(CopyUnlessAliased(params.amax, params.amax_so_far, params.groups, stream));
-  JAXFP8_RETURN_IF_CUDA_ERROR(StartCounts(params.counts, params.groups, stream));
+  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, params.groups, stream));
   if (params.m == 0 || params.n == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
@@ -177,18 +168,11 @@ cudaError_t LaunchQuantizeTranspose(const QuantizeTransposeParams& params, cudaS
       using Format = typename decltype(format)::type;
       constexpr int kVector = 16 / sizeof(In);
       const bool wide_rows = params.n % kVector == 0 && IsAligned(params.x, 16) && IsAligned(params.data, kVector);
-      const auto run = [&](auto sums, auto counts) {
-        constexpr bool kSums = decltype(sums)::value, kCounts = decltype(counts)::value;
-        return wide_rows ? Run<In, Format, true, kSums, kCounts>(params, stream)
-                         : Run<In, Format, false, kSums, kCounts>(params, stream);
+      const auto run = [&](auto sums) {
+        constexpr bool kSums = decltype(sums)::value;
+        return wide_rows ? Run<In, Format, true, kSums>(params, stream) : Run<In, Format, false, kSums>(params, stream);
       };
-      const std::false_type no;
-      const std::true_type yes;
-      if (params.counts == nullptr) {
-        status = params.column_sums == nullptr ? run(no, no) : run(yes, no);
-      } else {
-        status = params.column_sums == nullptr ? run(no, yes) : run(yes, yes);
-      }
+      status = params.column_sums == nullptr ? run(std::false_type()) : run(std::true_type());
     });
   });
   return status;

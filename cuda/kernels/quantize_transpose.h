@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "common/counts.h"
 #include "common/dispatch.h"
 
 namespace jaxfp8::cuda {
@@ -19,10 +18,9 @@ struct QuantizeTransposeParams {
   int64_t scale_stride;      // 0 or 1
   void* data;                // [groups, m, n]
   void* data_t;              // [groups, n, m]
-  const float* amax_so_far;  // [groups], not negative
-  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
+  const float* amax_so_far;  // null, or [groups], not negative
+  float* amax;               // null, or [groups]: raised, from what it is so far; may be the same buffer
   float* column_sums;        // null, or [groups, ColumnSumParts(m), n]: the sums of x over 128 rows each
-  Counts* counts;            // null, or [groups]
   int64_t groups;
   int64_t m;
   int64_t n;

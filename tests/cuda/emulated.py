@@ -138,6 +138,11 @@ def _amaxes(so_far, groups, in_place):
     return so_far, so_far if in_place else _Buffer((groups,), np.float32)
 
 
+def _pointers(so_far, top, nulls):
+    pairs = (("so far", so_far), ("amax", top))
+    return [ctypes.c_void_p() if name in nulls else buffer.pointer for name, buffer in pairs]
+
+
 class _Codes:
     """The results of a fused producer of `[g, m, n]`, and the amax so far."""
 
@@ -225,23 +230,22 @@ class Emulated:
         self._launch("push_amaxes", quantizers, len(histories), groups)
         return [after.result("history") for after in outputs]
 
-    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, counts=False):
+    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, nulls=()):
+        """data, amax; `nulls` names what of the amax "so far" and the "amax" is a null pointer."""
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
         so_far, top = _amaxes(so_far, x.shape[0], in_place)
-        counted = _Buffer((x.shape[0], 4), np.uint32)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, so_far.pointer, top.pointer,
-            counted.pointer if counts else ctypes.c_void_p(), *x.shape,
+            int(scale.size > 1), data.pointer, *_pointers(so_far, top, nulls), *x.shape,
         )  # fmt: skip
-        results = data.result("data"), top.result("amax")
-        return (*results, counted.result("counts")) if counts else results
+        return data.result("data"), top.result("amax")
 
     def quantize_transpose(
-        self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False, counts=False
+        self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False, nulls=()
     ):
+        """data, data_t, amax, then column_sums if `sums`; `nulls` as of `quantize`."""
         scale = np.atleast_1d(np.float32(scale))
         g, m, n = x.shape
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
@@ -249,14 +253,12 @@ class Emulated:
         parts = _Buffer((g, -(-m // 128), n), np.float32)
         data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
         so_far, top = _amaxes(so_far, g, in_place)
-        counted = _Buffer((g, 4), np.uint32)
         self._launch(
             "quantize_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer,
-            parts.pointer if sums else ctypes.c_void_p(), counted.pointer if counts else ctypes.c_void_p(), g, m, n,
+            int(scale.size > 1), data.pointer, data_t.pointer, *_pointers(so_far, top, nulls),
+            parts.pointer if sums else ctypes.c_void_p(), g, m, n,
         )  # fmt: skip
         results = data.result("data"), data_t.result("data_t"), top.result("amax")
-        results += (counted.result("counts"),) if counts else ()
         return (*results, parts.result("column_sums")) if sums else results
 
     def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):

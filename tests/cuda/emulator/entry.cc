@@ -29,18 +29,17 @@ EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float nu
 }
 
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
-                           const float* amax_so_far, float* amax, jaxfp8::Counts* counts, int64_t groups, int64_t size) {
+                           const float* amax_so_far, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
-                                       data, amax_so_far, amax, counts, groups, size},
+                                       data, amax_so_far, amax, groups, size},
                                       nullptr);
 }
 
 EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
                                      void* data, void* data_t, const float* amax_so_far, float* amax,
-                                     float* column_sums, jaxfp8::Counts* counts, int64_t groups, int64_t m, int64_t n) {
+                                     float* column_sums, int64_t groups, int64_t m, int64_t n) {
   return jaxfp8::cuda::LaunchQuantizeTranspose({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale,
-                                                scale_stride, data, data_t, amax_so_far, amax, column_sums, counts, groups,
-                                                m, n},
+                                                scale_stride, data, data_t, amax_so_far, amax, column_sums, groups, m, n},
                                                nullptr);
 }
 
