@@ -169,6 +169,12 @@ inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
   return CheckShape(amax, {groups});
 }
 
+// f32[groups], or f32[0] where there is none.
+inline ffi::Error CheckAmaxOrNone(const Operand& amax, int64_t groups) {
+  const bool is_none = amax.buffer.dimensions().size() == 1 && amax.buffer.dimensions()[0] == 0;
+  return CheckAmax(amax, is_none ? 0 : groups);
+}
+
 // [g, ...]: any shape in a group, and small enough as above.
 inline ffi::Error CheckGrouped(const Operand& x) {
   if (x.buffer.dimensions().size() < 2) return Mismatch(x, "rank 2 or more");

@@ -57,17 +57,15 @@ def _abs_product(x_bits, scale_bits):
     return jnp.where(exponent == 0, product, _shift_exponent(product, exponent)), jnp.isnan(product)
 
 
-def count(x, scale, dtype, axes):
-    """How many elements saturate, and how many become zero that are not: f32 `[..., 2]`, sums over `axes`."""
+def is_saturated_or_flushed(x, scale, dtype):
+    """Whether the product of each element is above the largest number, and whether it rounds to zero and is not."""
     info = jnp.finfo(dtype)
     x_bits = _bits(x.astype(jnp.float32))
     product, is_nan = _abs_product(x_bits, _bits(scale))
     saturated = ~is_nan & (product > jnp.float32(info.max))
     # Half of the smallest subnormal lies between it and 0, and rounds to the even one.
     is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
-    flushed = ~is_nan & is_small & (x_bits & _ABS_MASK != 0)
-    sums = [jnp.sum(of, axis=axes, dtype=jnp.uint32) for of in (saturated, flushed)]  # f32 would stop at 2**24
-    return jnp.stack(sums, axis=-1).astype(jnp.float32)
+    return saturated, ~is_nan & is_small & (x_bits & _ABS_MASK != 0)
 
 
 def encode(x, scale, dtype):

@@ -129,29 +129,33 @@ def test_scales(kernels, count, fp8_max, margin):
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e30])
 # options -> memsets and copies before the one kernel
 AMAX_STARTS = {
-    "in place": ({"so_far": AMAXES_SO_FAR}, 0, 0),
-    "in a copy": ({"so_far": AMAXES_SO_FAR, "in_place": False}, 0, 1),
+    "in place": ({"so_far": True}, 0, 0),
+    "in a copy": ({"so_far": True, "in_place": False}, 0, 1),
     "from zero": ({}, 1, 0),
-    "not wanted": ({"so_far": AMAXES_SO_FAR, "amax": False}, 0, 0),
+    "not wanted": ({"amax": False}, 0, 0),
 }
 
 
+# Groups of their own blocks, and several groups in the warps of one.
+@pytest.mark.parametrize("g, m, n", [(1, 200, 40), (3, 200, 40), (40, 3, 8)])
 @pytest.mark.parametrize("case", AMAX_STARTS)
-def test_where_the_amax_starts(kernels, case):
+def test_where_the_amax_starts(kernels, case, g, m, n):
     """From what is given, in place or in a copy of it; from zero; or there is none."""
     options, memsets, copies = AMAX_STARTS[case]
-    fmt, x = oracle.E4M3, random_values((3, 200, 40), oracle.BF16)
-    codes, top = each_group(oracle.quantize, x, np.float32(1), fmt)
-    top = None if "amax" in options else np.maximum(top, options.get("so_far", 0))
-    for op, operand, transpose in (
-        (kernels.quantize, x.reshape(3, -1), ()),
-        (kernels.quantize_transpose, x, (codes.swapaxes(1, 2),)),
-    ):
-        kernels.launches()
-        *data, amax = op(operand, 1, fmt, **options)
-        assert kernels.launches() == (1, memsets, copies)
-        assert_all_bitwise(data, (codes.reshape(operand.shape), *transpose), case)
-        assert amax is top is None or oracle.assert_bitwise(amax, top, case) is None
+    so_far = np.resize(AMAXES_SO_FAR, g) if "so_far" in options else None
+    options = options | {"so_far": so_far}
+    fmt, x = oracle.E4M3, random_values((g, m, n), oracle.BF16)
+    *codes, top = each_group(oracle.quantize_transpose, x, np.float32([1]), fmt)
+    top = top if so_far is None else np.maximum(top, so_far)
+    kernels.launches()
+    data, found = kernels.quantize(x.reshape(g, -1), 1, fmt, **options)
+    *both, found_t = kernels.quantize_transpose(x, 1, fmt, **options)
+    assert kernels.launches() == (2, 2 * memsets, 2 * copies)
+    assert_all_bitwise((data.reshape(x.shape), *both), (codes[0], *codes), "codes")
+    if options.get("amax", True):
+        assert_all_bitwise((found, found_t), (top, top), "amax")
+    else:
+        assert found is None and found_t is None
 
 
 @pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 9, 130), (2, 128, 128), (1, 129, 257), (1, 300, 40), (3, 257, 24)])

@@ -35,10 +35,8 @@ TARGETS = {
     "delayed_scales": "jaxfp8_delayed_scales_v1",
     "dequantize": "jaxfp8_dequantize_v1",
     "push_amaxes": "jaxfp8_push_amaxes_v1",
-    "quantize": "jaxfp8_quantize_v2",
-    "quantize_counted": "jaxfp8_quantize_counted_v1",
-    "quantize_transpose": "jaxfp8_quantize_transpose_v2",
-    "quantize_transpose_counted": "jaxfp8_quantize_transpose_counted_v1",
+    "quantize": "jaxfp8_quantize_v3",
+    "quantize_transpose": "jaxfp8_quantize_transpose_v3",
 }
 CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v1",
