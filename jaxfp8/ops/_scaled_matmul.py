@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -123,18 +122,20 @@ class _Spec:
 
 
 def _grouped(matmul):
-    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, scales `[1]` or `[g]`, bias `[g, n]`, and so on."""
+    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, bias `[g, n]`, and so on.
+
+    Scales are `[1]` for all groups, or `[s]`, one for `g / s` groups in a row.
+    """
 
     def run(*operands, members, spec):
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
         leading = members + spec.batch
-        batch = math.prod(a.shape[members:leading])
         out = matmul(
             spec,
             _shapes.merge(a, leading, spec.rows),
             _shapes.merge(b, leading, b.ndim - leading - spec.contracting),
-            _shapes.group_scales(a_scale_inv, members, batch),
-            _shapes.group_scales(b_scale_inv, members, batch),
+            _shapes.group_scales(a_scale_inv, members),
+            _shapes.group_scales(b_scale_inv, members),
             None if bias is None else _shapes.merge(bias, leading),
             None if accumulator is None else _shapes.merge(accumulator, leading, spec.rows),
         )
@@ -174,7 +175,10 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     g, m, k = a.shape
     n = b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
-        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), a_scale_inv * b_scale_inv, bias, accumulator)
+        scale_inv = a_scale_inv * b_scale_inv
+        if scale_inv.shape[0] > 1:
+            scale_inv = jnp.repeat(scale_inv, g // scale_inv.shape[0])
+        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), scale_inv, bias, accumulator)
 
     # The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32); and an f32 accumulator
     # where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
@@ -187,8 +191,8 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     operands = [
         _shapes.pad(a, 0, pad_m, pad_k),
         _shapes.pad(b, 0, pad_n, pad_k),
-        a_scale_inv,
-        b_scale_inv,
+        _spaced(a_scale_inv),
+        _spaced(b_scale_inv),
     ]
     aliases = None
     if bias_inside:
@@ -211,6 +215,11 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     if finished:
         return out
     return _finish(spec, out, None, bias, accumulator)
+
+
+def _spaced(scale):
+    """Scales `[s]` as `[s, 4]`: cuBLASLt reads each at a multiple of 16 bytes. `[1]` stays: XLA aligns buffers."""
+    return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
 def _reference(*operands, members, spec, widen=_to_f32):
@@ -304,12 +313,12 @@ def _other_layouts(spec):
 
 
 def _batch(run, operands, batch_dims, members, *, spec):
-    """A batch of a alone, or of b alone, is one larger product."""
+    """A batch of a alone, or of b alone, is one larger product; one with shared scales is a batch dimension more."""
     batched = {i for i, d in enumerate(batch_dims) if d is not None}
     other = _other_layouts(spec)
     position = next((i for i in (0, 1) if batched == {i} | ({other[i]} if i in other else set())), None)
     if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
-        return None
+        return None if batched & {2, 3} else _batch_with_shared_scales(run, operands, batch_dims, members, spec)
     leading, operands = members + spec.batch, list(operands)
     operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
     if position in other:
@@ -318,6 +327,19 @@ def _batch(run, operands, batch_dims, members, *, spec):
     if position == 0:
         spec = dataclasses.replace(spec, rows=spec.rows + 1)
     return run(*operands, members=members, spec=spec), [leading + (spec.rows if position == 1 else 0)]
+
+
+def _batch_with_shared_scales(run, operands, batch_dims, members, spec):
+    (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
+
+    def with_batch(x, d):
+        if d is None:
+            x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
+        return jnp.moveaxis(x, d, members)
+
+    pairs = list(zip(operands, batch_dims, strict=True))
+    operands = [*(with_batch(*pair) for pair in pairs[:2]), *operands[2:4], *(with_batch(*pair) for pair in pairs[4:])]
+    return run(*operands, members=members, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [members]
 
 
 _scaled_matmul = tensor_op(

@@ -30,7 +30,7 @@ DEFAULTS = ATTRIBUTES | {
 GOOD = ELEMENTWISE_GOOD | {
     "scaled_matmul": (
         [((2, 16, 32), F32), ((1024,), U8)],
-        [((2, 16, 48), E4M3), ((2, 32, 48), E5M2), ((2,), F32), ((1,), F32), ((32,), BF16), ((2, 16, 32), F32)],
+        [((2, 16, 48), E4M3), ((2, 32, 48), E5M2), ((2, 4), F32), ((1,), F32), ((32,), BF16), ((2, 16, 32), F32)],
     ),
     "block_scaled_matmul": (
         [((2, 16, 32), F32), ((1024,), U8)],
@@ -65,8 +65,11 @@ MATMUL_ROWS = [
     ("b", "operand", 1, ((2, 32, 48), np.int8)),
     ("b", "operand", 1, ((2, 32, 32), E5M2)),
     ("b", "operand", 1, ((1, 32, 48), E5M2)),
-    ("a_scale_inv", "operand", 2, ((3,), F32)),
-    ("a_scale_inv", "operand", 2, ((2,), BF16)),
+    ("a_scale_inv", "operand", 2, ((2,), F32)),
+    ("a_scale_inv", "operand", 2, ((3, 4), F32)),
+    ("a_scale_inv", "operand", 2, ((0, 4), F32)),
+    ("a_scale_inv", "operand", 2, ((2, 1), F32)),
+    ("a_scale_inv", "operand", 2, ((2, 4), BF16)),
     ("b_scale_inv", "operand", 3, ((), F32)),
     ("bias", "operand", 4, ((32,), F32)),
     ("bias", "operand", 4, ((16,), BF16)),
@@ -360,19 +363,27 @@ def test_one_layout_of_blocks_and_too_many():
             call(op, wrong, operands)
 
 
-@pytest.mark.parametrize("own_scales", [False, True])
-def test_matmul_arguments_arrive_in_their_places(own_scales):
+@pytest.mark.parametrize("counts", [(1, 1), (4, 1), (1, 2), (2, 2)], ids=str)
+def test_matmul_arguments_arrive_in_their_places(counts):
+    """Scales of all groups, of each, and of two in a row; of four numbers the first is the scale."""
     rng = np.random.default_rng(0)
-    g, m, n, k = 2, 16, 32, 48
+    g, m, n, k = 4, 16, 32, 48
     a, b = (oracle.quantize(rng.standard_normal((g, r, k)), 8, oracle.E4M3)[0] for r in (m, n))
-    a_scale, b_scale = np.float32([0.5, 2])[: 2 if own_scales else 1], np.float32([3])
+    a_scale, b_scale = (rng.uniform(0.5, 2, count).astype(F32) for count in counts)
+    spaced = [x if x.size == 1 else np.stack([x, *[np.full_like(x, np.nan)] * 3], axis=1) for x in (a_scale, b_scale)]
     bias = rng.standard_normal(n).astype(BF16)
     accumulator = rng.standard_normal((g, m, n)).astype(F32)
-    out, _ = call("scaled_matmul", GOOD["scaled_matmul"][0], [a, b, a_scale, b_scale, bias, accumulator])
+    results = [((g, m, n), F32), ((1024,), U8)]
+    out, _ = call("scaled_matmul", results, [a, b, *spaced, bias, accumulator])
     for i in range(g):
-        scale = a_scale[i % a_scale.size]
-        product = oracle.scaled_matmul(a[i], b[i], scale, b_scale[0], bias=bias, accumulator=accumulator[i])
-        product.check(out[i])
+        scales = (x[i * x.size // g] for x in (a_scale, b_scale))
+        oracle.scaled_matmul(a[i], b[i], *scales, bias=bias, accumulator=accumulator[i]).check(out[i], f"group {i}")
+
+
+def test_matmul_scales_of_other_groups_are_named():
+    specs = [((4, 16, 32), E4M3), ((4, 16, 32), E4M3), ((4, 4), F32), ((2, 4), F32)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"b_scale_inv: expected F32\[1\] or F32\[4,4\]"):
+        call("scaled_matmul", [((4, 16, 16), F32), ((0,), U8)], specs, has_bias=False, has_accumulator=False)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_vmap_over_operands_and_scales(implementation, a_fmt, b_fmt):
         "all": ((0, 0, 0, 0), (a, b, a_inv, b_inv)),
         "a": ((0, None, None, None), (a, b[0], one, one)),
         "b": ((None, 0, None, None), (a[0], b, one, one)),
+        "a and b": ((0, 1, None, None), (a, b.swapaxes(0, 1), one, one)),
         "a_scale_inv": ((None, None, 0, None), (a[0], b[0], a_inv, one)),
         "b_scale_inv": ((None, None, None, 0), (a[0], b[0], one, b_inv)),
         "a and b_scale_inv": ((0, None, None, 0), (a, b[0], one, b_inv)),
@@ -208,6 +209,24 @@ def test_vmap_over_bias_and_accumulator(implementation):
                 eps_acc=eps_acc(implementation, False),
             )
             expected.check(got[i], f"vmap {axes}, member {i}")
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_vmap_with_shared_scales(implementation, batch):
+    """Of whole products, and of products that are batches themselves."""
+    a, b = (cases.random_codes((3, *[2] * batch, n, 33), oracle.E4M3, n) for n in (6, 7))
+    bias = cases.random_values((3, *[2] * batch, 7), np.float32, 1, spread=1)
+    accumulator = cases.random_values((*[2] * batch, 6, 7), np.float32, 2, spread=1)
+
+    def product(a, b, bias):
+        extras = {"bias": bias, "accumulator": accumulator}
+        return ops.scaled_matmul(a, b, A_INV, B_INV, out_dtype=np.float32, precise=True, batch=batch, **extras)
+
+    got = np.asarray(jax.vmap(product)(a, b, bias))
+    for i in np.ndindex(got.shape[:-2]):
+        extras = {"bias": bias[i], "accumulator": accumulator[i[1:]]}
+        expected = oracle.scaled_matmul(a[i], b[i], A_INV, B_INV, **extras, eps_acc=eps_acc(implementation, True))
+        expected.check(got[i], f"member {i}")
 
 
 def test_sliced_and_transposed_operands(implementation):
