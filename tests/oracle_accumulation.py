@@ -14,6 +14,7 @@ Where this is known from:
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -49,12 +50,12 @@ def tensor_core(device: str, op: str = "scaled_matmul") -> TensorCore:
 
 _SMALLEST = {"float8_e4m3fn": 2.0**-6, "float8_e5m2": 2.0**-14}  # normal number
 _FRACTION_BITS = {"float8_e4m3fn": 3, "float8_e5m2": 2}
-_ZERO = -900  # the exponent of zero: below all others, also where a number is not zero
+_ZERO = -60  # the exponent of zero, which stays below that of every product when another is added to it
 
 
 def _exponent(x) -> np.ndarray:
-    """floor(log2(|x|)), int16."""
-    return np.where(x == 0, _ZERO, np.frexp(x)[1] - 1).astype(np.int16)
+    """floor(log2(|x|)), of codes and sums of their products: int8."""
+    return np.where(x == 0, _ZERO, np.frexp(x)[1] - 1).astype(np.int8)
 
 
 def _normal(x) -> np.ndarray:
@@ -79,12 +80,11 @@ def _cut(x, quantum, rounding):
 
 def _quantum(exponent, bits):
     """2**(exponent - bits)."""
-    return np.ldexp(1.0, exponent - bits)
+    return np.ldexp(1.0, exponent.astype(int) - bits)
 
 
 def tensor_core_matmul(
-    a, b, *, step=32, bits=13, out_bits=None, promotion=None, splits=1, rounding="truncate", aligned_accumulator=True,
-    descending=False,
+    a, b, *, step=32, bits=13, out_bits=None, promotion=None, splits=1, rounding="truncate", aligned_accumulator=True
 ) -> np.ndarray:  # fmt: skip
     """a `[m, k]` by b `[n, k]`, codes, as a tensor core adds them up. The result is f32.
 
@@ -94,7 +94,6 @@ def tensor_core_matmul(
         splits: into how many ranges K is cut, each with an accumulator of its own; their sums are added in f32.
         rounding: how bits are cut off: "truncate" or "floor".
         aligned_accumulator: the products are aligned and added together with the accumulator, or without it.
-        descending: the order of steps.
     """
     (a, a_exponent), (b, b_exponent) = _operand(a), _operand(b)  # without NaN and infinities
     out_bits = bits if out_bits is None else out_bits
@@ -102,7 +101,7 @@ def tensor_core_matmul(
     result = zero.astype(np.float32)
     for steps in np.array_split(np.arange(0, a.shape[1], step), splits):
         total, accumulator, since = zero.astype(np.float32), zero, 0
-        for begin in steps[::-1] if descending else steps:
+        for begin in steps:
             part = slice(begin, begin + step)
             products = a[:, None, part] * b[None, :, part]
             exponent = (a_exponent[:, None, part] + b_exponent[None, :, part]).max(axis=-1)
@@ -178,19 +177,21 @@ def _lost(a, b, core: TensorCore, promotion: int | None) -> np.ndarray:
     """The sum over the additions of what each of them loses; see `gemm_bound`."""
     fraction_bits = sum(_FRACTION_BITS[x.dtype.name] for x in (a, b))
     (a, a_exponent), (b, b_exponent) = _operand(a), _operand(b)
+    a_exponent, b_exponent = (np.ascontiguousarray(x.T) for x in (a_exponent, b_exponent))  # ten times faster
     window = promotion and -(-promotion // core.step)
     prefix = error = np.zeros((len(a), len(b)))
     starts, errors = [prefix], [error]  # the sums, and the errors, where the accumulator may have begun
 
     def magnitude():
-        return np.max([np.abs(prefix - start) for start in starts], axis=0) + error - errors[0]
+        return functools.reduce(np.maximum, (np.abs(prefix - start) for start in starts)) + error - errors[0]
 
     for begin in range(0, a.shape[1], core.step):
         part = slice(begin, begin + core.step)
-        exponents = a_exponent[:, None, part] + b_exponent[None, :, part]
-        largest = np.maximum(exponents.max(axis=-1), _exponent(magnitude()))
-        cut = (exponents < (largest - core.bits + fraction_bits)[..., None]) & (exponents > _ZERO // 2)
-        error = error + (np.count_nonzero(cut, axis=-1) + 2) * _quantum(largest, core.bits)
+        exponents = a_exponent[part, :, None] + b_exponent[part, None]
+        largest = np.maximum(exponents.max(axis=0), _exponent(magnitude()))
+        cut = (exponents < largest - np.int8(core.bits - fraction_bits)).sum(axis=0, dtype=np.int8)
+        cut = cut - len(exponents) + (a[:, part] != 0).astype(float) @ (b[:, part] != 0).T  # zeros lose nothing
+        error = error + (cut + 2) * _quantum(largest, core.bits)
         prefix = prefix + a[:, part] @ b[:, part].T
         error = error + _quantum(_exponent(magnitude()), core.out_bits)
         if window is None:  # the smallest and the largest sum say as much as all
