@@ -43,8 +43,8 @@ def block_scaled_matmul(
     The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
     (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, come after
     it. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
-    `|error| <= (K * eps + 5 * 2**-24) * S` before the last rounding, `eps` as for `scaled_matmul`; numbers below
-    2**-126 may be lost.
+    `|error| <= (K + 5) * 2**-24 * S` before the last rounding; numbers below 2**-126 may be lost. On a GPU the sum is
+    that of its tensor cores, as for `scaled_matmul`; where scales differ along k, each block is a sum of its own.
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
@@ -55,7 +55,7 @@ def block_scaled_matmul(
         a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off (it exists on Hopper and Ada only, and not with scales along k).
+        precise: turns fast accumulation off, as in `scaled_matmul`; products with scales along k never have it.
         batch: how many leading dimensions a and b share, where m and n may be any number of dimensions, counted merged;
             by default m and n are one each.
         contracting: how many dimensions `k` stands for.

@@ -44,8 +44,8 @@ def scaled_matmul(
         ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
     On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
-    accumulation. With `K` products, `|error| <= K * eps * sum(|a_k b_k|)` before the last rounding,
-    `eps = 2**-24`; about `2**-14` on Hopper with fast accumulation.
+    accumulation: with `K` products, `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
+    of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md has the bound).
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
@@ -55,7 +55,8 @@ def scaled_matmul(
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add in place.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off (it exists on Hopper and Ada only).
+        precise: turns fast accumulation off. On Ada and Hopper the tensor cores then hand their sums to f32 at
+            intervals, in place of once at the end; bits that a step drops stay lost. Elsewhere it changes nothing.
         batch: how many leading dimensions a and b share, where m and n may be any number of dimensions; by default m
             and n are one each.
         contracting: how many dimensions `k` stands for.

@@ -1,5 +1,6 @@
 """The tables and comparisons that the op tests share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -63,6 +64,14 @@ def assert_transposed(got, x, scale, fmt: oracle.Format, what: str = "quantize_t
         got, oracle.quantize_transpose(x, scale, fmt), ("data", "data_t", "amax"), strict=True
     ):
         assert_bitwise(value, expected, f"{what}: {name} at scale {scale!r}")
+
+
+def accumulation(implementation: str, precise: bool = False) -> dict:
+    """The oracle's options for how an implementation adds up: the device's tensor cores, or f32."""
+    if implementation not in ("cuda", "gpu"):
+        return {}
+    device = jax.devices("gpu")[0].compute_capability
+    return {"accumulation": "precise" if precise else "fast", "device": device}
 
 
 def random_values(shape, dtype, seed: int = 0, spread: float = 4.0) -> np.ndarray:

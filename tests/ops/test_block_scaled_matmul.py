@@ -76,19 +76,13 @@ def blocks_of(pair):
     return dict(zip(("a_block", "b_block"), (SCALINGS[s][0] for s in pair), strict=True))
 
 
-def eps(implementation):
-    """A GPU may accumulate fast, and does so for whole rows only."""
-    return oracle.FAST_HOPPER if implementation == "gpu" else oracle.PRECISE
-
-
 def check(implementation, args, pair, out_dtype=F32, **options):
     got = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options))(
         *args
     )
     assert got.dtype == out_dtype
-    expected = oracle_blocks.matmul(
-        *args, **blocks_of(pair), bias=options.get("bias"), out_dtype=out_dtype, eps_acc=eps(implementation)
-    )
+    summed = cases.accumulation(implementation, options.pop("precise", False))
+    expected = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options, **summed)
     expected.check(got, f"{pair}")
     return got
 
@@ -120,7 +114,10 @@ def test_one_scale_is_scaled_matmul(implementation):
     got = ops.block_scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
     with ops.implementation("reference"):
         expected = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+    summed = cases.accumulation(implementation)
+    oracle.scaled_matmul(a, b, a_scale, b_scale, **summed).check(got)
+    if not summed:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @OUT_DTYPES
@@ -181,8 +178,9 @@ def test_dimensions_of_their_own(implementation, pair):
     assert got.shape == (*batch, 2, 3, n)
     for i, index in enumerate(np.ndindex(batch)):
         expected = oracle_blocks.matmul(
-            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index]
-        )
+            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index],
+            **cases.accumulation(implementation, precise=True),
+        )  # fmt: skip
         expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
 
 
@@ -196,20 +194,23 @@ def test_vmap(implementation, pair):
     def product(*args):
         return ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=F32, precise=True)
 
+    summed = cases.accumulation(implementation, precise=True)
     for axes in ((0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0), (None, None, 0, None)):
         batched = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
         for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
             got = np.asarray(run(*batched))
             for i in range(3):
                 member = [x[i] if axis == 0 else x for x, axis in zip(batched, axes, strict=True)]
-                oracle_blocks.matmul(*member, **blocks_of(pair)).check(got[i], f"vmap {axes}, member {i}")
+                expected = oracle_blocks.matmul(*member, **blocks_of(pair), **summed)
+                expected.check(got[i], f"vmap {axes}, member {i}")
 
 
 def test_transposed_operands(implementation):
     pair = "MX", "MX"
     a, b, a_scale, b_scale = operands(40, 24, 64, pair)
     got = jax.jit(lambda a, b: ops.block_scaled_matmul(a.T, b.T, a_scale, b_scale, **blocks_of(pair), out_dtype=F32))
-    oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair)).check(got(a.T.copy(), b.T.copy()))
+    expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair), **cases.accumulation(implementation))
+    expected.check(got(a.T.copy(), b.T.copy()))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
