@@ -1,8 +1,7 @@
 """The CUDA kernels and cuBLASLt on a GPU: what the emulator and the stand-ins cannot show.
 
 Codes, amaxes and dequantized values bit by bit against the oracle, products within its bound; repeatability, graph
-capture, streams, and sizes above 2**31. tests/ops runs its own cases on the GPU too. sanitize.py runs a selection of
-these under compute-sanitizer.
+capture, streams, and sizes above 2**31. tests/ops runs its own cases on the GPU too.
 """
 
 import concurrent.futures
@@ -464,6 +463,7 @@ np.savez(sys.argv[2], counts=_ffi.count_gemm_plans(), *map(np.asarray, outputs))
 """
 
 
+@pytest.mark.alone
 def test_autotune(tmp_path):
     """Measured algorithms are used, in graphs too, keep the bound, and are found again by the next process.
 
@@ -542,6 +542,7 @@ def test_first_call_inside_a_graph():
         oracle.scaled_matmul(a, b, one, one).check(run(a, b))
 
 
+@pytest.mark.alone
 def test_threads():
     """Programs from several host threads at once: shared handles and plans."""
     inputs = chain_inputs()
