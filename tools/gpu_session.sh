@@ -68,7 +68,8 @@ step() {  # NAME LIMIT COMMAND...
   fi
   [ "$left" -lt "$limit" ] && limit=$left
   printf '=== %s (at most %s s)\n' "$name" "$limit"
-  timeout -s INT -k 10 "$limit" "$@" >"$work/logs/$name.log" 2>&1
+  # A shell in the background ignores INT, and what it starts too, unless told otherwise.
+  timeout -s INT -k 10 "$limit" env --default-signal=INT "$@" >"$work/logs/$name.log" 2>&1
   code=$?
   record "$name" "$code" "$start"
   return "$code"
@@ -111,7 +112,7 @@ case $call in
   test)
     if [ -e wheelhouse/built ] && chosen compile; then
       compiling=$SECONDS
-      nice -n 19 timeout -s INT -k 10 200 bash -c 'compile "$work/compiled"' >"$work/logs/compile.log" 2>&1 &
+      nice -n 19 timeout -k 10 200 bash -c 'compile "$work/compiled"' >"$work/logs/compile.log" 2>&1 &
       compiler=$!
     fi
     step selftest 200 env -C tests "$python" -m jaxfp8.selftest --json "$out/selftest.json"
@@ -125,7 +126,7 @@ case $call in
     step gpu-tests-slow 120 "${pytest[@]}" -m "gpu and slow"
     ;;
   bench)
-    step bench "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 45))" --json "$out/gpu.json" --only \
+    step benchmarks "$budget" "$python" benchmarks/gpu.py --budget "$((budget - SECONDS - 45))" --json "$out/gpu.json" --only \
       ceilings gemm dense small_dense quantize launches gated_mlp transformer_layer torch_linear
     ;;
   sanitize)
@@ -140,8 +141,13 @@ report() {
   for log in "$work"/logs/*.log; do
     name=$(basename "$log" .log)
     case $name in
-      kernels | bench) printf '\n--- %s\n' "$name" && tail -c 6500 "$log" ;;
-      gpu-tests*) printf '\n--- %s\n' "$name" && tail -n 10 "$log" | cut -c1-160 ;;
+      kernels | benchmarks) printf '\n--- %s\n' "$name" && tail -c 6500 "$log" ;;
+      gpu-tests*)
+        printf '\n--- %s\n' "$name"
+        # Of a test that hangs pytest's workers print the stack, and nothing else says which one it was.
+        grep -oE '[a-z_]+\.py", line [0-9]+ in test_.*' "$log" | sort -u | head -n 5 | sed 's/^/took 60 s: /'
+        tail -n 10 "$log" | cut -c1-160
+        ;;
       *) grep -q "^$name  *exit 0 " "$out/steps.txt" \
         || { printf '\n--- %s\n' "$name" && tail -n 12 "$log" | cut -c1-300; } ;;
     esac

@@ -31,6 +31,9 @@ ENVIRONMENT = {
 }
 
 
+CASES = Path(__file__).with_name("sanitizer_cases.py")
+
+
 def main() -> int:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
@@ -42,7 +45,7 @@ def main() -> int:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
         # Symbols of the host are XLA's and take long to find. The cases after one that fails are still checked.
         command += ["--show-backtrace", "device", "--destroy-on-device-error", "kernel", *options]
-        command += [sys.executable, str(Path(__file__).with_name("sanitizer_cases.py")), *case_options]
+        command += [sys.executable, str(CASES), *case_options]
         print(f"compute-sanitizer --tool {tool}", flush=True)
         if subprocess.run(command, env=os.environ | ENVIRONMENT).returncode != 0:
             failed.append(tool)

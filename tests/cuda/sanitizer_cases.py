@@ -2,7 +2,7 @@
 
     python tests/cuda/sanitizer_cases.py [--own]     --own: without cuBLASLt's products
 
-A program is one op and what XLA puts around it. Its inputs come from the host. Answers are what the other tests compare.
+A program is one op and what XLA puts around it; its inputs come from the host. Its answer is not looked at.
 """
 
 import argparse
