@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What a GPU is needed for, in three calls of ten minutes, each by itself on a bare machine without a network:
 #
-#   OUT=results/test tools/gpu_session.sh test [SECONDS]            build, self-test, benchmark of kernels, GPU tests
-#   OUT=results/bench tools/gpu_session.sh bench [SECONDS]          the other benchmarks
-#   OUT=results/sanitize tools/gpu_session.sh sanitize [SECONDS]    compute-sanitizer
+#   OUT=gpu-session/test tools/gpu_session.sh test [SECONDS]            build, self-test, benchmark of kernels, GPU tests
+#   OUT=gpu-session/bench tools/gpu_session.sh bench [SECONDS]          the other benchmarks
+#   OUT=gpu-session/sanitize tools/gpu_session.sh sanitize [SECONDS]    compute-sanitizer
 #
 # SECONDS, 570 by default, is for the whole call. Steps run in order of importance, each under a limit of its own and
 # what is left of the budget; one that fails stops nothing but what needs its build. A step at its limit is interrupted,
@@ -39,7 +39,7 @@ fi
 [ -n "$commit" ] || die "which commit is this? There is no .git: set JAXFP8_COMMIT"
 export JAXFP8_COMMIT=$commit
 
-out=${OUT:-gpu-session}
+out=${OUT:-gpu-session/$call}
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 work=$(mktemp -d)

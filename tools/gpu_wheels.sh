@@ -21,6 +21,7 @@ printf '%s\n' "$(git describe --always --dirty)" "$libraries" "$(tools/digest.sh
 
 # Flax from 0.12.12 on works with JAX 0.11.2. Of what it needs, Orbax and TensorStore are for checkpoints: no GPU test
 # has any.
+find wheelhouse -name '*.whl' ! -name 'jaxfp8-*' -delete # of each package one version
 "${PYTHON:-python3}" -m pip --disable-pip-version-check -q download --no-deps --only-binary=:all: -d wheelhouse \
   --python-version 3.12 --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \

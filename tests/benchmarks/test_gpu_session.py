@@ -103,7 +103,7 @@ def test_a_whole_call(checkout, call):
     report = done.stdout.split("(at most")[-1]
     assert len(report) < 12_000 and report.endswith("".join(f"{line}\n" for line in steps.values()))
     if call == "test":
-        assert "quantize bf16 90 % met\n" in report and "= 500 passed in 60 s =" in report
+        assert "quantize bf16 90 % met\n" in report and report.count("= 500 passed in 60 s =") == 3
         assert "-m jaxfp8.selftest --json" in logs["selftest"] and "JAXFP8_CUDA=ON" in logs["compile"]
         assert "-n 8 --dist worksteal -m gpu and not slow and not alone" in logs["gpu-tests"]
         assert "-m gpu and not slow and alone" in logs["gpu-tests-alone"] and "-n 8" not in logs["gpu-tests-alone"]
@@ -143,6 +143,13 @@ def test_without_a_wheelhouse(checkout):
     done, steps, logs = session(checkout, JAXFP8_COMMIT="def5678")
     assert done.returncode == 0 and steps["test"] == "test of def5678"
     assert list(steps)[1:] == [name for name in STEPS["test"] if name != "compile"] and "building" in logs["install"]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(checkout)]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+    (checkout / "CMakeLists.txt").write_text("project(changed)\n")
+    described = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    _, steps, _ = session(checkout, STEPS="machine")
+    assert steps["test"] == f"test of {described}-dirty"
 
 
 def test_a_failure_stops_nothing_else(checkout):
@@ -185,6 +192,12 @@ def test_chosen_steps_and_disabled_ops(checkout):
     _, steps, logs = session(checkout, STEPS="gpu-tests", JAXFP8_DISABLE="quantize_norm", cases="*'-m pytest'*) env;;")
     assert list(steps) == ["test", "gpu-tests"] and steps["test"] == "test of abc1234, without quantize_norm"
     assert "JAXFP8_DISABLE=quantize_norm" in logs["gpu-tests"]
+
+
+def test_gpu_tests_are_where_it_looks():
+    tests = ROOT / "tests"
+    marked = {path.relative_to(tests).parts[0] for path in tests.rglob("*.py") if "mark.gpu" in path.read_text()}
+    assert marked == {"ops", "cuda", "benchmarks"}  # the last is this file
 
 
 def test_of_no_call(checkout):

@@ -15,6 +15,8 @@ import _gpu_process  # noqa: E402
 import kernels  # noqa: E402
 from _gpu_inputs import Options  # noqa: E402
 
+from jaxfp8 import ops  # noqa: E402
+
 FAST = ("quantize bf16", "quantize_blocks_transpose 1x32", "scaled_matmul fast", "delayed_scales")
 
 
@@ -56,6 +58,17 @@ def test_no_wrong_answer_is_timed(name):
         for changed in wrong(leaf, bool(work.operations)):
             with pytest.raises(AssertionError, match="wrong answer|off by"):
                 work.check(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]), *arguments)
+
+
+def test_every_custom_call(cuda_custom_calls):
+    """Of what the ops lower to. Counting is a variant of kernels that are there."""
+    text = ""
+    for make, shapes in kernels.KERNELS.values():
+        work = make(*(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0]))
+        arguments = jax.eval_shape(lambda work=work: work.arguments(0))
+        text += jax.jit(work.step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    missing = [name for name in ops.custom_call_targets() if name not in text]
+    assert all("counted" in name for name in missing), missing
 
 
 @pytest.mark.parametrize(
