@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU: what the emulator cannot show. Products are in test_gpu_products.py.
 
 Codes, amaxes and dequantized values bit by bit against the oracle; repeatability, graph capture, streams, and sizes
-above 2**31. tests/ops runs its own cases on the GPU too. sanitize.py runs a selection under compute-sanitizer.
+above 2**31. tests/ops runs its own cases on the GPU too.
 """
 
 import concurrent.futures
@@ -316,6 +316,7 @@ def test_first_call_inside_a_graph():
         oracle.scaled_matmul(a, b, one, one, **cases.accumulation("cuda", precise=True)).check(run(a, b))
 
 
+@pytest.mark.alone
 def test_threads():
     """Programs from several host threads at once: shared handles and plans."""
     inputs = chain_inputs()

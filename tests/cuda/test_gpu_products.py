@@ -198,6 +198,7 @@ np.savez(sys.argv[2], counts=_ffi.count_gemm_plans(), *map(np.asarray, outputs))
 """
 
 
+@pytest.mark.alone
 def test_autotune(tmp_path):
     """Measured algorithms are used, in graphs too, keep the bound, and are found again by the next process.
 
