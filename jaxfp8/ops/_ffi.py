@@ -39,7 +39,8 @@ _CUDA_ONLY = (
     "scaled_matmul",
 )
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
-_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
+OPS = (*_ON_BOTH, *_CUDA_ONLY)
+_TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
 _VERSIONS = {"quantize": 3, "quantize_transpose": 3}  # of contracts that have changed; the others are 1
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
@@ -70,7 +71,7 @@ def target_name(op: str) -> str:
 
 def custom_call_targets() -> tuple[str, ...]:
     """The names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
-    return tuple(map(target_name, _TARGETS["CUDA"]))
+    return tuple(map(target_name, OPS))
 
 
 def _load(platform: str) -> bool:

@@ -235,6 +235,7 @@ def variant(of_lines: bool, cpu=None):
     """The op for blocks that are whole lines, or for others; `cpu` is a custom call, where there is one."""
     return tensor_op(
         "quantize_blocks",
+        custom_call="quantize_blocks_transpose",
         names=_names,
         sizes=_sizes,
         dtypes=lambda _, *, dtype, scale, **__: [dtype, scale_dtype(scale)],
