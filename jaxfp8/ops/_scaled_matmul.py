@@ -343,16 +343,13 @@ def _batch_with_shared_scales(run, operands, batch_dims, members, spec):
     return run(*operands, members=members, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [members]
 
 
-_scaled_matmul = tensor_op(
-    "scaled_matmul",
-    names=_names,
-    dtypes=lambda *_, spec: [spec.out_dtype],
-    reference=_reference,
-    cpu=_on_cpu,
-    cuda=_grouped(_cublaslt),
-    combine=lambda **_: lax.psum,
-    added=lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
-    batch_first=_batch,
-    other_layouts=_other_layouts,
-    by_xla=_by_xla,
-)
+_RULES = {
+    "names": _names,
+    "dtypes": lambda *_, spec: [spec.out_dtype],
+    "reference": _reference,
+    "combine": lambda **_: lax.psum,
+    "added": lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
+    "batch_first": _batch,
+    "other_layouts": _other_layouts,
+}
+_scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_grouped(_cublaslt), by_xla=_by_xla, **_RULES)
