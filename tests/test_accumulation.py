@@ -4,6 +4,7 @@ What is uncertain about the hardware is a parameter of the model (oracle_accumul
 """
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -78,6 +79,46 @@ def operands(kind, k, m=M, n=N):
 
 def exact(a, b):
     return a.astype(np.float64) @ b.astype(np.float64).T
+
+
+def row(*values):
+    """One row of 32 e4m3 codes, zeros after the values."""
+    return np.array([[*values, *[0] * (32 - len(values))]], oracle.E4M3.dtype)
+
+
+def test_additions_by_hand():
+    # 2**16 is the largest power of two: addends are multiples of 2**3.
+    assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1)) == 2.0**16 + 8
+    assert tensor_core_matmul(row(256, 15, -7.5), row(256, 1, 1), rounding="floor") == 2.0**16 + 8 - 8
+    # The subnormal code 2**-9 counts as a multiple of 2**-6, so 7/8 is one of 2**2: addends are multiples of 2**-11.
+    assert tensor_core_matmul(row(2.0**-9, 2.0**-9), row(448, 1.125 * 2.0**-4)) == 0.875
+    # An accumulator of 2**18 makes them multiples of 2**5: of 225 and 49, 224 and 32 are left.
+    a = np.concatenate([row(256, 256, 256, 256), row(15, 7)], axis=1)
+    assert tensor_core_matmul(a, a) == 2.0**18 + 224 + 32
+    assert tensor_core_matmul(a, a, promotion=32) == 2.0**18 + 225 + 49
+
+
+def test_a_bound_by_hand():
+    """A product of exponent 0 may have bits below 2**(8 - 13); those of exponent 1 and 8 have none, nor have zeros."""
+    a, b = row(256, 2, 1), row(1, 1, 1)  # fractions of 6 bits: 2**(0 - 6) is the last of the smallest product
+    quantum = 2.0 ** (8 - 13)
+    expected = (1 + 2) * quantum + quantum
+    for accumulation in ("fast", "precise"):
+        bound = oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")
+        np.testing.assert_allclose(bound, expected + 259 * 2.0**-24, rtol=1e-6)
+
+
+@pytest.mark.parametrize("device, step", [("8.9", 16), ("9.0", 32)])
+@pytest.mark.parametrize("accumulation, length", [("fast", 1024), ("precise", oracle_accumulation.PROMOTION)])
+def test_parts_of_k_are_within_the_bound_of_the_whole(accumulation, length, device, step):
+    """An accumulator may begin after any step and keep `length` elements: the whole has at least the bound of such parts."""
+    for kind in KINDS:
+        a, b = operands(kind, 1024)
+        whole = oracle_accumulation.gemm_bound(a, b, accumulation, device)
+        for begin in (step, 2 * step, 96):
+            edges = [0, *range(begin, 1024, length), 1024]
+            parts = [(a[:, i:j], b[:, i:j]) for i, j in itertools.pairwise(edges)]
+            assert (sum(oracle_accumulation.gemm_bound(*part, "fast", device) for part in parts) <= whole).all(), kind
 
 
 KINDS = ("normal", "positive", "lognormal", "any code", "subnormal", "cancelling")
