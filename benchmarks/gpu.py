@@ -49,7 +49,13 @@ def describe(args) -> dict:
         driver = ""
     from _environment import environment
 
-    return environment(device=device, platform_version=" ".join(version), driver=driver, dry_run=args.platform == "cpu")
+    from jaxfp8._machine import versions
+
+    return environment(
+        **versions(("flax", "nvidia-cublas", "torch")) | {"device": device, "driver": driver},
+        platform_version=" ".join(version),
+        dry_run=args.platform == "cpu",
+    )
 
 
 def facts(row: dict) -> str:
