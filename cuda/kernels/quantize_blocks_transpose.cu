@@ -233,10 +233,11 @@ __global__ void __launch_bounds__(kBlockSize, MinBlocks(sizeof(In), kWideRows))
       for (int b = 0; b < kBlocks; ++b) factors[line.is_column][b][line.index] = scales[b].factor;
       StoreScales<kBlock>(lines, line, scales, params.scaling);
     }
-    // An infinity would saturate where its block has a factor that is not NaN; and only the hardware's NaN may need care.
+    // An infinity would saturate where its block has a factor that is not NaN.
     const bool has_nan = __syncthreads_or(!is_finite);
     if (has_nan) x.InfinitiesToNan();
-    if (Format::kNanCode != kHardwareNanCode && has_nan) {
+    // Where rows are wide, finite tiles have code of their own, without what the codes of NaN need.
+    if (Format::kNanCode != kHardwareNanCode && (has_nan || !kWideRows)) {
       QuantizeElements<Format, kShift, kWideRows, true>(params, tile, x, factors, tile_t);
     } else {
       QuantizeElements<Format, kShift, kWideRows, false>(params, tile, x, factors, tile_t);
