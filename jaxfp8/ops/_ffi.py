@@ -42,7 +42,11 @@ _CUDA_ONLY = (
 )
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
-_VERSIONS = {"quantize": 2, "quantize_blocks_transpose": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
+_VERSIONS = {
+    "quantize": 2,
+    "quantize_blocks_transpose": 2,
+    "quantize_transpose": 2,
+}  # of contracts that have changed; the others are 1
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
 

@@ -1,6 +1,6 @@
 """Forward and backward of a Dense of 8192^3 on a B200: launches, bytes and FP8 products of the recipes with blocks.
 
-Powers of two that are scales of 128 elements become scales of 32 there, of which each of the six operands needs a launch.
+Powers of two that scale 128 elements each become scales of 32 there: a launch for each of the six operands.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""quantize_blocks_transpose, run on the host by emulator/, against the oracle, bit by bit: the codes of both layouts, and
-their scales where cuBLASLt's manual wants them."""
+"""quantize_blocks_transpose, run on the host by emulator/, against the oracle, bit by bit: the codes of both layouts,
+and their scales where cuBLASLt's manual wants them."""
 
 import functools
 

@@ -396,7 +396,7 @@ def test_powers_of_two_are_mx_from_blackwell_on(lowered_for, capabilities):
         assert ("tensor<1x1x2x512xui8>, tensor<1x1x2x512xui8>" in call) == is_mx
 
 
-# Numbers of all sizes, in blocks of one size each: with the smallest subnormal, the largest float, zeros, an Inf, a NaN.
+# Numbers of all sizes, in blocks of one size: the smallest subnormal, the largest float, zeros, an Inf and a NaN too.
 AMAXES = np.float32([1e-45, 2.0**-126, 3e-30, 1, 448, 449, 57344, 1e30, np.finfo(F32).max, 0, np.inf, np.nan])
 
 
