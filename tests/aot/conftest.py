@@ -17,6 +17,6 @@ def on_h200():
 
 @pytest.fixture(scope="module")
 def counts(on_h200, request):
-    """`counts[case][candidate]`: what `programs` prints for the group that the module names as `GROUP`, on its `GPU`."""
+    """`counts[case][candidate]`: what `programs` prints for the `GROUP` that the module names, on its `GPU`."""
     gpu = getattr(request.module, "GPU", "h200")
     return json.loads(on_h200("programs", "--quickly", "--gpu", gpu, request.module.GROUP))

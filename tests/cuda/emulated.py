@@ -260,8 +260,10 @@ class Emulated:
         return (*results, parts.result("column_sums")) if sums else results
 
     def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):
-        """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two. Scales are `[g, size]`, in cuBLASLt's
-        layout, E8M0 as codes."""
+        """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two.
+
+        Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
+        """
         g, m, n = x.shape
         x_buffer, amaxes = _Buffer(x.shape, x.dtype, shift, x), _Buffer((g, m + n * transpose), np.float32)
         results = []
