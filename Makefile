@@ -15,7 +15,7 @@ help:
 	@echo "make test       build the CPU and CUDA libraries and run the tests (some 15 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
-	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
+	@echo "make cuda       build the CUDA library for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
 	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA library, each tried after it was built"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"

@@ -156,22 +156,26 @@ def matmul(
     return Product(exact, bound)
 
 
-def cublaslt_layout(scales, block, rows: int, k: int) -> np.ndarray:
-    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes."""
+def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
+    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes.
+
+    `fill`: what stands for rows and blocks of 32 that a tile has beyond the matrix.
+    """
     scales = np.asarray(scales)
+    scales = scales.view(np.uint8) if scales.dtype == E8M0 else scales
     if block == (1, None):
         return scales.reshape(-1)
     if block == (1, 128):
         return np.ascontiguousarray(scales.T).reshape(-1)
     blocks = scales.shape[1]
+    inner_dim = -(-blocks // 4) * 4
     if block == (128, 128):  # the stride between columns is a multiple of 4
-        out = np.zeros((scales.shape[0], -(-blocks // 4) * 4), F32)
+        out = np.zeros((scales.shape[0], inner_dim), scales.dtype)
         out[:, :blocks] = scales
         return out.reshape(-1)
-    assert block == (1, 32) and scales.dtype == E8M0
-    inner_dim = -(-blocks // 4) * 4
-    out = np.zeros(-(-rows // 128) * 128 * inner_dim, np.uint8)
+    assert block == (1, 32)
+    out = np.full(-(-rows // 128) * 128 * inner_dim, fill, scales.dtype)
     for outer, inner in np.ndindex(rows, blocks):
         tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
-        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner].view(np.uint8)
+        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner]
     return out

@@ -116,6 +116,19 @@ __device__ __forceinline__ void StoreGlobal8(void* address, uint32_t w0, uint32_
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" : : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1));
 }
 
+// Where `is_inside`. A predicate and no branch: what it takes to find the address is not repeated in each branch.
+__device__ __forceinline__ void StoreGlobal8If(bool is_inside, void* address, uint32_t w0, uint32_t w1) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1), "r"(static_cast<uint32_t>(is_inside)));
+}
+
+__device__ __forceinline__ void StoreGlobal4If(bool is_inside, void* address, uint32_t word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1;}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(word), "r"(static_cast<uint32_t>(is_inside)));
+}
+
 __device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                :

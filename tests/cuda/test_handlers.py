@@ -22,7 +22,7 @@ DEFAULTS = ATTRIBUTES | {
     "block_scaled_matmul": {"precise": True, "a_scales": "1x128", "b_scales": "128x128"},
     "ragged_matmul": {"precise": True},
     "quantize_activation": {"activation": "gelu_gated"},
-    "quantize_blocks_transpose": {"block": "1x32", "scaling": "f32"},
+    "quantize_blocks_transpose": {"block": "1x128", "scaling": "f32"},
     "quantize_norm": NORM,
 }
 
@@ -45,7 +45,7 @@ GOOD = ELEMENTWISE_GOOD | {
         [((2, 3, 2, 4), BF16), ((2,), F32), ((2,), F32)],
     ),
     "quantize_blocks_transpose": (
-        [((2, 3, 40), E4M3), ((2, 3, 2), F32), ((2, 0), F32), ((2, 40, 3), E4M3), ((2, 40, 1), F32)],
+        [((2, 3, 40), E4M3), ((2, 1, 3), F32), ((2, 0), F32), ((2, 40, 3), E4M3), ((2, 1, 40), F32)],
         [((2, 3, 40), BF16)],
     ),
     "quantize_norm": (
@@ -139,13 +139,13 @@ BLOCKS_ROWS = [
     ("data", "result", 0, ((2, 40, 3), E4M3)),
     ("data", "result", 0, ((2, 3, 40), np.int8)),
     ("scale_inv", "result", 1, ((2, 3, 1), F32)),
-    ("scale_inv", "result", 1, ((2, 3, 2), U8)),
+    ("scale_inv", "result", 1, ((2, 1, 3), U8)),
     ("amaxes", "result", 2, ((2, 43), F32)),
     ("amaxes", "result", 2, ((2, 0), np.int32)),
     ("data_t", "result", 3, ((2, 3, 40), E4M3)),
     ("data_t", "result", 3, ((2, 40, 3), E5M2)),
-    ("scale_inv_t", "result", 4, ((2, 40, 2), F32)),
-    ("scale_inv_t", "result", 4, ((2, 40, 1), U8)),
+    ("scale_inv_t", "result", 4, ((2, 40, 1), F32)),
+    ("scale_inv_t", "result", 4, ((2, 1, 40), U8)),
 ]
 NORM_ROWS = [
     ("x", "operand", 0, ((2, 3, 4), np.int32)),
@@ -351,6 +351,23 @@ def test_unknown_blocks_are_named(attributes):
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"quantize_blocks_transpose: {name}: expected .*got"):
         call("quantize_blocks_transpose", *GOOD["quantize_blocks_transpose"], **attributes)
     assert_alive("quantize_blocks_transpose")
+
+
+@pytest.mark.parametrize(
+    "block, shape, wrong",
+    [("rows", (130, 1), (130,)), ("1x32", (2, 5, 512), (130, 20)), ("1x128", (5, 130), (130, 5)),
+     ("128x128", (2, 8), (2, 5))],
+)  # fmt: skip
+def test_scales_lie_where_products_read_them(block, shape, wrong):
+    amaxes = (1, 130 if block == "rows" else 0)
+    for scales in (shape, wrong):
+        results = [((1, 130, 640), E4M3), ((1, *scales), F32), (amaxes, F32)]
+        operands = [np.ones((1, 130, 640), BF16)]
+        if scales == shape:
+            call("quantize_blocks_transpose", results, operands, block=block)
+            continue
+        with pytest.raises(jax.errors.JaxRuntimeError, match="quantize_blocks_transpose: scale_inv: expected"):
+            call("quantize_blocks_transpose", results, operands, block=block)
 
 
 def test_one_layout_of_blocks_and_too_many():

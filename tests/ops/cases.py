@@ -41,7 +41,7 @@ TARGETS = {
 }
 CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v1",
-    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v1",
+    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_norm": "jaxfp8_quantize_norm_v1",
     "scaled_matmul": "jaxfp8_scaled_matmul_v1",
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",

@@ -106,6 +106,16 @@ inline void StoreGlobal8(void* address, uint32_t w0, uint32_t w1) {
   std::memcpy(address, words, sizeof(words));
 }
 
+inline void StoreGlobal8If(bool is_inside, void* address, uint32_t w0, uint32_t w1) {
+  if (is_inside) StoreGlobal8(address, w0, w1);
+}
+
+inline void StoreGlobal4If(bool is_inside, void* address, uint32_t word) {
+  if (!is_inside) return;
+  if (reinterpret_cast<uintptr_t>(address) % 4 != 0) CountMisaligned();
+  std::memcpy(address, &word, sizeof(word));
+}
+
 inline void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   StoreGlobal16(address, w0, w1, w2, w3);
 }
