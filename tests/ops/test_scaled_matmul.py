@@ -220,7 +220,7 @@ def test_vmap_with_shared_scales(implementation, batch):
     got = np.asarray(jax.vmap(product)(a, b, bias))
     for i in np.ndindex(got.shape[:-2]):
         extras = {"bias": bias[i], "accumulator": accumulator[i[1:]]}
-        expected = oracle.scaled_matmul(a[i], b[i], A_INV, B_INV, **extras, eps_acc=eps_acc(implementation, True))
+        expected = oracle.scaled_matmul(a[i], b[i], A_INV, B_INV, **extras, **cases.accumulation(implementation, True))
         expected.check(got[i], f"member {i}")
 
 
