@@ -7,12 +7,11 @@
 
 #include "common/checks.h"
 #include "common/column_sums.h"
-#include "common/counts.h"
 
 namespace jaxfp8 {
 
-// x [g, n], or [g, m, n] where there is data_t [g, n, m]; scale f32 [1] or [g], amax_so_far f32 [g] -> data like x,
-// amax f32 [g] and, where something is counted, counts u32 [g, 4].
+// x [g, n], or [g, m, n] where there is data_t [g, n, m]; scale f32 [1] or [g], amax_so_far f32 [g] -> data like x and
+// amax f32 [g]. An amax_so_far of f32 [0] stands for zeros, and a caller who does not want the amax asks for f32 [0].
 struct QuantizeBuffers {
   ffi::AnyBuffer x;
   ffi::AnyBuffer scale;
@@ -20,15 +19,17 @@ struct QuantizeBuffers {
   ffi::AnyBuffer data;
   ffi::AnyBuffer amax;
   const ffi::AnyBuffer* data_t = nullptr;
-  const ffi::AnyBuffer* counts = nullptr;
 
   int64_t Groups() const { return x.dimensions()[0]; }
   // The other dimensions of x.
   int64_t Rows() const { return x.dimensions()[1]; }
   int64_t Columns() const { return x.dimensions().back(); }
 
-  Counts* CountsOrNull() const {
-    return counts == nullptr ? nullptr : static_cast<Counts*>(counts->untyped_data());
+  const float* AmaxSoFarOrNull() const { return FloatsOrNull(amax_so_far); }
+  float* AmaxOrNull() const { return FloatsOrNull(amax); }
+
+  static float* FloatsOrNull(ffi::AnyBuffer buffer) {
+    return buffer.element_count() == 0 ? nullptr : static_cast<float*>(buffer.untyped_data());
   }
 };
 
@@ -39,7 +40,7 @@ inline ffi::Error CheckQuantize(const char* op, const QuantizeBuffers& buffers, 
   JAXFP8_RETURN_IF_ERROR(CheckInput(x, buffers.data_t == nullptr ? 2 : 3));
   const int64_t groups = buffers.Groups();
   JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", buffers.scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax_so_far", buffers.amax_so_far}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax_so_far", buffers.amax_so_far}, groups));
   const Operand data{op, "data", buffers.data};
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data));
   if (buffers.data_t == nullptr) {
@@ -50,25 +51,19 @@ inline ffi::Error CheckQuantize(const char* op, const QuantizeBuffers& buffers, 
     JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t, {buffers.data.element_type()}));
     JAXFP8_RETURN_IF_ERROR(CheckShape(data_t, {groups, buffers.Columns(), buffers.Rows()}));
   }
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({op, "amax", buffers.amax}, groups));
-  if (buffers.counts == nullptr) return ffi::Error::Success();
-  const Operand counts{op, "counts", *buffers.counts};
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(counts, {ffi::DataType::U32}));
-  return CheckShape(counts, {groups, 4});
+  return CheckAmaxOrNone({op, "amax", buffers.amax}, groups);
 }
 
-// The result that quantize_transpose of x [g, m, n] may have beyond its `named` ones: f32 [g, parts, n], or null.
-inline ffi::Error ToColumnSums(const char* op, size_t named, ffi::RemainingRets rest, ffi::AnyBuffer x,
-                               float** column_sums) {
+// The result that quantize_transpose of x [g, m, n] may have beyond its three: f32 [g, parts, n], or null.
+inline ffi::Error ToColumnSums(ffi::RemainingRets rest, ffi::AnyBuffer x, float** column_sums) {
   *column_sums = nullptr;
   if (rest.size() == 0) return ffi::Error::Success();
   if (rest.size() > 1) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": expected " + std::to_string(named) + " or " +
-                                       std::to_string(named + 1) + " results, got " +
-                                       std::to_string(named + rest.size()));
+    return ffi::Error::InvalidArgument("quantize_transpose: expected 3 or 4 results, got " +
+                                       std::to_string(3 + rest.size()));
   }
   const ffi::AnyBuffer sums = **rest.get<ffi::AnyBuffer>(0);
-  const Operand operand{op, "column_sums", sums};
+  const Operand operand{"quantize_transpose", "column_sums", sums};
   const ffi::Span<const int64_t> dims = x.dimensions();
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], ColumnSumParts(dims[1]), dims[2]}));

@@ -6,7 +6,6 @@ bfloat16 and read again; fused, only its codes are. The gradient is that of the 
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.typing import ArrayLike
 
 from . import ops
 from .ops import _checks, _quantize_activation, _quantize_norm
-from .recipes import counts_in, fractions_of, start
+from .recipes import counts_in, fractions, start
 from .tensor import QTensor
 
 
@@ -42,9 +41,9 @@ class Activated:
         """The values, in the dtype of x."""
         return _value(_activate(self.activation), self.x)
 
-    def quantize(self, scale, dtype, amax, counts):
+    def quantize(self, scale, dtype, amax):
         """As the op, of the values as a matrix: rows are all dimensions but the last."""
-        options = {"activation": self.activation, "rows": len(self.shape) - 1, "amax": amax, "counts": counts}
+        options = {"activation": self.activation, "rows": len(self.shape) - 1, "amax": amax}
         return ops.quantize_activation(self.x, scale, dtype, **options)
 
 
@@ -74,10 +73,9 @@ class Normalized:
         """The values, in the dtype of x."""
         return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
 
-    def quantize(self, scale, dtype, amax, counts):
+    def quantize(self, scale, dtype, amax):
         """As the op, of the values as a matrix: rows are all dimensions but the last."""
-        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
-        options |= {"amax": amax, "counts": counts}
+        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1, "amax": amax}
         return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
 
 
@@ -149,20 +147,23 @@ def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
     (run,) = start([quantizer], [state])
     scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
     quantize = _quantize(quantizer.fp8_dtype, counts_in(run))
-    data, data_t, amax, *fractions = quantize(fixed, scale, _checks.amax_so_far("codes", amax))
-    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax, *fractions))
+    data, data_t, amax, *counters = quantize(fixed, scale, amax)
+    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax, *counters))
 
 
 @functools.cache
 def _quantize(dtype, counts):
     """`(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_state.py).
 
-    A batch that shares scale and amax is more rows.
+    A batch that shares scale and amax is more rows. Counting computes the values once more, in f32 as the op does.
     """
 
     def alone(fused, scale, amax):
-        data, data_t, amax, *of_all = fused.quantize(scale, dtype, amax, counts)
-        return data, data_t, amax, *(fractions_of(of, math.prod(fused.shape)) for of in of_all)
+        results = fused.quantize(scale, dtype, amax)
+        if not counts:
+            return results
+        values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
+        return *results, fractions(values, scale, dtype)
 
     quantize = jax.custom_batching.custom_vmap(alone)
 

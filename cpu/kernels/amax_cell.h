@@ -9,9 +9,12 @@ namespace jaxfp8::cpu {
 
 inline void ClearAmax(float* amax, int64_t groups) { memset(amax, 0, groups * sizeof(float)); }
 
-// For results that alias an operand: XLA gives them one buffer where it can, and then there is nothing to do.
+// Where the amax is raised from: zeros if there is none so far. XLA gives a result and the operand that it aliases one
+// buffer where it can, and then there is nothing to do; nor is there without an amax.
 inline void StartAmax(float* amax, const float* amax_so_far, int64_t groups) {
-  if (amax != amax_so_far) memcpy(amax, amax_so_far, groups * sizeof(float));
+  if (amax == nullptr || amax == amax_so_far) return;
+  if (amax_so_far == nullptr) return ClearAmax(amax, groups);
+  memcpy(amax, amax_so_far, groups * sizeof(float));
 }
 
 // `bits` as AmaxBits (fp8.h) gives them. Compiler builtins, because the cell is XLA's memory and not a std::atomic.

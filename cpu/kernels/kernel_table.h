@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/counts.h"
 #include "common/dispatch.h"
 
 namespace jaxfp8::cpu {
@@ -32,8 +31,6 @@ struct KernelTable {
   uint32_t (*quantize[3][2])(const void* x, float scale, uint8_t* data, int64_t size, Store store);
   uint32_t (*quantize_transpose[3][2])(const Panel& panel, float scale, Store store);
   void (*column_sums[3])(const Panel& panel, float* sums);
-  // Of less than 2^31 elements, for any scale; for after quantize, when x is in the cache.
-  Counts (*count[3][2])(const void* x, float scale, int64_t size);
   void (*dequantize[2][3])(const uint8_t* data, float scale_inv, void* out, int64_t size, Store store);
 };
 

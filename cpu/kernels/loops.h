@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/counts.h"
 #include "common/dispatch.h"
 #include "common/fp8.h"
 #include "cpu/kernels/chunks.h"
@@ -166,20 +165,6 @@ void ColumnSumsPanel(const Panel& panel, float* sums) {
   }
 }
 
-// Plain C++ that compilers vectorise: integers of one width, no branch.
-template <class In, class Format>
-Counts CountSpan(const void* x, float scale, int64_t size) {
-  const In* in = static_cast<const In*>(x);
-  int32_t saturated = 0, flushed = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const float value = Widen(in[i]);
-    const float y = value * scale;
-    saturated += Saturates<Format>(y);
-    flushed += FlushesToZero<Format>(value, y);
-  }
-  return {static_cast<uint64_t>(saturated), static_cast<uint64_t>(flushed)};
-}
-
 template <class Blocks>
 constexpr KernelTable MakeTable(const char* isa) {
   return {
@@ -192,9 +177,6 @@ constexpr KernelTable MakeTable(const char* isa) {
        {QuantizeTransposePanel<Blocks, F16, E4M3>, QuantizeTransposePanel<Blocks, F16, E5M2>},
        {QuantizeTransposePanel<Blocks, F32, E4M3>, QuantizeTransposePanel<Blocks, F32, E5M2>}},
       {ColumnSumsPanel<BF16>, ColumnSumsPanel<F16>, ColumnSumsPanel<F32>},
-      {{CountSpan<BF16, E4M3>, CountSpan<BF16, E5M2>},
-       {CountSpan<F16, E4M3>, CountSpan<F16, E5M2>},
-       {CountSpan<F32, E4M3>, CountSpan<F32, E5M2>}},
       {{DequantizeSpan<Blocks, E4M3, BF16>, DequantizeSpan<Blocks, E4M3, F16>, DequantizeSpan<Blocks, E4M3, F32>},
        {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
   };

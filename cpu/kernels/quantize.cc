@@ -3,7 +3,6 @@
 
 #include "cpu/kernels/amax_cell.h"
 #include "cpu/kernels/chunks.h"
-#include "cpu/kernels/counts_cell.h"
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/parallel_for.h"
@@ -12,9 +11,8 @@
 namespace jaxfp8::cpu {
 
 void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t size,
-              uint8_t* data, const float* amax_so_far, float* amax, Counts* counts) {
+              uint8_t* data, const float* amax_so_far, float* amax) {
   StartAmax(amax, amax_so_far, groups);
-  if (counts != nullptr) memset(counts, 0, groups * sizeof(Counts));
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * size, kStreamedSpan);
   PrepareResult(data, groups * size);
@@ -27,11 +25,8 @@ void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scal
       const int64_t offset = group * size + chunk.begin;
       const auto kernel = KernelsForQuantize(scale).quantize[HighPrecisionIndex(in)][Fp8Index(format)];
       const void* span = static_cast<const char*>(x) + offset * width;
-      RaiseAmax(&amax[group], kernel(span, scale, data + offset, chunk.end - chunk.begin, store));
-      if (counts != nullptr) {  // x of the chunk is in the cache
-        const auto count = Kernels().count[HighPrecisionIndex(in)][Fp8Index(format)];
-        AddCounts(&counts[group], count(span, scale, chunk.end - chunk.begin));
-      }
+      const uint32_t bits = kernel(span, scale, data + offset, chunk.end - chunk.begin, store);
+      if (amax != nullptr) RaiseAmax(&amax[group], bits);
     }
   });
 }

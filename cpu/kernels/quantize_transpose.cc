@@ -4,7 +4,6 @@
 #include "common/column_sums.h"
 #include "cpu/kernels/amax_cell.h"
 #include "cpu/kernels/chunks.h"
-#include "cpu/kernels/counts_cell.h"
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/parallel_for.h"
@@ -16,9 +15,8 @@ static_assert(PanelChunks::kRows == kColumnSumRows, "a panel is a part of the su
 
 void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
                        int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax,
-                       float* column_sums, Counts* counts) {
+                       float* column_sums) {
   StartAmax(amax, amax_so_far, groups);
-  if (counts != nullptr) memset(counts, 0, groups * sizeof(Counts));
   const int64_t width = ByteWidth(in);
   const Store store = StoreFor(groups * m * n, kStreamedTranspose);
   PrepareResult(data, groups * m * n);
@@ -40,18 +38,8 @@ void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Sc
     panel.n = n;
     const float scale = scales[chunk.group];
     const auto kernel = KernelsForQuantize(scale).quantize_transpose[HighPrecisionIndex(in)][Fp8Index(format)];
-    RaiseAmax(&amax[chunk.group], kernel(panel, scale, store));
-    // x of the panel is in the cache.
-    if (counts != nullptr) {
-      const auto count = Kernels().count[HighPrecisionIndex(in)][Fp8Index(format)];
-      Counts of_panel = {};
-      for (int64_t row = 0; row < panel.rows; ++row) {
-        const Counts of_row = count(static_cast<const char*>(panel.x) + row * n * width, scale, panel.columns);
-        of_panel.saturated += of_row.saturated;
-        of_panel.flushed += of_row.flushed;
-      }
-      AddCounts(&counts[chunk.group], of_panel);
-    }
+    const uint32_t bits = kernel(panel, scale, store);
+    if (amax != nullptr) RaiseAmax(&amax[chunk.group], bits);
     if (column_sums != nullptr) {
       const int64_t part = chunk.group * ColumnSumParts(m) + chunk.row_begin / kColumnSumRows;
       Kernels().column_sums[HighPrecisionIndex(in)](panel, column_sums + part * n + chunk.column_begin);

@@ -1,6 +1,6 @@
-// The amax of a group: a maximum of float bits, over lanes, warps and then blocks.
+// The amax of a group: over a thread's elements, then lanes, warps and blocks.
 //
-// Integer maxima make the order of the reduction irrelevant: the same input gives the same bytes on every run.
+// A maximum does not depend on the order of its operands: the same input gives the same bytes on every run.
 #ifndef JAXFP8_CUDA_COMMON_AMAX_H_
 #define JAXFP8_CUDA_COMMON_AMAX_H_
 
@@ -8,7 +8,8 @@
 
 #include <cstdint>
 
-#include "common/fp8.h"
+#include "cuda/common/convert.h"
+#include "cuda/common/memory.h"
 #include "cuda/common/stream_plan.h"
 
 namespace jaxfp8::cuda {
@@ -18,11 +19,24 @@ __device__ __forceinline__ void RaiseAmax(float* amax, uint32_t largest) {
   atomicMax(reinterpret_cast<unsigned int*>(amax), min(largest, kInfBits));
 }
 
+// The amax of a thread's elements, a word of them at a time: one instruction for two 16-bit floats.
+template <class T>
 class AmaxAccumulator {
  public:
   __device__ __forceinline__ void Reset() { largest_ = 0; }
-  __device__ __forceinline__ void Add(float x) { largest_ = max(largest_, FloatToBits(x) & kAbsMask); }
-  __device__ __forceinline__ uint32_t OverWarp() const { return __reduce_max_sync(0xffffffffu, largest_); }
+  template <int kBytes>
+  __device__ __forceinline__ void Add(const Bytes<kBytes>& elements) {
+#pragma unroll
+    for (const uint32_t word : elements.words) largest_ = LargerMagnitudes<T>(largest_, word);
+  }
+  __device__ __forceinline__ void Add(float x) { Add(Bytes<4>{{FloatToBits(x)}}); }
+  // As the bits of an f32 without its sign, which order as the numbers do; NaN is above infinity.
+  __device__ __forceinline__ uint32_t Bits() const {
+    uint32_t largest = FloatToBits(Widen<T>(&largest_, 0)) & kAbsMask;
+    if (sizeof(T) == 2) largest = max(largest, FloatToBits(Widen<T>(&largest_, 1)) & kAbsMask);
+    return largest;
+  }
+  __device__ __forceinline__ uint32_t OverWarp() const { return __reduce_max_sync(0xffffffffu, Bits()); }
 
  private:
   uint32_t largest_ = 0;
@@ -51,7 +65,8 @@ class BlockAmax {
 };
 
 // The end of a group in a streaming kernel.
-__device__ __forceinline__ void FinishAmax(const AmaxAccumulator& accumulator, const StreamPlan& plan, float* amax) {
+template <class T>
+__device__ __forceinline__ void FinishAmax(const AmaxAccumulator<T>& accumulator, const StreamPlan& plan, float* amax) {
   const uint32_t over_warp = accumulator.OverWarp();
   if (plan.BlockHasOneGroup()) {
     __shared__ BlockAmax<kWarpsPerBlock> block;

@@ -39,8 +39,6 @@ class Multiplier {
  public:
   __device__ __forceinline__ explicit Multiplier(float scale) : scale_(scale), zero_(copysignf(0.0f, scale)) {}
   __device__ __forceinline__ float operator()(float x) const { return __fmaf_rn(x, scale_, __fmul_rn(x, zero_)); }
-  // The plain product, for counts.h.
-  __device__ __forceinline__ float Product(float x) const { return __fmul_rn(x, scale_); }
 
  private:
   float scale_;
@@ -63,12 +61,18 @@ JAXFP8_HD uint32_t CanonicalNanCodes<E5M2>(uint32_t codes) {
   return (codes & ~(is_nan * 0xffu)) | (is_nan * E5M2::kNanCode);
 }
 
-// The codes of four numbers that were multiplied by their scales.
+// The codes of four numbers that were multiplied by their scales; none is NaN.
 template <class Format>
-__device__ __forceinline__ uint32_t RoundFour(float y0, float y1, float y2, float y3) {
+__device__ __forceinline__ uint32_t RoundFourNumbers(float y0, float y1, float y2, float y3) {
   const uint32_t low = FloatsToFp8x2<Format>(y0, y1);
   const uint32_t high = FloatsToFp8x2<Format>(y2, y3);
-  return CanonicalNanCodes<Format>(low | (high << 16));
+  return low | (high << 16);
+}
+
+// The same, of NaN too.
+template <class Format>
+__device__ __forceinline__ uint32_t RoundFour(float y0, float y1, float y2, float y3) {
+  return CanonicalNanCodes<Format>(RoundFourNumbers<Format>(y0, y1, y2, y3));
 }
 
 template <class Format>

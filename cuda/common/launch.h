@@ -1,4 +1,4 @@
-// Launching: what a launcher asks of the device, and a launch that reports its own error.
+// Launching: what a launcher asks of the device and puts on a stream, each allowed while the stream is captured.
 #ifndef JAXFP8_CUDA_COMMON_LAUNCH_H_
 #define JAXFP8_CUDA_COMMON_LAUNCH_H_
 
@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <utility>
+
+#include "cuda/common/capture.h"
 
 #define JAXFP8_RETURN_IF_CUDA_ERROR(expression)                                           \
   do {                                                                                    \
@@ -15,43 +17,45 @@
 namespace jaxfp8::cuda {
 
 inline cudaError_t Multiprocessors(int* count) {
+  const AllowSetupDuringCapture allow_setup;
   int device = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// What a block may have if the launch asks for it, static variables included.
-inline cudaError_t SharedBytesOfBlock(int64_t* bytes) {
-  int device = 0, limit = 0;
-  JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  JAXFP8_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  *bytes = limit;
-  return cudaSuccess;
-}
-
 // Unlike kernel<<<...>>>, the error comes back from the call and not through cudaGetLastError, which could also report
-// an error of somebody else's earlier call. Shared memory beyond 48 KiB must be allowed for the kernel first.
+// an error of somebody else's earlier call.
 template <class... Parameters, class... Arguments>
-cudaError_t LaunchWithShared(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
-                             cudaStream_t stream, Arguments&&... arguments) {
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   Arguments&&... arguments) {
+  const AllowSetupDuringCapture allow_setup;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
   config.blockDim = dim3(static_cast<unsigned int>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
-template <class... Parameters, class... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-                   Arguments&&... arguments) {
-  return LaunchWithShared(kernel, blocks, threads, 0, stream, std::forward<Arguments>(arguments)...);
+// Zeros `count` elements. T's zero has zero bits.
+template <class T>
+cudaError_t SetZero(T* to, int64_t count, cudaStream_t stream) {
+  if (count == 0) return cudaSuccess;
+  const AllowSetupDuringCapture allow_setup;
+  return cudaMemsetAsync(to, 0, static_cast<size_t>(count) * sizeof(T), stream);
 }
 
 // For results that alias an operand: XLA gives them one buffer where it can, and then there is nothing to do.
 inline cudaError_t CopyUnlessAliased(float* to, const float* from, int64_t count, cudaStream_t stream) {
   if (to == from || count == 0) return cudaSuccess;
+  const AllowSetupDuringCapture allow_setup;
   return cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(float), cudaMemcpyDeviceToDevice, stream);
+}
+
+// Gives the amaxes that a kernel is to raise their start: what they are so far, or 0 where `so_far` is null. A null
+// `amax` is not wanted.
+inline cudaError_t StartAmax(float* amax, const float* so_far, int64_t groups, cudaStream_t stream) {
+  if (amax == nullptr) return cudaSuccess;
+  return so_far == nullptr ? SetZero(amax, groups, stream) : CopyUnlessAliased(amax, so_far, groups, stream);
 }
 
 }  // namespace jaxfp8::cuda

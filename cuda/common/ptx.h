@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "common/fp8.h"
 
 namespace jaxfp8::cuda {
@@ -64,6 +65,32 @@ __device__ __forceinline__ uint32_t FloatsToBF16x2(float low, float high) {
   return pair;
 }
 
+// The larger magnitudes of packed floats; NaN where either is NaN. The signs of 16-bit results mean nothing.
+template <class T>
+__device__ __forceinline__ uint32_t LargerMagnitudes(uint32_t a, uint32_t b);
+
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<BF16>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<F16>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
+// Not with .xorsign: of two of these sm_100 makes one instruction.
+template <>
+__device__ __forceinline__ uint32_t LargerMagnitudes<F32>(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("{ .reg .f32 a, b; abs.f32 a, %1; abs.f32 b, %2; max.NaN.f32 %0, a, b; }" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 // 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.
 __device__ __forceinline__ float Exp2(float x) {
   float power;
@@ -87,6 +114,19 @@ __device__ __forceinline__ void StoreGlobal16(void* address, uint32_t w0, uint32
 
 __device__ __forceinline__ void StoreGlobal8(void* address, uint32_t w0, uint32_t w1) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" : : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1));
+}
+
+// Where `is_inside`. A predicate and no branch: what it takes to find the address is not repeated in each branch.
+__device__ __forceinline__ void StoreGlobal8If(bool is_inside, void* address, uint32_t w0, uint32_t w1) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1), "r"(static_cast<uint32_t>(is_inside)));
+}
+
+__device__ __forceinline__ void StoreGlobal4If(bool is_inside, void* address, uint32_t word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1;}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(word), "r"(static_cast<uint32_t>(is_inside)));
 }
 
 __device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {

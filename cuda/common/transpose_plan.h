@@ -1,4 +1,4 @@
-// How quantize_transpose tiles `[groups, m, n]`: index arithmetic only, for host and device.
+// How a tile kernel tiles `[groups, m, n]`: index arithmetic only, for host and device.
 #ifndef JAXFP8_CUDA_COMMON_TRANSPOSE_PLAN_H_
 #define JAXFP8_CUDA_COMMON_TRANSPOSE_PLAN_H_
 
@@ -22,24 +22,60 @@ struct Tile {
   JAXFP8_HD constexpr bool IsWhole() const { return rows == kTileSide && columns == kTileSide; }
 };
 
+// Division of numbers below 2^31 by one that is known before the launch: a product and a shift. A thread needs two
+// divisions a tile, and those of the hardware would be a tenth of its instructions.
+class Divisor {
+ public:
+  constexpr Divisor() = default;
+  constexpr explicit Divisor(uint32_t divisor) : divisor_(divisor) {
+    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
+    // Rounded up by less than 1, which makes quotients too large by less than 1 / divisor.
+    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+  JAXFP8_HD constexpr uint32_t Divide(uint32_t dividend) const {
+    return static_cast<uint32_t>((uint64_t{dividend} * multiplier_) >> shift_);
+  }
+  JAXFP8_HD constexpr uint32_t value() const { return divisor_; }
+
+ private:
+  uint32_t divisor_ = 1;
+  uint32_t multiplier_ = 1u << 31;
+  uint32_t shift_ = 31;
+};
+
 struct TransposePlan {
   int64_t m;
   int64_t n;
+  int64_t tile_rows;     // tiles one below the other
   int64_t tile_columns;  // tiles side by side
-  int64_t group_tiles;   // tiles of one group
-  int64_t tiles;
+  int64_t tiles;         // of all groups
+  int32_t last_rows;     // of the lowest tiles
+  int32_t last_columns;  // of the rightmost tiles
+  bool is_small;         // 32 bits hold groups, m, n and tiles, but not elements
+  Divisor by_columns;    // if it is small
+  Divisor by_group;      // likewise; the tiles of a group
 
   JAXFP8_HD constexpr Tile At(int64_t index) const {
-    const int64_t group = index / group_tiles;
-    const int64_t in_group = index - group * group_tiles;
-    const int64_t row = in_group / tile_columns * kTileSide;
-    const int64_t column = in_group % tile_columns * kTileSide;
-    return {group, row, column, Inside(m - row), Inside(n - column)};
+    if (is_small) return AtSmall(index);
+    const int64_t row_of_tiles = index / tile_columns;
+    const int64_t group = row_of_tiles / tile_rows;
+    return Make(group, row_of_tiles - group * tile_rows, index - row_of_tiles * tile_columns);
+  }
+
+  JAXFP8_HD constexpr Tile AtSmall(int64_t index) const {
+    const uint32_t group = by_group.Divide(static_cast<uint32_t>(index));
+    const uint32_t in_group = static_cast<uint32_t>(index) - group * by_group.value();
+    const uint32_t tile_row = by_columns.Divide(in_group);
+    return Make(group, tile_row, in_group - tile_row * by_columns.value());
   }
 
  private:
-  JAXFP8_HD static constexpr int32_t Inside(int64_t left) {
-    return left < kTileSide ? static_cast<int32_t>(left) : kTileSide;
+  template <class Index>
+  JAXFP8_HD constexpr Tile Make(Index group, Index tile_row, Index tile_column) const {
+    return {static_cast<int64_t>(group), static_cast<int64_t>(tile_row * kTileSide),
+            static_cast<int64_t>(tile_column * kTileSide),
+            tile_row == static_cast<Index>(tile_rows - 1) ? last_rows : kTileSide,
+            tile_column == static_cast<Index>(tile_columns - 1) ? last_columns : kTileSide};
   }
 };
 
@@ -47,7 +83,18 @@ struct TransposePlan {
 constexpr TransposePlan MakeTransposePlan(int64_t groups, int64_t m, int64_t n) {
   const int64_t tile_rows = (m - 1) / kTileSide + 1;
   const int64_t tile_columns = (n - 1) / kTileSide + 1;
-  return {m, n, tile_columns, tile_rows * tile_columns, groups * tile_rows * tile_columns};
+  const int64_t tiles = groups * tile_rows * tile_columns;
+  const bool is_small = (groups | m | n | tiles) >> 31 == 0;
+  return {m,
+          n,
+          tile_rows,
+          tile_columns,
+          tiles,
+          static_cast<int32_t>(m - (tile_rows - 1) * kTileSide),
+          static_cast<int32_t>(n - (tile_columns - 1) * kTileSide),
+          is_small,
+          is_small ? Divisor(static_cast<uint32_t>(tile_columns)) : Divisor(),
+          is_small ? Divisor(static_cast<uint32_t>(tile_rows * tile_columns)) : Divisor()};
 }
 
 // A tile's codes wait in shared memory with the rows of data_t as rows: kTileSide columns of kTileSide bytes each.

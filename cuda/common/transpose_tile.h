@@ -100,35 +100,46 @@ __device__ __forceinline__ void StoreVector(uint8_t* address, const Bytes<kBytes
   }
 }
 
-// Transposes a thread's codes into the tile in shared memory.
-template <int kVector>
-__device__ __forceinline__ void PutTransposed(const TileShare<kVector>& share, const Bytes<kVector> (&codes)[kRows],
-                                              uint8_t* tile_t) {
+// Transposes the codes of a thread's rows from `first` on into the tile in shared memory: all 8 rows, 4 or 1.
+template <int kVector, int kCount>
+__device__ __forceinline__ void PutTransposed(const TileShare<kVector>& share, const Bytes<kVector> (&codes)[kCount],
+                                              uint8_t* tile_t, int first = 0) {
+  static_assert(kCount == 8 || kCount == 4 || kCount == 1, "one store a column");
 #pragma unroll
   for (int w = 0; w < kVector / 4; ++w) {
-    const uint32_t top[4] = {codes[0].words[w], codes[1].words[w], codes[2].words[w], codes[3].words[w]};
-    const uint32_t bottom[4] = {codes[4].words[w], codes[5].words[w], codes[6].words[w], codes[7].words[w]};
-    uint32_t top_t[4], bottom_t[4];
-    Transpose4x4(top, top_t);
-    Transpose4x4(bottom, bottom_t);
+    uint32_t columns[2][4] = {};  // of rows 0 to 3 and 4 to 7
+    if constexpr (kCount == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) columns[0][i] = codes[0].words[w] >> (8 * i);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kCount; r += 4) {
+        const uint32_t rows[4] = {codes[r].words[w], codes[r + 1].words[w], codes[r + 2].words[w],
+                                  codes[r + 3].words[w]};
+        Transpose4x4(rows, columns[r / 4]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = share.FirstColumn() + 4 * w + i;
-      uint8_t* slot = tile_t + SlotOffset(column, share.row_group, SwizzleKey(share.column_group));
-      *reinterpret_cast<uint2*>(slot) = make_uint2(top_t[i], bottom_t[i]);
+      uint8_t* const slot = tile_t + SlotOffset(column, share.row_group, SwizzleKey(share.column_group)) + first;
+      if constexpr (kCount == 8) {
+        *reinterpret_cast<uint2*>(slot) = make_uint2(columns[0][i], columns[1][i]);
+      } else if constexpr (kCount == 4) {
+        *reinterpret_cast<uint32_t*>(slot) = columns[0][i];
+      } else {
+        *slot = static_cast<uint8_t>(columns[0][i]);
+      }
     }
   }
 }
 
-// The same for the codes of one row `r` of the thread's, byte by byte: for paths that keep no eight rows in registers.
-template <int kVector>
-__device__ __forceinline__ void PutRowTransposed(const TileShare<kVector>& share, int r, const Bytes<kVector>& codes,
-                                                 uint8_t* tile_t) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const int slot = SlotOffset(share.FirstColumn() + i, share.row_group, SwizzleKey(share.column_group));
-    tile_t[slot + r] = static_cast<uint8_t>(codes.words[i / 4] >> (8 * (i % 4)));
-  }
+// The 16 codes of pair `pair` in a column of the tile in shared memory.
+__device__ __forceinline__ Bytes<16> PairOfCodes(const uint8_t* tile_t, int column, int pair, int key) {
+  const uint4 read = *reinterpret_cast<const uint4*>(tile_t + PairOffset(column, pair, key));
+  const bool swapped = PairIsSwapped(key);
+  return {{swapped ? read.z : read.x, swapped ? read.w : read.y,  //
+           swapped ? read.x : read.z, swapped ? read.y : read.w}};
 }
 
 // Stores a tile from shared memory to data_t, by all threads of the block: 16 rows of one column at a time. `wide`:
@@ -137,22 +148,34 @@ template <int kVector>
 __device__ __forceinline__ void StoreTransposed(const TransposePlan& plan, const Tile& tile, const uint8_t* tile_t,
                                                 uint8_t* data_t, bool wide) {
   constexpr int kPairs = kTileSide / 16;
+  constexpr int kColumnsAtOnce = kBlockSize / kPairs;
+  const int first_column = threadIdx.x / kPairs;
+  const int pair = threadIdx.x % kPairs;
+  const int key = SwizzleKey(first_column / kVector);
+  if (wide && plan.is_small && tile.IsWhole()) {
+    const uint32_t m = static_cast<uint32_t>(plan.m);
+    const uint64_t row = static_cast<uint64_t>(tile.group) * static_cast<uint32_t>(plan.n) +
+                         static_cast<uint32_t>(tile.column) + first_column;
+    uint8_t* const first = data_t + row * m + static_cast<uint32_t>(tile.row) + pair * 16;
 #pragma unroll
-  for (int i = 0; i < kTileSide * kPairs; i += kBlockSize) {
-    const int column = (i + threadIdx.x) / kPairs;
-    const int pair = (i + threadIdx.x) % kPairs;
-    const int first_row = pair * 16;
-    if (column >= tile.columns || first_row >= tile.rows) continue;
-    const int key = SwizzleKey(column / kVector);
-    const uint4 read = *reinterpret_cast<const uint4*>(tile_t + PairOffset(column, pair, key));
-    const bool swapped = PairIsSwapped(key);
-    const Bytes<16> codes = {{swapped ? read.z : read.x, swapped ? read.w : read.y,  //
-                              swapped ? read.x : read.z, swapped ? read.y : read.w}};
-    uint8_t* address = data_t + (tile.group * plan.n + tile.column + column) * plan.m + tile.row + first_row;
+    for (int i = 0; i < kTileSide; i += kColumnsAtOnce) {
+      // The key of column first_column + i: no bit of i is set in first_column.
+      const Bytes<16> codes = PairOfCodes(tile_t, first_column + i, pair, key ^ SwizzleKey(i / kVector));
+      Store(first + static_cast<uint64_t>(i) * m, codes);
+    }
+    return;
+  }
+  uint8_t* const rows = data_t + (tile.group * plan.n + tile.column) * plan.m + tile.row + pair * 16;
+#pragma unroll 1
+  for (int column = first_column; column < tile.columns; column += kColumnsAtOnce) {
+    const int left = tile.rows - pair * 16;
+    if (left <= 0) return;
+    const Bytes<16> codes = PairOfCodes(tile_t, column, pair, SwizzleKey(column / kVector));
+    uint8_t* const address = rows + column * plan.m;
     if (wide) {
       Store(address, codes);
     } else {
-      StoreCodes(address, codes, tile.rows - first_row);
+      StoreCodes(address, codes, left);
     }
   }
 }

@@ -1,7 +1,7 @@
-// jaxfp8_quantize_v2: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
-// jaxfp8_quantize_counted_v1: the same -> the same, and counts u32 [g, 4].
+// jaxfp8_quantize_v3: x [g, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data fp8 [g, n], amax f32 [g].
 //
-// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy.
+// The amax is raised in place where XLA aliases the two; elsewhere it starts as a copy. An amax_so_far of f32 [0] means
+// zeros; an amax of f32 [0] means that nobody wants it.
 #include "cuda/kernels/quantize.h"
 
 #include "common/quantize_checks.h"
@@ -10,56 +10,36 @@
 namespace jaxfp8::cuda {
 namespace {
 
-ffi::Error Run(const char* op, cudaStream_t stream, const QuantizeBuffers& buffers, const ffi::Dictionary& attributes) {
-  JAXFP8_RETURN_IF_ERROR(CheckQuantize(op, buffers, attributes));
-  QuantizeParams params = {};
-  params.dtype = ToDtype(buffers.x.element_type());
-  params.format = ToDtype(buffers.data.element_type());
-  params.x = buffers.x.untyped_data();
-  params.scale = static_cast<const float*>(buffers.scale.untyped_data());
-  params.scale_stride = ScaleStride(buffers.scale);
-  params.data = buffers.data.untyped_data();
-  params.amax_so_far = static_cast<const float*>(buffers.amax_so_far.untyped_data());
-  params.amax = static_cast<float*>(buffers.amax.untyped_data());
-  params.counts = buffers.CountsOrNull();
-  params.groups = buffers.Groups();
-  params.size = buffers.Columns();
-  return ToError(op, LaunchQuantize(params, stream));
-}
-
 ffi::Error QuantizeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
                            ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
                            ffi::Dictionary attributes) {
-  return Run("quantize", stream, {x, scale, amax_so_far, *data, *amax}, attributes);
-}
-
-ffi::Error QuantizeCountedHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
-                                  ffi::AnyBuffer amax_so_far, ffi::Result<ffi::AnyBuffer> data,
-                                  ffi::Result<ffi::AnyBuffer> amax, ffi::Result<ffi::AnyBuffer> counts,
-                                  ffi::Dictionary attributes) {
-  return Run("quantize_counted", stream, {x, scale, amax_so_far, *data, *amax, nullptr, &*counts}, attributes);
-}
-
-// What both handlers take, and the results that both begin with; then come counts, where they are asked for.
-auto Bind() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<ffi::AnyBuffer>()  // x
-      .Arg<ffi::AnyBuffer>()  // scale
-      .Arg<ffi::AnyBuffer>()  // amax_so_far
-      .Ret<ffi::AnyBuffer>()  // data
-      .Ret<ffi::AnyBuffer>();  // amax
+  const QuantizeBuffers buffers{x, scale, amax_so_far, *data, *amax};
+  JAXFP8_RETURN_IF_ERROR(CheckQuantize("quantize", buffers, attributes));
+  QuantizeParams params = {};
+  params.dtype = ToDtype(x.element_type());
+  params.format = ToDtype(data->element_type());
+  params.x = x.untyped_data();
+  params.scale = static_cast<const float*>(scale.untyped_data());
+  params.scale_stride = ScaleStride(scale);
+  params.data = data->untyped_data();
+  params.amax_so_far = buffers.AmaxSoFarOrNull();
+  params.amax = buffers.AmaxOrNull();
+  params.groups = buffers.Groups();
+  params.size = buffers.Columns();
+  return ToError("quantize", LaunchQuantize(params, stream));
 }
 
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v2);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v2, jaxfp8::cuda::QuantizeHandler,
-                             jaxfp8::cuda::Bind().Attrs(),
-                             {jaxfp8::cuda::kRecordable});
-
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_counted_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_counted_v1, jaxfp8::cuda::QuantizeCountedHandler,
-                             jaxfp8::cuda::Bind().Ret<xla::ffi::AnyBuffer>().Attrs(),
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_v3);
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, jaxfp8::cuda::QuantizeHandler,
+                             xla::ffi::Ffi::Bind()
+                                 .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                 .Arg<xla::ffi::AnyBuffer>()  // x
+                                 .Arg<xla::ffi::AnyBuffer>()  // scale
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
+                                 .Ret<xla::ffi::AnyBuffer>()  // data
+                                 .Ret<xla::ffi::AnyBuffer>()  // amax
+                                 .Attrs(),
                              {jaxfp8::cuda::kRecordable});

@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include "cuda/common/amax.h"
-#include "cuda/common/convert.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/stream.h"
 
@@ -14,14 +13,13 @@ namespace {
 template <class In>
 struct AmaxBody {
   float* amax;
-  AmaxAccumulator accumulator;
+  AmaxAccumulator<In> accumulator;
 
   __device__ void Begin(int64_t) { accumulator.Reset(); }
 
   template <int kCount>
   __device__ void Visit(int64_t, const Bytes<kCount * sizeof(In)>& x) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) accumulator.Add(Widen<In>(x.words, i));
+    accumulator.Add(x);
   }
 
   __device__ void End(int64_t group, const StreamPlan& plan) { FinishAmax(accumulator, plan, amax + group); }
@@ -48,9 +46,8 @@ cudaError_t Run(const AmaxParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchAmax(const AmaxParams& params, cudaStream_t stream) {
-  if (params.groups == 0) return cudaSuccess;
-  JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(params.amax, 0, params.groups * sizeof(float), stream));
-  if (params.size == 0) return cudaSuccess;
+  JAXFP8_RETURN_IF_CUDA_ERROR(SetZero(params.amax, params.groups, stream));
+  if (params.groups == 0 || params.size == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     using In = typename decltype(in)::type;

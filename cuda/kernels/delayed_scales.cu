@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kBlockSize) DelayedScalesKernel(const __grid_c
     const int64_t length = quantizer.length;
     const float* history = quantizer.history + group * length;
     float* next_history = quantizer.next_history + group * length;
-    AmaxAccumulator accumulator;
+    AmaxAccumulator<F32> accumulator;
     for (int64_t slot = threadIdx.x; slot < length; slot += kBlockSize) {
       const float entry = BitsToFloat(CleanBits(history[slot]));
       const int64_t next = NextSlot(slot, length);

@@ -8,39 +8,32 @@
 
 #include "cuda/common/amax.h"
 #include "cuda/common/convert.h"
-#include "cuda/common/counts.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/stream.h"
 
 namespace jaxfp8::cuda {
 namespace {
 
-template <class In, class Format, bool kCounts>
+template <class In, class Format>
 struct QuantizeBody {
   const float* scale;
   int64_t scale_stride;
   uint8_t* data;
-  float* amax;
-  Counts* counts;
-  AmaxAccumulator accumulator;
-  CountsAccumulator<Format> counter;
+  float* amax;  // null: not wanted
+  AmaxAccumulator<In> accumulator;
   Multiplier multiply{1.0f};
 
   __device__ void Begin(int64_t group) {
     accumulator.Reset();
-    if constexpr (kCounts) counter.Reset();
     multiply = Multiplier(scale[group * scale_stride]);
   }
 
   template <int kCount>
   __device__ void Visit(int64_t offset, const Bytes<kCount * sizeof(In)>& x) {
+    accumulator.Add(x);
     float values[(kCount + 3) / 4 * 4] = {};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = Widen<In>(x.words, i);
-      accumulator.Add(values[i]);
-      if constexpr (kCounts) counter.Add(values[i], multiply.Product(values[i]));
-    }
+    for (int i = 0; i < kCount; ++i) values[i] = Widen<In>(x.words, i);
     Bytes<kCount> codes;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
@@ -51,35 +44,32 @@ struct QuantizeBody {
   }
 
   __device__ void End(int64_t group, const StreamPlan& plan) {
-    FinishAmax(accumulator, plan, amax + group);
-    if constexpr (kCounts) FinishCounts(counter, plan, counts + group);
+    if (amax != nullptr) FinishAmax(accumulator, plan, amax + group);
   }
 };
 
-template <class In, class Format, int kVector, bool kCounts>
+template <class In, class Format, int kVector>
 __global__ void __launch_bounds__(kBlockSize)
     QuantizeKernel(StreamPlan plan, const In* __restrict__ x, const float* __restrict__ scale, int64_t scale_stride,
-                   uint8_t* __restrict__ data, float* amax, Counts* counts) {
-  Stream<kVector>(plan, x, QuantizeBody<In, Format, kCounts>{scale, scale_stride, data, amax, counts, {}, {}});
+                   uint8_t* __restrict__ data, float* amax) {
+  Stream<kVector>(plan, x, QuantizeBody<In, Format>{scale, scale_stride, data, amax, {}});
 }
 
-template <class In, class Format, int kVector, bool kCounts>
+template <class In, class Format, int kVector>
 cudaError_t Run(const QuantizeParams& params, cudaStream_t stream) {
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
   const StreamPlan plan = MakeStreamPlan(params.groups, params.size, kVector, multiprocessors);
-  return Launch(QuantizeKernel<In, Format, kVector, kCounts>, plan.Blocks(), kBlockSize, stream, plan,
+  return Launch(QuantizeKernel<In, Format, kVector>, plan.Blocks(), kBlockSize, stream, plan,
                 static_cast<const In*>(params.x), params.scale, params.scale_stride,
-                static_cast<uint8_t*>(params.data), params.amax, params.counts);
+                static_cast<uint8_t*>(params.data), params.amax);
 }
 
 }  // namespace
 
 cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
-  if (params.groups == 0) return cudaSuccess;
-  JAXFP8_RETURN_IF_CUDA_ERROR(CopyUnlessAliased(params.amax, params.amax_so_far, params.groups, stream));
-  JAXFP8_RETURN_IF_CUDA_ERROR(StartCounts(params.counts, params.groups, stream));
-  if (params.size == 0) return cudaSuccess;
+  JAXFP8_RETURN_IF_CUDA_ERROR(StartAmax(params.amax, params.amax_so_far, params.groups, stream));
+  if (params.groups == 0 || params.size == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     DispatchFp8(params.format, [&](auto format) {
@@ -88,11 +78,7 @@ cudaError_t LaunchQuantize(const QuantizeParams& params, cudaStream_t stream) {
       constexpr int kVector = 16 / sizeof(In);
       const bool wide = IsAligned(params.x, 16) && IsAligned(params.data, kVector) &&
                         (params.groups == 1 || params.size % kVector == 0);
-      if (params.counts == nullptr) {
-        status = wide ? Run<In, Format, kVector, false>(params, stream) : Run<In, Format, 1, false>(params, stream);
-      } else {
-        status = wide ? Run<In, Format, kVector, true>(params, stream) : Run<In, Format, 1, true>(params, stream);
-      }
+      status = wide ? Run<In, Format, kVector>(params, stream) : Run<In, Format, 1>(params, stream);
     });
   });
   return status;

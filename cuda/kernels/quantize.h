@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "common/counts.h"
 #include "common/dispatch.h"
 
 namespace jaxfp8::cuda {
@@ -18,9 +17,8 @@ struct QuantizeParams {
   const float* scale;        // [1] or [groups]
   int64_t scale_stride;      // 0 or 1
   void* data;                // [groups, size]
-  const float* amax_so_far;  // [groups], not negative
-  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer
-  Counts* counts;            // null, or [groups]
+  const float* amax_so_far;  // [groups], not negative; or null: 0
+  float* amax;               // [groups]: raised, from what it is so far; may be the same buffer. Null: not wanted
   int64_t groups;
   int64_t size;
 };

@@ -2,30 +2,15 @@
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_ACTIVATION_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_ACTIVATION_H_
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
-#include "common/dispatch.h"
+#include "cuda/kernels/tile_params.h"
 
 namespace jaxfp8::cuda {
 
 enum class Activation : int32_t { kGelu, kSilu, kRelu, kSiluGated, kGeluGated };
 
-struct QuantizeActivationParams {
-  Dtype dtype;            // of x: bf16, f16 or f32
-  Dtype format;           // of data and data_t: e4m3 or e5m2
+// x: [groups, m, n]; gated [groups, m, 2, n], the gate and then what it multiplies.
+struct QuantizeActivationParams : TileParams {
   Activation activation;
-  const void* x;          // [groups, m, n]; gated [groups, m, 2, n]: the gate, then what it multiplies
-  const float* scale;     // [1] or [groups]
-  int64_t scale_stride;   // 0 or 1
-  const float* amax_so_far;   // [groups]: what amax starts from; may be amax
-  void* data;             // [groups, m, n]
-  void* data_t;           // [groups, n, m], or null
-  float* amax;            // [groups]
-  int64_t groups;
-  int64_t m;
-  int64_t n;
 };
 
 cudaError_t LaunchQuantizeActivation(const QuantizeActivationParams& params, cudaStream_t stream);

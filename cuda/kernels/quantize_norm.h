@@ -1,33 +1,19 @@
-// quantize_norm: RMSNorm or LayerNorm of `[groups, m, n]` to FP8, in one or both layouts, with its amax.
+// quantize_norm: RMSNorm or LayerNorm of `[groups, m, n]` to FP8, in one or both layouts, with its amax; of rows whose
+// mean and standard deviation are known.
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_NORM_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_NORM_H_
 
-#include <cuda_runtime_api.h>
-
-#include <cstdint>
-
-#include "common/dispatch.h"
+#include "cuda/kernels/tile_params.h"
 
 namespace jaxfp8::cuda {
 
-struct QuantizeNormParams {
-  Dtype dtype;               // of x: bf16, f16 or f32
-  Dtype format;              // of data and data_t: e4m3 or e5m2
-  bool centered;             // LayerNorm: minus the mean; else RMSNorm
-  float epsilon;
-  const void* x;             // [groups, m, n]
-  const float* scale;        // [1] or [groups]
-  int64_t scale_stride;      // 0 or 1
-  const float* amax_so_far;      // [groups]: what amax starts from; may be amax
+// (x - mean) * (rstd * gamma) + beta, each operation rounded once but the last two, which are one.
+struct QuantizeNormParams : TileParams {
+  const float* rstd;         // [groups, m]: 1 / the standard deviation of each row
+  const float* mean;         // as rstd, or null: 0
   const float* gamma;        // [1, n] or [groups, n]
-  const float* beta;         // as gamma, or null
+  const float* beta;         // as gamma, or null: nothing is added
   int64_t parameter_stride;  // 0 or n
-  void* data;                // [groups, m, n]
-  void* data_t;              // [groups, n, m], or null
-  float* amax;               // [groups]
-  int64_t groups;
-  int64_t m;
-  int64_t n;
 };
 
 cudaError_t LaunchQuantizeNorm(const QuantizeNormParams& params, cudaStream_t stream);

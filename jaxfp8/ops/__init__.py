@@ -5,6 +5,7 @@ bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequ
 from ._amax import amax as amax
 from ._amax_to_scale import amax_to_scale as amax_to_scale
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
+from ._count import count_saturated_and_flushed as count_saturated_and_flushed
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
 from ._dequantize import dequantize as dequantize
 from ._ffi import custom_call_targets as custom_call_targets

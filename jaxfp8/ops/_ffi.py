@@ -28,9 +28,7 @@ _ON_BOTH = (
     "dequantize",
     "push_amaxes",
     "quantize",
-    "quantize_counted",
     "quantize_transpose",
-    "quantize_transpose_counted",
 )
 _CUDA_ONLY = (
     "block_scaled_matmul",
@@ -43,7 +41,8 @@ _CUDA_ONLY = (
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 OPS = (*_ON_BOTH, *_CUDA_ONLY)
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
-_VERSIONS = {"quantize": 2, "quantize_transpose": 2}  # of contracts that have changed; the others are 1
+# Of contracts that have changed; the others are 1.
+_VERSIONS = {"quantize": 3, "quantize_blocks_transpose": 2, "quantize_transpose": 3}
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
 

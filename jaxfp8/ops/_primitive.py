@@ -54,6 +54,7 @@ def tensor_op(
     on_one_device_only: tuple[str, ...] = (),
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
+    for_gpus: Callable = lambda capabilities, *types, **static: static,
     align: Callable = lambda axes, sizes, shards, **static: axes,
 ) -> Callable:
     """A primitive `op(*operands, members=0, **static) -> list of arrays`.
@@ -80,6 +81,8 @@ def tensor_op(
             GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs none.
         not_on: `(capabilities, *types, **static) -> reason`: why `cuda` has nothing for these operands on GPUs of these
             compute capabilities, so that the reference runs; or None.
+        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
+            capabilities.
         align: `(axes, sizes, shards, **static) -> axes`: a last word on how dimensions are cut on a mesh, where not
             every cut is one of the op. All by the names of dimensions: the mesh axes, sizes and numbers of shards.
     """
@@ -115,7 +118,7 @@ def tensor_op(
         return outputs, [0] * len(outputs)
 
     def lower(platform, native, loaded, ctx, *operands, implementation, members, **static):
-        run = jnp_program = reference
+        run, run_static = reference, static
         if implementation == "ffi" and not loaded():
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and by_xla is not None:
@@ -128,12 +131,14 @@ def tensor_op(
                 capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
                 reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
                 lacks = lacks if reason is None else _support.Missing(reason, True)
+                run_static = for_gpus(capabilities, *ctx.avals_in, **static)
             if lacks is not None:
                 if implementation == "ffi":
                     raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
                 _support.warn(lacks.reason, lacks.instead)
                 run = reference if lacks.hardware else by_xla
-        run, jnp_program = (functools.partial(f, members=members, **static) for f in (run, jnp_program))
+        run = functools.partial(run, members=members, **run_static)
+        jnp_program = functools.partial(reference, members=members, **static)
         named = all_names(ctx.avals_in, members, static)
         return _partition.lower(
             run,

@@ -11,7 +11,6 @@ from ..formats import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
 from ._produced import producer_op
-from ._quantize import counted
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -90,8 +89,7 @@ def quantize_activation(
     transpose: bool = True,
     amax: ArrayLike | None = None,
     rows: int = 1,
-    counts: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Quantizes `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
@@ -111,14 +109,12 @@ def quantize_activation(
         transpose: whether to return data_t.
         amax: f32[] or f32[1], not negative; the amax returned is at least this.
         rows: how many dimensions m stands for.
-        counts: also count elements of h that saturate or become zero, as `quantize` does; on a GPU in a second pass.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h. With
-        `counts` also these, f32 `[2]`.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h.
 
     Raises:
-        TypeError: x, scale, dtype or amax has another dtype; counts is no bool; or the op is differentiated.
+        TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, or there is no such activation.
     """
     op = "quantize_activation"
@@ -128,10 +124,8 @@ def quantize_activation(
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     amax = _checks.amax_so_far(op, amax)
     options = {"dtype": dtype, "activation": activation, "transpose": bool(transpose), "rows": rows}
-    options |= counted(op, counts)
     data, top, *more = _quantize_activation(x, scale, amax, **options)
-    data_t = more.pop(0) if transpose else None
-    return data, data_t, top.reshape(()), *more
+    return data, more[0] if transpose else None, top.reshape(())
 
 
 def check(op, x, activation, rows):

@@ -11,7 +11,6 @@ from jax.typing import ArrayLike, DTypeLike
 from ..formats import FP8_DTYPES
 from . import _checks
 from ._produced import producer_op
-from ._quantize import counted
 
 KINDS = ("rms", "layer")
 
@@ -71,8 +70,7 @@ def quantize_norm(
     transpose: bool = True,
     amax: ArrayLike | None = None,
     rows: int = 1,
-    counts: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32; x is read from memory once.
 
     Equivalent to, without a rounding in between:
@@ -96,15 +94,12 @@ def quantize_norm(
         transpose: whether to return data_t.
         amax: f32[] or f32[1], not negative; the amax returned is at least this.
         rows: how many dimensions m stands for.
-        counts: also count elements of y that saturate or become zero, as `quantize` does; on a GPU in a second pass.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y. With
-        `counts` also these, f32 `[2]`.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y.
 
     Raises:
-        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; counts is no bool; or the op is
-            differentiated.
+        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
     """
     op = "quantize_norm"
@@ -115,10 +110,8 @@ def quantize_norm(
     # Parameters are small: in f32 the kernel needs no variant for each dtype.
     parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
     options = {"dtype": dtype, "kind": kind, "epsilon": epsilon, "transpose": bool(transpose), "rows": rows}
-    options |= counted(op, counts)
     data, top, *more = _quantize_norm(x, scale, amax, *parameters, has_beta=beta is not None, **options)
-    data_t = more.pop(0) if transpose else None
-    return data, data_t, top.reshape(()), *more
+    return data, more[0] if transpose else None, top.reshape(())
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):

@@ -1,5 +1,6 @@
 """Between an op's dimensions and the canonical form of the custom calls: groups `[g, ...]` (common/README.md)."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -44,20 +45,24 @@ def group_amaxes(amax, batch):
     return amax if batch == 1 else jnp.repeat(amax, batch)
 
 
+def amax_buffers(so_far, with_amax, groups, batch=1):
+    """The operand `amax_so_far` and the `(shape, dtype)` of the result `amax`: f32 `[groups]`, or `[0]` where not used.
+
+    Args:
+        so_far: the amaxes so far, f32 `[*members, 1]`, in a list of one; or an empty list.
+        with_amax: whether the amax is a result.
+        groups: how many.
+        batch: groups a member.
+    """
+    operand = group_amaxes(*so_far, batch) if so_far else jnp.zeros((0,), jnp.float32)
+    return operand, ((groups if with_amax else 0,), jnp.float32)
+
+
 def member_amaxes(top, member_shape, batch=1):
     """The amax of each member: f32 `[g]`, `batch` groups a member, to `[*members, 1]`."""
     if batch != 1:
         top = scaling.abs_max(top.reshape(math.prod(member_shape), batch), axis=1)
     return top.reshape(*member_shape, 1)
-
-
-def member_counts(words, member_shape, batch=1):
-    """The counts of each member, f32 `[*members, 2]`: those of a custom call, u32 `[g, 4]`, `batch` groups a member.
-
-    A count is two words, the low one first. Up to 2**24 the sums are exact.
-    """
-    words = words.reshape(*member_shape, batch, 2, 2).astype(jnp.float32)
-    return jnp.sum(words[..., 0] + words[..., 1] * jnp.float32(2.0**32), axis=-2)
 
 
 def abs_max(x, members):
@@ -66,10 +71,10 @@ def abs_max(x, members):
     return top.reshape(*x.shape[:members], 1)
 
 
-def raise_amax(amax, top):
-    """The larger of two f32 that are not negative: as integers, because XLA's CPU threads flush subnormal floats."""
-    bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (amax, top))
-    return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32)
+def raise_amax(top, *so_far):
+    """The largest of f32 that are not negative: as integers, because XLA's CPU threads flush subnormal floats."""
+    bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (top, *so_far))
+    return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
 
 def stretch(scale, x):

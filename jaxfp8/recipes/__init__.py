@@ -33,5 +33,5 @@ from ._state import (
 from ._tensorwise import (
     TensorwiseQuantizer as TensorwiseQuantizer,
     counts_in as counts_in,
-    fractions_of as fractions_of,
+    fractions as fractions,
 )

@@ -38,12 +38,12 @@ class FixedScaleQuantizer(TensorwiseQuantizer):
     def scale(
         self, current: Callable[[], jax.Array], run: FixedScale, reduce: Callable[..., jax.Array] = alone
     ) -> tuple[jax.Array, jax.Array, None]:
-        """As `TensorwiseQuantizer.scale`; the amax is of no interest."""
+        """As `TensorwiseQuantizer.scale`."""
         del current, reduce
         return run.scale, run.scale_inv, None
 
     def seen(
-        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
+        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: None, fractions: jax.Array | None = None
     ) -> None:
         """As `TensorwiseQuantizer.seen`: nothing was, so that the state has no cotangent."""
         del run, scale, scale_inv, amax, fractions

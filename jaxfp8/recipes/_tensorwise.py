@@ -9,6 +9,8 @@ import numpy as np
 
 from .. import ops
 from ..formats import fp8_max
+from ..ops._quantize import quantize_with
+from ..ops._quantize_transpose import quantize_transpose_with
 from ..tensor import QTensor
 from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
 
@@ -44,41 +46,48 @@ class TensorwiseQuantizer(Quantizer):
         """As `Quantizer.quantize_operand`."""
         del rowwise, contract_first  # the codes are there anyway
         scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
-        data_t = total = None
-        counts = counts_in(run)
+        options = {"amax": amax, "with_amax": amax is not None}
         if columnwise:
-            options = {"rows": rows, "cols": cols, "amax": amax, "column_sums": sums, "counts": counts}
-            data, data_t, amax, *more = ops.quantize_transpose(x, scale, self.fp8_dtype, **options)
-            total = more.pop(0) if sums else None
+            options |= {"rows": rows, "cols": cols, "column_sums": sums}
+            data, data_t, amax, *total = quantize_transpose_with(x, scale, self.fp8_dtype, **options)
         else:
-            data, amax, *more = ops.quantize(x, scale, self.fp8_dtype, amax=amax, counts=counts)
-            total = column_sums(x, rows, cols) if sums else None
-        fractions = (fractions_of(of, x.size) for of in more)
-        return QTensor(data, scale_inv, data_t, cols=cols), self.seen(run, scale, scale_inv, amax, *fractions), total
+            data, amax = quantize_with(x, scale, self.fp8_dtype, **options)
+            data_t, total = None, [column_sums(x, rows, cols)] if sums else []
+        counters = fractions(x, scale, self.fp8_dtype) if counts_in(run) else None
+        run = self.seen(run, scale, scale_inv, amax, counters)
+        return QTensor(data, scale_inv, data_t, cols=cols), run, *(total or [None])
 
     def scale(
         self, current: Callable[[], jax.Array], run: Any, reduce: Callable[..., Any] = alone
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`(scale, scale_inv, amax so far)`, each f32[1]; where there is no state, the amax of the tensor.
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """`(scale, scale_inv, amax so far)`, each f32[1]; None where the run keeps no amax.
 
         Args:
             current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
             run, reduce: as of `quantize_operand`.
         """
         del run
-        amax = reduce(current(), None)
-        # Nothing raises it any more. A zero in its place would be a constant, which a custom call that works in place
-        # has copied first: one launch more.
-        return *self.scale_of(amax, jnp.ones((1,), jnp.float32)), amax
+        return *self.scale_of(reduce(current(), None), jnp.ones((1,), jnp.float32)), None
 
     def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""
         return ops.amax_to_scale(amax.reshape(1), stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
     def seen(
-        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
+        self,
+        run: Any,
+        scale: jax.Array,
+        scale_inv: jax.Array,
+        amax: jax.Array | None,
+        fractions: jax.Array | None = None,
     ) -> Any:
-        """The run of a tensor that was quantized with this scale and had this amax; `fractions` where `counts_in`."""
+        """The run of a tensor that was quantized with this scale.
+
+        Args:
+            run, scale, scale_inv: as of `scale`.
+            amax: of the tensor; None where `scale` gave None.
+            fractions: of saturated and flushed elements, where `counts_in` the run.
+        """
         del scale, scale_inv, amax, fractions
         return run
 
@@ -88,6 +97,6 @@ def counts_in(run: Any) -> bool:
     return getattr(run, "counting", None) is not None
 
 
-def fractions_of(counts: jax.Array, size: int) -> jax.Array:
-    """Counts of elements as fractions of a tensor of that size."""
-    return counts / np.float32(max(size, 1))
+def fractions(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
+    return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))

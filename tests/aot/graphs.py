@@ -1,28 +1,37 @@
-"""The programs in which the selftest launches each op first, compiled for an H200; prints whether it is in a graph."""
+"""Compiles the programs of cuda/first_launches.py for an H200; prints "recorded" where all of them become graphs."""
 
+import os
 import pathlib
+import tempfile
 
 import jax
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
-from jaxfp8.selftest import _cases, _checks
+from cuda import first_launches
+from jaxfp8 import ops
+
+from .meshes import h200_mesh
 
 
-def main() -> None:
-    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+        sharding = SingleDeviceSharding(h200_mesh().devices.flat[0])
 
-    def recorded(op):
-        function, arguments, _ = _cases.call(op, _checks._kind(op, 256, 0))
-        return _checks.record(function, [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments])
+        def compile(op, options):
+            run, inputs, _ = first_launches.CASES[op]
+            arrays = inputs(np.random.default_rng(0))
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays]
+            with ops.implementation("ffi"):
+                jax.jit(run, compiler_options=options).lower(*types).compile()
 
-    for op in _cases.OPS:
-        print(op, recorded(op)[1])
-    _checks._GRAPHS["xla_gpu_enable_command_buffer"] = ""
-    print("without", recorded("amax")[1])
+        for op in first_launches.CASES:
+            compile(op, first_launches.GRAPHS)
+        first_launches.assert_recorded(pathlib.Path(folder))
+        sequences = list(pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
+        assert len(sequences) == len(first_launches.CASES), sequences
+    print("recorded")
 
 
 if __name__ == "__main__":

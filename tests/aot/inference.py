@@ -5,7 +5,7 @@
 Each is a Dense layer of 8192 by 8192 on 2048 rows in bfloat16. `bf16` has its kernel in bfloat16, as models are served;
 `fp8` is a trained layer as it is, with a float32 kernel and state; `frozen` what `jaxfp8.freeze` makes of it.
 `drop-in` is an `nn.Dense`, the others are `jaxfp8.linen.Dense`; `frozen <recipe>` have other recipes; `frozen mlp` is a
-GatedMLP.
+GatedMLP. `quantize` and `quantize_transpose` are the ops by themselves.
 """
 
 import functools
@@ -47,11 +47,12 @@ CASES = {
     "frozen block": (own(programs.RECIPES["block"]), frozen),
     "frozen mlp": (programs.GatedMLP("fused"), frozen),
 }
+OPS = (jaxfp8.ops.quantize, jaxfp8.ops.quantize_transpose)
 
 
 def report(model, make) -> dict:
     """What is in the program of one forward pass."""
-    sharding = jax.sharding.NamedSharding(programs.h200s((1, 1)), jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
     variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
@@ -66,8 +67,20 @@ def report(model, make) -> dict:
     return count.summary(compiled.as_text()) | {"weights": weights}
 
 
+def report_op(op) -> dict:
+    """What is in the program of an op that quantizes x from no amax so far."""
+    sharding = jax.sharding.NamedSharding(programs.h200s((1, 1)), jax.sharding.PartitionSpec())
+    operands = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in (((ROWS, SIZE), jnp.bfloat16), ((), jnp.float32))
+    )
+    quantize = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn), out_shardings=sharding)
+    return count.summary(quantize.lower(*operands).compile(programs.QUICKLY).as_text())
+
+
 def main():
-    print(json.dumps({name: report(*case) for name, case in CASES.items()}))
+    found = {name: report(*case) for name, case in CASES.items()}
+    print(json.dumps(found | {op.__name__: report_op(op) for op in OPS}))
 
 
 if __name__ == "__main__":

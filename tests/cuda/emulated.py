@@ -132,28 +132,59 @@ class _PushAmaxesQuantizer(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("history", "amax", "next_history")), ("length", ctypes.c_int64)]
 
 
-def _amaxes(so_far, groups, in_place):
-    """The buffers of the amax so far, 0 where it is None, and of the result."""
-    so_far = _Buffer((groups,), np.float32, 0, 0 if so_far is None else so_far)
-    return so_far, so_far if in_place else _Buffer((groups,), np.float32)
+class _TileParams(ctypes.Structure):
+    """jaxfp8::cuda::TileParams."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("dtype", "format")),
+        *((name, ctypes.c_void_p) for name in ("x", "scale")),
+        ("scale_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("data", "data_t", "amax_so_far", "amax")),
+        *((name, ctypes.c_int64) for name in ("groups", "m", "n")),
+    ]
 
 
-class _Codes:
-    """The results of a fused producer of `[g, m, n]`, and the amax so far."""
+def _amaxes(so_far, groups, in_place, amax):
+    """Pointers to the amax so far (null: None) and to the result, and its buffer; without `amax` null and None."""
+    if not amax:
+        return ctypes.c_void_p(), ctypes.c_void_p(), None
+    start = None if so_far is None else _Buffer((groups,), np.float32, 0, so_far)
+    top = start if in_place and start else _Buffer((groups,), np.float32)
+    return start.pointer if start else ctypes.c_void_p(), top.pointer, top
 
-    def __init__(self, shape, fmt, *, transpose=True, shift=0, data_t_shift=None, so_far=None, in_place=True):
-        self.shape = g, m, n = shape
-        self._data = _Buffer(shape, fmt.dtype, shift)
+
+class _Tiles:
+    """The operands and results of an op that quantizes `[g, m, n]` tile by tile.
+
+    Args:
+        x: `[g, m, n]`, or gated `[g, m, 2, n]`.
+        scale, fmt: as for the oracle; one scale, or one for each group.
+        transpose: whether data_t is wanted.
+        shift: bytes off alignment of x, data and, unless `data_t_shift` is given, data_t.
+        so_far, in_place: what the amax starts from, 0 where it is None; and whether it is raised there.
+        amax: whether it is wanted.
+    """
+
+    def __init__(
+        self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, so_far=None, in_place=True, amax=True
+    ):
+        g, m, n = x.shape[0], x.shape[1], x.shape[-1]
+        scale = np.atleast_1d(np.float32(scale))
+        self._x, self._scale = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
+        self._data = _Buffer((g, m, n), fmt.dtype, shift)
         self._data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        self._so_far, self._top = _amaxes(so_far, g, in_place)
+        self._so_far, top, self._top = _amaxes(so_far, g, in_place, amax)
         self._transpose = transpose
-        data_t = self._data_t.pointer if transpose else ctypes.c_void_p(None)
-        self.pointers = self._so_far.pointer, self._data.pointer, data_t, self._top.pointer
+        data_t = self._data_t.pointer if transpose else None
+        self.params = _TileParams(
+            _DTYPES[x.dtype], _DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer, int(scale.size > 1),
+            self._data.pointer, data_t, self._so_far, top, g, m, n,
+        )  # fmt: skip
 
-    def values(self):
-        """data, data_t (None if it was not asked for), amax."""
+    def results(self):
+        """data, data_t and amax; None for those that were not wanted."""
         data_t = self._data_t.result("data_t") if self._transpose else None
-        return self._data.result("data"), data_t, self._top.result("amax")
+        return self._data.result("data"), data_t, self._top.result("amax") if self._top else None
 
 
 class Emulated:
@@ -170,14 +201,11 @@ class Emulated:
         """How many multiprocessors launchers see, and in which order the threads of a block run."""
         self.library.emulator_configure(multiprocessors, int(backwards))
 
-    def set_shared(self, count: int = 232448) -> None:
-        """How much shared memory a block may ask for; by default as on Hopper."""
-        self.library.emulator_set_shared(count)
-
     def _launch(self, op, *arguments):
         arguments = [ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments]
         assert getattr(self.library, f"launch_{op}")(*arguments) == 0, f"{op}: launch failed or blocks hang"
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
+        assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
 
     def amax(self, x, shift=0):
         x_buffer, top = _Buffer(x.shape, x.dtype, shift, x), _Buffer(x.shape[:1], np.float32)
@@ -225,49 +253,37 @@ class Emulated:
         self._launch("push_amaxes", quantizers, len(histories), groups)
         return [after.result("history") for after in outputs]
 
-    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, counts=False):
+    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, amax=True):
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        so_far, top = _amaxes(so_far, x.shape[0], in_place)
-        counted = _Buffer((x.shape[0], 4), np.uint32)
+        start, pointer, top = _amaxes(so_far, x.shape[0], in_place, amax)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, so_far.pointer, top.pointer,
-            counted.pointer if counts else ctypes.c_void_p(), *x.shape,
+            int(scale.size > 1), data.pointer, start, pointer, *x.shape,
         )  # fmt: skip
-        results = data.result("data"), top.result("amax")
-        return (*results, counted.result("counts")) if counts else results
+        return data.result("data"), top.result("amax") if top else None
 
-    def quantize_transpose(
-        self, x, scale, fmt, shift=0, data_t_shift=None, so_far=None, in_place=True, sums=False, counts=False
-    ):
-        scale = np.atleast_1d(np.float32(scale))
+    def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options):
+        tiles = _Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
         g, m, n = x.shape
-        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
-        data = _Buffer(x.shape, fmt.dtype, shift)
         parts = _Buffer((g, -(-m // 128), n), np.float32)
-        data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        so_far, top = _amaxes(so_far, g, in_place)
-        counted = _Buffer((g, 4), np.uint32)
-        self._launch(
-            "quantize_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, data_t.pointer, so_far.pointer, top.pointer,
-            parts.pointer if sums else ctypes.c_void_p(), counted.pointer if counts else ctypes.c_void_p(), g, m, n,
-        )  # fmt: skip
-        results = data.result("data"), data_t.result("data_t"), top.result("amax")
-        results += (counted.result("counts"),) if counts else ()
-        return (*results, parts.result("column_sums")) if sums else results
+        self._launch("quantize_transpose", ctypes.byref(tiles.params), parts.pointer if sums else ctypes.c_void_p())
+        return (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
 
     def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):
-        """data, scale_inv, data_t, scale_inv_t (E8M0 as codes); without `transpose` the first two."""
+        """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two.
+
+        Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
+        """
         g, m, n = x.shape
         x_buffer, amaxes = _Buffer(x.shape, x.dtype, shift, x), _Buffer((g, m + n * transpose), np.float32)
         results = []
         for shape, of_data in (((m, n), shift), ((n, m), shift if data_t_shift is None else data_t_shift)):
             blocks = [len(oracle_blocks.bounds(size, b)) for size, b in zip(shape, block, strict=True)]
             dtype = np.float32 if scaling.startswith("f32") else np.uint8
-            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, *blocks), dtype)]
+            scales = oracle_blocks.cublaslt_layout(np.zeros(blocks, dtype), block, *shape)
+            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, scales.size), dtype)]
         results = results if transpose else results[:2]
         pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (4 - len(results))
         self._launch(
@@ -278,31 +294,24 @@ class Emulated:
         names = ("data", "scale_inv", "data_t", "scale_inv_t")
         return [buffer.result(name) for buffer, name in zip(results, names, strict=False)]
 
-    def quantize_activation(self, x, scale, fmt, activation, *, shift=0, **options):
+    def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""
-        results = _Codes((x.shape[0], x.shape[1], x.shape[3]), fmt, shift=shift, **options)
-        scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
-        self._launch(
-            "quantize_activation", _DTYPES[x.dtype], _DTYPES[fmt.dtype], ACTIVATIONS.index(activation),
-            x_buffer.pointer, scale_buffer.pointer, int(scale.size > 1), *results.pointers, *results.shape,
-        )  # fmt: skip
-        return results.values()
+        tiles = _Tiles(x, scale, fmt, **options)
+        self._launch("quantize_activation", ctypes.byref(tiles.params), ACTIVATIONS.index(activation))
+        return tiles.results()
 
-    def quantize_norm(self, x, gamma, beta, scale, fmt, kind, epsilon, *, shift=0, **options):
-        """x `[g, m, n]`, gamma and beta `[1 or g, n]`."""
-        results = _Codes(x.shape, fmt, shift=shift, **options)
-        scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
-        parameters = [p if p is None else _Buffer(p.shape, np.float32, 0, p) for p in (gamma, beta)]
-        pointers = [ctypes.c_void_p(None) if p is None else p.pointer for p in parameters]
-        so_far, *outputs = results.pointers
-        self._launch(
-            "quantize_norm", _DTYPES[x.dtype], _DTYPES[fmt.dtype], int(kind == "layer"), ctypes.c_float(epsilon),
-            x_buffer.pointer, scale_buffer.pointer, int(scale.size > 1), so_far, *pointers,
-            x.shape[2] if gamma.shape[0] > 1 else 0, *outputs, *results.shape,
-        )  # fmt: skip
-        return results.values()
+    def quantize_norm(self, x, rstd, mean, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
+        """x `[g, m, n]`, rstd and mean `[g, m]`, gamma and beta `[1 or g, n]`; mean and beta may be None."""
+        tiles = _Tiles(x, scale, fmt, **options)
+        shifts = (0, 0, parameter_shift, parameter_shift)
+        buffers = [
+            None if p is None else _Buffer(p.shape, np.float32, shift, p)
+            for p, shift in zip((rstd, mean, gamma, beta), shifts, strict=True)
+        ]
+        pointers = [ctypes.c_void_p() if buffer is None else buffer.pointer for buffer in buffers]
+        stride = x.shape[2] if gamma.shape[0] > 1 else 0
+        self._launch("quantize_norm", ctypes.byref(tiles.params), *pointers, stride)
+        return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
         scale_inv = np.atleast_1d(np.float32(scale_inv))

@@ -127,21 +127,35 @@ def test_scales(kernels, count, fp8_max, margin):
 
 
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e30])
+# options -> memsets and copies before the one kernel
+AMAX_STARTS = {
+    "in place": ({"so_far": True}, 0, 0),
+    "in a copy": ({"so_far": True, "in_place": False}, 0, 1),
+    "from zero": ({}, 1, 0),
+    "not wanted": ({"amax": False}, 0, 0),
+}
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_amax_so_far(kernels, in_place):
-    """It is raised: in place, or in a copy of it. In place a quantizing op is one kernel and nothing else."""
-    fmt, x = oracle.E4M3, random_values((3, 200, 40), oracle.BF16)
-    expected = np.maximum(AMAXES_SO_FAR, [oracle.amax(group) for group in x])
-    options = {"so_far": AMAXES_SO_FAR, "in_place": in_place}
+# Groups of their own blocks, and several groups in the warps of one.
+@pytest.mark.parametrize("g, m, n", [(1, 200, 40), (3, 200, 40), (40, 3, 8)])
+@pytest.mark.parametrize("case", AMAX_STARTS)
+def test_where_the_amax_starts(kernels, case, g, m, n):
+    """From what is given, in place or in a copy of it; from zero; or there is none."""
+    options, memsets, copies = AMAX_STARTS[case]
+    so_far = np.resize(AMAXES_SO_FAR, g) if "so_far" in options else None
+    options = options | {"so_far": so_far}
+    fmt, x = oracle.E4M3, random_values((g, m, n), oracle.BF16)
+    *codes, top = each_group(oracle.quantize_transpose, x, np.float32([1]), fmt)
+    top = top if so_far is None else np.maximum(top, so_far)
     kernels.launches()
-    *_, top = kernels.quantize(x.reshape(3, -1), 1, fmt, **options)
-    oracle.assert_bitwise(top, expected, "quantize")
-    assert kernels.launches() == (1, 0, 0 if in_place else 1)
-    *_, top = kernels.quantize_transpose(x, 1, fmt, **options)
-    oracle.assert_bitwise(top, expected, "quantize_transpose")
-    assert kernels.launches() == (1, 0, 0 if in_place else 1)
+    data, found = kernels.quantize(x.reshape(g, -1), 1, fmt, **options)
+    *both, found_t = kernels.quantize_transpose(x, 1, fmt, **options)
+    assert kernels.launches() == (2, 2 * memsets, 2 * copies)
+    assert_all_bitwise((data.reshape(x.shape), *both), (codes[0], *codes), "codes")
+    if options.get("amax", True):
+        assert_all_bitwise((found, found_t), (top, top), "amax")
+    else:
+        assert found is None and found_t is None
 
 
 @pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 9, 130), (2, 128, 128), (1, 129, 257), (1, 300, 40), (3, 257, 24)])
@@ -155,55 +169,13 @@ def test_column_sums(kernels, g, m, n, dtype):
     first = None
     for shift in (0, dtype.itemsize):
         *others, parts = kernels.quantize_transpose(x, 1, oracle.E5M2, shift, sums=True)
-        assert kernels.launches() == (1, 0, 0)
+        assert kernels.launches() == (1, 1, 0)
         assert_all_bitwise(others, codes, "with sums")
         for group, part in np.ndindex(parts.shape[:2]):
             rows = x[group, 128 * part : 128 * part + 128]
             oracle.assert_column_sums(parts[group, part], rows, f"group {group}, part {part}")
         first = parts if first is None else first
         oracle.assert_bitwise(parts, first, "sums, aligned or not")
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "f16", "f32"])
-def test_counts_of_every_value(emulated_library, dtype, fmt):
-    """Wide and element by element; codes and amaxes are those of the kernels that do not count."""
-    scales = np.concatenate([SCALES[::3], STRANGE_SCALES])
-    values = all_values(dtype, fmt)
-    values = np.resize(values, (values.size // 128 * 128,))
-    x = np.broadcast_to(values, (scales.size, values.size))
-    codes, top = each_group(oracle.quantize, x, scales, fmt)
-    words = counted(x, scales, fmt)
-    for shift in (0, dtype.itemsize):
-        got = emulated_library.quantize(x, scales, fmt, shift, counts=True)
-        assert_all_bitwise(got, (codes, top, words), "quantize")
-        matrices = x.reshape(scales.size, -1, 128)
-        square = codes.reshape(matrices.shape)
-        got = emulated_library.quantize_transpose(matrices, scales, fmt, shift, counts=True)
-        assert_all_bitwise(got, (square, square.swapaxes(1, 2), top, words), "quantize_transpose")
-
-
-@pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 9, 130), (2, 128, 128), (1, 300, 257), (3, 257, 24), (40, 5, 1)])
-@pytest.mark.parametrize("dtype", [oracle.BF16, np.dtype(np.float32)], ids=["bf16", "f32"])
-@pytest.mark.parametrize("sums", [False, True], ids=["counts", "sums_too"])
-def test_counts(kernels, g, m, n, dtype, sums):
-    """Of each group, whatever was in the buffer; for one memset more. What lies beyond a matrix is not counted."""
-    x = random_values((g, m, n), dtype, m)
-    words = counted(x, np.float32(30), oracle.E4M3)
-    kernels.launches()
-    for shift in (0, dtype.itemsize):
-        got = kernels.quantize_transpose(x, 30, oracle.E4M3, shift, counts=True, sums=sums)
-        oracle.assert_bitwise(got[3], words, f"quantize_transpose, shift {shift}")
-        assert kernels.launches() == (1, 1, 0)
-        *_, found = kernels.quantize(x.reshape(g, m * n), 30, oracle.E4M3, shift, counts=True)
-        oracle.assert_bitwise(found, words, f"quantize, shift {shift}")
-        assert kernels.launches() == (1, 1, 0)
-
-
-def counted(x, scale, fmt):
-    """The counts of each group as words, the low one of a count first."""
-    (counts,) = each_group(lambda *args: (oracle.counts(*args),), x, scale, fmt)
-    return np.stack([counts[:, 0], 0 * counts[:, 0], counts[:, 1], 0 * counts[:, 1]], axis=1).astype(np.uint32)
 
 
 # Shorter and longer than a block; fewer and more quantizers and groups than blocks of push_amaxes have threads.

@@ -11,7 +11,7 @@ import pytest
 
 from .test_library import LIBRARY
 
-ARCHITECTURES = ("sm_89", "sm_90a", "sm_100")
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100", "sm_120")
 # Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
 # 256. The first pattern found in a kernel's mangled name decides; other kernels have the default.
 BLOCK_SIZE = 256

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxfp8 import ops
-from mesh import cases
+from mesh import cases, hlo
 
 FORMAT = oracle.E4M3
 SPECS = [P(*axes) for axes in itertools.product((None, "data"), ("fsdp", None), (None, "tp"))]
@@ -103,6 +103,18 @@ def test_amax_so_far(spec):
         for op in (ops.quantize, ops.quantize_transpose):
             *_, top = jax.jit(lambda x, a, op=op: op(x, scale, FORMAT.dtype, amax=a))(put(x, spec), amax)
             oracle.assert_bitwise(np.asarray(top), np.maximum(amax, oracle.amax(x)), f"{op.__name__}, {amax}")
+
+
+@pytest.mark.parametrize("spec", [P(), *SPECS[:3], P(("data", "tp"), "fsdp")], ids=str)
+def test_counts(spec):
+    """Each device counts its shard; one sum over the devices makes them counts of the tensor."""
+    x, scale = values(4, 6, 10) * 2.0 ** np.arange(-30, 10).reshape(4, 1, 10).astype(np.float32), np.float32(3)
+    cut = put(x, spec)
+    with ops.implementation("ffi"):
+        count = jax.jit(lambda x: ops.count_saturated_and_flushed(x, scale, FORMAT.dtype)).lower(cut).compile()
+    oracle.assert_bitwise(np.asarray(count(cut)), oracle.counts(x, scale, FORMAT), str(spec))
+    sums = [collective.results for collective in hlo.collectives(count.as_text())]
+    assert sums == [(("f32", (2,)),)] * any(spec)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -84,16 +84,6 @@ void CheckQuantize(const std::vector<In>& x, float scale) {
     CHECK(got == expected);
     CHECK(table->amax[HighPrecisionIndex(kDtype<In>)](x.data(), size) == amax);
   }
-  uint64_t saturated = 0, flushed = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const float value = Widen(x[i]);
-    saturated += std::fabs(value * scale) > Decode<Format>(Format::kMaxCode);
-    flushed += value != 0 && (expected[i] & 0x7f) == 0;
-  }
-  for (const KernelTable* table : SupportedKernels()) {  // for any scale
-    const Counts counts = table->count[HighPrecisionIndex(kDtype<In>)][Fp8Index(kDtype<Format>)](x.data(), scale, size);
-    CHECK(counts.saturated == saturated && counts.flushed == flushed);
-  }
 }
 
 template <class In>
@@ -281,12 +271,11 @@ void CheckFlushingThread() {
   uint8_t data[2], data_t[2];
   const float so_far[2] = {};
   float amax[2], amax_t[2], out[2], column_sums[2];
-  Counts counts[2], counts_t[2];
   NoThreads pool;
   _mm_setcsr(flushing);
-  Quantize(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, data, so_far, amax, counts);
+  Quantize(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, data, so_far, amax);
   QuantizeTranspose(pool, Dtype::kF32, Dtype::kE4M3, x, {scales, 1}, 2, 1, 1, data, data_t, so_far, amax_t,
-                    column_sums, counts_t);
+                    column_sums);
   Dequantize(pool, Dtype::kE4M3, Dtype::kF32, codes, {scales + 1, 1}, 1, 2, out);
   const uint32_t after = _mm_getcsr();
   _mm_setcsr(before);
@@ -295,8 +284,6 @@ void CheckFlushingThread() {
   CHECK(data[1] == 0x80 && data_t[1] == 0x80);
   CHECK(FloatToBits(amax[0]) == FloatToBits(0x1p-130f) && FloatToBits(amax[1]) == 1);
   CHECK(memcmp(amax, amax_t, sizeof(amax)) == 0);
-  CHECK(counts[0].saturated == 0 && counts[0].flushed == 0 && counts[1].saturated == 0 && counts[1].flushed == 1);
-  CHECK(memcmp(counts, counts_t, sizeof(counts)) == 0);
   CHECK(FloatToBits(column_sums[0]) == FloatToBits(0x1p-130f) && column_sums[1] == -0x1p-149f);
   CHECK(FloatToBits(out[0]) == FloatToBits(0x1p-140f) && FloatToBits(out[1]) == 1);
 #endif

@@ -1,4 +1,4 @@
-"""quantize and quantize_transpose raise the amax they are given: a step has one for all uses of a quantizer."""
+"""quantize and quantize_transpose raise the amax they are given, one for all uses of a quantizer in a step; or none."""
 
 import jax
 import numpy as np
@@ -6,6 +6,8 @@ import oracle
 import pytest
 
 from jaxfp8 import ops
+from jaxfp8.ops._quantize import quantize_with
+from jaxfp8.ops._quantize_transpose import quantize_transpose_with
 
 from . import cases
 
@@ -51,3 +53,23 @@ def test_the_one_that_is_given_stays(implementation, quantize):
     *_, raised, same = jax.jit(lambda x, a: (*quantize(x, np.float32(1), E4M3, amax=a), a))(x, amax)
     cases.assert_bitwise(raised, np.float32(4), "raised")
     cases.assert_bitwise(same, amax, "the operand")
+
+
+def codes_alone(name, x, scale):
+    """The codes, in the layouts that the op has, by its form without an amax."""
+    with_options, options = quantize_with, {"amax": None, "with_amax": False}
+    if name == "quantize_transpose":
+        with_options, options = quantize_transpose_with, options | {"rows": 1, "cols": 1, "column_sums": False}
+    *codes, top = with_options(x, scale, E4M3, **options)
+    assert top is None
+    return codes
+
+
+def test_codes_alone(implementation, name):
+    x, scales = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1), np.float32([2, 0.5, 16])
+    members = jax.vmap(lambda x, scale: codes_alone(name, x, scale))(x, scales)
+    for i, scale in enumerate(scales):
+        *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
+        for got, member, want in zip(codes_alone(name, x[i], scale), members, expected, strict=True):
+            cases.assert_bitwise(got, want, f"scale {scale}")
+            cases.assert_bitwise(member[i], want, f"member {i}")

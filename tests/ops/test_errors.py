@@ -63,6 +63,10 @@ def quantize_transpose(x=X, scale=S, dtype=E4M3, **options):
     return ops.quantize_transpose(x, scale, dtype, **options)
 
 
+def count_saturated_and_flushed(x=X, scale=S, dtype=E4M3):
+    return ops.count_saturated_and_flushed(x, scale, dtype)
+
+
 def delayed_scales(histories=(H, H), stored=(S, S), fp8_max=(448.0, 448.0), **options):
     return ops.delayed_scales(histories, stored, fp8_max=fp8_max, **options)
 
@@ -90,11 +94,12 @@ def _table():
         return [(op, argument, label, value, exception) for label, value in values.items()]
 
     table = rows(ops.amax, "x", NOT_HIGH_PRECISION, TypeError)
-    for op in (quantize, quantize_transpose):
+    for op in (quantize, quantize_transpose, count_saturated_and_flushed):
         table += rows(op, "x", NOT_HIGH_PRECISION, TypeError)
         table += rows(op, "scale", SCALES_OF_WRONG_DTYPE, TypeError)
         table += rows(op, "scale", SCALES_OF_WRONG_SHAPE, ValueError)
         table += rows(op, "dtype", NOT_FP8_DTYPES, TypeError)
+    for op in (quantize, quantize_transpose):
         table += rows(op, "amax", {k: v for k, v in SCALES_OF_WRONG_DTYPE.items() if v is not None}, TypeError)
         table += rows(op, "amax", SCALES_OF_WRONG_SHAPE, ValueError)
     table += rows(quantize_transpose, "column_sums", {"int": 1, "none": None, "array": np.ones(2, bool)}, TypeError)

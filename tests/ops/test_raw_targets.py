@@ -54,15 +54,8 @@ GOOD = {
     ),
     "push_amaxes": ([((2, 4), F32), ((2, 1), F32)], [((2, 4), F32), ((2, 1), F32), *[((2,), F32)] * 2]),
 }
-# With counts after the amax; of ones at scale 1 there is nothing to count.
-GOOD |= {
-    f"{op}_counted": ([*GOOD[op][0], ((2, 4), np.uint32)], GOOD[op][1]) for op in ("quantize", "quantize_transpose")
-}
 # What a good call of ones gives, where that is not ones.
 ANSWERS = {"delayed_scales": [np.float32([0, 1, 1, 1])] + [np.float32(0)] + [np.float32(1)] * 4 + [np.float32(0)] * 2}
-ANSWERS |= {
-    f"{op}_counted": [np.float32(1)] * n + [np.uint32(0)] for op, n in (("quantize", 2), ("quantize_transpose", 3))
-}
 AMAXES_SO_FAR = [
     ("operand", 2, ((1,), F32)),
     ("operand", 2, ((3,), F32)),
@@ -70,6 +63,8 @@ AMAXES_SO_FAR = [
     ("operand", 2, ((), F32)),
     ("operand", 2, ((2,), BF16)),
     ("operand", 2, ((2,), np.int32)),
+    ("operand", 2, ((0, 2), F32)),
+    ("operand", 2, ((0,), BF16)),
 ]
 # op -> operand or result named in the message -> (place, index, bad specification)s.
 BAD = {
@@ -115,7 +110,7 @@ BAD = {
             ("result", 0, ((2, 12), F32)),
         ],
         "amax_so_far": AMAXES_SO_FAR,
-        "amax": [("result", 1, ((1,), F32)), ("result", 1, ((2, 12), F32)), ("result", 1, ((2,), BF16))],
+        "amax": [("result", 1, ((1,), F32)), ("result", 1, ((2, 12), F32)), ("result", 1, ((0,), BF16))],
     },
     "quantize_transpose": {
         "x": [
@@ -218,9 +213,6 @@ BAD = {
         "next history 1": [("result", 1, ((2, 4), F32)), ("result", 1, ((3, 1), F32))],
     },
 }
-for _op, _index in (("quantize", 2), ("quantize_transpose", 3)):
-    _shapes = (((2, 4), F32), ((2, 4), np.int32), ((2, 2), np.uint32), ((1, 4), np.uint32), ((8,), np.uint32))
-    BAD[f"{_op}_counted"] = BAD[_op] | {"counts": [("result", _index, spec) for spec in _shapes]}
 ROWS = [
     (op, name, place, index, spec)
     for op, names in BAD.items()
@@ -372,6 +364,20 @@ def test_no_groups_of_histories():
     attributes = {"numerators": np.ones(1, np.float32)}
     call("delayed_scales", [history, scalar, scalar, scalar], [history, scalar], **attributes)
     call("push_amaxes", [history], [history, scalar])
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
+def test_no_amax(op):
+    """Without one so far it is that of x; without one as a result the codes are the same, whatever it is so far."""
+    results, operands = (list(part) for part in GOOD[op])
+    none = ((0,), F32)
+    *_, top = call(op, results, [*operands[:2], none])
+    np.testing.assert_array_equal(top, np.ones(2, np.float32))
+    for so_far in (none, operands[2]):
+        *codes, top = call(op, [*results[:-1], none], [*operands[:2], so_far])
+        assert top.shape == (0,)
+        assert_answer(op, codes)
+    assert_alive(op)
 
 
 @pytest.mark.parametrize("groups_of_scales", [1, 3])

@@ -195,6 +195,30 @@ def test_forward_alone_on_cuda_quantizes_once_each(cuda_custom_calls):
     assert_one_pass_over_each_operand(text, (x, kernel))
 
 
+def test_counting_is_no_custom_call(cuda_custom_calls):
+    """XLA counts, in one reduction of x: two would write the product of every element to memory."""
+    count = jax.jit(lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3))
+    for text in (cuda_text(count, X, S), count.lower(X, S).as_text()):
+        assert not custom_calls(text)
+        assert len(re.findall(r"stablehlo.reduce\(.*tensor<6x10x", text)) == 1
+
+
+@pytest.mark.parametrize("name, of_amax", [("quantize", 2), ("quantize_transpose", 3)])
+def test_an_amax_that_is_not_there_is_empty(name, of_amax, cuda_custom_calls):
+    """Nothing is copied for the amax so far, and nothing is written for one that a fixed scale does not need."""
+    text = cuda_text(lambda x, s: getattr(ops, name)(x, s, E4M3), X, S)
+    (call,) = (line for line in text.splitlines() if f"@jaxfp8_{name}_v" in line)
+    operands, results = (re.findall(r"tensor<([^>]*)>", part) for part in call.split(" : ")[-1].split("->"))
+    assert operands[2] == "0xf32" and results[-1] == "1xf32" and "output_operand_alias" not in call
+    recipe = jaxfp8.Float8CurrentScaling()
+    text = cuda_text(lambda x, k: jaxfp8.dot_general(x, k, (((1,), (0,)), ((), ())), recipe=recipe), X, X.T)
+    calls = [line for line in text.splitlines() if "@jaxfp8_quantize" in line]
+    for line in calls:
+        operands, results = (re.findall(r"tensor<([^>]*)>", part) for part in line.split(" : ")[-1].split("->"))
+        assert operands[2] == "0xf32" and results[-1] == "0xf32"
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("precise", [False, True])
 def test_precise_reaches_the_handler(precise, cuda_custom_calls):
     text = cuda_text(lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES)
@@ -206,5 +230,5 @@ def test_names_carry_a_version():
     """Targets are named jaxfp8_<op>_v<N>, so that an old program never meets a handler with another contract."""
     with ops.implementation("ffi"):
         text = jax.jit(OPS["quantize"][0]).lower(X, S).as_text()
-    assert re.search(r"@jaxfp8_quantize_v2\b", text)
+    assert re.search(r"@jaxfp8_quantize_v3\b", text)
     assert set(ops.custom_call_targets()) == set(cases.CUDA_TARGETS.values())

@@ -164,5 +164,5 @@ def test_first_launches_are_recorded():
     """By XLA's compiler for H200s: its options are accepted, every custom call is in a graph; without them none is."""
     if reason := compiler.missing():
         pytest.skip(reason)
-    printed = dict(line.split() for line in compiler.run("graphs").splitlines())
+    printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())
     assert printed == {op: "True" for op in _cases.OPS} | {"without": "False"}

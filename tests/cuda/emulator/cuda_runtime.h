@@ -2,9 +2,11 @@
 //
 // Every CUDA thread is a fiber. It runs until it ends or waits, for its block (__syncthreads) or its warp
 // (__reduce_max_sync, __shfl_xor_sync, and what ptx.h says of a warp). Warps run as far ahead of each other as barriers let
-// them, in one of two orders, so that a missing barrier shows. Shared memory is static memory; what a launch asks for besides
-// is poisoned for each block. Asynchronous copies are made as early as they may be in one of the orders, and as late as they
-// may be in the other.
+// them, in one of two orders, so that a missing barrier shows. Shared memory is static memory. Asynchronous copies are made as
+// early as they may be in one of the orders, and as late as they may be in the other.
+//
+// A stream is always being captured, and nothing was used before: calls that CUDA then forbids, and which a first launch
+// may make, fail unless the thread has allowed them.
 //
 // What this cannot show: speed, memory ordering, and whether the instructions do what ptx.h says they do.
 #ifndef JAXFP8_TESTS_CUDA_EMULATOR_CUDA_RUNTIME_H_
@@ -44,6 +46,7 @@ inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned
 extern dim3 threadIdx, blockIdx, gridDim;
 
 void __syncthreads();
+int __syncthreads_or(int predicate);
 unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
 unsigned int __reduce_add_sync(unsigned int mask, unsigned int value);
 float __shfl_xor_sync(unsigned int mask, float value, int lanes);
@@ -94,14 +97,18 @@ inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorLaunchFailure };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorLaunchFailure,
+  cudaErrorStreamCaptureUnsupported,
+};
 using cudaStream_t = struct CUstream_st*;
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
   cudaStream_t stream;
 };
 
@@ -111,14 +118,7 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
-// The limit is remembered for the next launch, of whatever kernel.
-cudaError_t AllowSharedBytes(int bytes);
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int value) {
-  return AllowSharedBytes(value);
-}
-// Shared memory of the running block, aligned to 16 bytes.
-unsigned char* SharedOfBlock();
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
 // Runs `thread` for every thread of the grid.
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread);

@@ -44,10 +44,12 @@ int multiprocessors = 132;
 bool backwards = false;
 int64_t misaligned = 0;
 int64_t kernels = 0, memsets = 0, copies = 0;
-int shared_limit = 232448;  // of a block on Hopper
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeThreadLocal;
 
-alignas(16) unsigned char shared[1 << 18];
-int64_t shared_allowed = 48 << 10;
+// What a call returns that may be the first use of the runtime or of a kernel.
+cudaError_t FirstUse() {
+  return capture_mode == cudaStreamCaptureModeRelaxed ? cudaSuccess : cudaErrorStreamCaptureUnsupported;
+}
 
 void Enter() {
   (*body)();
@@ -124,6 +126,17 @@ bool RunBlock(int threads) {
 
 void __syncthreads() { Wait(State::kAtBlock); }
 
+int __syncthreads_or(int predicate) {
+  static int any = 0;
+  any |= predicate;
+  __syncthreads();
+  const int result = any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();  // before a thread comes here again
+  return result != 0;
+}
+
 namespace {
 
 unsigned int Exchange(unsigned int value, int from) {
@@ -198,44 +211,40 @@ const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
-  return cudaSuccess;
+  return FirstUse();
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? multiprocessors : shared_limit;
-  return cudaSuccess;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = multiprocessors;
+  return FirstUse();
 }
 
-cudaError_t AllowSharedBytes(int bytes) {
-  if (bytes > shared_limit) return cudaErrorInvalidValue;
-  shared_allowed = bytes;
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
   return cudaSuccess;
 }
-
-unsigned char* SharedOfBlock() { return shared; }
 
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t) {
   ++memsets;
   std::memset(address, value, bytes);
-  return cudaSuccess;
+  return FirstUse();
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   ++copies;
   std::memcpy(to, from, bytes);
-  return cudaSuccess;
+  return FirstUse();
 }
 
 cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
   static std::mutex one_at_a_time;  // the devices of a mesh launch at once
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  if (static_cast<int64_t>(config.dynamicSmemBytes) > shared_allowed) return cudaErrorInvalidValue;
+  if (FirstUse() != cudaSuccess) return FirstUse();
   ++kernels;
   body = &thread;
   gridDim = config.gridDim;
   for (unsigned int block = 0; block < config.gridDim.x; ++block) {
     blockIdx.x = block;
-    std::memset(shared, 0xa5, config.dynamicSmemBytes);
     if (!RunBlock(static_cast<int>(config.blockDim.x))) return cudaErrorLaunchFailure;
   }
   return cudaSuccess;
@@ -246,8 +255,10 @@ extern "C" __attribute__((visibility("default"))) void emulator_configure(int co
   backwards = run_backwards != 0;
 }
 
-// How much shared memory a block may ask for.
-extern "C" __attribute__((visibility("default"))) void emulator_set_shared(int bytes) { shared_limit = bytes; }
+// Whether the calling thread has the capture mode that it had in the beginning.
+extern "C" __attribute__((visibility("default"))) int emulator_capture_mode_is_restored() {
+  return capture_mode == cudaStreamCaptureModeThreadLocal;
+}
 
 // Misaligned accesses since the last call.
 extern "C" __attribute__((visibility("default"))) int64_t emulator_take_misaligned() {

@@ -29,19 +29,14 @@ EXPORT int launch_amax_to_scale(const float* amax, const float* stored, float nu
 }
 
 EXPORT int launch_quantize(int dtype, int format, const void* x, const float* scale, int64_t scale_stride, void* data,
-                           const float* amax_so_far, float* amax, jaxfp8::Counts* counts, int64_t groups, int64_t size) {
+                           const float* amax_so_far, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchQuantize({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale, scale_stride,
-                                       data, amax_so_far, amax, counts, groups, size},
+                                       data, amax_so_far, amax, groups, size},
                                       nullptr);
 }
 
-EXPORT int launch_quantize_transpose(int dtype, int format, const void* x, const float* scale, int64_t scale_stride,
-                                     void* data, void* data_t, const float* amax_so_far, float* amax,
-                                     float* column_sums, jaxfp8::Counts* counts, int64_t groups, int64_t m, int64_t n) {
-  return jaxfp8::cuda::LaunchQuantizeTranspose({static_cast<Dtype>(dtype), static_cast<Dtype>(format), x, scale,
-                                                scale_stride, data, data_t, amax_so_far, amax, column_sums, counts, groups,
-                                                m, n},
-                                               nullptr);
+EXPORT int launch_quantize_transpose(const jaxfp8::cuda::TileParams* params, float* column_sums) {
+  return jaxfp8::cuda::LaunchQuantizeTranspose({*params, column_sums}, nullptr);
 }
 
 EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, int scaling, const void* x, void* data,
@@ -53,23 +48,13 @@ EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, in
       nullptr);
 }
 
-EXPORT int launch_quantize_activation(int dtype, int format, int activation, const void* x, const float* scale,
-                                      int64_t scale_stride, const float* amax_so_far, void* data, void* data_t, float* amax,
-                                      int64_t groups, int64_t m, int64_t n) {
-  return jaxfp8::cuda::LaunchQuantizeActivation(
-      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), static_cast<jaxfp8::cuda::Activation>(activation), x,
-       scale, scale_stride, amax_so_far, data, data_t, amax, groups, m, n},
-      nullptr);
+EXPORT int launch_quantize_activation(const jaxfp8::cuda::TileParams* params, int activation) {
+  return jaxfp8::cuda::LaunchQuantizeActivation({*params, static_cast<jaxfp8::cuda::Activation>(activation)}, nullptr);
 }
 
-EXPORT int launch_quantize_norm(int dtype, int format, int centered, float epsilon, const void* x, const float* scale,
-                                int64_t scale_stride, const float* amax_so_far, const float* gamma, const float* beta,
-                                int64_t parameter_stride, void* data, void* data_t, float* amax, int64_t groups,
-                                int64_t m, int64_t n) {
-  return jaxfp8::cuda::LaunchQuantizeNorm(
-      {static_cast<Dtype>(dtype), static_cast<Dtype>(format), centered != 0, epsilon, x, scale, scale_stride, amax_so_far,
-       gamma, beta, parameter_stride, data, data_t, amax, groups, m, n},
-      nullptr);
+EXPORT int launch_quantize_norm(const jaxfp8::cuda::TileParams* params, const float* rstd, const float* mean,
+                                const float* gamma, const float* beta, int64_t parameter_stride) {
+  return jaxfp8::cuda::LaunchQuantizeNorm({*params, rstd, mean, gamma, beta, parameter_stride}, nullptr);
 }
 
 EXPORT int launch_dequantize(int format, int dtype, const void* data, const float* scale_inv, int64_t scale_stride,

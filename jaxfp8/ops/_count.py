@@ -1,0 +1,78 @@
+"""count_saturated_and_flushed: how many elements FP8 cannot hold at a scale."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..formats import FP8_DTYPES
+from . import _checks, _shapes
+from ._primitive import ONE, dims, tensor_op
+from ._reference import is_saturated_or_flushed
+
+_COUNTS = dims("whole_count", 1)  # a dimension that no mesh cuts
+_MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count
+
+
+def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Count the elements of `x * scale` that saturate in `dtype`, and those that become zero.
+
+    With `y = x.astype(f32) * scale` an element is saturated where `abs(y) > FP8_MAX`: an Inf is, a NaN is not. An
+    element is flushed where x is not zero and the code that `quantize` gives it is.
+
+    XLA computes the counts on every platform, in one read of `x`.
+
+    Args:
+        x: bfloat16, float16 or float32, any shape.
+        scale: f32[] or f32[1]; multiplies.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        f32[2], saturated and flushed: whole numbers, exact up to 2**24. A device counts at most 2**32 elements.
+
+    Raises:
+        TypeError: x, scale or dtype has another dtype; or the op is differentiated.
+        ValueError: scale has another shape.
+    """
+    op = "count_saturated_and_flushed"
+    x = _checks.high_precision(op, "x", x)
+    scale = _checks.scale(op, "scale", scale)
+    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+    return _count(x, scale, dtype=dtype)[0]
+
+
+def _reference(x, scale, members, dtype):
+    saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
+    # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every element
+    # to memory first. A row adds up both counts as the halves of one word.
+    words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
+    rows = _shapes.merge(_row_sums(words if x.ndim > members else words[..., None]), *[1] * members)
+    counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
+    return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
+
+
+def _row_sums(words):
+    """The sums over the last dimension, cut into rows that `_MAX_ROW` allows."""
+    size = words.shape[-1]
+    pieces = -(-size // _MAX_ROW)
+    if pieces > 1:
+        widths = [0] * (words.ndim - 1) + [-size % pieces]
+        words = _shapes.pad(words, *widths).reshape(*words.shape[:-1], pieces, -1)
+    return jnp.sum(words, axis=-1, dtype=jnp.uint32)
+
+
+def _count_shards(x, scale, members, dtype):
+    """Run the reference on each shard: 32 bits hold the counts of a device, not those of a mesh."""
+    return _reference(x, scale, members, dtype)
+
+
+_count = tensor_op(
+    "count_saturated_and_flushed",
+    names=lambda x, _, **__: ([dims("x", x), ONE], [_COUNTS]),
+    dtypes=lambda *_, **__: [jnp.float32],
+    reference=_reference,
+    cpu=_count_shards,
+    cuda=_count_shards,
+    combine=lambda **_: lax.psum,
+    sizes=lambda *_, **__: {_COUNTS[0]: 2},
+)

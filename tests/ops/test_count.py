@@ -1,0 +1,82 @@
+"""count_saturated_and_flushed: bitwise against the oracle."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+
+from . import cases
+
+E4M3 = cases.dtype_of(oracle.E4M3)
+SCALES = np.float32([1, 3.7, 2.0**-20, 2.0**40, 2.0**-126, np.finfo(np.float32).max])
+SUBNORMAL_SCALES = np.uint32([1, 0x400000, 0x7FFFFF]).view(np.float32)
+
+
+def assert_counted(x, scale, fmt, what):
+    found = ops.count_saturated_and_flushed(x, scale, cases.dtype_of(fmt))
+    cases.assert_bitwise(found, oracle.counts(x, scale, fmt), what)
+
+
+@pytest.mark.varied
+@pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+@pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+@pytest.mark.parametrize(
+    "scales", [SCALES, SUBNORMAL_SCALES, cases.STRANGE_SCALES], ids=["scales", "subnormal", "strange"]
+)
+def test_every_value(implementation, dtype, fmt, scales):
+    """All 16-bit values, or f32 corner cases and the neighbours of the rounding boundaries at that scale."""
+    for i, scale in enumerate(scales):
+        x = oracle.all_half_codes(dtype)
+        if dtype.itemsize == 4:
+            probes = cases.probes_for(scales[i : i + 1], fmt)[0] if scales is SCALES else oracle.rounding_probes(fmt)
+            x = np.concatenate([oracle.f32_corner_cases(), probes])
+        assert_counted(np.resize(x, (-(-x.size // 100), 100)), scale, fmt, f"{dtype} {fmt.name} {scale}")
+
+
+@pytest.mark.parametrize("fmt, top, half", [(oracle.E4M3, 448, 2.0**-10), (oracle.E5M2, 57344, 2.0**-17)])
+def test_by_hand(implementation, fmt, top, half):
+    """On the boundaries: the largest number does not saturate, half of the smallest rounds to zero, zero is zero."""
+    up, down = (lambda y: np.nextafter(np.float32(y), np.float32(np.inf))), (lambda y: np.nextafter(np.float32(y), 0))
+    saturating = [up(top), -up(top), np.inf, -np.inf, 3e38]
+    becoming_zero = [half, -half, down(half), 2.0**-149]
+    others = [top, -top, down(top), up(half), -up(half), 0.0, -0.0, np.nan, 1, up(top - 1), -np.nan]
+    x = np.float32([*saturating, *becoming_zero, *others]).reshape(4, 5)
+    found = ops.count_saturated_and_flushed(x, np.float32(1), cases.dtype_of(fmt))
+    cases.assert_bitwise(found, np.float32([5, 4]), fmt.name)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (217, 41), (2, 3, 1, 5), (0,), (3, 0), (0, 3), (300_001,)], ids=str)
+def test_shapes(implementation, shape):
+    x = cases.random_values(shape, oracle.BF16, 3, spread=8)
+    assert_counted(x, np.float32(16), oracle.E4M3, str(shape))
+
+
+@pytest.mark.parametrize("n", [2**16 - 1, 2**16, 2**16 + 1, 2**17 + 1])
+@pytest.mark.parametrize("value", [2.0**-20, 2.0**10])
+def test_rows_longer_than_half_a_word(implementation, n, value):
+    """A row of more elements than 16 bits can count, all of them saturated or all of them flushed."""
+    assert_counted(np.full((3, n), value, oracle.BF16), np.float32(1), oracle.E4M3, f"{n} times {value}")
+
+
+def test_batches_and_members(implementation):
+    """Dimensions of the tensor are one count, members of a vmap have their own, at their own scales."""
+    x, scales = cases.random_values((3, 2, 130, 66), np.float32, 5, spread=8), np.float32([1, 2.0**-9, 100])
+    assert_counted(x, np.float32(3), oracle.E4M3, "a batch")
+    own = np.stack([oracle.counts(of, s, oracle.E4M3) for of, s in zip(x, scales, strict=True)])
+    found = jax.vmap(lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3))(x, scales)
+    cases.assert_bitwise(found, own, "members")
+    shared = np.stack([oracle.counts(x[0], s, oracle.E4M3) for s in scales])
+    found = jax.vmap(lambda s: ops.count_saturated_and_flushed(x[0], s, E4M3))(scales)
+    cases.assert_bitwise(found, shared, "one tensor at several scales")
+    nested = jax.vmap(jax.vmap(lambda x: ops.count_saturated_and_flushed(x, np.float32(3), E4M3)))(x)
+    for i in np.ndindex(3, 2):
+        cases.assert_bitwise(nested[i], oracle.counts(x[i], np.float32(3), oracle.E4M3), f"member {i}")
+
+
+def test_more_than_f32_can_count(implementation):
+    """Sums are of integers: a sum of ones in float32 would stop at 2**24."""
+    x = np.full((2**24 + 2**10,), 449, np.float16)
+    found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(x)
+    cases.assert_bitwise(found, np.float32([2**24 + 2**10, 0]), "all saturate")
