@@ -4,6 +4,7 @@ What is uncertain about the hardware is a parameter of the model (oracle_accumul
 """
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -107,15 +108,17 @@ def test_a_bound_by_hand():
         np.testing.assert_allclose(bound, expected + 259 * 2.0**-24, rtol=1e-6)
 
 
-@pytest.mark.parametrize("accumulation", ["fast", "precise"])
-def test_parts_of_k_are_within_the_bound_of_the_whole(accumulation):
-    """An accumulator may begin after any step: the bounds of two parts are never more than that of both."""
+@pytest.mark.parametrize("device, step", [("8.9", 16), ("9.0", 32)])
+@pytest.mark.parametrize("accumulation, length", [("fast", 1024), ("precise", oracle_accumulation.PROMOTION)])
+def test_parts_of_k_are_within_the_bound_of_the_whole(accumulation, length, device, step):
+    """An accumulator may begin after any step and keep `length` elements: no such parts have more than the whole."""
     for kind in KINDS:
         a, b = operands(kind, 1024)
-        whole = oracle_accumulation.gemm_bound(a, b, accumulation, "9.0")
-        for cut in (32, 320, 512, 992):
-            parts = [(a[:, :cut], b[:, :cut]), (a[:, cut:], b[:, cut:])]
-            assert (sum(oracle_accumulation.gemm_bound(*part, accumulation, "9.0") for part in parts) <= whole).all()
+        whole = oracle_accumulation.gemm_bound(a, b, accumulation, device)
+        for begin in (step, 2 * step, 96):
+            edges = [0, *range(begin, 1024, length), 1024]
+            parts = [(a[:, i:j], b[:, i:j]) for i, j in itertools.pairwise(edges)]
+            assert (sum(oracle_accumulation.gemm_bound(*part, "fast", device) for part in parts) <= whole).all(), kind
 
 
 KINDS = ("normal", "positive", "lognormal", "any code", "subnormal", "cancelling")
