@@ -23,7 +23,6 @@ BUDGETS = {
     "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
-    "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
     "AmaxToScaleKernel": 32,  # 8 blocks
 }
 

@@ -23,6 +23,9 @@ KERNELS = {
     "quantize_transpose": (r"QuantizeTransposeKernel<BF16, E4M3, true, false, false>", 64, 13.3),
     "silu": (r"QuantizeActivationKernel<BF16, E4M3, Plain<Silu>, true>", 64, 17.8),
     "gated silu": (r"QuantizeActivationKernel<BF16, E4M3, Gated<Silu>, true>", 64, 20.3),
+    "blocks of 1x32": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>", 64, 11.3),
+    "blocks of 1x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)2, true>", 64, 10.3),
+    "blocks of 128x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)3, true>", 64, 9.9),
     "dequantize": (r"DequantizeKernel<E4M3, BF16, 8>", 32, 10.8),
 }
 
