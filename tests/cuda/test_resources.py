@@ -23,6 +23,7 @@ BUDGETS = {
     "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
+    "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
     "AmaxToScaleKernel": 32,  # 8 blocks
 }
 
@@ -99,6 +100,12 @@ def kernels():
 def test_no_kernel_spills(kernels):
     faults = [fault for kernel in kernels for fault in kernel.faults()]
     assert not faults, "\n".join(faults)
+
+
+def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
+    of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
+    found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
+    assert found and {kernel.blocks for kernel in found} == {4}
 
 
 def test_every_kernel_on_every_architecture(kernels):
