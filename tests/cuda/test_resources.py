@@ -99,6 +99,12 @@ def test_no_kernel_spills(kernels):
     assert not faults, "\n".join(faults)
 
 
+def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
+    of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
+    found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
+    assert found and {kernel.blocks for kernel in found} == {4}
+
+
 def test_every_kernel_on_every_architecture(kernels):
     names = {kernel.kernel for kernel in kernels}
     assert {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "TileKernel", "DequantizeKernel"} <= names
