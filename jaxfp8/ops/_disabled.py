@@ -5,8 +5,6 @@ import os
 from . import _ffi, _support
 
 VARIABLE = "JAXFP8_DISABLE"
-# Variants of a custom call go with their op.
-OPS = tuple(op for op in _ffi.OPS if not op.endswith("_counted"))
 
 
 def parsed(value: str) -> frozenset[str]:
@@ -16,9 +14,9 @@ def parsed(value: str) -> frozenset[str]:
         ValueError: a name is no op. A typo would leave the bad kernel on without a word.
     """
     names = frozenset(name.strip() for name in value.split(",")) - {""}
-    if unknown := ", ".join(sorted(names - set(OPS))):
+    if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
         raise ValueError(
-            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {', '.join(OPS)}"
+            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {', '.join(_ffi.OPS)}"
         )
     return names
 
