@@ -185,10 +185,17 @@ inline ffi::Error CheckAmax(const Operand& amax, int64_t groups) {
   return CheckShape(amax, {groups});
 }
 
+// Whether a buffer is [0]: what stands for an operand that there is not, or a result that nobody wants.
+inline bool IsNone(ffi::AnyBuffer buffer) { return buffer.dimensions().size() == 1 && buffer.dimensions()[0] == 0; }
+
 // f32[groups], or f32[0] where there is none.
 inline ffi::Error CheckAmaxOrNone(const Operand& amax, int64_t groups) {
-  const bool is_none = amax.buffer.dimensions().size() == 1 && amax.buffer.dimensions()[0] == 0;
-  return CheckAmax(amax, is_none ? 0 : groups);
+  return CheckAmax(amax, IsNone(amax.buffer) ? 0 : groups);
+}
+
+// The elements of an f32 buffer; null where it has none.
+inline float* FloatsOrNull(ffi::AnyBuffer buffer) {
+  return buffer.element_count() == 0 ? nullptr : static_cast<float*>(buffer.untyped_data());
 }
 
 // [g, ...]: any shape in a group, and small enough as above.

@@ -27,10 +27,6 @@ struct QuantizeBuffers {
 
   const float* AmaxSoFarOrNull() const { return FloatsOrNull(amax_so_far); }
   float* AmaxOrNull() const { return FloatsOrNull(amax); }
-
-  static float* FloatsOrNull(ffi::AnyBuffer buffer) {
-    return buffer.element_count() == 0 ? nullptr : static_cast<float*>(buffer.untyped_data());
-  }
 };
 
 inline ffi::Error CheckQuantize(const char* op, const QuantizeBuffers& buffers, const ffi::Dictionary& attributes) {

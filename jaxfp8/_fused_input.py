@@ -43,8 +43,9 @@ class Activated:
 
     def quantize(self, scale, dtype, amax):
         """As the op, of the values as a matrix: rows are all dimensions but the last."""
-        options = {"activation": self.activation, "rows": len(self.shape) - 1, "amax": amax}
-        return ops.quantize_activation(self.x, scale, dtype, **options)
+        options = {"activation": self.activation, "rows": len(self.shape) - 1}
+        options |= {"amax": amax, "with_amax": amax is not None}
+        return _quantize_activation.quantize_activation_with(self.x, scale, dtype, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -75,8 +76,9 @@ class Normalized:
 
     def quantize(self, scale, dtype, amax):
         """As the op, of the values as a matrix: rows are all dimensions but the last."""
-        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1, "amax": amax}
-        return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
+        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
+        options |= {"amax": amax, "with_amax": amax is not None}
+        return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
 
 
 FusedInput = Activated | Normalized
@@ -173,10 +175,11 @@ def _quantize(dtype, counts):
         of_x, *others = jax.tree.leaves(is_batched)
         if of_x and not any(others):
             data, data_t, *shared = quantize(fused, scale, amax)
-            return (data, jnp.moveaxis(data_t, 1, 0), *shared), (True, True, *[False] * len(shared))
+            batched = (True, True, *jax.tree.map(lambda _: False, shared))
+            return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
         each = jax.vmap(alone, in_axes=tuple(in_axes))(fused, scale, amax)
-        return each, (True,) * len(each)
+        return each, jax.tree.map(lambda _: True, each)
 
     return quantize
 

@@ -273,6 +273,31 @@ def norm(x, gamma, beta, kind: str, epsilon: float, depth: int | None = None) ->
     return Values(exact, np.where(np.isfinite(exact), bound, 0))
 
 
+def multiply_add(x, y, z) -> np.ndarray:
+    """x * y + z of f32, rounded once to f32.
+
+    In f64 the product is exact and the sum is not. Rounded to odd, its last bit tells that something was lost, so that
+    the second rounding, to 29 bits fewer, is that of the exact sum (Boldo and Melquiond, 2008).
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        product, z = widen(x, np.float64) * widen(y, np.float64), widen(z, np.float64)
+        total = np.asarray(product + z)
+        part = total - product  # TwoSum (Knuth): what the sum lost
+        lost = (product - (total - part)) + (z - part)
+        is_even = total.view(np.uint64) % 2 == 0
+        odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+        total = np.where(np.isfinite(lost) & (lost != 0) & is_even, odd, total)
+        return total.astype(F32)
+
+
+def affine(x, rstd, mean, gamma, beta) -> np.ndarray:
+    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without beta the product is the third."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        centered = widen(x) if mean is None else widen(x) - mean[..., None]
+        factor = rstd[..., None] * gamma
+        return centered * factor if beta is None else multiply_add(centered, factor, np.broadcast_to(beta, x.shape))
+
+
 # ------------------------------------------------------------------------------------------------- delayed scaling
 
 

@@ -111,7 +111,7 @@ def test_a_bound_by_hand():
 @pytest.mark.parametrize("device, step", [("8.9", 16), ("9.0", 32)])
 @pytest.mark.parametrize("accumulation, length", [("fast", 1024), ("precise", oracle_accumulation.PROMOTION)])
 def test_parts_of_k_are_within_the_bound_of_the_whole(accumulation, length, device, step):
-    """An accumulator may begin after any step and keep `length` elements: the bound of the whole covers such parts."""
+    """An accumulator may begin after any step and keep `length` elements: no such parts have more than the whole."""
     for kind in KINDS:
         a, b = operands(kind, 1024)
         whole = oracle_accumulation.gemm_bound(a, b, accumulation, device)

@@ -6,7 +6,7 @@ PATTERN the program prints its loops: the instructions that a thread executes in
 the bytes that it moves. tests/cuda/test_sass.py asserts the figures of the kernels that matter.
 
 The fast path of a loop is the path from its head back to its head that moves the most bytes by unconditional loads,
-then the most bytes, and of those paths the one with the fewest instructions: whole tiles, wide accesses, no special
+then the most bytes by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no special
 cases. An inner loop counts once in the loop around it; `trips` says how often it really runs.
 """
 
@@ -63,7 +63,7 @@ class Cost:
 
     Attributes:
         loaded: bytes of global memory by loads that always execute.
-        moved: bytes of global memory by all loads and stores.
+        moved: bytes of global memory by loads and stores of at least 8 bytes; narrower ones are those of special cases.
         instructions: of the path.
     """
 
@@ -157,7 +157,7 @@ def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int,
 
 def _cost(block: list[Instruction]) -> Cost:
     loaded = sum(i.bytes for i in block if i.base == "LDG" and not i.guard)
-    moved = sum(i.bytes for i in block if i.base in ("LDG", "STG"))
+    moved = sum(i.bytes for i in block if i.base in ("LDG", "STG") and i.bytes >= 8)
     return Cost(loaded, moved, sum(i.base != "NOP" for i in block))
 
 

@@ -91,6 +91,22 @@ __device__ __forceinline__ uint32_t LargerMagnitudes<F32>(uint32_t a, uint32_t b
   return larger;
 }
 
+// The same packed elements, but NaN for an infinity: x * 0 + x.
+template <class T>
+__device__ __forceinline__ uint32_t InfinitiesToNan(uint32_t x);
+
+#define JAXFP8_INFINITIES_TO_NAN(T, suffix)                                             \
+  template <>                                                                           \
+  __device__ __forceinline__ uint32_t InfinitiesToNan<T>(uint32_t x) {                  \
+    uint32_t sum;                                                                       \
+    asm("fma.rn." suffix " %0, %1, %2, %1;" : "=r"(sum) : "r"(x), "r"(0));              \
+    return sum;                                                                         \
+  }
+JAXFP8_INFINITIES_TO_NAN(BF16, "bf16x2")
+JAXFP8_INFINITIES_TO_NAN(F16, "f16x2")
+JAXFP8_INFINITIES_TO_NAN(F32, "f32")
+#undef JAXFP8_INFINITIES_TO_NAN
+
 // 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.
 __device__ __forceinline__ float Exp2(float x) {
   float power;

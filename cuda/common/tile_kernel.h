@@ -5,7 +5,6 @@
 //
 //   In                             the dtype that decides how many columns a thread has: 16 bytes
 //   kBatch                         rows whose loads are in flight together: all of a thread's, or a part
-//   kBlocks                        blocks on a multiprocessor, which caps the registers
 //   kQuantizesInput                the values are those of x, and Row::x holds them: the amax is taken of pairs
 //   kSumsColumns                   StoreColumnSum takes the sum of each column of a tile
 //   Columns<..>(share)             what is loaded once for all rows of a share
@@ -31,6 +30,9 @@
 
 namespace jaxfp8::cuda {
 
+// Blocks on a multiprocessor, which caps the registers at 64 a thread: 1024 threads with some 100 bytes each in flight.
+constexpr int kTileBlocks = 4;
+
 // What the kernel is given besides its producer.
 struct TileTask {
   TransposePlan plan;
@@ -45,7 +47,7 @@ struct TileTask {
 // Where a thread's rows and columns of a tile are in matrices `[groups, m, n]`.
 //
 // Vectors that lie outside are loaded from the nearest row and columns inside: their values change no amax, their codes
-// are not stored, and the loads need no predicates. Single elements outside are zero.
+// are not stored, and the loads need no predicates. Of single elements only columns may lie outside; they are zero.
 template <class In, Access kAccess>
 struct MatrixShare {
   static constexpr int kVector = 16 / sizeof(In);
@@ -189,6 +191,7 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
   constexpr int kBatch = Producer::kBatch < kRowsAtOnce ? Producer::kBatch : kRowsAtOnce;
 #pragma unroll 1
   for (int top = 0; top < kRows; top += kRowsAtOnce) {
+    if (kAccess == Access::kElements && top >= share.rows) break;
     Bytes<kVector> codes[kRowsAtOnce];
 #pragma unroll
     for (int first = 0; first < kRowsAtOnce; first += kBatch) {
@@ -204,7 +207,7 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
 }
 
 template <class Producer, class Format, bool kWideRows>
-__global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
+__global__ void __launch_bounds__(kBlockSize, kTileBlocks)
     TileKernel(const __grid_constant__ TileTask task, const __grid_constant__ Producer producer) {
   using Place = TileShare<16 / sizeof(typename Producer::In)>;
   __shared__ SharedTile<Producer> shared;

@@ -1,12 +1,12 @@
-// jaxfp8_quantize_activation_v1: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax f32 [g] -> data fp8 [g, m, n], amax
-// f32 [g], and, if there is a third result, data_t [g, n, m].
+// jaxfp8_quantize_activation_v2: x [g, m, 1 or 2, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0] -> data fp8
+// [g, m, n], amax f32 [g] or [0], and, if there is a third result, data_t [g, n, m].
 #include "cuda/kernels/quantize_activation.h"
 
 #include <optional>
 #include <string>
 #include <string_view>
 
-#include "cuda/ffi/codes.h"
+#include "cuda/ffi/tiles.h"
 
 namespace jaxfp8::cuda {
 namespace {
@@ -35,42 +35,24 @@ ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi:
   const Operand x_operand{kOp, "x", x};
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 4));
-  const int64_t groups = x.dimensions()[0];
-  const int64_t m = x.dimensions()[1];
-  const int64_t n = x.dimensions()[3];
-  JAXFP8_RETURN_IF_ERROR(CheckShape(x_operand, {groups, m, gated ? 2 : 1, n}));
-  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "scale", scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmax({kOp, "amax_so_far", amax_so_far}, groups));
-  Codes codes;
-  JAXFP8_RETURN_IF_ERROR(CheckCodes(kOp, *data, *amax, rest, groups, m, n, &codes));
-
+  JAXFP8_RETURN_IF_ERROR(CheckShape(x_operand, {x.dimensions()[0], x.dimensions()[1], gated ? 2 : 1,
+                                                x.dimensions()[3]}));
   QuantizeActivationParams params = {};
-  params.dtype = ToDtype(x.element_type());
-  params.format = ToDtype(data->element_type());
+  JAXFP8_RETURN_IF_ERROR(CheckTiles(kOp, x, scale, amax_so_far, *data, *amax, rest, &params));
   params.activation = *function;
-  params.x = x.untyped_data();
-  params.scale = static_cast<const float*>(scale.untyped_data());
-  params.scale_stride = ScaleStride(scale);
-  params.amax_so_far = static_cast<const float*>(amax_so_far.untyped_data());
-  params.data = codes.data;
-  params.data_t = codes.data_t;
-  params.amax = codes.amax;
-  params.groups = groups;
-  params.m = m;
-  params.n = n;
   return ToError(kOp, LaunchQuantizeActivation(params, stream));
 }
 
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_activation_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v1, jaxfp8::cuda::QuantizeActivationHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_activation_v2);
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v2, jaxfp8::cuda::QuantizeActivationHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Arg<xla::ffi::AnyBuffer>()  // scale
-                                 .Arg<xla::ffi::AnyBuffer>()  // amax
+                                 .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
                                  .Ret<xla::ffi::AnyBuffer>()  // data
                                  .Ret<xla::ffi::AnyBuffer>()  // amax
                                  .RemainingRets()             // data_t

@@ -1,4 +1,4 @@
-// jaxfp8_scaled_matmul_v1: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
+// jaxfp8_scaled_matmul_v2: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
 #include <algorithm>
 
 #include "cuda/ffi/gemm_checks.h"
@@ -102,8 +102,8 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_initialize_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::InitializeScaledMatmul,
                               xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v2);
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v2, jaxfp8::cuda::ScaledMatmulHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                  .Arg<xla::ffi::AnyBuffer>()  // a

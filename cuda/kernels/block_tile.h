@@ -5,9 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/convert.h"
-#include "cuda/common/packed.h"
 #include "cuda/common/transpose_tile.h"
 #include "cuda/kernels/quantize_blocks_transpose.h"
 
@@ -31,31 +31,23 @@ struct Elements {
     return {static_cast<int>(threadIdx.x % Share::kColumnGroups),
             i * Share::kRowGroupsAtOnce + static_cast<int>(threadIdx.x / Share::kColumnGroups)};
   }
-  // Of its first element in x and data.
+  // Of its first element in x and data. In small matrices a product of two sizes costs one instruction.
+  template <bool kWideRows>
   __device__ __forceinline__ static int64_t Offset(const TransposePlan& plan, const Tile& tile, const Share& share) {
-    return (tile.group * plan.m + tile.row + share.FirstRow()) * plan.n + tile.column + share.FirstColumn();
+    using Size = std::conditional_t<kWideRows, uint32_t, int64_t>;
+    const uint64_t row = static_cast<uint64_t>(static_cast<Size>(tile.group)) * static_cast<Size>(plan.m) +
+                         static_cast<Size>(tile.row) + share.FirstRow();
+    return row * static_cast<Size>(plan.n) + static_cast<Size>(tile.column) + share.FirstColumn();
   }
 
-  template <Access kAccess>
-  __device__ __forceinline__ void Load(const TransposePlan& plan, const Tile& tile, const In* x) {
-#pragma unroll
-    for (int i = 0; i < kShares; ++i) {
-      const Share share = ShareAt(i);
-      const In* first = x + Offset(plan, tile, share);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        vectors[i][r] = LoadVector<kAccess>(first + r * plan.n, share.Valid(tile, r));
-      }
-    }
-  }
   template <bool kWideRows>
   __device__ __forceinline__ void Load(const TransposePlan& plan, const Tile& tile, const In* x) {
     if constexpr (!kWideRows) {
-      Load<Access::kElements>(plan, tile, x);
+      LoadAs<Access::kElements>(plan, tile, x);
     } else if (tile.IsWhole()) {
-      Load<Access::kWholeTile>(plan, tile, x);
+      LoadAs<Access::kWholeTile>(plan, tile, x);
     } else {
-      Load<Access::kEdgeTile>(plan, tile, x);
+      LoadAs<Access::kEdgeTile>(plan, tile, x);
     }
   }
 
@@ -71,53 +63,20 @@ struct Elements {
   }
 
   Bytes<16> vectors[kShares][kRows];
-};
-
-// The tiles of a block: blockIdx.x, and every gridDim.x-th after it. It divides once, and not for each tile.
-class TileWalk {
- public:
-  // In tiles.
-  struct At {
-    int64_t group;
-    int row;
-    int column;
-  };
-
-  __device__ __forceinline__ explicit TileWalk(const TransposePlan& plan)
-      : plan_(plan),
-        rows_(static_cast<int>(plan.group_tiles / plan.tile_columns)),
-        columns_(static_cast<int>(plan.tile_columns)),
-        at_(Position(blockIdx.x)),
-        step_(Position(gridDim.x)) {}
-
-  __device__ __forceinline__ Tile Here() const {
-    const int64_t row = int64_t{at_.row} * kTileSide, column = int64_t{at_.column} * kTileSide;
-    return {at_.group, row, column, Inside(plan_.m - row), Inside(plan_.n - column)};
-  }
-  __device__ __forceinline__ const At& at() const { return at_; }
-  __device__ __forceinline__ void Next() {
-    at_.column += step_.column;
-    const bool is_next_row = at_.column >= columns_;
-    at_.column -= is_next_row ? columns_ : 0;
-    at_.row += step_.row + is_next_row;
-    const bool is_next_group = at_.row >= rows_;
-    at_.row -= is_next_group ? rows_ : 0;
-    at_.group += step_.group + is_next_group;
-  }
 
  private:
-  __device__ __forceinline__ At Position(int64_t index) const {
-    const int64_t group = index / plan_.group_tiles, in_group = index % plan_.group_tiles;
-    return {group, static_cast<int>(in_group / plan_.tile_columns), static_cast<int>(in_group % plan_.tile_columns)};
+  template <Access kAccess>
+  __device__ __forceinline__ void LoadAs(const TransposePlan& plan, const Tile& tile, const In* x) {
+#pragma unroll
+    for (int i = 0; i < kShares; ++i) {
+      const Share share = ShareAt(i);
+      const In* first = x + Offset<kAccess != Access::kElements>(plan, tile, share);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        vectors[i][r] = LoadVector<kAccess>(first + r * plan.n, share.Valid(tile, r));
+      }
+    }
   }
-  __device__ __forceinline__ static int Inside(int64_t left) {
-    return left < kTileSide ? static_cast<int>(left) : kTileSide;
-  }
-
-  const TransposePlan& plan_;
-  const int rows_, columns_;  // tiles
-  At at_;
-  const At step_;
 };
 
 // The lines of a layout along which its blocks lie, rows of x for data and columns of x for data_t, and their scales.
@@ -141,13 +100,13 @@ struct Line {
   int tile;   // of 128 lines
   int along;  // of 128 elements along them
 
-  __device__ __forceinline__ Line(const TileWalk::At& at, const Tile& of)
+  __device__ __forceinline__ explicit Line(const Tile& at)
       : is_column(threadIdx.x >= kTileSide),
         index(threadIdx.x % kTileSide),
-        inside(is_column ? of.columns : of.rows),
+        inside(is_column ? at.columns : at.rows),
         group(at.group),
-        tile(is_column ? at.column : at.row),
-        along(is_column ? at.row : at.column) {}
+        tile(static_cast<int>((is_column ? at.column : at.row) / kTileSide)),
+        along(static_cast<int>((is_column ? at.row : at.column) / kTileSide)) {}
 };
 
 // Element `i` of a word of magnitudes, and the largest, as bits of an f32; NaN may be above infinity.

@@ -16,8 +16,6 @@ struct Activated {
   static constexpr int kInputs = Activate::kInputs;
   // A gated activation reads two vectors for one of codes: 8 loads in flight either way.
   static constexpr int kBatch = kRows / kInputs;
-  // For f32 64 registers are too few on sm_89.
-  static constexpr int kBlocks = sizeof(In) == 4 ? 3 : 4;
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
   struct Columns {};

@@ -23,7 +23,16 @@
 namespace jaxfp8::cuda {
 namespace {
 
-constexpr int MinBlocks(int element_bytes, bool wide_rows) { return !wide_rows ? 1 : element_bytes == 2 ? 3 : 2; }
+// Blocks of threads on a multiprocessor. The tile of 16-bit floats is 32 registers a thread, that of f32 64. Four blocks
+// are for Hopper: on 8.9 and 12.x shared memory holds three, and on 10.x the compiler would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kBlocksOfHalves = 4;
+#else
+constexpr int kBlocksOfHalves = 3;
+#endif
+constexpr int MinBlocks(int element_bytes, bool wide_rows) {
+  return !wide_rows ? 1 : element_bytes == 2 ? kBlocksOfHalves : 2;
+}
 
 template <class In>
 struct KernelParams {
@@ -108,25 +117,21 @@ Lines MakeLines(int64_t count, int64_t length, const float* amaxes, void* scale_
 // The code that the hardware converts NaN to.
 constexpr uint8_t kHardwareNanCode = 0x7f;
 
-// The codes of four numbers that were multiplied by their scales; as RoundFour, but for NaN.
-template <class Format, bool kHasNan>
-__device__ __forceinline__ uint32_t Round(float y0, float y1, float y2, float y3) {
-  if constexpr (kHasNan) return RoundFour<Format>(y0, y1, y2, y3);
-  return FloatsToFp8x2<Format>(y0, y1) | (uint32_t{FloatsToFp8x2<Format>(y2, y3)} << 16);
-}
-
 // Stores the codes of a thread's elements to data, and those of the other layout to `tile_t`.
 template <class Format, int kShift, bool kWideRows, bool kHasNan, class In>
 __device__ __forceinline__ void QuantizeElements(const KernelParams<In>& params, const Tile& tile,
                                                  const Elements<In>& x, const TileFactors<kShift>& factors,
                                                  uint8_t* tile_t) {
   constexpr int kVector = Elements<In>::kVector;
+  const auto round = [](float y0, float y1, float y2, float y3) {
+    return kHasNan ? RoundFour<Format>(y0, y1, y2, y3) : RoundFourNumbers<Format>(y0, y1, y2, y3);
+  };
   constexpr int kPatch = 4;  // a word of codes is of 4 columns of a row, or 4 rows of a column
 #pragma unroll
   for (int s = 0; s < Elements<In>::kShares; ++s) {
     const auto share = Elements<In>::ShareAt(s);
     const int row = share.FirstRow(), column = share.FirstColumn();
-    uint8_t* data = params.data + Elements<In>::Offset(params.plan, tile, share);
+    uint8_t* data = params.data + Elements<In>::template Offset<kWideRows>(params.plan, tile, share);
     const float* by_row = factors[0][column >> kShift] + row;
     const float* by_column = factors[1][row >> kShift] + column;
     uint32_t columns[kVector][kRows / kPatch];
@@ -142,15 +147,14 @@ __device__ __forceinline__ void QuantizeElements(const KernelParams<In>& params,
 #pragma unroll
           for (int c = 0; c < kPatch; ++c) patch[r][c] = Widen<In>(x.vectors[s][top + r].words, left + c);
           const float by = by_row[top + r];
-          rows[r].words[left / kPatch] = Round<Format, kHasNan>(__fmul_rn(patch[r][0], by), __fmul_rn(patch[r][1], by),
-                                                           __fmul_rn(patch[r][2], by), __fmul_rn(patch[r][3], by));
+          rows[r].words[left / kPatch] = round(__fmul_rn(patch[r][0], by), __fmul_rn(patch[r][1], by),
+                                               __fmul_rn(patch[r][2], by), __fmul_rn(patch[r][3], by));
         }
 #pragma unroll
         for (int c = 0; c < kPatch; ++c) {
           const float by = by_column[left + c];
-          columns[left + c][top / kPatch] =
-              Round<Format, kHasNan>(__fmul_rn(patch[0][c], by), __fmul_rn(patch[1][c], by), __fmul_rn(patch[2][c], by),
-                                __fmul_rn(patch[3][c], by));
+          columns[left + c][top / kPatch] = round(__fmul_rn(patch[0][c], by), __fmul_rn(patch[1][c], by),
+                                                  __fmul_rn(patch[2][c], by), __fmul_rn(patch[3][c], by));
         }
       }
 #pragma unroll
@@ -179,14 +183,13 @@ template <class In, bool kWideRows>
 __global__ void __launch_bounds__(kBlockSize, MinBlocks(sizeof(In), kWideRows))
     LineAmaxesKernel(TransposePlan plan, const In* x, float* rows, float* columns) {
   __shared__ TileAmaxes<In> amaxes;
-  TileWalk walk(plan);
-  for (int64_t index = blockIdx.x; index < plan.tiles; index += gridDim.x, walk.Next()) {
-    const Tile tile = walk.Here();
+  for (int64_t index = blockIdx.x; index < plan.tiles; index += gridDim.x) {
+    const Tile tile = kWideRows ? plan.AtSmall(index) : plan.At(index);
     Elements<In> elements;
     elements.template Load<kWideRows>(plan, tile, x);
     amaxes.Put(elements, columns != nullptr);
     __syncthreads();
-    const Line line(walk.at(), tile);
+    const Line line(tile);
     if (line.index < line.inside) {
       if (!line.is_column) {
         RaiseAmax(rows + tile.group * plan.m + tile.row + line.index, amaxes.template OfRow<7>(0, line.index));
@@ -207,9 +210,8 @@ __global__ void __launch_bounds__(kBlockSize, MinBlocks(sizeof(In), kWideRows))
   __shared__ Amaxes<In, kBlock> amaxes;
   alignas(16) __shared__ TileFactors<kShift> factors;
 
-  TileWalk walk(params.plan);
-  for (int64_t index = blockIdx.x; index < params.plan.tiles; index += gridDim.x, walk.Next()) {
-    const Tile tile = walk.Here();
+  for (int64_t index = blockIdx.x; index < params.plan.tiles; index += gridDim.x) {
+    const Tile tile = kWideRows ? params.plan.AtSmall(index) : params.plan.At(index);
     const bool transposes = params.data_t != nullptr;
     Elements<In> x;
     x.template Load<kWideRows>(params.plan, tile, params.x);
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(kBlockSize, MinBlocks(sizeof(In), kWideRows))
     // Also without amaxes: the last tile's factors may still be read.
     __syncthreads();
 
-    const Line line(walk.at(), tile);
+    const Line line(tile);
     const Lines& lines = params.lines[line.is_column];
     bool is_finite = true;
     if (!line.is_column || transposes) {
@@ -273,7 +275,7 @@ cudaError_t Run(const QuantizeBlocksTransposeParams& params, cudaStream_t stream
   const int64_t blocks = plan.tiles < max_blocks ? plan.tiles : max_blocks;
   if constexpr (kOfRows) {
     const int64_t count = params.groups * (params.m + (transposes ? params.n : 0));
-    JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(params.amaxes, 0, count * sizeof(float), stream));
+    JAXFP8_RETURN_IF_CUDA_ERROR(SetZero(params.amaxes, count, stream));
     JAXFP8_RETURN_IF_CUDA_ERROR(Launch(LineAmaxesKernel<In, kWideRows>, blocks, kBlockSize, stream, plan,
                                        kernel_params.x, row_amaxes, column_amaxes));
   }
@@ -289,7 +291,8 @@ cudaError_t Run(const QuantizeBlocksTransposeParams& params, cudaStream_t stream
       using In = typename decltype(in)::type;
       using Format = typename decltype(format)::type;
       constexpr int kVector = 16 / sizeof(In);
-      const bool wide_rows = params.n % kVector == 0 && IsAligned(params.x, 16) && IsAligned(params.data, kVector);
+      const bool wide_rows = params.n % kVector == 0 && IsAligned(params.x, 16) && IsAligned(params.data, kVector) &&
+                             MakeTransposePlan(params.groups, params.m, params.n).is_small;
       status = wide_rows ? Run<In, Format, kBlock, true>(params, stream)
                          : Run<In, Format, kBlock, false>(params, stream);
     });

@@ -19,7 +19,6 @@ struct Normalized {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr int kBatch = kRows / 2;
-  static constexpr int kBlocks = 4;
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
   struct Columns {
@@ -53,12 +52,8 @@ struct Normalized {
   }
   template <Access kAccess>
   __device__ __forceinline__ Row Load(const MatrixShare<In, kAccess>& share, int r) const {
-    Row row = {share.Load(x, r), 0.0f, 0.0f};
-    if (kAccess == Access::kElements && r >= share.rows) return row;
     const auto at = share.row + share.RowInside(r);
-    row.rstd = LoadFloat(rstd + at);
-    if constexpr (kCentered) row.mean = LoadFloat(mean + at);
-    return row;
+    return {share.Load(x, r), LoadFloat(rstd + at), kCentered ? LoadFloat(mean + at) : 0.0f};
   }
   __device__ __forceinline__ void Values(const Columns& columns, const Row& row, float (&values)[kVector]) const {
 #pragma unroll
@@ -72,7 +67,7 @@ struct Normalized {
  private:
   __device__ __forceinline__ static float LoadFloat(const float* address) { return BitsToFloat(cuda::Load<4>(address).words[0]); }
 
-  // Of single elements outside of the matrix it is 0, so that values there are: they change no amax.
+  // Single columns outside of the matrix have zeros, so that values there are 0, or not finite as the rest of the row.
   template <Access kAccess>
   __device__ __forceinline__ static void LoadParameter(const float* parameter, int valid, float (&out)[kVector]) {
 #pragma unroll

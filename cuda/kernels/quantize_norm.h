@@ -12,7 +12,7 @@ struct QuantizeNormParams : TileParams {
   const float* rstd;         // [groups, m]: 1 / the standard deviation of each row
   const float* mean;         // as rstd, or null: 0
   const float* gamma;        // [1, n] or [groups, n]
-  const float* beta;         // as gamma, or null: nothing is added
+  const float* beta;         // as gamma, or null: nothing is added; null where mean is
   int64_t parameter_stride;  // 0 or n
 };
 

@@ -16,7 +16,6 @@ struct Identity {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr int kBatch = kRows;
-  static constexpr int kBlocks = 4;
   static constexpr bool kQuantizesInput = true;
   static constexpr bool kSumsColumns = kSums;
   struct Columns {};

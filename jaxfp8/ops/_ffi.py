@@ -42,7 +42,14 @@ _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 OPS = (*_ON_BOTH, *_CUDA_ONLY)
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
 # Of contracts that have changed; the others are 1.
-_VERSIONS = {"quantize": 3, "quantize_blocks_transpose": 2, "quantize_transpose": 3}
+_VERSIONS = {
+    "quantize": 3,
+    "quantize_activation": 2,
+    "quantize_blocks_transpose": 2,
+    "quantize_norm": 2,
+    "quantize_transpose": 3,
+    "scaled_matmul": 2,
+}
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..formats import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
-from ._produced import producer_op
+from ._produced import produced, producer_op
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -117,15 +117,20 @@ def quantize_activation(
         TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, or there is no such activation.
     """
+    options = {"activation": activation, "transpose": transpose, "rows": rows}
+    return quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
+
+
+def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, rows, amax, with_amax):
+    """`quantize_activation`, with None in place of the amax unless `with_amax`."""
     op = "quantize_activation"
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)
     scale = _checks.scale(op, "scale", scale)
-    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    amax = _checks.amax_so_far(op, amax)
-    options = {"dtype": dtype, "activation": activation, "transpose": bool(transpose), "rows": rows}
-    data, top, *more = _quantize_activation(x, scale, amax, **options)
-    return data, more[0] if transpose else None, top.reshape(())
+    options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "activation": activation, "rows": rows}
+    options |= {"transpose": bool(transpose), "with_amax": with_amax}
+    amax = None if amax is None else _checks.scale(op, "amax", amax)
+    return produced(_quantize_activation, x, scale, (), amax, **options)
 
 
 def check(op, x, activation, rows):
@@ -142,7 +147,7 @@ def _canonical(x, *, members, rows, activation):
     pair = int(is_gated(activation))
     first = x.ndim - rows - pair - 1
     g, m = math.prod(x.shape[:first]), math.prod(x.shape[first : first + rows])
-    return (x.reshape(g, m, 1 + pair, x.shape[-1]),)
+    return (x.reshape(g, m, 1 + pair, x.shape[-1]),), {"activation": activation}
 
 
 _quantize_activation = producer_op(

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..formats import FP8_DTYPES
 from . import _checks
-from ._produced import producer_op
+from ._produced import produced, producer_op
 
 KINDS = ("rms", "layer")
 
@@ -47,15 +47,27 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
 
 def _normalize(x, gamma, beta, kind, epsilon):
     """Of f32 gamma and beta that broadcast with x."""
-    x = x.astype(jnp.float32)
+    return _affine(x, *_statistics(x, kind, epsilon), gamma, beta)
+
+
+def _statistics(x, kind, epsilon):
+    """`(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for "rms"."""
+    x, mean = x.astype(jnp.float32), None
     if kind == "layer":
-        x = x - _mean(x)
-    y = x * (lax.rsqrt(_mean(x * x) + lax.full((1,) * x.ndim, epsilon, jnp.float32)) * gamma)
-    return y if beta is None else y + beta
+        mean = _mean(x)
+        x = x - mean
+    return lax.rsqrt(_mean(x * x) + lax.full((1,) * x.ndim, epsilon, jnp.float32)), mean
 
 
 def _mean(x):
     return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def _affine(x, rstd, mean, gamma, beta):
+    """`(x - mean) * (rstd * gamma) + beta`, in f32."""
+    x = x.astype(jnp.float32)
+    y = (x if mean is None else x - mean) * (rstd * gamma)
+    return y if beta is None else y + beta
 
 
 def quantize_norm(
@@ -102,16 +114,26 @@ def quantize_norm(
         TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
     """
+    options = {"kind": kind, "epsilon": epsilon, "transpose": transpose, "rows": rows}
+    return quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
+
+
+def quantize_norm_with(
+    x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax
+):
+    """`quantize_norm`, with None in place of the amax unless `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
     scale = _checks.scale(op, "scale", scale)
-    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    amax = _checks.amax_so_far(op, amax)
-    # Parameters are small: in f32 the kernel needs no variant for each dtype.
-    parameters = [p.astype(jnp.float32) for p in (gamma, beta) if p is not None]
-    options = {"dtype": dtype, "kind": kind, "epsilon": epsilon, "transpose": bool(transpose), "rows": rows}
-    data, top, *more = _quantize_norm(x, scale, amax, *parameters, has_beta=beta is not None, **options)
-    return data, more[0] if transpose else None, top.reshape(())
+    options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "rows": rows}
+    options |= {"transpose": bool(transpose), "with_amax": with_amax}
+    amax = None if amax is None else _checks.scale(op, "amax", amax)
+    # A row's statistics are known after all of it was read, so XLA computes them, where it can in the pass that computes
+    # x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    rstd, mean = (s if s is None else s[..., 0] for s in _statistics(x, kind, epsilon))
+    more = [rstd, mean, *(p if p is None else p.astype(jnp.float32) for p in (gamma, beta))]
+    has = {"has_mean": mean is not None, "has_beta": beta is not None}
+    return produced(_quantize_norm, x, scale, [p for p in more if p is not None], amax, **has, **options)
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
@@ -129,28 +151,40 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
     return x, gamma, beta, float(np.float32(epsilon))
 
 
-def _produce(x, gamma, *beta, members, kind, epsilon, has_beta):
-    del has_beta
-    gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in (gamma, *beta))
-    return _normalize(x, gamma, *(beta or [None]), kind, epsilon)
+def _named(rstd, *rest, has_mean, has_beta):
+    """`(rstd, mean, gamma, beta)`, with None for those that there are not."""
+    rest = list(rest)
+    mean = rest.pop(0) if has_mean else None
+    return rstd, mean, rest[0], rest[1] if has_beta else None
 
 
-def _canonical(x, *parameters, members, rows, kind, epsilon, has_beta):
-    """Parameters of each group, `[g, n]`; outside of vmap one for all, `[1, n]`."""
-    del kind, epsilon, has_beta
-    leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
-    batch = math.prod(leading[members:])
-    parameters = (p.reshape(-1, n) for p in parameters)
+def _produce(x, *more, members, **has):
+    rstd, mean, gamma, beta = _named(*more, **has)
+    rstd, mean = (s if s is None else s[..., None] for s in (rstd, mean))
+    gamma, beta = (
+        p if p is None else p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in (gamma, beta)
+    )
+    return _affine(x, rstd, mean, gamma, beta)
+
+
+def _canonical(x, *more, members, rows, **has):
+    """Statistics `[g, m]`; parameters of each group, `[g, n]`, outside of vmap one for all, `[1, n]`; `[0]` for none."""
+    leading, row, n = x.shape[: x.ndim - rows - 1], x.shape[x.ndim - rows - 1 : -1], x.shape[-1]
+    g, m, batch = math.prod(leading), math.prod(row), math.prod(leading[members:])
+    none = jnp.zeros((0,), jnp.float32)
+    rstd, mean, gamma, beta = _named(*more, **has)
+    rstd, mean = (none if s is None else s.reshape(g, m) for s in (rstd, mean))
+    gamma, beta = (none if p is None else p.reshape(-1, n) for p in (gamma, beta))
     if members and batch != 1:
-        parameters = (jnp.repeat(p, batch, axis=0) for p in parameters)
-    return x.reshape(math.prod(leading), math.prod(x.shape[x.ndim - rows - 1 : -1]), n), *parameters
+        gamma, beta = (jnp.repeat(p, batch, axis=0) for p in (gamma, beta))
+    return (x.reshape(g, m, n), rstd, mean, gamma, beta), {}
 
 
-# A row is normalised as a whole.
 _quantize_norm = producer_op(
     "quantize_norm",
     produce=_produce,
-    names=lambda batch, row, col, has_beta, **_: [batch + row + col] + [col] * (1 + has_beta),
+    names=lambda batch, row, col, has_mean, has_beta: (
+        [batch + row + col, *[batch + row] * (1 + has_mean), *[col] * (1 + has_beta)]
+    ),
     canonical=_canonical,
-    col="whole",
 )

@@ -1,4 +1,4 @@
-"""The CUDA kernels that compute what they quantize, run on the host, within the bounds that the oracle derives.
+"""The CUDA kernels that compute what they quantize, run on the host: norms bitwise, activations within derived bounds.
 
 The emulated exponential and reciprocal are off by as much as NVIDIA's manual allows, so that a bound that is too small
 shows.
@@ -13,7 +13,6 @@ from . import emulated
 FORMATS = tuple(oracle.FORMATS.values())
 DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
 DTYPE_IDS = ("bf16", "f16", "f32")
-HOPPER = 232448  # bytes of shared memory
 
 
 def random_values(shape, dtype, seed=0):
@@ -77,97 +76,130 @@ def test_activation_shapes(kernels, g, m, n, name):
         check_activation(got, x, name, 3, oracle.E4M3)
 
 
-def norm_inputs(g, m, n, dtype, seed=0):
+# mean and beta
+NORMS = {"rms": (False, False), "layer": (True, False), "layer with beta": (True, True)}
+
+
+def norm_inputs(name, g, m, n, dtype, own=True, seed=0):
+    """x, rstd, mean, gamma and beta; `own`: parameters of each group."""
     rng = np.random.default_rng(seed)
-    x = (rng.standard_normal((g, m, n)) + rng.uniform(-3, 3, (g, m, 1))) * 2.0 ** rng.uniform(-4, 4, (g, m, 1))
-    return x.astype(np.float32).astype(dtype)
+    has_mean, has_beta = NORMS[name]
+    x = random_values((g, m, n), dtype, seed)
+    rstd, mean = random_values((2, g, m), np.float32, seed + 1)
+    gamma, beta = rng.standard_normal((2, g if own else 1, n)).astype(np.float32)
+    return x, np.abs(rstd), mean if has_mean else None, gamma, beta if has_beta else None
 
 
-def check_norm(got, x, gamma, beta, kind, scale, fmt, **options):
-    data, data_t, top = got
+def check_norm(got, inputs, scale, fmt, what):
+    """Bitwise: with the statistics given, every operation has one result."""
+    x, rstd, mean, gamma, beta = inputs
     scale = np.broadcast_to(np.float32(scale), x.shape[:1])
-    # Four accumulators a lane, 32 lanes, and a tree; elements too. 12 for the last rounds of a row that is not a
-    # multiple of what a warp takes at once.
-    depth = x.shape[-1] // 128 + 12
     for i, s in enumerate(scale):
         j = i % gamma.shape[0]
-        values = oracle.norm(x[i], gamma[j], None if beta is None else beta[j], kind, 1e-6, depth)
-        values.check(data[i], None if data_t is None else data_t[i], top[i], s, fmt, what=f"{kind}, {i}", **options)
-
-
-@pytest.fixture(params=[HOPPER, 2048], ids=["shared", "twice"])
-def anywhere(emulated_library, request):
-    """Rows kept in shared memory, and rows for which there is no room."""
-    emulated_library.set_shared(request.param)
-    yield emulated_library
-    emulated_library.set_shared()
+        of_row = (rstd[i], None if mean is None else mean[i])
+        values = oracle.affine(x[i], *of_row, gamma[j], None if beta is None else beta[j])
+        for result, expected in zip(got, oracle.quantize_transpose(values, s, fmt), strict=True):
+            if result is not None:
+                oracle.assert_bitwise(result[i], expected, f"{what}, group {i}")
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=oracle.FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("kind, has_beta", [("rms", False), ("layer", False), ("layer", True)])
-def test_norms(anywhere, kind, has_beta, dtype, fmt):
-    for g, m, n in ((1, 32, 128), (2, 33, 72), (3, 5, 41)):
-        x, scale = norm_inputs(g, m, n, dtype, m), np.float32([30, 10, 3])[:g]
-        gamma, beta = np.random.default_rng(n).standard_normal((2, g, n)).astype(np.float32)
-        beta = beta if has_beta else None
-        for shift in (0, dtype.itemsize):
-            got = anywhere.quantize_norm(x, gamma, beta, scale, fmt, kind, 1e-6, shift=shift)
-            check_norm(got, x, gamma, beta, kind, scale, fmt)
-        alone = anywhere.quantize_norm(x, gamma, beta, scale, fmt, kind, 1e-6, shift=shift, transpose=False)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(emulated_library, name, dtype, fmt):
+    """Whole tiles, edges, vectors, elements; one scale and one for each group; parameters likewise."""
+    for (g, m, n), own in (((1, 128, 256), False), ((2, 33, 72), True), ((3, 5, 41), True), ((2, 130, 136), False)):
+        inputs = norm_inputs(name, g, m, n, dtype, own, m)
+        scale = np.float32([30, 0.1, 3])[:g]
+        for shift, parameter_shift in ((0, 0), (dtype.itemsize, 0), (0, 4)):
+            options = {"shift": shift, "parameter_shift": parameter_shift}
+            got = emulated_library.quantize_norm(*inputs, scale, fmt, **options)
+            check_norm(got, inputs, scale, fmt, f"{name}, {options}")
+        alone = emulated_library.quantize_norm(*inputs, scale, fmt, transpose=False)
         assert alone[1] is None
-        oracle.assert_bitwise(alone[0], got[0], "data without data_t")
-        oracle.assert_bitwise(alone[2], got[2], "amax without data_t")
+        check_norm(alone, inputs, scale, fmt, f"{name} without data_t")
 
 
-# A warp takes 256 vectors of a row at once (2048 elements of bf16), then 32.
-@pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 1, 8), (1, 17, 2048), (1, 16, 2056), (2, 3, 4352), (9, 40, 16)])
+@pytest.mark.parametrize("g, m, n", [(1, 1, 1), (1, 1, 8), (1, 17, 2048), (2, 3, 1000), (9, 40, 16), (1, 400, 136)])
 def test_norm_shapes(kernels, g, m, n):
-    x = norm_inputs(g, m, n, oracle.BF16, n)
-    gamma, beta = np.random.default_rng(n).standard_normal((2, 1, n)).astype(np.float32)
-    for shift, data_t_shift in ((0, 0), (0, 1)) if m * n > 5000 else ((0, 0), (2, 1), (0, 1)):
-        got = kernels.quantize_norm(
-            x, gamma, beta, 30, oracle.E5M2, "layer", 1e-6, shift=shift, data_t_shift=data_t_shift
-        )
-        check_norm(got, x, gamma, beta, "layer", 30, oracle.E5M2)
+    """Grids that loop; data_t aligned and not."""
+    inputs = norm_inputs("layer with beta", g, m, n, oracle.BF16, seed=n)
+    for shift, data_t_shift in ((0, 0), (2, 1), (0, 1)):
+        options = {"shift": shift, "data_t_shift": data_t_shift}
+        check_norm(kernels.quantize_norm(*inputs, 30, oracle.E5M2, **options), inputs, 30, oracle.E5M2, str(options))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norm_of_bad_values(anywhere, kind, bad):
-    x = norm_inputs(1, 20, 64, np.float32)
-    x[0, 18, 7] = bad
-    gamma = np.ones((1, 64), np.float32)
-    data, _, top = anywhere.quantize_norm(x, gamma, None, 30, oracle.E4M3, kind, 1e-6)
-    codes = oracle.widen(data)[0]
-    rest = np.delete(codes[18], 7)
-    assert np.isnan(codes[18, 7]) and np.isposinf(top[0])
-    assert (rest == 0).all() if kind == "rms" and np.isinf(bad) else np.isnan(rest).all()
-    assert not np.isnan(np.delete(codes, 18, 0)).any()
+@pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
+def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(emulated_library, m, n):
+    """Not even a beta: here it is what the values add up to 0 with."""
+    x, rstd, mean = np.zeros((1, m, n), np.float32), np.ones((1, m), np.float32), np.full((1, m), 2, np.float32)
+    gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
+    data, data_t, top = emulated_library.quantize_norm(x, rstd, mean, gamma, beta, 1, oracle.E4M3)
+    assert top == 0 and not oracle.bits(data).any() and not oracle.bits(data_t).any()
+
+
+@pytest.mark.parametrize("where", ["x", "rstd", "mean", "gamma", "beta"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
+@pytest.mark.parametrize("n", [128, 40])
+def test_norm_of_bad_values(emulated_library, where, bad, n):
+    """Codes of what is not finite, and of what is not any more, are NaN; in a whole tile, and at an edge."""
+    inputs = norm_inputs("layer with beta", 1, 128, n, np.float32)
+    operand = dict(zip(("x", "rstd", "mean", "gamma", "beta"), inputs, strict=True))[where]
+    operand[(0, 18, 7)[: operand.ndim]] = bad
+    for fmt in FORMATS:
+        got = emulated_library.quantize_norm(*inputs, 2.0**100, fmt)
+        check_norm(got, inputs, 2.0**100, fmt, where)
+
+
+def test_norm_of_zeros(emulated_library):
+    """Their signs stay where nothing is added; +0 and -0 add up to +0."""
+    x = np.resize(np.float32([0.0, -0.0]), (1, 16, 16))
+    rstd, mean, gamma = np.ones((1, 16), np.float32), np.zeros((1, 16), np.float32), np.ones((1, 16), np.float32)
+    for m, beta in ((None, None), (mean, None), (mean, np.float32([[0.0, -0.0] * 8]))):
+        inputs = x, rstd, m, gamma, beta
+        check_norm(emulated_library.quantize_norm(*inputs, 1, oracle.E4M3), inputs, 1, oracle.E4M3, "zeros")
+
+
+AMAXES = {
+    "in place": ({"so_far": True}, (1, 0, 0)),
+    "in a copy": ({"so_far": True, "in_place": False}, (1, 0, 1)),
+    "from zero": ({}, (1, 1, 0)),
+    "not wanted": ({"amax": False}, (1, 0, 0)),
+}
 
 
 @pytest.mark.parametrize("start", [np.float32([0.5, 1e6]), np.float32([0, np.inf])], ids=str)
-def test_amax_starts_from_what_is_given(emulated_library, start):
-    """In a buffer of its own; the other tests start in place."""
-    x = activation_inputs("gelu", 2, 5, 8, oracle.BF16)
-    got = emulated_library.quantize_activation(x, 1, oracle.E4M3, "gelu", so_far=start, in_place=False)
-    plain = emulated_library.quantize_activation(x, 1, oracle.E4M3, "gelu")
-    oracle.assert_bitwise(got[2], np.maximum(plain[2], start), "activation")
-    gamma = np.ones((1, 8), np.float32)
-    got, plain = (
-        emulated_library.quantize_norm(x[:, :, 0], gamma, None, 1, oracle.E4M3, "rms", 1e-6, **options)
-        for options in ({"so_far": start, "in_place": False}, {})
-    )
-    oracle.assert_bitwise(got[2], np.maximum(plain[2], start), "norm")
+@pytest.mark.parametrize("case", AMAXES)
+def test_where_the_amax_starts(emulated_library, case, start):
+    """And what is put on the stream before the kernel."""
+    options, launches = AMAXES[case]
+    options = options | {"so_far": start if "so_far" in options else None}
+    x, inputs = activation_inputs("gelu", 2, 5, 8, oracle.BF16), norm_inputs("rms", 2, 5, 8, oracle.BF16)
+    for op, arguments in (
+        (emulated_library.quantize_activation, (x, 1, oracle.E4M3, "gelu")),
+        (emulated_library.quantize_norm, (*inputs, 1, oracle.E4M3)),
+    ):
+        *codes, top = op(*arguments)
+        emulated_library.launches()
+        *got, found = op(*arguments, **options)
+        assert emulated_library.launches() == launches
+        for result, expected in zip(got, codes, strict=True):
+            oracle.assert_bitwise(result, expected, case)
+        if options.get("amax", True):
+            oracle.assert_bitwise(found, top if options["so_far"] is None else np.maximum(top, start), case)
+        else:
+            assert found is None
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_no_elements(emulated_library, shape):
-    """Nothing is launched, and the amax is what it starts from."""
+    """No kernel is launched, and the amax is what it starts from."""
     start = np.full(shape[0], 5, np.float32)
-    x = np.zeros(shape, oracle.BF16)
-    *_, top = emulated_library.quantize_activation(x[:, :, None], 1, oracle.E4M3, "gelu", so_far=start)
-    oracle.assert_bitwise(top, start, "activation")
-    gamma = np.ones((1, shape[2]), np.float32)
-    *_, top = emulated_library.quantize_norm(x, gamma, None, 1, oracle.E4M3, "rms", 1e-6, so_far=start)
-    oracle.assert_bitwise(top, start, "norm")
+    x, inputs = activation_inputs("gelu", *shape, oracle.BF16), norm_inputs("layer", *shape, oracle.BF16)
+    for so_far in (start, None):
+        emulated_library.launches()
+        *_, top = emulated_library.quantize_activation(x, 1, oracle.E4M3, "gelu", so_far=so_far)
+        *_, of_norm = emulated_library.quantize_norm(*inputs, 1, oracle.E4M3, so_far=so_far)
+        assert emulated_library.launches()[0] == 0
+        for found in (top, of_norm):
+            oracle.assert_bitwise(found, start * (so_far is not None), "amax")

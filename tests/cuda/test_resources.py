@@ -17,10 +17,7 @@ ARCHITECTURES = ("sm_89", "sm_90a", "sm_100", "sm_120")
 BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
-    "QuantizeTransposeKernel.*Lb0ELb[01]ELb[01]E": 255,  # 1 block: element by element, 64 loads a thread in flight
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
-    "QuantizeActivationKernelIf": 80,  # 3 blocks: of f32 at 64 registers sm_89 would spill
-    "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
@@ -102,10 +99,15 @@ def test_no_kernel_spills(kernels):
     assert not faults, "\n".join(faults)
 
 
+def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
+    of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
+    found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
+    assert found and {kernel.blocks for kernel in found} == {4}
+
+
 def test_every_kernel_on_every_architecture(kernels):
     names = {kernel.kernel for kernel in kernels}
-    elementwise = {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "QuantizeTransposeKernel", "DequantizeKernel"}
-    assert elementwise | {"QuantizeActivationKernel", "QuantizeNormKernel"} <= names
+    assert {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "TileKernel", "DequantizeKernel"} <= names
     assert {"QuantizeBlocksTransposeKernel", "LineAmaxesKernel"} <= names
     by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES}
     assert {k.architecture for k in kernels} == set(ARCHITECTURES)

@@ -8,6 +8,7 @@ from fused import cases
 from jax import lax
 
 from jaxfp8 import _dot_general, _fused_input, ops
+from jaxfp8.ops import _quantize_activation, _quantize_norm
 
 pytestmark = pytest.mark.slow
 
@@ -86,13 +87,13 @@ def forgets_the_amax(q):
 
 
 MUTANTS = {
-    "codes: gate and up swapped": attribute(ops, "quantize_activation", swap),
+    "codes: gate and up swapped": attribute(_quantize_activation, "quantize_activation_with", swap),
     "gradient: gate and up swapped": attribute(ops, "activate", swap),
-    "codes: another activation": attribute(ops, "quantize_activation", another),
+    "codes: another activation": attribute(_quantize_activation, "quantize_activation_with", another),
     "gradient: another activation": attribute(ops, "activate", another),
-    "codes: another epsilon": attribute(ops, "quantize_norm", without_epsilon),
+    "codes: another epsilon": attribute(_quantize_norm, "quantize_norm_with", without_epsilon),
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
-    "codes: no bias": attribute(ops, "quantize_norm", without_bias),
+    "codes: no bias": attribute(_quantize_norm, "quantize_norm_with", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
     "an amax is forgotten": attribute(_dot_general, "codes", change(run=forgets_the_amax)),
     "codes have another scale": attribute(_dot_general, "codes", change(scale_inv=lambda q: 1.25 * q.scale_inv)),

@@ -57,24 +57,33 @@ def values(module, name, change):
     return install
 
 
-def normalize(mutant):
-    return lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_normalize", mutant)
+def statistics(mutant):
+    return lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_statistics", mutant)
 
 
 def rounded_to_bf16(h):
     return h.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def fast_variance(x, gamma, beta, kind, epsilon):
+def fast_variance(x, kind, epsilon):
     mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
     variance = jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean
-    y = (x - mean) * (lax.rsqrt(variance + epsilon) * gamma)
-    return y if beta is None else y + beta
+    return lax.rsqrt(variance + epsilon), mean
 
 
-def epsilon_outside(x, gamma, beta, kind, epsilon):
-    centered = x - jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
-    y = centered / (jnp.sqrt(jnp.mean(centered * centered, axis=-1, keepdims=True)) + epsilon) * gamma
+def epsilon_outside(x, kind, epsilon):
+    mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
+    return 1 / (jnp.sqrt(jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)) + epsilon), mean
+
+
+def without_mean(x, kind, epsilon):
+    del kind
+    return lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + epsilon), None
+
+
+def parameters_swapped(x, rstd, mean, gamma, beta):
+    gamma, beta = (gamma, None) if beta is None else (beta, gamma)
+    y = (x if mean is None else x - mean) * (rstd * gamma)
     return y if beta is None else y + beta
 
 
@@ -97,9 +106,11 @@ ACTIVATION_MUTANTS = {
     "amax of what is left": amax_of_codes,
 }
 NORM_MUTANTS = {
-    "E[x^2] - E[x]^2": normalize(fast_variance),
-    "epsilon outside of the root": normalize(epsilon_outside),
-    "a rounding to bf16": values(_quantize_norm, "_normalize", rounded_to_bf16),
+    "E[x^2] - E[x]^2": statistics(fast_variance),
+    "epsilon outside of the root": statistics(epsilon_outside),
+    "no mean": statistics(without_mean),
+    "gamma and beta swapped": lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_affine", parameters_swapped),
+    "a rounding to bf16": values(_quantize_norm, "_affine", rounded_to_bf16),
     "amax of what is left": amax_of_codes,
 }
 

@@ -40,10 +40,10 @@ TARGETS = {
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
 }
 CUDA_TARGETS = TARGETS | {
-    "quantize_activation": "jaxfp8_quantize_activation_v1",
+    "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
-    "quantize_norm": "jaxfp8_quantize_norm_v1",
-    "scaled_matmul": "jaxfp8_scaled_matmul_v1",
+    "quantize_norm": "jaxfp8_quantize_norm_v2",
+    "scaled_matmul": "jaxfp8_scaled_matmul_v2",
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }

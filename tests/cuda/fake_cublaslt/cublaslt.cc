@@ -128,6 +128,10 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
                                       Matrix(d, nullptr), capability);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   const Object& limits = Of(preference);
+  // cuBLASLt has no such rule: the bound of products does (tests/oracle_accumulation.py).
+  if (limits.Get(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) != CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
   last_alignment = static_cast<uint32_t>(limits.Get(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
   const uint64_t workspace = limits.Get(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
   *found = 0;

@@ -77,6 +77,14 @@ uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
   return LargerHalf(a & 0xffffu, b & 0xffffu, kInf) | LargerHalf(a >> 16, b >> 16, kInf) << 16;
 }
 
+template <class T>
+uint32_t InfinitiesToNan(uint32_t x) {
+  const auto half = [](uint32_t element, uint32_t inf) { return (element & 0x7fffu) < inf ? element : 0x7fffu; };
+  if constexpr (std::is_same_v<T, F32>) return (x & kAbsMask) < kInfBits ? x : 0x7fffffffu;
+  constexpr uint32_t kInf = std::is_same_v<T, BF16> ? 0x7f80u : 0x7c00u;
+  return half(x & 0xffffu, kInf) | half(x >> 16, kInf) << 16;
+}
+
 // 0 for what would be subnormal.
 inline float Flushed(float x) { return (FloatToBits(x) & kInfBits) == 0 ? std::copysign(0.0f, x) : x; }
 
