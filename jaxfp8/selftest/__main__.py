@@ -48,8 +48,9 @@ def machine(about: dict) -> dict:
 
     devices = part("devices", lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows))
     versions = part("versions", lambda of: ", ".join(f"{name} {of.get(name)}" for name in ("jaxfp8", "jax")))
+    is_broken = "error" in about or "error" in about.get("devices", {})
     detail = about.get("error") or f"{devices}; {versions}"
-    return {"check": "machine", "status": "failed" if "error" in about else "passed", "detail": detail}
+    return {"check": "machine", "status": "failed" if is_broken else "passed", "detail": detail}
 
 
 def checks(ops: list[str], on_gpu: bool) -> tuple[list[list[str]], list[str]]:
@@ -89,9 +90,11 @@ def table(rows: list[dict]) -> str:
 
 
 def remedy(rows: list[dict]) -> str:
-    """Return what switches off the ops that failed, beside those that are off; "" where none did."""
-    failed = [row["check"].partition(":")[2] for row in rows if row["status"] == "failed"]
-    bad = [op for op in _cases.OPS if op in failed]
+    """Return what switches off the ops that failed, beside those that are off; "" where that would not help."""
+    failed = [row["check"] for row in rows if row["status"] == "failed"]
+    if "machine" in failed or "library" in failed:
+        return ""
+    bad = [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in failed)]
     off = [name for name in os.environ.get(_disabled.VARIABLE, "").split(",") if name and name not in bad]
     return f"{_disabled.VARIABLE}={','.join(off + bad)}" if bad else ""
 

@@ -18,8 +18,8 @@ from . import _cases, _comparisons
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 _BF16 = np.dtype(jnp.bfloat16)
-# What bounds the speed of ops.
-BASELINES = {"copy": jnp.negative, "bf16 product": jnp.matmul}
+# What bounds the speed of ops: a function, how many arguments it has, and their dtype.
+BASELINES = {"copy": (jnp.invert, 1, np.uint32), "bf16 product": (jnp.matmul, 2, jnp.bfloat16)}
 
 
 def library() -> dict[str, Any]:
@@ -106,7 +106,8 @@ def speed(op: str) -> dict[str, Any]:
     """Measure an op on large arrays, in place of it for "copy" and "bf16 product" what bounds it."""
     n = 1024 if _support.backend() == "cpu" else 8192
     if op in BASELINES:
-        function, arguments = BASELINES[op], [np.ones((n, n), _BF16)] * (1 + (op == "bf16 product"))
+        function, count, dtype = BASELINES[op]
+        arguments = [np.ones((n, n), dtype)] * count
     else:
         function, arguments, _ = _cases.call(op, _kind(op, n, _with_kernel(op) or 0))
     sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds

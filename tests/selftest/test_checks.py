@@ -129,7 +129,7 @@ def test_speed(monkeypatch):
     """Bytes are those of arguments and results; times of a product also give its rate."""
     monkeypatch.setattr(_checks, "_seconds", lambda run, sets: (run(sets), 4e-6)[1])
     nbytes = 2 * 1024**2
-    for name, size in (("copy", 2 * nbytes), ("amax", nbytes + 4), ("dequantize", nbytes // 2 + 4 + nbytes)):
+    for name, size in (("copy", 4 * nbytes), ("amax", nbytes + 4), ("dequantize", nbytes // 2 + 4 + nbytes)):
         row = _checks.speed(name)
         assert row["us"] == pytest.approx(1) and row["gb_per_s"] == pytest.approx(size / 1e3)
         assert "tflops" not in row

@@ -119,8 +119,11 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     broken = {"error": "RuntimeError: no CUDA"}
     about = {"platform": broken, "devices": broken, "versions": {"jaxfp8": "1", "jax": "2"}}
     monkeypatch.setattr(command, "environment", lambda: about)
-    command.main(["--no-speed"])
-    assert "machine: passed, RuntimeError: no CUDA; jaxfp8 1, jax 2\n" in capsys.readouterr().out
+    rows["values:amax"] = {"status": "failed", "detail": "RuntimeError: no CUDA"}
+    assert command.main(["--no-speed"]) == 1
+    printed = capsys.readouterr().out
+    assert "machine: failed, RuntimeError: no CUDA; jaxfp8 1, jax 2\n" in printed
+    assert "JAXFP8_DISABLE" not in printed  # it would not help
 
 
 def test_processes():
