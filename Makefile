@@ -8,18 +8,19 @@ export PYTHON
 BIN = $(VENV)/bin
 SETUP = @tools/setup.sh $(VENV)
 
-.PHONY: help train test test-all docs cuda wheels sanitize bench gpu-test lint types clean
+.PHONY: help train test test-all docs cuda wheels sanitize bench gpu-test gpu-wheels lint types clean
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
 	@echo "make test       build the CPU and CUDA libraries and run the tests (some 15 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
-	@echo "make cuda       build the CUDA library for sm_89, sm_90a and sm_100; needs no GPU"
+	@echo "make cuda       build the CUDA library for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
 	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA library, each tried after it was built"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
 	@echo "make gpu-test   tests that need an NVIDIA GPU, likewise"
+	@echo "make gpu-wheels what a GPU machine without a network may lack, in wheelhouse/ (tools/gpu_session.sh)"
 	@echo "make lint       ruff"
 	@echo "make types      the types that users see: basedpyright"
 
@@ -62,9 +63,14 @@ bench:
 	  $(PYTHON) benchmarks/ops.py $(ARGS); \
 	fi
 
+# Neither needs a network: Flax, pytest and what else is missing come from wheelhouse/ (tools/gpu_wheels.sh).
 gpu-test:
-	@$(PYTHON) -m pip install -q --no-build-isolation --no-deps -C cmake.define.JAXFP8_CUDA=ON .
-	@cd tests && $(PYTHON) -m pytest -m gpu --continue-on-collection-errors $(ARGS)
+	@if ls wheelhouse/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install -q --no-index --no-deps wheelhouse/*.whl; fi
+	@$(PYTHON) -m pip install -q --no-index --no-build-isolation --no-deps --force-reinstall -C cmake.define.JAXFP8_CUDA=ON .
+	@cd tests && $(PYTHON) -m pytest -m gpu --continue-on-collection-errors ops cuda $(ARGS)
+
+gpu-wheels:
+	@tools/gpu_wheels.sh $(VENV)-wheels
 
 lint:
 	$(SETUP) test

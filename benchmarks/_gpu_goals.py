@@ -8,6 +8,7 @@ class Goal:
     """One line of the table; `value` is None where something it takes was not measured, `why` says what."""
 
     what: str
+    case: str
     unit: str
     goal: float
     stretch: float
@@ -43,21 +44,42 @@ class Results:
         values = [row[key] for row in real]
         return min(values) if key in ("us", "memory_mib") else max(values)
 
+    def worst(self, case: str, prefix: str, key: str) -> float:
+        """The lowest rate of the rows whose names begin so: what holds at every shape."""
+        rows = self._cases.get(case, {}).get("rows", {})
+        values = [row[key] for name, row in rows.items() if name.startswith(prefix) and key in row]
+        if not values:
+            raise Missing(f"{case}: {prefix}")
+        return min(values)
+
     def faster(self, case: str, ours: str, peer: str, fp8: bool = False) -> float:
         return self.best(case, peer, fp8=fp8) / self.best(case, ours)
+
+
+# Part of a copy of as many bytes: goal and stretch goal.
+OF_COPY = {"quantize": (88, 92), "quantize_transpose": (80, 88)}
+FAST_GEMM = (1300, 1400)  # TFLOP/s
+
+
+def kernel_goal(kernel: str) -> str:
+    """The goal of one line of the case `kernels`, for a table; empty where there is none."""
+    op, *variant = kernel.split()
+    if kernel == "scaled_matmul fast":
+        return f"{FAST_GEMM[0]} TFLOP/s"
+    return f"{OF_COPY[op][0]} %" if op in OF_COPY and "sums" not in variant else ""
 
 
 def goals(cases: dict, dry_run: bool) -> list[Goal]:
     results = Results(cases, dry_run)
 
-    def of(what, unit, goal, stretch, value):
+    def of(what, case, unit, goal, stretch, value):
         try:
-            return Goal(what, unit, goal, stretch, value())
+            return Goal(what, case, unit, goal, stretch, value())
         except Missing as missing:
-            return Goal(what, unit, goal, stretch, None, str(missing))
+            return Goal(what, case, unit, goal, stretch, None, str(missing))
 
-    def faster(what, goal, stretch, *names, **options):
-        return of(what, "x", goal, stretch, lambda: results.faster(*names, **options))
+    def faster(what, goal, stretch, case, *names, **options):
+        return of(what, case, "x", goal, stretch, lambda: results.faster(case, *names, **options))
 
     def of_copy(case):
         # The better of this run's copy of as many bytes and the day's, which is of gigabytes.
@@ -67,17 +89,35 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
         return 100 * results.best(case, "jaxfp8", "gb_s") / max(copies)
 
     bf16, flax, own, drop_in = "bf16", "flax", "jaxfp8 own", "jaxfp8 drop-in"
+    quantized = [(op, dtype, limits) for op, limits in OF_COPY.items() for dtype in ("bf16", "f32")]
+    # At both shapes; the comma ends the kernel's name.
     table = [
+        of(
+            f"kernel {op} {dtype}",
+            "kernels",
+            "%",
+            *limits,
+            lambda k=f"{op} {dtype},": results.worst("kernels", k, "of_copy"),
+        )
+        for op, dtype, limits in quantized
+    ]
+    table += [
+        of(
+            "kernel of GEMM fast",
+            "kernels",
+            "TFLOP/s",
+            *FAST_GEMM,
+            lambda: results.best("kernels", "scaled_matmul fast,", "tflops"),
+        ),
         faster("GEMM fast, to torch._scaled_mm", 1.0, 1.0, "gemm", "jaxfp8 fast", "torch._scaled_mm fast"),
         faster("GEMM fast, to bf16", 1.65, 1.7, "gemm", "jaxfp8 fast", bf16),
-        of("GEMM fast", "TFLOP/s", 1300, 1400, lambda: results.best("gemm", "jaxfp8 fast", "tflops")),
+        of("GEMM fast", "gemm", "TFLOP/s", *FAST_GEMM, lambda: results.best("gemm", "jaxfp8 fast", "tflops")),
     ]
-    for op, part, times in (("quantize", (88, 92), None), ("quantize_transpose", (80, 88), (1.5, 1.8))):
-        for dtype in ("bf16", "f32"):
-            case = f"{op} {dtype}"
-            table.append(of(f"{case}, of a copy", "%", *part, lambda case=case: of_copy(case)))
-            if times:
-                table.append(faster(f"{case}, to XLA", *times, case, "jaxfp8", "XLA"))
+    for op, dtype, limits in quantized:
+        case = f"{op} {dtype}"
+        table.append(of(f"{case}, of a copy", case, "%", *limits, lambda case=case: of_copy(case)))
+        if op == "quantize_transpose":
+            table.append(faster(f"{case}, to XLA", 1.5, 1.8, case, "jaxfp8", "XLA"))
     table += [
         faster("Dense, own, to bf16", 1.5, 1.65, "dense", own, bf16),
         faster("Dense, own, to Flax", 1.12, 1.2, "dense", own, flax, fp8=True),
@@ -89,6 +129,7 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
         faster("Llama layer + Adam, own, to bf16", 1.35, 1.5, "transformer_layer", own, bf16),
         of(
             "Llama layer, memory of bf16 over ours",
+            "transformer_layer",
             "x",
             1 / 0.85,
             1 / 0.75,

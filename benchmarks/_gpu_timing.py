@@ -18,6 +18,7 @@ from _hlo_gemms import gemms
 from jax import lax
 
 TURN_SECONDS = 0.06
+_TARGET = 'custom_call_target="jaxfp8_'
 
 
 @dataclasses.dataclass
@@ -27,7 +28,7 @@ class Candidate:
     Attributes:
         call: starts the steps.
         repetitions: steps of one call.
-        facts: what to know beside the time: GEMMs by kind, memory, options.
+        facts: what to know beside the time: GEMMs by kind, custom calls of ours, memory, options.
         wait: for what `call` returned, and so for all calls before.
     """
 
@@ -56,12 +57,14 @@ def program(step, argument_sets, options=None) -> Candidate:
 
     compiled = jax.jit(run).lower(argument_sets).compile(compiler_options=options)
     repetitions = len(argument_sets)
-    facts = {"gemms": gemms(compiled.as_text(), repetitions)} | ({"options": options} if options else {})
+    text = compiled.as_text()
+    facts = {"gemms": gemms(text, repetitions), "custom_calls": text.count(_TARGET) / repetitions}
+    facts |= {"options": options} if options else {}
     return Candidate(lambda: compiled(argument_sets), repetitions, facts)
 
 
-def measure(candidates: dict[str, Candidate], turns: int) -> dict[str, dict]:
-    """name -> `us` of one step, `spread`, how often it ran, and its facts."""
+def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = TURN_SECONDS) -> dict[str, dict]:
+    """name -> `us` of one step, `spread`, how often it ran, and its facts; a candidate's turn takes `turn_seconds`."""
     loops = {}
     for name, candidate in candidates.items():
         for _ in range(2):
@@ -69,7 +72,7 @@ def measure(candidates: dict[str, Candidate], turns: int) -> dict[str, dict]:
         start = time.perf_counter()
         candidate.wait(candidate.call())
         taken = time.perf_counter() - start
-        loops[name] = max(1, min(500, math.ceil(TURN_SECONDS / taken))) if turns > 1 else 1
+        loops[name] = max(1, min(500, math.ceil(turn_seconds / taken))) if turns > 1 else 1
 
     def loop_of(name):
         def loop():

@@ -41,24 +41,40 @@ namespace ffi = ::xla::ffi;
   }                                                                        \
   static_assert(true, "a semicolon follows")
 
+// XLA's function that tells an error's message, by the name that the header gives it: XLA_FFI_Error_GetMessage with
+// jaxlib 0.10, XLA_FFI_Error_GetDetails, in the same place of the API, with 0.12.
+template <class Api>
+auto MessageFunction(const Api& api, int) -> decltype(api.XLA_FFI_Error_GetMessage) {
+  return api.XLA_FFI_Error_GetMessage;
+}
+template <class Api>
+auto MessageFunction(const Api& api, long) -> decltype(api.XLA_FFI_Error_GetDetails) {
+  return api.XLA_FFI_Error_GetDetails;
+}
+
+// Calls that function. A newer XLA also writes the error's code, behind what an older header has: there is room for it.
+template <class Args>
+std::string Message(void (*get)(Args*), XLA_FFI_Error* error) {
+  struct {
+    Args args;
+    int64_t code[2];
+  } out = {};
+  static_assert(offsetof(Args, message) == 3 * sizeof(void*) && sizeof(Args) <= 5 * sizeof(void*),
+                "the code of XLA_FFI_Error_GetDetails_Args does not lie behind the message");
+  out.args.struct_size = 5 * sizeof(void*);
+  out.args.error = error;
+  get(&out.args);
+  return out.args.message;
+}
+
 // `error`, or null, with the op of the symbol `name` before its message: "jaxfp8_amax_v1" has the op "amax".
 inline XLA_FFI_Error* WithOp(const char* name, const XLA_FFI_CallFrame& call_frame, XLA_FFI_Error* error) {
-  if (error == nullptr) return nullptr;
+  // XLA refuses handlers of another major version, and minor ones move nothing.
+  if (error == nullptr || call_frame.api->api_version.major_version != XLA_FFI_API_MAJOR) return error;
   const std::string symbol = name;
   constexpr size_t kPrefix = sizeof("jaxfp8_") - 1;
   const std::string op = symbol.substr(kPrefix, symbol.rfind("_v") - kPrefix) + ": ";
-  // XLA_FFI_Error_GetMessage of jaxlib 0.10 and XLA_FFI_Error_GetDetails of 0.12 stand in the same place of the API and
-  // take the same arguments, but for the code, which only the newer one writes: there has to be room for it.
-  struct {
-    size_t struct_size;
-    void* extension_start;
-    XLA_FFI_Error* error;
-    const char* message;  // out
-    int64_t code;         // out
-  } get = {sizeof(get), nullptr, error, nullptr, 0};
-  using Get = void (*)(void*);
-  reinterpret_cast<const Get*>(&call_frame.api->XLA_FFI_Error_Create)[1](&get);
-  const std::string message = get.message;
+  const std::string message = Message(MessageFunction(*call_frame.api, 0), error);
   if (message.compare(0, op.size(), op) == 0) return error;
   // Errors of handlers start with their op, so this one is XLA's, and all that XLA finds wrong is an invalid argument.
   XLA_FFI_Error_Destroy_Args destroy = {};

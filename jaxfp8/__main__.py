@@ -23,6 +23,7 @@ def about() -> dict[str, Any]:
         "settings": _try(_machine.settings),
         "platform": _try(_support.backend),
         "devices": _try(_machine.devices),
+        "driver": _try(_machine.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
         "ops": _try(lambda: _active.active_ops(_support.backend())),
@@ -57,6 +58,7 @@ def text(found: dict[str, Any]) -> str:
     lines += ["settings"] + _rows(found["settings"], lambda of: list(of.items()) or [("none", "")])
     lines += ["devices"]
     lines += _rows(found["devices"], lambda of: [(f"{row['count']} x {row['kind']}", _device(row)) for row in of])
+    lines += [f"driver     {_or_error(found['driver'])}"] * bool(found["driver"])
     lines += ["libraries"] + _rows(found["libraries"], lambda of: [(row["platform"], _library(row)) for row in of])
     cublaslt = found["cublaslt"]
     lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version'] or 'found; no GPU to ask for its version'}"]

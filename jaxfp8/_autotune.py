@@ -112,8 +112,8 @@ def _gemm(call: str) -> Gemm:
     (out, _), (_, workspace) = _arrays(results.split(" = ", 1)[1])
     (a, (groups, m, k)), (b, (_, n, _)), (_, a_scale), (_, b_scale), *_ = _arrays(constraints)
     flags = dict(re.findall(r"(\w+) = (true|false)", rest))
-    # Groups with scales of their own are products of their own (cuda/kernels/scaled_matmul.cc).
-    batch = groups if a_scale == b_scale == [1] else 1
+    # Groups that share their scales are one call of cuBLASLt (cuda/kernels/scaled_matmul.cc).
+    batch = groups // max(a_scale[0], b_scale[0])
     has_bias, accumulate, precise = (flags[name] == "true" for name in ("has_bias", "has_accumulator", "precise"))
     return Gemm(batch, m, n, k, a, b, out, has_bias, accumulate, precise, workspace[0], _ALIGNMENT)
 

@@ -145,16 +145,16 @@ def dot_general(
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
     of_x, of_kernel = layouts(x.shape, kernel.shape, dimension_numbers)
-    block, state = None, DotGeneralState(None, None, None)
+    scaling, state = {}, DotGeneralState(None, None, None)
     if recipe is not None:
-        block = _checked_block(frozen, kernel, of_kernel, recipe)
+        scaling = _checked_scaling(frozen, kernel, of_kernel, recipe)
         has_fixed_input = INPUT_SCALE in frozen
         if has_fixed_input:
             state = dataclasses.replace(state, input=FixedScale(frozen[INPUT_SCALE], frozen["input_scale_inv"]))
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe=recipe, has_fixed_input=has_fixed_input, **kept)
     batch, contract = len(of_kernel.batch), len(of_kernel.contract)
-    codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], block=block, cols=contract)
+    codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
     last = tuple(range(codes.ndim - contract, codes.ndim))
     return _dot_general.dot_general(
         x,
@@ -169,8 +169,8 @@ def dot_general(
     )
 
 
-def _checked_block(frozen, kernel, layout, recipe):
-    """The rows and columns of the codes that share a scale, if the arrays are those of this recipe and kernel."""
+def _checked_scaling(frozen, kernel, layout, recipe):
+    """How the codes are scaled, as keywords of a QTensor, if the arrays are those of this recipe and kernel."""
     quantizer = recipe.quantizers()[1]
     found = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
     if quantizer is not None:
@@ -178,7 +178,7 @@ def _checked_block(frozen, kernel, layout, recipe):
         expected = jax.eval_shape(of, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
         wanted = {KERNEL: expected.codes, KERNEL_SCALE_INV: expected.scale_inv}
         if found == {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}:
-            return expected.block
+            return {"block": expected.block, "power_2_scale": expected.power_2_scale}
     raise ValueError(
         f"frozen product: the recipe here is {recipe!r}, but what is frozen, {found}, is of another one; run the model "
         "with the recipes (jaxfp8.autocast, rules) that it was frozen with"

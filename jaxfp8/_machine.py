@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 from typing import Any
 
 import jax
@@ -43,6 +44,13 @@ def processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver; empty where there is none."""
+    version = pathlib.Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
+    return found.group() if found else ""
 
 
 def devices() -> list[dict[str, Any]]:

@@ -25,13 +25,14 @@ class Operand:
         codes: `[*batch, *rows, *contract]`; or the tensor itself, in high precision.
         scale_inv: f32[1], or `[*batch, rows / r, contract / c]` for matrices; None in high precision.
         other: the codes as `[*batch, *contract, *rows]`, where a mesh may move them in place of `codes`; or None.
-        block: `(r, c)`; see QTensor.
+        block, power_2_scale: see QTensor.
     """
 
     codes: jax.Array
     scale_inv: jax.Array | None
     other: jax.Array | None = None
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
+    power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def has_one_scale(self) -> bool:
@@ -71,7 +72,7 @@ def operands(q: QTensor, batch: int, contract_first=False, want_last=True, want_
         contract_first: whether the rows are what the first product contracts (else the columns).
         want_last, want_first: what is read.
     """
-    rowwise = Operand(q.data, q.scale_inv, None, q.block)
+    rowwise = Operand(q.data, q.scale_inv, None, q.block, q.power_2_scale)
     columnwise = None
     if want_last if contract_first else want_first:
         codes, scale_inv, block = q.data_t, q.scale_inv, None
@@ -82,7 +83,7 @@ def operands(q: QTensor, batch: int, contract_first=False, want_last=True, want_
             scale_inv, block = q.scale_inv_t, q.block
         elif scale_inv is not None and not q.has_one_scale:
             scale_inv, block = scale_inv.mT, None if q.block is None else q.block[::-1]
-        columnwise = Operand(codes, scale_inv, None, block)
+        columnwise = Operand(codes, scale_inv, None, block, q.power_2_scale)
     last, first = (columnwise, rowwise) if contract_first else (rowwise, columnwise)
     first = first if want_first else None
     if want_last and want_first and last.has_one_scale:
@@ -131,7 +132,7 @@ def matmul(
         return ops.scaled_matmul(a.codes, b.codes, a.scale_inv, b.scale_inv, **options, **layout)
     if a.has_blocks and b.has_blocks:
         options = {"bias": bias, "out_dtype": out_dtype, "precise": precise, "batch": batch, "contracting": contracting}
-        blocks = {"a_block": a.block, "b_block": b.block}
+        blocks = {"a_block": a.block, "b_block": b.block, "power_2_scale": a.power_2_scale and b.power_2_scale}
         return ops.block_scaled_matmul(a.codes, b.codes, a.scale_inv, b.scale_inv, **blocks, **options)
     return _dequantized(a, b, out_dtype, batch, contracting, bias)
 

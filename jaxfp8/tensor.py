@@ -31,6 +31,7 @@ class QTensor:
         block: `(r, c)`, the rows and columns that share a scale, in `data` as well as, with its own scales, in
             `data_t`; None in place of a number is all of them. Without it scales are f32[1], or divide the codes
             evenly.
+        power_2_scale: whether scales for blocks are powers of two, whatever their dtype.
         cols: how many of the last dimensions of `data` are its columns; all before them, but for those that scales for
             blocks lead with, are its rows.
     """
@@ -43,6 +44,7 @@ class QTensor:
     run: Any = None
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
     cols: int = dataclasses.field(default=1, metadata={"static": True})
+    power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_all_of(self, operand: jax.Array) -> bool:
         """Whether `operand`, of a product that was given these codes, is the codes themselves and not their source."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
+from oracle_accumulation import gemm_bound
 
 F32 = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -410,7 +411,6 @@ def step(x, state: State, fmt: Format, options: Options = Options()):
 _UNIT_ROUNDOFF = {np.dtype(F32): 2.0**-24, BF16: 2.0**-8, F16: 2.0**-11}
 _ABSOLUTE = {np.dtype(F32): 2.0**-126, BF16: 2.0**-126, F16: 2.0**-25}
 PRECISE = 2.0**-24
-FAST_HOPPER = 2.0**-14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,14 +440,16 @@ class Product:
             )
 
 
-def scaled_matmul(a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, eps_acc=PRECISE):
+def scaled_matmul(
+    a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, accumulation="exact", device=None,
+    op="scaled_matmul",
+):  # fmt: skip
     """a `[m, k]`, b `[n, k]` codes -> Product of (a @ b.T) * a_scale_inv * b_scale_inv (+ bias) (+ accumulator).
 
     FP8 products have at most 8 significant bits; f64 sums them with errors of 2**-53, far below every tolerance.
 
-    The bound, with u = 2**-24:
-      - the sum: K exact products and at most K additions, each with relative error eps_acc on a partial sum of at most
-        S = sum|a_k b_k|: error <= K eps_acc S / (1 - K eps_acc) (Higham, Accuracy and Stability, eq. 3.5);
+    The bound, with u = 2**-24 and S = sum|a_k b_k|:
+      - the sum: `oracle_accumulation.gemm_bound`, which says what `accumulation`, `device` and `op` are;
       - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it once more (u): 2u |s| S;
       - each of bias and accumulator is one more f32 addition: u times the magnitude of the partial result, at most
         R = |s| S + |bias| + |accumulator|;
@@ -456,14 +458,12 @@ def scaled_matmul(a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None
         half the smallest subnormal.
     """
     a64, b64 = np.asarray(a).astype(np.float64), np.asarray(b).astype(np.float64)
-    k = a64.shape[1]
     s = float(np.asarray(a_scale_inv, np.float64).reshape(())) * float(np.asarray(b_scale_inv, np.float64).reshape(()))
     with np.errstate(invalid="ignore", over="ignore"):
         exact = (a64 @ b64.T) * s
         total = np.abs(a64) @ np.abs(b64).T
         magnitude = total * abs(s)
-        growth = k * eps_acc
-        bound = magnitude * (growth / (1 - growth) + 2 * PRECISE)
+        bound = gemm_bound(a, b, accumulation, device, op) * abs(s) + magnitude * 2 * PRECISE
         if abs(s) < 2.0**-126:
             bound = bound + total * 2.0**-126
         for term in (bias, accumulator):
@@ -485,11 +485,20 @@ def group_ranges(group_sizes) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
+def _columns(x, begin: int, end: int, on_gpu: bool):
+    """x[:, begin:end]. The kernel adds from the last multiple of 16 on, with zeros up to the first column."""
+    first = begin // 16 * 16 if on_gpu else begin
+    return np.where(np.arange(first, end) < begin, np.zeros((), x.dtype), x[:, first:end])
+
+
 def ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options) -> Product:
     """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`, cut along m, to `[g, p, n]`."""
     ranges, a, b = group_ranges(group_sizes), np.asarray(a), np.asarray(b)
+    options["op"] = "ragged_matmul"
     if b.ndim == 2:
-        parts = [scaled_matmul(a[:, i:j], b[:, i:j], a_scale_inv, b_scale_inv, **options) for i, j in ranges]
+        on_gpu = options.get("accumulation", "exact") != "exact"
+        cuts = [[_columns(x, i, j, on_gpu) for x in (a, b)] for i, j in ranges]
+        parts = [scaled_matmul(*cut, a_scale_inv, b_scale_inv, **options) for cut in cuts]
         return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
     parts = [scaled_matmul(a[i:j], b[e], a_scale_inv, b_scale_inv, **options) for e, (i, j) in enumerate(ranges)]
     rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))  # exactly zero, whatever these rows hold

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 from oracle import F32, PRECISE, Format, Product
+from oracle_accumulation import gemm_bound
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 EXPONENTS = np.arange(-127, 128)  # of an E8M0 scale; its code is 127 more, and 255 is NaN
@@ -90,8 +91,30 @@ def dequantize(codes, scales, block) -> np.ndarray:
     return codes * element_scales(scales, block, codes.shape)
 
 
+def _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device) -> np.ndarray:
+    """The bound of a sum on a GPU, of products with the scales of their elements.
+
+    From one end of a block along k to the next, the scales of a row are one number, which multiplies the bound of a
+    product of codes. These sums are then added in f32, or (MX on Blackwell) stay in an accumulator that drops 2**-25 of
+    its largest addend before an addition and 2**-23 of the sum after it: less than 2**-22 of S for each of them.
+    """
+    k = a.shape[1]
+    factors = [element_scales(s, block, x.shape) for x, s, block in ((a, a_scales, a_block), (b, b_scales, b_block))]
+    ends = {end for block in (a_block, b_block) if block for _, end in bounds(k, block[1])} or {k}
+    error, begin = np.zeros((len(a), len(b))), 0
+    for end in sorted(ends):
+        part = slice(begin, end)
+        scales = [np.abs(factor[:, part]).max(axis=1, initial=0) for factor in factors]
+        product = np.outer(*scales)
+        sums = [np.abs(x[:, part].astype(np.float64)) for x in (a, b)]
+        error = error + product * gemm_bound(a[:, part], b[:, part], accumulation, device)
+        error = error + len(ends) * 2.0**-22 * product * (sums[0] @ sums[1].T)
+        begin = end
+    return error
+
+
 def matmul(
-    a, b, a_scales, b_scales, *, a_block=None, b_block=None, bias=None, out_dtype=F32, eps_acc=PRECISE
+    a, b, a_scales, b_scales, *, a_block=None, b_block=None, bias=None, out_dtype=F32, accumulation="exact", device=None
 ) -> Product:
     """a `[m, k]`, b `[n, k]` codes with their scales -> Product of dequantized a @ b.T (+ bias).
 
@@ -101,20 +124,24 @@ def matmul(
       - a number times its f32 scale may be rounded to f32 (u each), and so may the product of two such (u); or a
         product of codes is exact, that of the scales is rounded, and so is the product of both. Scales that apply to
         whole rows come after the sum, with the same two roundings. At most 5u S together;
-      - the sum: K eps_acc S / (1 - K eps_acc) (Higham, eq. 3.5);
+      - the sum: "exact" in `oracle_accumulation.gemm_bound`, of dequantized numbers, or that of a GPU, `_sum_bound`;
       - XLA's CPU threads flush what is below 2**-126: a number (then its product with the other is lost), a product, a
         partial sum, a product of scales;
       - a bias is one more f32 addition, the output one more rounding: as in oracle.scaled_matmul.
     """
+    a, b = np.asarray(a), np.asarray(b)
     with np.errstate(invalid="ignore", over="ignore"):
         wide_a, wide_b = dequantize(a, a_scales, a_block), dequantize(b, b_scales, b_block)
         k = wide_a.shape[1]
         exact = wide_a @ wide_b.T
         total = np.abs(wide_a) @ np.abs(wide_b).T
-        growth = k * eps_acc
-        bound = total * (growth / (1 - growth) + 5 * PRECISE)
+        if accumulation == "exact":
+            bound = gemm_bound(wide_a, wide_b)
+        else:
+            bound = _sum_bound(a, b, a_scales, b_scales, a_block, b_block, accumulation, device)
+        bound = bound + total * 5 * PRECISE
         sums = [np.abs(x).sum(axis=1) for x in (wide_a, wide_b)]
-        codes = np.abs(np.asarray(a).astype(np.float64)) @ np.abs(np.asarray(b).astype(np.float64)).T
+        codes = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)).T
         flushed = sums[0][:, None] + sums[1][None, :] + 2 * k
         # A product of scales is formed where each is one number for the whole sum.
         if all(np.asarray(scales).shape[-1] <= 1 for scales in (a_scales, b_scales)):
@@ -129,22 +156,26 @@ def matmul(
     return Product(exact, bound)
 
 
-def cublaslt_layout(scales, block, rows: int, k: int) -> np.ndarray:
-    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes."""
+def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
+    """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes.
+
+    `fill`: what stands for rows and blocks of 32 that a tile has beyond the matrix.
+    """
     scales = np.asarray(scales)
+    scales = scales.view(np.uint8) if scales.dtype == E8M0 else scales
     if block == (1, None):
         return scales.reshape(-1)
     if block == (1, 128):
         return np.ascontiguousarray(scales.T).reshape(-1)
     blocks = scales.shape[1]
+    inner_dim = -(-blocks // 4) * 4
     if block == (128, 128):  # the stride between columns is a multiple of 4
-        out = np.zeros((scales.shape[0], -(-blocks // 4) * 4), F32)
+        out = np.zeros((scales.shape[0], inner_dim), scales.dtype)
         out[:, :blocks] = scales
         return out.reshape(-1)
-    assert block == (1, 32) and scales.dtype == E8M0
-    inner_dim = -(-blocks // 4) * 4
-    out = np.zeros(-(-rows // 128) * 128 * inner_dim, np.uint8)
+    assert block == (1, 32)
+    out = np.full(-(-rows // 128) * 128 * inner_dim, fill, scales.dtype)
     for outer, inner in np.ndindex(rows, blocks):
         tile = (inner // 4 * 4 + outer // 128 * inner_dim) * 128
-        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner].view(np.uint8)
+        out[tile + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4] = scales[outer, inner]
     return out

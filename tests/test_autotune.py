@@ -60,10 +60,13 @@ def test_options(wrap):
 
 
 def test_groups():
-    """A batch with one scale is one product; members with scales of their own are products by themselves."""
+    """A batch with one scale is one product, also under vmap; members with scales of their own are by themselves."""
     a, b, scales = of_shape(3, 16, 32), of_shape(3, 48, 32), of_shape(3, 1, dtype=jnp.float32)
     assert gemms_of(lambda a, b: product(a, b, batch=1), a, b) == [gemm(3, 16, 48, 32)]
+    assert gemms_of(jax.vmap(product), a, b) == [gemm(3, 16, 48, 32)]
     assert gemms_of(jax.vmap(product), a, b, scales) == [gemm(1, 16, 48, 32)]
+    batches = of_shape(3, 5, 16, 32), of_shape(3, 5, 48, 32)
+    assert gemms_of(jax.vmap(lambda *x: product(*x, batch=1)), *batches, scales) == [gemm(5, 16, 48, 32)]
 
 
 def test_inside_of_loops_and_calls():

@@ -179,7 +179,7 @@ def test_what_libraries_are_for():
     expected = ("portable", "avx2", "avx512") if platform.machine() in ("x86_64", "AMD64") else ("portable",)
     assert cpu.built_for in expected and Path(cpu.path).exists() and cpu.error == ""
     if jaxfp8.has_cuda_kernels():
-        assert cuda.built_for == "sm_89 sm_90a sm_100"
+        assert cuda.built_for == "sm_89 sm_90a sm_100 sm_120"
 
 
 def test_versions():

@@ -91,6 +91,22 @@ __device__ __forceinline__ uint32_t LargerMagnitudes<F32>(uint32_t a, uint32_t b
   return larger;
 }
 
+// The same packed elements, but NaN for an infinity: x * 0 + x.
+template <class T>
+__device__ __forceinline__ uint32_t InfinitiesToNan(uint32_t x);
+
+#define JAXFP8_INFINITIES_TO_NAN(T, suffix)                                             \
+  template <>                                                                           \
+  __device__ __forceinline__ uint32_t InfinitiesToNan<T>(uint32_t x) {                  \
+    uint32_t sum;                                                                       \
+    asm("fma.rn." suffix " %0, %1, %2, %1;" : "=r"(sum) : "r"(x), "r"(0));              \
+    return sum;                                                                         \
+  }
+JAXFP8_INFINITIES_TO_NAN(BF16, "bf16x2")
+JAXFP8_INFINITIES_TO_NAN(F16, "f16x2")
+JAXFP8_INFINITIES_TO_NAN(F32, "f32")
+#undef JAXFP8_INFINITIES_TO_NAN
+
 // 2^x to 2 ulp. Subnormal results are 0, above 2^128 infinity.
 __device__ __forceinline__ float Exp2(float x) {
   float power;
@@ -114,6 +130,19 @@ __device__ __forceinline__ void StoreGlobal16(void* address, uint32_t w0, uint32
 
 __device__ __forceinline__ void StoreGlobal8(void* address, uint32_t w0, uint32_t w1) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" : : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1));
+}
+
+// Where `is_inside`. A predicate and no branch: what it takes to find the address is not repeated in each branch.
+__device__ __forceinline__ void StoreGlobal8If(bool is_inside, void* address, uint32_t w0, uint32_t w1) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2};}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(w0), "r"(w1), "r"(static_cast<uint32_t>(is_inside)));
+}
+
+__device__ __forceinline__ void StoreGlobal4If(bool is_inside, void* address, uint32_t word) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1;}"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(word), "r"(static_cast<uint32_t>(is_inside)));
 }
 
 __device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {

@@ -45,7 +45,23 @@ inline ffi::Error CheckPointer(const Operand& operand) {
   return Mismatch(operand, "a pointer that is a multiple of 16 bytes");
 }
 
-// The product of checked buffers; how scales lie, a bias and an accumulator are for the handler to add.
+// cuBLASLt reads scales at multiples of 16 bytes: f32 [1] is one for all groups; the first of each four of [s, 4] one for
+// groups / s groups in a row.
+inline ffi::Error CheckSpacedScale(const Operand& scale, int64_t groups) {
+  const ffi::Span<const int64_t> dims = scale.buffer.dimensions();
+  const bool is_one = dims.size() == 1 && dims[0] == 1;
+  const bool are_spaced = dims.size() == 2 && dims[1] == 4 && (dims[0] > 0 ? groups % dims[0] == 0 : groups == 0);
+  if (scale.buffer.element_type() == ffi::DataType::F32 && (is_one || are_spaced)) return ffi::Error::Success();
+  std::string expected = "F32[1]";
+  if (groups != 1) expected += " or F32[s,4] where s divides " + std::to_string(groups);
+  return Mismatch(scale, expected);
+}
+
+// How many scales are in a buffer that has passed CheckSpacedScale.
+inline int64_t CountScales(ffi::AnyBuffer scale) { return scale.dimensions()[0]; }
+
+// The product of checked buffers; how scales lie, a bias and an accumulator are for the handler to
+// add.
 inline ScaledMatmulParams ToParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& a_scale_inv,
                                    const ffi::AnyBuffer& b_scale_inv, const ffi::AnyBuffer& out,
                                    const ffi::AnyBuffer& workspace, bool precise) {
@@ -61,6 +77,7 @@ inline ScaledMatmulParams ToParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer
   params.workspace = workspace.untyped_data();
   params.workspace_bytes = workspace.dimensions()[0];
   params.groups = a.dimensions()[0];
+  params.batch = 1;
   params.m = a.dimensions()[1];
   params.n = b.dimensions()[1];
   params.k = a.dimensions()[2];

@@ -1,9 +1,9 @@
-// jaxfp8_quantize_blocks_transpose_v1: x [g, m, n] -> data fp8 [g, m, n], scale_inv for its blocks, amaxes f32 (scratch);
+// jaxfp8_quantize_blocks_transpose_v2: x [g, m, n] -> data fp8 [g, m, n], scale_inv for its blocks, amaxes f32 (scratch);
 // and, if more results are asked for, data_t [g, n, m] and scale_inv_t for its blocks.
 //
 // `block`: rows, 1x32, 1x128 or 128x128 of a layout share a scale. `scaling`: f32 or f32_power_2, scales are F32; or
-// e8m0_ceil or e8m0_floor, they are U8, the codes of E8M0. The scratch is [g, m], or [g, m + n] with data_t, for rows;
-// else [g, 0].
+// e8m0_ceil or e8m0_floor, they are U8, the codes of E8M0. Scales lie where block_scaled_matmul reads them
+// (kernels/scale_mode.h). The scratch is [g, m], or [g, m + n] with data_t, for rows; else [g, 0].
 #include "cuda/kernels/quantize_blocks_transpose.h"
 
 #include <optional>
@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "cuda/ffi/support.h"
+#include "cuda/kernels/scale_mode.h"
 
 namespace jaxfp8::cuda {
 namespace {
@@ -38,21 +39,20 @@ ffi::Error UnknownAttribute(const char* name, const char* expected, std::string_
                                      std::string(got));
 }
 
-// How many blocks of `size` elements there are; of size 0, of all of them.
-int64_t Count(int64_t elements, int64_t size) {
-  if (size == 0) return elements == 0 ? 0 : 1;
-  return elements / size + (elements % size != 0);
-}
-
 // The codes of a layout [groups, rows, k], and their scales.
 ffi::Error CheckLayout(const Operand& data, const Operand& scale_inv, BlockShape block, BlockScaling scaling,
                        ffi::DataType format, int64_t groups, int64_t rows, int64_t k) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(data, {format}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data, {groups, rows, k}));
   JAXFP8_RETURN_IF_ERROR(CheckDtype(scale_inv, {IsE8M0(scaling) ? ffi::DataType::U8 : ffi::DataType::F32}));
-  const int64_t across = block == BlockShape::kRow ? 0 : block == BlockShape::k1x32 ? 32 : 128;
-  const int64_t down = block == BlockShape::k128x128 ? 128 : 1;
-  return CheckShape(scale_inv, {groups, Count(rows, down), Count(k, across)});
+  const int64_t row_tiles = CeilDiv(rows, 128), tiles = CeilDiv(k, 128);
+  switch (block) {
+    case BlockShape::kRow: return CheckShape(scale_inv, {groups, rows, k == 0 ? 0 : 1});
+    case BlockShape::k1x32: return CheckShape(scale_inv, {groups, row_tiles, tiles, 512});
+    case BlockShape::k1x128: return CheckShape(scale_inv, {groups, tiles, rows});
+    case BlockShape::k128x128: break;
+  }
+  return CheckShape(scale_inv, {groups, row_tiles, CeilDiv(tiles, 4) * 4});
 }
 
 ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
@@ -113,8 +113,8 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_blocks_transpose_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v1, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_blocks_transpose_v2);
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                  .Arg<xla::ffi::AnyBuffer>()  // x

@@ -1,10 +1,23 @@
-// jaxfp8_scaled_matmul_v1: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
+// jaxfp8_scaled_matmul_v2: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
+#include <algorithm>
+
 #include "cuda/ffi/gemm_checks.h"
 
 namespace jaxfp8::cuda {
 namespace {
 
 constexpr char kOp[] = "scaled_matmul";
+constexpr int64_t kScaleBytes = 4 * sizeof(float);  // from one scale to the next
+
+// Scales of both operands are for the same groups where both have several.
+ffi::Error CheckScales(const Operand& a_scale_inv, const Operand& b_scale_inv, int64_t groups) {
+  JAXFP8_RETURN_IF_ERROR(CheckSpacedScale(a_scale_inv, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckSpacedScale(b_scale_inv, groups));
+  const int64_t a_scales = CountScales(a_scale_inv.buffer);
+  const int64_t b_scales = CountScales(b_scale_inv.buffer);
+  if (a_scales == 1 || b_scales == 1 || a_scales == b_scales) return ffi::Error::Success();
+  return Mismatch(b_scale_inv, "F32[1] or F32[" + std::to_string(a_scales) + ",4]");
+}
 
 ffi::Error CheckOperandCount(const ffi::RemainingArgs& rest, bool has_bias, bool has_accumulator) {
   const size_t expected = size_t{has_bias} + size_t{has_accumulator};
@@ -42,8 +55,7 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   const int64_t m = a.dimensions()[1];
   const int64_t n = b.dimensions()[1];
   const int64_t k = a.dimensions()[2];
-  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "a_scale_inv", a_scale_inv}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckScale({kOp, "b_scale_inv", b_scale_inv}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "a_scale_inv", a_scale_inv}, {kOp, "b_scale_inv", b_scale_inv}, groups));
   JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
   JAXFP8_RETURN_IF_ERROR(CheckOperandCount(rest, has_bias, has_accumulator));
 
@@ -62,14 +74,17 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   }
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(b_operand));
-  for (const Operand& operand : {a_operand, b_operand, out_operand, workspace_operand}) {
+  for (const Operand& operand : {a_operand, b_operand, out_operand}) {
     JAXFP8_RETURN_IF_ERROR(CheckPointer(operand));
   }
   // Python computes empty products itself. Without extras they are zeros, which need no GEMM.
   if (k == 0 && (has_bias || has_accumulator)) return Mismatch(a_operand, "k of at least 16 with these attributes");
 
-  params.a_scale_stride = ScaleStride(a_scale_inv) * int64_t{sizeof(float)};
-  params.b_scale_stride = ScaleStride(b_scale_inv) * int64_t{sizeof(float)};
+  const int64_t a_scales = CountScales(a_scale_inv);
+  const int64_t b_scales = CountScales(b_scale_inv);
+  params.batch = groups / std::max<int64_t>({1, a_scales, b_scales});
+  params.a_scale_stride = a_scales == 1 ? 0 : kScaleBytes;
+  params.b_scale_stride = b_scales == 1 ? 0 : kScaleBytes;
   const std::string error = LaunchScaledMatmul(params, stream);
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kOp) + ": " + error);
 }
@@ -87,8 +102,8 @@ JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_initialize_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::InitializeScaledMatmul,
                               xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v1);
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v1, jaxfp8::cuda::ScaledMatmulHandler,
+JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v2);
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v2, jaxfp8::cuda::ScaledMatmulHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                  .Arg<xla::ffi::AnyBuffer>()  // a

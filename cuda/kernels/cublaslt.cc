@@ -24,7 +24,6 @@ CublasLt Open() {
   Find(library, "cublasLtGetVersion", &lt.GetVersion, &lt.error);
   Find(library, "cublasLtGetStatusName", &lt.GetStatusName, &lt.error);
   Find(library, "cublasLtCreate", &lt.Create, &lt.error);
-  Find(library, "cublasLtDestroy", &lt.Destroy, &lt.error);
   Find(library, "cublasLtMatmulDescCreate", &lt.MatmulDescCreate, &lt.error);
   Find(library, "cublasLtMatmulDescDestroy", &lt.MatmulDescDestroy, &lt.error);
   Find(library, "cublasLtMatmulDescSetAttribute", &lt.MatmulDescSetAttribute, &lt.error);
@@ -43,7 +42,7 @@ CublasLt Open() {
 }  // namespace
 
 const CublasLt& GetCublasLt() {
-  // Never destroyed: the cleanup of the handles, at exit, calls through it.
+  // Never destroyed: a thread that is still running at exit calls through it.
   static const CublasLt& lt = *new CublasLt(Open());
   return lt;
 }

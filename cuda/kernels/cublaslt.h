@@ -15,7 +15,6 @@ struct CublasLt {
   decltype(&cublasLtGetVersion) GetVersion;
   decltype(&cublasLtGetStatusName) GetStatusName;
   decltype(&cublasLtCreate) Create;
-  decltype(&cublasLtDestroy) Destroy;
   decltype(&cublasLtMatmulDescCreate) MatmulDescCreate;
   decltype(&cublasLtMatmulDescDestroy) MatmulDescDestroy;
   decltype(&cublasLtMatmulDescSetAttribute) MatmulDescSetAttribute;

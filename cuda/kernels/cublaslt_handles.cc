@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -17,20 +16,11 @@ struct Handles {
   std::map<int, GemmDevice> by_ordinal;
 };
 
-// Never destroyed, so that a thread that is still running at exit finds a live mutex.
+// Neither the table nor a handle is ever destroyed: at exit the driver takes all of it back, while a thread may still run,
+// and cublasLtDestroy waits for a device whose context may be gone.
 Handles& GetHandles() {
   static Handles& handles = *new Handles;
   return handles;
-}
-
-void DestroyHandles() {
-  Handles& handles = GetHandles();
-  std::lock_guard<std::mutex> lock(handles.mutex);
-  for (const auto& [ordinal, device] : handles.by_ordinal) {
-    // Fails once the runtime shuts down, and then the driver has already taken everything back.
-    if (cudaSetDevice(ordinal) == cudaSuccess) GetCublasLt().Destroy(device.handle);
-  }
-  handles.by_ordinal.clear();
 }
 
 std::string Failed(const char* call, cudaError_t status) {
@@ -66,9 +56,6 @@ std::string GetGemmDevice(GemmDevice* device) {
   if (found == handles.by_ordinal.end()) {
     GemmDevice created = {};
     if (std::string error = Create(ordinal, &created); !error.empty()) return error;
-    // Registered after cuBLASLt and the driver have registered theirs, hence run before them. Only once: the table was
-    // empty until now.
-    if (handles.by_ordinal.empty()) std::atexit(DestroyHandles);
     found = handles.by_ordinal.emplace(ordinal, created).first;
   }
   *device = found->second;

@@ -1,4 +1,4 @@
-// One cuBLASLt handle for each device, made at first use and destroyed at exit, and what else is known of the device.
+// One cuBLASLt handle for each device, made at first use and kept, and what else is known of the device.
 #ifndef JAXFP8_CUDA_KERNELS_CUBLASLT_HANDLES_H_
 #define JAXFP8_CUDA_KERNELS_CUBLASLT_HANDLES_H_
 

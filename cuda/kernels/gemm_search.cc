@@ -24,6 +24,11 @@ cublasStatus_t MakePreference(const GemmLimits& limits, Preference* preference) 
   const uint64_t workspace_bytes = limits.workspace_bytes;
   status = lt.MatmulPreferenceSetAttribute(raw, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
                                            sizeof(workspace_bytes));
+  // Where an algorithm cuts k, it adds the parts in f32: in the dtype of the result each part would be rounded to it.
+  const uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+  if (status == CUBLAS_STATUS_SUCCESS) {
+    status = lt.MatmulPreferenceSetAttribute(raw, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes, sizeof(schemes));
+  }
   // Without these the heuristic assumes 256 bytes.
   for (const auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
                                CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,

@@ -102,15 +102,17 @@ class OperandSet {
     // Small positive numbers in bias, accumulator and result.
     JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemset(base + offsets[2], 0x3c, offsets[4] - offsets[2]));
     // Powers of two that bring products of such codes near 1.
-    const float scales[] = {ScaleInv(shape.a), ScaleInv(shape.b)};
-    JAXFP8_RETURN_IF_CUDA_ERROR(cudaMemcpy(base + offsets[4], scales, sizeof(scales), cudaMemcpyHostToDevice));
+    const float a_scale_inv = ScaleInv(shape.a), b_scale_inv = ScaleInv(shape.b);
+    JAXFP8_RETURN_IF_CUDA_ERROR(
+        cudaMemcpy(base + offsets[4], &a_scale_inv, sizeof(float), cudaMemcpyHostToDevice));
+    JAXFP8_RETURN_IF_CUDA_ERROR(
+        cudaMemcpy(base + offsets[5], &b_scale_inv, sizeof(float), cudaMemcpyHostToDevice));
     if (std::string error = Fill(shape.a, base, shape.batch * shape.m * shape.k); !error.empty()) return error;
     if (std::string error = Fill(shape.b, base + offsets[1], shape.batch * shape.n * shape.k); !error.empty()) {
       return error;
     }
     void* const out = base + offsets[3];
-    const float* const device_scales = reinterpret_cast<const float*>(base + offsets[4]);
-    return descriptors_.Init(shape, {base, base + offsets[1], device_scales, device_scales + 1,
+    return descriptors_.Init(shape, {base, base + offsets[1], base + offsets[4], base + offsets[5],
                                      shape.has_bias ? base + offsets[2] : nullptr,
                                      shape.accumulate ? static_cast<const float*>(out) : nullptr, out});
   }
@@ -120,12 +122,13 @@ class OperandSet {
  private:
   static float ScaleInv(Dtype dtype) { return dtype == Dtype::kE4M3 ? 0x1p-8f : 0x1p-15f; }
 
-  // Of a, b, bias, out and the scales, and the end.
+  // Of a, b, bias, out and each scale, and the end: multiples of 256 bytes.
   static std::vector<int64_t> Offsets(const GemmShape& shape) {
     std::vector<int64_t> offsets = {0};
     for (const int64_t bytes : {shape.batch * shape.m * shape.k, shape.batch * shape.n * shape.k,
                                 shape.has_bias ? shape.n * int64_t{sizeof(uint16_t)} : 0,
-                                shape.batch * shape.m * shape.n * ByteWidth(shape.out), int64_t{2 * sizeof(float)}}) {
+                                shape.batch * shape.m * shape.n * ByteWidth(shape.out), int64_t{sizeof(float)},
+                                int64_t{sizeof(float)}}) {
       offsets.push_back((offsets.back() + bytes + 255) / 256 * 256);
     }
     return offsets;

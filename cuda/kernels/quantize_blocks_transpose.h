@@ -21,7 +21,7 @@ struct QuantizeBlocksTransposeParams {
   BlockScaling scaling;
   const void* x;      // [groups, m, n]
   void* data;         // [groups, m, n]
-  void* scale_inv;    // f32 or E8M0, for each block of data
+  void* scale_inv;    // f32 or E8M0, for each block of data, where a product reads it (scale_mode.h)
   void* data_t;       // [groups, n, m], or null
   void* scale_inv_t;  // for each block of data_t, or null
   float* amaxes;      // with kRow: scratch, [groups * m] and, with data_t, then [groups * n]

@@ -19,9 +19,9 @@ struct ScaledMatmulParams {
   Dtype out_dtype;  // bf16, f16 or f32
   const void* a;
   const void* b;
-  const void* a_scale_inv;   // as the scale modes have them, for each group or for all
+  const void* a_scale_inv;   // as the scale modes have them, for each batch or for all groups
   const void* b_scale_inv;
-  int64_t a_scale_stride;    // bytes from one group's scales to the next; 0: the same for all groups
+  int64_t a_scale_stride;    // bytes from one batch's scales to the next, a multiple of 16; 0: the same for all groups
   int64_t b_scale_stride;
   const void* bias;          // [n], bf16 (f16 where out is f16); or null
   const float* accumulator;  // [groups, m, n], where out is f32; may equal out; or null
@@ -29,6 +29,7 @@ struct ScaledMatmulParams {
   void* workspace;
   int64_t workspace_bytes;
   int64_t groups;
+  int64_t batch;  // groups in a row that share their scales, a divisor of `groups`: one call of cuBLASLt
   int64_t m;  // m, n, k: multiples of 16
   int64_t n;
   int64_t k;
@@ -41,8 +42,8 @@ struct ScaledMatmulParams {
 // Returns the reason of a failure, or an empty string.
 std::string PrepareScaledMatmul();
 
-// All pointers must be multiples of 16 bytes, but those of one scale a tensor. With k = 0 there may be no bias and no
-// accumulator, and out is zeros. Returns the reason of a failure, or an empty string.
+// Pointers to matrices and to the bias must be multiples of 16 bytes; scales and workspace may lie anywhere. With k = 0
+// there may be no bias and no accumulator, and out is zeros. Returns the reason of a failure, or an empty string.
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t stream);
 
 }  // namespace jaxfp8::cuda

@@ -21,9 +21,9 @@ def with_counters(tree: Tree) -> Tree:
     `saturated` is the fraction of elements with `abs(x * scale) > FP8_MAX` (an Inf is one, a NaN is none), `flushed`
     that of elements which are not zero and whose code is. Counting reads the tensor once more
     (`ops.count_saturated_and_flushed`); where there are no counters nothing is counted, and programs are as if they did
-    not exist. `steps` is for how many steps the scale has not changed. A state that is used several times in a step keeps the largest of
-    each; one that is not used keeps what it has. On a mesh fractions are of the whole tensor, for one more reduction
-    over the devices.
+    not exist. `steps` is for how many steps the scale has not changed. A state that is used several times in a step
+    keeps the largest of each; one that is not used keeps what it has. On a mesh fractions are of the whole tensor, for
+    one more reduction over the devices.
 
     They are called `{input,kernel,output_grad}_counters` beside the `_amax_history`, and `QuantizerState.counters`.
     They go through gradients, `update_state`, accumulation and checkpoints as the rest of the state. Recipes that keep

@@ -26,6 +26,7 @@ def block_scaled_matmul(
     bias: ArrayLike | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     precise: bool = False,
+    power_2_scale: bool = False,
     batch: int | None = None,
     contracting: int = 1,
 ) -> jax.Array:
@@ -37,14 +38,15 @@ def block_scaled_matmul(
 
     On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads such scales: float32 ones of `(1, None)` by `(1, None)`,
     `(1, 128)` by `(1, 128)`, `(1, 128)` by `(128, 128)` or the other way round on compute capability 9.0; E8M0 ones of
-    `(1, 32)` by `(1, 32)` from 10.0 on; not of two float8_e5m2. Elsewhere the reference runs, after one warning on such
-    a GPU; `implementation("ffi")` raises there.
+    `(1, 32)` by `(1, 32)` from 10.0 on, and there float32 ones as on 9.0 if `power_2_scale`: as E8M0 scales, exactly.
+    Not of two float8_e5m2. Elsewhere the reference runs, after one warning on such a GPU; `implementation("ffi")`
+    raises there.
 
     The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
     (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, come after
     it. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
-    `|error| <= (K * eps + 5 * 2**-24) * S` before the last rounding, `eps` as for `scaled_matmul`; numbers below
-    2**-126 may be lost.
+    `|error| <= (K + 5) * 2**-24 * S` before the last rounding; numbers below 2**-126 may be lost. On a GPU the sum is
+    that of its tensor cores, as for `scaled_matmul`; where scales differ along k, each block is a sum of its own.
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
@@ -55,7 +57,9 @@ def block_scaled_matmul(
         a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off (it exists on Hopper and Ada only, and not with scales along k).
+        precise: turns fast accumulation off, as in `scaled_matmul`; products with scales along k never have it.
+        power_2_scale: says that float32 scales of blocks are powers of two, as `quantize_blocks` makes them with the
+            same option. On a GPU that multiplies them as E8M0 any other scale is NaN.
         batch: how many leading dimensions a and b share, where m and n may be any number of dimensions, counted merged;
             by default m and n are one each.
         contracting: how many dimensions `k` stands for.
@@ -79,11 +83,13 @@ def block_scaled_matmul(
     operands = [a, b, a_scale_inv, b_scale_inv]
     if bias is not None:
         operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
-    if not isinstance(precise, (bool, np.bool_)):
-        raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
+    for name, value in (("precise", precise), ("power_2_scale", power_2_scale)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
     spec = _Spec(
         out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
         precise=bool(precise),
+        power_2_scale=bool(power_2_scale),
         has_bias=bias is not None,
         a_block=a_block,
         b_block=b_block,
@@ -109,17 +115,20 @@ def _checked_scale(op, name, scale, block, leading, rows, cols):
 class _Spec:
     """What is static about one product; operands: a, b, a_scale_inv, b_scale_inv, bias if any.
 
-    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k.
+    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k. `as_mx`: the GPUs multiply float32
+    scales as E8M0; known when a program is lowered.
     """
 
     out_dtype: np.dtype
     precise: bool
+    power_2_scale: bool
     has_bias: bool
     a_block: tuple | None
     b_block: tuple | None
     batch: int
     rows: int
     contracting: int
+    as_mx: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,28 +251,40 @@ def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
     """Why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
     if a.dtype == b.dtype == E5M2:
         return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-    reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities)
+    reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
     described = (
         f"{scale.dtype} of {block}" for scale, block in ((a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block))
     )
     return None if reason is None else f"block_scaled_matmul: {reason} (scales are {' by '.join(described)})"
 
 
+def _for_gpus(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
+    """The static arguments of `_cublaslt` on GPUs of these compute capabilities."""
+    modes = _modes(a_scale_inv, b_scale_inv, spec)
+    as_mx = _scale_layouts.runs_as_mx(modes, capabilities, spec.power_2_scale)
+    return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
+
+
 def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
     """One custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
     leading = members + spec.batch
     shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
-    modes = _modes(a_scale_inv, b_scale_inv, spec)
+    modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
     rows = spec.rows, b.ndim - leading - spec.contracting
     codes = [_shapes.merge(x, leading, count) for x, count in zip((a, b), rows, strict=True)]
     (g, m, k), n = codes[0].shape, codes[1].shape[1]
     if 0 in (g, m, n, k):
         return _reference(a, b, a_scale_inv, b_scale_inv, *bias, members=members, spec=spec)
+    scales = [_shapes.merge(scale, leading, 1) for scale in (a_scale_inv, b_scale_inv)]
+    if spec.as_mx:
+        scales = [
+            _scale_layouts.as_mx(scale, block, rows, k)
+            for scale, block, rows in zip(scales, (spec.a_block, spec.b_block), (m, n), strict=True)
+        ]
     depth = -k % max(map(_scale_layouts.depth, modes))
     codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
     scales = [
-        _scale_layouts.ordered(_shapes.merge(scale, leading, 1), mode, x.shape[1])
-        for scale, mode, x in zip((a_scale_inv, b_scale_inv), modes, codes, strict=True)
+        _scale_layouts.stored(scale, mode, x.shape[1]) for scale, mode, x in zip(scales, modes, codes, strict=True)
     ]
     out, _ = _ffi.call(
         "block_scaled_matmul",
@@ -305,5 +326,6 @@ _block_scaled_matmul = tensor_op(
     cuda=_cublaslt,
     by_xla=_reference,
     not_on=_not_on,
+    for_gpus=_for_gpus,
     **_RULES,
 )

@@ -47,9 +47,8 @@ def _reference(x, scale, members, dtype):
     # to memory first. A row adds up both counts as the halves of one word.
     words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
     rows = _shapes.merge(_row_sums(words if x.ndim > members else words[..., None]), *[1] * members)
-    shifts = 16 * lax.broadcasted_iota(jnp.uint32, (1,) * members + (2, 1), members)
-    halves = (rows[..., None, :] >> shifts) & 0xFFFF
-    return (jnp.sum(halves, axis=-1, dtype=jnp.uint32).astype(jnp.float32),)
+    counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
+    return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
 
 def _row_sums(words):

@@ -39,9 +39,17 @@ _CUDA_ONLY = (
     "scaled_matmul",
 )
 _BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
-_TARGETS = {"cpu": _ON_BOTH, "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
+OPS = (*_ON_BOTH, *_CUDA_ONLY)
+_TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
 # Of contracts that have changed; the others are 1.
-_VERSIONS = {"quantize": 3, "quantize_activation": 2, "quantize_norm": 2, "quantize_transpose": 3}
+_VERSIONS = {
+    "quantize": 3,
+    "quantize_activation": 2,
+    "quantize_blocks_transpose": 2,
+    "quantize_norm": 2,
+    "quantize_transpose": 3,
+    "scaled_matmul": 2,
+}
 _loaded = {}  # platform -> library
 _errors = {}  # platform -> why its library is not loaded
 
@@ -71,7 +79,7 @@ def target_name(op: str) -> str:
 
 def custom_call_targets() -> tuple[str, ...]:
     """The names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
-    return tuple(map(target_name, _TARGETS["CUDA"]))
+    return tuple(map(target_name, OPS))
 
 
 def _load(platform: str) -> bool:

@@ -4,8 +4,8 @@ An op names the dimensions of its operands and results. What `vmap` does, what t
 op is partitioned (_partition.py) follow from the names. A batch becomes `members`: leading dimensions of every operand
 and result, each member with its own scale and amax.
 
-What runs is chosen when the program is lowered, by platform: a custom call where a native library is loaded, the jnp
-reference elsewhere.
+What runs is chosen when the program is lowered, by platform: a custom call where a native library is loaded and nobody
+has disabled it, the jnp reference elsewhere.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import _compat, _mesh
 from .._primitives import compiled, not_differentiable
-from . import _ffi, _partition, _support
+from . import _disabled, _ffi, _partition, _support
 from ._implementation import selected
 
 ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each member
@@ -27,7 +27,7 @@ _NOT_ON = {}
 
 
 def not_on(op: Primitive, capabilities: set, *types, implementation, members, **static) -> str | None:
-    """Why the CUDA library has nothing for an equation of `op` on GPUs of these compute capabilities; or None."""
+    """Why no kernel of the CUDA library runs an equation of `op` on GPUs of these compute capabilities; or None."""
     del implementation, members
     return _NOT_ON[op](capabilities, *types, **static)
 
@@ -46,6 +46,7 @@ def tensor_op(
     cpu: Callable,
     cuda: Callable,
     combine: Callable,
+    custom_call: str | None = None,
     sizes: Callable = lambda *shapes, **static: {},
     batch_first: Callable | None = None,
     other_layouts: Callable = lambda **static: {},
@@ -53,6 +54,7 @@ def tensor_op(
     on_one_device_only: tuple[str, ...] = (),
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
+    for_gpus: Callable = lambda capabilities, *types, **static: static,
     align: Callable = lambda axes, sizes, shards, **static: axes,
 ) -> Callable:
     """A primitive `op(*operands, members=0, **static) -> list of arrays`.
@@ -63,6 +65,7 @@ def tensor_op(
             stands for one size; one that a result lacks was reduced.
         dtypes: `(*operands, **static) -> dtypes of the results`.
         reference, cpu, cuda: `(*operands, members, **static) -> sequence of arrays`.
+        custom_call: the one that `cpu` and `cuda` make, where it has another op's name.
         other_layouts: `(**static) -> {position: position}`: operands, the last ones, that hold the same as another one,
             with its dimensions in another order. A mesh may move them in its place; no implementation sees them.
         added: `(**static) -> positions` of operands that are added to the first result: once, where a mesh sums parts
@@ -78,11 +81,14 @@ def tensor_op(
             GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs none.
         not_on: `(capabilities, *types, **static) -> reason`: why `cuda` has nothing for these operands on GPUs of these
             compute capabilities, so that the reference runs; or None.
+        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
+            capabilities.
         align: `(axes, sizes, shards, **static) -> axes`: a last word on how dimensions are cut on a mesh, where not
             every cut is one of the op. All by the names of dimensions: the mesh axes, sizes and numbers of shards.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
+    custom_call = custom_call or name
 
     def call(*operands, members=0, **static):
         return op.bind(*operands, implementation=selected(), members=members, **static)
@@ -112,25 +118,27 @@ def tensor_op(
         return outputs, [0] * len(outputs)
 
     def lower(platform, native, loaded, ctx, *operands, implementation, members, **static):
-        run = jnp_program = reference
+        run, run_static = reference, static
         if implementation == "ffi" and not loaded():
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and by_xla is not None:
             run = by_xla
         elif implementation in (None, "ffi") and loaded():
             run = native
-            lacks = None
-            if platform == "cuda":
+            lacks = _disabled.missing(custom_call)
+            if lacks is None and platform == "cuda":
                 lacks = _support.missing(ctx, cublaslt=by_xla is not None)
                 capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
                 reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
                 lacks = lacks if reason is None else _support.Missing(reason, True)
+                run_static = for_gpus(capabilities, *ctx.avals_in, **static)
             if lacks is not None:
                 if implementation == "ffi":
                     raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
-                _support.warn(lacks.reason)
+                _support.warn(lacks.reason, lacks.instead)
                 run = reference if lacks.hardware else by_xla
-        run, jnp_program = (functools.partial(f, members=members, **static) for f in (run, jnp_program))
+        run = functools.partial(run, members=members, **run_static)
+        jnp_program = functools.partial(reference, members=members, **static)
         named = all_names(ctx.avals_in, members, static)
         return _partition.lower(
             run,
@@ -146,7 +154,7 @@ def tensor_op(
             operands=operands,
         )
 
-    _NOT_ON[op] = not_on
+    _NOT_ON[op] = lambda *types, **static: _disabled.reason(custom_call) or not_on(*types, **static)
     op.def_abstract_eval(abstract)
     op.def_impl(compiled(op))
     ad.primitive_jvps[op] = functools.partial(not_differentiable, name)

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import scaling
 from ..formats import FP8_DTYPES, fp8_max
-from . import _blocks, _checks, _ffi, _shapes
+from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import dims, tensor_op
 from ._reference import encode
 
@@ -155,13 +155,9 @@ def on_cpu(x, **static):
     return reference(x, **static, amaxes=_amaxes_by_lanes)
 
 
-# The blocks that the custom call has, by its names for them.
-_CUSTOM_CALLS = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
-
-
 def has_custom_call(block) -> bool:
     """Whether the custom call has such blocks."""
-    return block in _CUSTOM_CALLS
+    return block in _scale_layouts.NAMES
 
 
 def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
@@ -171,20 +167,21 @@ def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, r
     groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
     g, m, n = groups.shape
     of_scales = jnp.uint8 if scale == "e8m0" else jnp.float32
-    layouts = [[((g, *sides), dtype), ((g, *_blocks.count(block, *sides)), of_scales)] for sides in ((m, n), (n, m))][
-        : 1 + transpose
-    ]
+    sides = [(m, n), (n, m)][: 1 + transpose]
+    layouts = [[((g, *side), dtype), ((g, *_scale_layouts.stored_shape(block, *side)), of_scales)] for side in sides]
     lines = (m + n if transpose else m) if is_of_lines(block) else 0
     kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
     results = [*layouts[0], ((g, lines), jnp.float32), *(layouts[1] if transpose else [])]
     data, scale_inv, _, *more = _ffi.call(
-        "quantize_blocks_transpose", results, groups, block=_CUSTOM_CALLS[block], scaling=kind
+        "quantize_blocks_transpose", results, groups, block=_scale_layouts.NAMES[block], scaling=kind
     )
     found = []
-    for shape, codes, scales in zip((row + col, col + row), (data, *more[:1]), (scale_inv, *more[1:]), strict=False):
-        scales = scales.reshape(*leading, *scales.shape[1:])
+    for side, shape, codes, scales in zip(
+        sides, (row + col, col + row), (data, *more[:1]), (scale_inv, *more[1:]), strict=False
+    ):
+        scales = _scale_layouts.by_block(scales, block, *side)
         scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if scale == "e8m0" else scales
-        found += [codes.reshape(*leading, *shape), scales]
+        found += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
     return found
 
 
@@ -235,6 +232,7 @@ def variant(of_lines: bool, cpu=None):
     """The op for blocks that are whole lines, or for others; `cpu` is a custom call, where there is one."""
     return tensor_op(
         "quantize_blocks",
+        custom_call="quantize_blocks_transpose",
         names=_names,
         sizes=_sizes,
         dtypes=lambda _, *, dtype, scale, **__: [dtype, scale_dtype(scale)],

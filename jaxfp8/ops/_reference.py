@@ -36,7 +36,7 @@ def _normalize(magnitude_bits):
     other m overflows only where the true product does.
     """
     is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
-    integer = _shift_exponent(magnitude_bits.astype(jnp.float32), -64)
+    integer = magnitude_bits.astype(jnp.float32) * jnp.float32(2.0**-64)
     return jnp.where(is_subnormal, integer, _float(magnitude_bits)), jnp.where(is_subnormal, -85, 0)
 
 
@@ -49,23 +49,21 @@ def _round_shift(x, shift):
 
 
 def _abs_product(x_bits, scale_bits):
-    """`|x * scale|` in f32, 0 where it would be subnormal and anything where it is NaN; and whether it is NaN."""
+    """`|x * scale|` in f32; 0 or itself where it is subnormal."""
     x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    product = x_magnitude * scale_magnitude
-    exponent = x_exponent + scale_exponent
-    return jnp.where(exponent == 0, product, _shift_exponent(product, exponent)), jnp.isnan(product)
+    x_power, scale_power = (_float((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
+    return x_magnitude * scale_magnitude * x_power * scale_power
 
 
 def is_saturated_or_flushed(x, scale, dtype):
     """Whether the product of each element is above the largest number, and whether it rounds to zero and is not."""
     info = jnp.finfo(dtype)
     x_bits = _bits(x.astype(jnp.float32))
-    product, is_nan = _abs_product(x_bits, _bits(scale))
-    saturated = ~is_nan & (product > jnp.float32(info.max))
-    # Half of the smallest subnormal lies between it and 0, and rounds to the even one.
+    product = _abs_product(x_bits, _bits(scale))
+    # Half of the smallest subnormal lies between it and 0, and rounds to the even one. A NaN is not in any order.
     is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
-    return saturated, ~is_nan & is_small & (x_bits & _ABS_MASK != 0)
+    return product > jnp.float32(info.max), is_small & (x_bits & _ABS_MASK != 0)
 
 
 def encode(x, scale, dtype):
@@ -75,8 +73,8 @@ def encode(x, scale, dtype):
     bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
 
     x_bits, scale_bits = _bits(x.astype(jnp.float32)), _bits(scale)
-    product, is_nan = _abs_product(x_bits, scale_bits)
-    is_nan = is_nan | (x_bits & _ABS_MASK >= _INF_BITS)
+    product = _abs_product(x_bits, scale_bits)
+    is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
 
     magnitude = jnp.minimum(product, jnp.float32(info.max))
     bits = _bits(magnitude)

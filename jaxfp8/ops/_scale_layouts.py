@@ -1,6 +1,8 @@
 """Scales of rows and blocks in the layouts that cuBLASLt reads, and which GPUs have it multiply them.
 
-The layouts are those of cuda/kernels/scale_mode.h, on groups: a matrix `[g, rows, k]` with scales `[g, R, C]`.
+The layouts are those of cuda/kernels/scale_mode.h, on groups: a matrix `[g, rows, k]` with scales `[g, R, C]`. The
+custom call that quantizes stores them so, and hands them on by `by_block`; the one that multiplies takes them by
+`stored`. Where both are in one program and sizes are whole tiles, XLA cancels the two: no launch lies between.
 """
 
 import jax.numpy as jnp
@@ -9,13 +11,8 @@ from jax import lax
 
 from . import _blocks, _shapes
 
-# By block and dtype of the scales; the names are the attributes of the custom call.
-_MODES = {
-    ((1, None), np.dtype(np.float32)): "rows",
-    ((1, 32), _blocks.E8M0): "1x32",
-    ((1, 128), np.dtype(np.float32)): "1x128",
-    ((128, 128), np.dtype(np.float32)): "128x128",
-}
+# Blocks by their names in the attributes of custom calls.
+NAMES = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
 # What cuBLASLt multiplies, and where: compute capability 9.0 alone, or from 10.0 on.
 _ON_HOPPER = {("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128")}
 _ON_BLACKWELL = {("1x32", "1x32")}
@@ -23,26 +20,37 @@ _ON_BLACKWELL = {("1x32", "1x32")}
 
 def mode(block, dtype) -> str | None:
     """The name of cuBLASLt's mode for scales of these blocks; None where it has none."""
-    return _MODES.get((block, np.dtype(dtype)))
+    is_e8m0 = np.dtype(dtype) == _blocks.E8M0
+    return NAMES.get(block) if is_e8m0 == (block == (1, 32)) else None
 
 
-def missing(modes, capabilities) -> str | None:
+def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     """Why cuBLASLt has no product of operands with these two modes on all of these GPUs; None where it has one.
 
     Args:
         modes: as `mode` gives them.
         capabilities: `(major, minor)` of GPUs. Where none are known, those that have it are assumed.
+        power_2_scale: whether all scales are powers of two.
     """
+    if runs_as_mx(modes, capabilities, power_2_scale):
+        return None
     hopper, blackwell = modes in _ON_HOPPER, modes in _ON_BLACKWELL
     if not (hopper or blackwell):
         return "cuBLASLt has no product of operands that are scaled so"
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
             have, need = ".".join(map(str, capability)), "9.0" if hopper else "10.0 or newer"
-            return (
+            reason = (
                 f"cuBLASLt multiplies scales of {' by '.join(modes)} on compute capability {need}, this GPU has {have}"
             )
+            as_mx = hopper and capability >= (10, 0) and not power_2_scale
+            return reason + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
     return None
+
+
+def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
+    """Whether a product of operands with float32 scales is one of E8M0 scales on these GPUs; see `as_mx`."""
+    return power_2_scale and modes in _ON_HOPPER and bool(capabilities) and min(capabilities) >= (10, 0)
 
 
 def depth(mode: str) -> int:
@@ -50,8 +58,35 @@ def depth(mode: str) -> int:
     return {"rows": 16, "1x32": 32}.get(mode, 128)
 
 
-def ordered(scales, mode: str, rows: int):
-    """Scales `[g, R, C]` of a matrix that was padded to so many rows; the scales of what was added are 0."""
+def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
+    """The shape of the scales of one matrix `[rows, k]` as custom calls write and read them.
+
+    They lie in tiles of 128 by 128 elements; what those have beyond the matrix has scales too.
+    """
+    row_tiles, tiles = -(-rows // 128), -(-k // 128)
+    return {
+        "rows": (rows, min(k, 1)),
+        "1x32": (row_tiles, tiles, 512),
+        "1x128": (tiles, rows),
+        "128x128": (row_tiles, tiles + -tiles % 4),
+    }[NAMES[block]]
+
+
+def by_block(stored, block, rows: int, k: int):
+    """Scales `[g, R, C]` of stored ones `[g, *stored_shape]`; where nothing is cut off, XLA undoes it in `stored`."""
+    if block == (1, 128):
+        return jnp.swapaxes(stored, 1, 2)
+    if block == (1, 32):
+        # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32, b].
+        g, row_tiles, tiles, _ = stored.shape
+        stored = stored.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
+        stored = stored.reshape(g, row_tiles * 128, tiles * 4)
+    r, c = _blocks.count(block, rows, k)
+    return stored[:, :r, :c]
+
+
+def stored(scales, mode: str, rows: int):
+    """The inverse for a matrix that was padded to so many rows; the scales of what was added are 0."""
     missing_rows = rows - scales.shape[1] if mode in ("rows", "1x128") else 0
     if mode == "rows":
         return _shapes.pad(scales[:, :, 0], 0, missing_rows)
@@ -59,9 +94,27 @@ def ordered(scales, mode: str, rows: int):
         return jnp.swapaxes(_shapes.pad(scales, 0, missing_rows, 0), 1, 2)
     if mode == "128x128":
         return _shapes.pad(scales, 0, 0, -scales.shape[2] % 4)
-    # Tiles of 128 rows by 4 blocks; in one, row r and block b are at [r % 32, r // 32, b].
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
     codes = _shapes.pad(codes, 0, -codes.shape[1] % 128, -codes.shape[2] % 4)
     g, m, n = codes.shape
     tiles = codes.reshape(g, m // 128, 4, 32, n // 4, 4).transpose(0, 1, 4, 3, 2, 5)
     return tiles.reshape(g, m // 128, n // 4, 512)
+
+
+def as_mx(scales, block, rows: int, k: int):
+    """The E8M0 scales `[g, rows, ceil(k / 32)]` of blocks of 32 that mean what powers of two of larger blocks mean.
+
+    Every block here lies in one block of `block`, whose columns are a multiple of 32 or all of them, and takes its
+    scale. The codes stay. That is exact: an E8M0 code is the biased exponent of a float32, so a power of two from
+    2**-126 to 2**127 is the same number in both. `quantize_blocks` makes none but those. Its factor is
+    `FP8_MAX / amax` rounded down to a power of two, at most 2**126, at least 2**-120 (the amax is below 2**128, FP8_MAX
+    is 448 or more), and 1 where the amax is 0 or not finite; scales are the inverse. Any other float32 becomes NaN, so
+    that a product of scales that are no powers of two is not silently wrong.
+    """
+    bits = lax.bitcast_convert_type(scales, jnp.uint32)
+    exponent = bits >> 23
+    is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
+    codes = jnp.where(is_power, exponent, _blocks.NAN_CODE).astype(jnp.uint8)
+    r, c = block
+    codes = _blocks.spread(codes, (r, None if c is None else c // 32), rows, -(-k // 32))
+    return lax.bitcast_convert_type(codes, _blocks.E8M0)

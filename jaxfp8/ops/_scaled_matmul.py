@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +44,8 @@ def scaled_matmul(
         ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
     On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
-    accumulation. With `K` products, `|error| <= K * eps * sum(|a_k b_k|)` before the last rounding,
-    `eps = 2**-24`; about `2**-14` on Hopper with fast accumulation.
+    accumulation: with `K` products, `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
+    of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md has the bound).
 
     Args:
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
@@ -56,7 +55,8 @@ def scaled_matmul(
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         accumulator: f32 `[..., m, n]`, added; with `out_dtype` float32 the GPU may add in place.
         out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off (it exists on Hopper and Ada only).
+        precise: turns fast accumulation off. On Ada and Hopper the tensor cores then hand their sums to f32 at
+            intervals, in place of once at the end; bits that a step drops stay lost. Elsewhere it changes nothing.
         batch: how many leading dimensions a and b share, where m and n may be any number of dimensions; by default m
             and n are one each.
         contracting: how many dimensions `k` stands for.
@@ -123,18 +123,20 @@ class _Spec:
 
 
 def _grouped(matmul):
-    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, scales `[1]` or `[g]`, bias `[g, n]`, and so on."""
+    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, bias `[g, n]`, and so on.
+
+    Scales are `[1]` for all groups, or `[s]`, one for `g / s` groups in a row.
+    """
 
     def run(*operands, members, spec):
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
         leading = members + spec.batch
-        batch = math.prod(a.shape[members:leading])
         out = matmul(
             spec,
             _shapes.merge(a, leading, spec.rows),
             _shapes.merge(b, leading, b.ndim - leading - spec.contracting),
-            _shapes.group_scales(a_scale_inv, members, batch),
-            _shapes.group_scales(b_scale_inv, members, batch),
+            _shapes.group_scales(a_scale_inv, members),
+            _shapes.group_scales(b_scale_inv, members),
             None if bias is None else _shapes.merge(bias, leading),
             None if accumulator is None else _shapes.merge(accumulator, leading, spec.rows),
         )
@@ -174,7 +176,10 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     g, m, k = a.shape
     n = b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
-        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), a_scale_inv * b_scale_inv, bias, accumulator)
+        scale_inv = a_scale_inv * b_scale_inv
+        if scale_inv.shape[0] > 1:
+            scale_inv = jnp.repeat(scale_inv, g // scale_inv.shape[0])
+        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), scale_inv, bias, accumulator)
 
     # The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32); and an f32 accumulator
     # where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
@@ -187,8 +192,8 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     operands = [
         _shapes.pad(a, 0, pad_m, pad_k),
         _shapes.pad(b, 0, pad_n, pad_k),
-        a_scale_inv,
-        b_scale_inv,
+        _spaced(a_scale_inv),
+        _spaced(b_scale_inv),
     ]
     aliases = None
     if bias_inside:
@@ -211,6 +216,11 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     if finished:
         return out
     return _finish(spec, out, None, bias, accumulator)
+
+
+def _spaced(scale):
+    """Scales `[s]` as `[s, 4]`: cuBLASLt reads each at a multiple of 16 bytes. `[1]` stays: XLA aligns buffers."""
+    return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
 def _reference(*operands, members, spec, widen=_to_f32):
@@ -304,12 +314,12 @@ def _other_layouts(spec):
 
 
 def _batch(run, operands, batch_dims, members, *, spec):
-    """A batch of a alone, or of b alone, is one larger product."""
+    """A batch of a alone, or of b alone, is one larger product; one with shared scales is a batch dimension more."""
     batched = {i for i, d in enumerate(batch_dims) if d is not None}
     other = _other_layouts(spec)
     position = next((i for i in (0, 1) if batched == {i} | ({other[i]} if i in other else set())), None)
     if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
-        return None
+        return None if batched & {2, 3} else _batch_with_shared_scales(run, operands, batch_dims, members, spec)
     leading, operands = members + spec.batch, list(operands)
     operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
     if position in other:
@@ -320,16 +330,26 @@ def _batch(run, operands, batch_dims, members, *, spec):
     return run(*operands, members=members, spec=spec), [leading + (spec.rows if position == 1 else 0)]
 
 
-_scaled_matmul = tensor_op(
-    "scaled_matmul",
-    names=_names,
-    dtypes=lambda *_, spec: [spec.out_dtype],
-    reference=_reference,
-    cpu=_on_cpu,
-    cuda=_grouped(_cublaslt),
-    combine=lambda **_: lax.psum,
-    added=lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
-    batch_first=_batch,
-    other_layouts=_other_layouts,
-    by_xla=_by_xla,
-)
+def _batch_with_shared_scales(run, operands, batch_dims, members, spec):
+    (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
+
+    def with_batch(x, d):
+        if d is None:
+            x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
+        return jnp.moveaxis(x, d, members)
+
+    pairs = list(zip(operands, batch_dims, strict=True))
+    operands = [*(with_batch(*pair) for pair in pairs[:2]), *operands[2:4], *(with_batch(*pair) for pair in pairs[4:])]
+    return run(*operands, members=members, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [members]
+
+
+_RULES = {
+    "names": _names,
+    "dtypes": lambda *_, spec: [spec.out_dtype],
+    "reference": _reference,
+    "combine": lambda **_: lax.psum,
+    "added": lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
+    "batch_first": _batch,
+    "other_layouts": _other_layouts,
+}
+_scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_grouped(_cublaslt), by_xla=_by_xla, **_RULES)

@@ -13,6 +13,7 @@ from . import _ffi
 
 # FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
+_WITHOUT = "running without FP8 custom calls: same results within their bounds, slower"
 _warned = set()
 _listeners = []
 
@@ -22,11 +23,13 @@ class Missing(NamedTuple):
 
     Attributes:
         reason: a clause.
-        hardware: whether it is the GPU that lacks FP8; else only cuBLASLt is missing.
+        hardware: whether nothing but the reference is left; else only cuBLASLt is missing.
+        instead: a clause: what runs, for the warning.
     """
 
     reason: str
     hardware: bool
+    instead: str = _WITHOUT
 
 
 def local_gpus() -> list:
@@ -98,14 +101,13 @@ def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
     return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)
 
 
-def warn(reason: str) -> None:
+def warn(reason: str, instead: str = _WITHOUT) -> None:
     """Says once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
     elif reason not in _warned:
         _warned.add(reason)
-        message = f"jaxfp8: {reason}; running without FP8 custom calls: same results within their bounds, slower"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning, stacklevel=2)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ class Float8BlockScaling(Recipe):
 
     Attributes:
         fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
-        power_2_scale: round scales down to a power of two.
+        power_2_scale: round scales down to a power of two. NVIDIA's Blackwell multiplies no others in FP8: there such a
+            scale is that of blocks of 32, as MXFP8 has them.
         precise, min_size, pipeline_axes: see `Recipe`.
 
     Raises:

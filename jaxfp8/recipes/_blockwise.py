@@ -52,7 +52,8 @@ class BlockwiseQuantizer(Quantizer):
         else:
             data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **options)
             data_t = scale_inv_t = None
-        q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols)
+        is_power = options.get("scale") == "e8m0" or options.get("power_2_scale", False)
+        q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols, power_2_scale=is_power)
         return q, run, column_sums(x, rows, cols) if sums else None
 
     def scaling(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ class Recipe:
     """How the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
 
     Attributes:
-        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. Fast accumulation is
-            about 2**-14 accurate and exists on Hopper and Ada only.
+        precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. On Ada and Hopper the
+            others stay in accumulators of 13 bits along their whole contraction: ten times as far off with 4096 terms
+            of mixed signs, a hundred times where all signs are alike (docs/numerics.md). Elsewhere it changes nothing.
         min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
             launches of quantization cost more than FP8 saves (docs/performance.md). 0 means none. Their state is there
             and not touched. Sizes are those of one call, under `vmap` of one member, in `shard_map` of one device.

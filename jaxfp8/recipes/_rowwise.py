@@ -22,7 +22,7 @@ class Float8RowwiseScaling(Recipe):
 
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        power_2_scale: round scales down to a power of two.
+        power_2_scale: round scales down to a power of two; as of `Float8BlockScaling`, for Blackwell.
         precise, min_size, pipeline_axes: see `Recipe`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Programs for H200s, compiled once for the tests of a module."""
+"""Programs for H200s, or another GPU, compiled once for the tests of a module."""
 
 import json
 
@@ -17,5 +17,6 @@ def on_h200():
 
 @pytest.fixture(scope="module")
 def counts(on_h200, request):
-    """`counts[case][candidate]`: what `programs` prints for the group that the test module names as `GROUP`."""
-    return json.loads(on_h200("programs", "--quickly", request.module.GROUP))
+    """`counts[case][candidate]`: what `programs` prints for the `GROUP` that the module names, on its `GPU`."""
+    gpu = getattr(request.module, "GPU", "h200")
+    return json.loads(on_h200("programs", "--quickly", "--gpu", gpu, request.module.GROUP))

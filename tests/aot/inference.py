@@ -52,7 +52,7 @@ OPS = (jaxfp8.ops.quantize, jaxfp8.ops.quantize_transpose)
 
 def report(model, make) -> dict:
     """What is in the program of one forward pass."""
-    sharding = jax.sharding.NamedSharding(programs.h200s((1, 1)), jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
     variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))

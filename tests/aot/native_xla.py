@@ -19,7 +19,7 @@ import jaxfp8.nnx
 from jaxfp8 import ops
 
 from . import count, hlo
-from .programs import LIBRARY_GEMMS, QUICKLY, h200s
+from .programs import LIBRARY_GEMMS, QUICKLY, gpus
 
 M, K, N, GROUPS = 1024, 512, 2048, 4
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
@@ -87,7 +87,7 @@ FLAX = {"flax": lambda: of_module(nn.Dense(N, use_bias=False, dtype=BF16, dot_ge
 
 
 def compiled(function, arguments, result, devices=1) -> str:
-    mesh = h200s((devices, 1))
+    mesh = gpus("h200", (devices, 1))
 
     def placed(leaf):
         spec = P("fsdp") if devices > 1 and leaf.ndim == 2 else P()

@@ -1,6 +1,6 @@
 """Training programs compiled for H200s, in bf16, with Flax's FP8 and with ours; prints as JSON what `count` finds.
 
-    python -m aot.programs [--quickly] GROUP...
+    python -m aot.programs [--quickly] [--gpu b200] GROUP...
 
 A candidate is how a layer is made: `bf16` (`nn.Dense`), `flax` (`nn.Dense` with `nn.Fp8DirectDotGeneralOp`), `drop-in`
 (`nn.Dense` with `jaxfp8.Fp8DotGeneral`), `own` (`jaxfp8.linen.Dense`), `fused` (`jaxfp8.linen.GatedMLP`); or the name
@@ -42,6 +42,7 @@ RECIPES = {
     "current": jaxfp8.Float8CurrentScaling(),
     "row-wise": jaxfp8.Float8RowwiseScaling(),
     "block": jaxfp8.Float8BlockScaling(),
+    "block, power of two": jaxfp8.Float8BlockScaling(power_2_scale=True),
     "MXFP8": jaxfp8.MXFP8BlockScaling(),
 }
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
@@ -155,6 +156,9 @@ GROUPS = {
         "dense by recipe": Case(of_recipe, (8192, 8192), ("bf16", *RECIPES), reads=_OF_DENSE),
         "on eight devices": Case(of_recipe, (8 * 8192, 8192), ("row-wise", "block", "MXFP8"), mesh=(8, 1)),
     },
+    "blackwell": {
+        "dense by recipe": Case(of_recipe, (8192, 8192), ("delayed", "block", "block, power of two", "MXFP8")),
+    },
     "layers": {
         "scan": Case(layers(), candidates=_MLPS),
         "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),
@@ -171,21 +175,21 @@ GROUPS = {
 
 
 @functools.cache
-def h200s(sizes):
-    """A mesh of H200s that nobody needs to have."""
-    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+def gpus(name, sizes):
+    """A mesh of GPUs that nobody needs to have: `name`.txtpb describes one."""
+    description = pathlib.Path(__file__).with_name(f"{name}.txtpb").read_text()
     devices = sizes[0] * sizes[1]
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=("fsdp", "tp"))
 
 
-def report(case: Case, candidate: str, quickly=False) -> dict:
+def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     """What is in the program: forward and backward of the model, all gradients and the next state."""
     if candidate.endswith(XLA):
         with jaxfp8.ops.implementation("xla"):
-            return report(case, candidate.removesuffix(XLA), quickly)
+            return report(case, candidate.removesuffix(XLA), quickly, gpu)
     model = case.model(candidate.removesuffix(TRITON).removesuffix(COUNTED))
-    mesh = h200s(case.mesh)
+    mesh = gpus(gpu, case.mesh)
     if case.hidden is not None:
         model = model.clone(hidden=NamedSharding(mesh, case.hidden))
 
@@ -232,12 +236,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     parser.add_argument("--quickly", action="store_true")
+    parser.add_argument("--gpu", choices=("h200", "b200"), default="h200")
     args = parser.parse_args()
-    report(GROUPS["dense"]["small dense"], "bf16", quickly=True)  # starts the compiler, so that no case pays for it
+    report(GROUPS["dense"]["small dense"], "bf16", True, args.gpu)  # starts the compiler, so that no case pays for it
     found = {}
     for group in args.groups:
         for name, case in GROUPS[group].items():
-            found[name] = {candidate: report(case, candidate, args.quickly) for candidate in case.candidates}
+            found[name] = {candidate: report(case, candidate, args.quickly, args.gpu) for candidate in case.candidates}
     print(json.dumps(found))
 
 

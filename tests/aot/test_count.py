@@ -171,7 +171,7 @@ ENTRY %main (a: f8e4m3fn[16,32], b: f8e5m2[32,16], c: bf16[32,16]) -> bf16[16,16
 
 
 def test_gemms():
-    ours, cublas, fp8 = "jaxfp8_scaled_matmul_v1", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
+    ours, cublas, fp8 = "jaxfp8_scaled_matmul_v2", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
     for target in (ours, cublas, fp8):
         call = f'custom-call(OPERANDS), custom_call_target="{target}"'
         assert gemm(call) == [True, True]
@@ -207,7 +207,7 @@ ENTRY %main (w: f32[8,512,512], i: s32[], s: f32[1]) -> (f8e4m3fn[1,512,512], f3
     (quantize,) = count.launches(module(text.replace("TARGET", "jaxfp8_quantize_v1")))
     assert not quantize.is_gemm and not quantize.is_copy
     assert quantize.bytes == 512 * 512 * (4 + 1) + 3 * 4  # and index, scale and amax
-    (product,) = count.launches(module(text.replace("TARGET", "jaxfp8_scaled_matmul_v1")))
+    (product,) = count.launches(module(text.replace("TARGET", "jaxfp8_scaled_matmul_v2")))
     assert product.is_gemm and not product.is_fp8
 
 

@@ -15,7 +15,9 @@ GOALS = {
     "current": (12, 1408, [2, 2, 2]),  # the amax, then the scale, then the codes
     # One custom call for each tensor. Of whole rows it is two kernels, which no program shows: 512 MiB more.
     "row-wise": (6, 897, [1, 1, 1]),
-    "block": (10, 920, [1, 1, 1]),  # with the scales of four operands in cuBLASLt's order
+    # The scales lie where cuBLASLt reads them: one custom call for each tensor and product.
+    "block": (6, 904, [1, 1, 1]),
+    "block, power of two": (6, 904, [1, 1, 1]),
     # No tensor core of Hopper's reads such scales: six operands and their scales become bfloat16.
     "MXFP8": (18, 2168, [3, 3, 3]),
 }
@@ -42,13 +44,11 @@ def test_bf16_for_comparison(counts):
 
 
 @pytest.mark.parametrize("recipe", ["row-wise", "block"])
-def test_only_scales_are_moved(counts, recipe):
-    """Copies are those of scales: 1/64 of an operand's bytes each, read and written."""
-    found = counts[CASE][recipe]
-    assert found["copied_bytes"] <= 4 * 2 * 8192 * 64 * 4
+def test_nothing_lies_between_quantization_and_products(counts, recipe):
+    assert counts[CASE][recipe]["kinds"] == {"custom-call": 6}
 
 
-@pytest.mark.parametrize("recipe, launches", [("block", 10), ("MXFP8", 18)])
+@pytest.mark.parametrize("recipe, launches", [("block", 6), ("MXFP8", 18)])
 def test_each_device_quantizes_its_blocks(counts, recipe, launches):
     """Rows of x and grad are cut, whole blocks to a device: one launch more, the sum of the kernel's gradient."""
     found = counts["on eight devices"][recipe]

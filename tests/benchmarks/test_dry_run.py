@@ -33,12 +33,16 @@ def dry_run(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_case_runs(dry_run):
-    _, record, _ = dry_run
+    output, record, _ = dry_run
     assert record["environment"]["dry_run"] and record["environment"]["device"] == "cpu"
     allowed = {"torch", "jaxfp8 own, fused"}  # what may be missing
     for name, case in record["cases"].items():
         assert case["rows"] and set(case["errors"]) <= allowed, (name, case["errors"])
         assert all(row["us"] > 0 for row in case["rows"].values())
+    kernels = record["cases"]["kernels"]["rows"]
+    assert len({row["kernel"] for row in kernels.values()}) >= 31 and len(kernels) >= 62
+    assert all({"gb_s", "of_copy"} <= set(row) or "tflops" in row or "us_a_launch" in row for row in kernels.values())
+    assert "quantize_norm rms, 128x256" in output and "% of a copy" in output
     layers = ("dense", "small_dense", "gated_mlp", "transformer_layer")
     for name in layers:
         rows = record["cases"][name]["rows"]
@@ -75,19 +79,20 @@ def test_a_spent_budget(tmp_path):
 def test_a_case_in_its_own_process(tmp_path):
     """As on a GPU: a case that dies is noted, and the others run."""
     code = (
-        "import argparse, sys; sys.path.insert(0, sys.argv[1]); import gpu;"
-        "args = argparse.Namespace(turns=2, platform='cpu', tiny=True);"
-        "case = argparse.Namespace(xla_flags=sys.argv[2]);"
-        "result = gpu.run_in_a_process('launches', case, args, 300);"
+        "import sys; sys.path.insert(0, sys.argv[1]); from _gpu_process import run_in_a_process;"
+        "arguments = ['--turns', '2', '--platform', 'cpu', '--tiny'];"
+        "result = run_in_a_process(sys.argv[3], sys.argv[2], sys.argv[4:], arguments, 300);"
         "print(sorted(result['rows']), list(result['errors']))"
     )
 
-    def result(flags):
-        command = [sys.executable, "-c", code, str(BENCHMARKS), flags]
+    def result(flags, *case):
+        command = [sys.executable, "-c", code, str(BENCHMARKS), flags, *case]
         return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
-    assert result("") == "['XLA fusion', 'jaxfp8 custom call'] []\n"
-    assert result("--xla_no_such_flag=1") == "[] ['launches']\n"
+    assert result("", "launches") == "['XLA fusion', 'jaxfp8 custom call'] []\n"
+    assert result("--xla_no_such_flag=1", "launches") == "[] ['launches']\n"
+    assert result("", "kernels", "amax bf16") == "['amax bf16, 128x256', 'amax bf16, 64x128'] []\n"
+    assert result("", "kernels", "of no name", "amax bf16").endswith("64x128'] ['of no name']\n")
 
 
 @pytest.mark.slow
@@ -101,35 +106,39 @@ def test_cpu_goals(case, tmp_path):
 
 
 @pytest.fixture
-def cases(monkeypatch):
-    """The cases as a module, with JAX as a program has it."""
+def options(monkeypatch):
+    """Options of a dry run; JAX as a program has it."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        import _gpu_cases
+        from _gpu_inputs import Options
 
-        yield _gpu_cases
+        yield Options(tiny=True, turns=1)
 
 
-def test_a_wrong_answer_has_no_time(cases, monkeypatch):
+def test_a_wrong_answer_has_no_time(options, monkeypatch):
+    from _gpu_ops import gemm
+
     right = ops.scaled_matmul
 
     def wrong(a, b, *scales, precise):
         return right(a, b, *scales, precise=precise) * (1.0 if precise else 1.1)
 
     monkeypatch.setattr(ops, "scaled_matmul", wrong)
-    rows, errors = cases.gemm(cases.Options(tiny=True, turns=1))
-    assert {"jaxfp8 precise", "bf16"} == set(rows) and "off by 1.0" in errors["jaxfp8 fast"]
+    rows, errors = gemm(options)
+    assert {"jaxfp8 precise", "bf16"} == set(rows) and "a row is off by" in errors["jaxfp8 fast"]
 
 
-def test_a_wrong_peer_does_not_end_the_case(cases, monkeypatch):
-    dense = cases.models.dense
+def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
+    import _gpu_layers
+
+    dense = _gpu_layers.models.dense
     ones = nn.Dense(64, use_bias=False, dtype=jnp.bfloat16, kernel_init=nn.initializers.ones)
 
     def wrong(name, features):
         return ones if name == "flax" else dense(name, features)
 
-    monkeypatch.setattr(cases.models, "dense", wrong)
-    rows, errors = cases.dense(cases.Options(tiny=True, turns=1))
+    monkeypatch.setattr(_gpu_layers.models, "dense", wrong)
+    rows, errors = _gpu_layers.dense(options)
     assert "flax" not in rows and "gradient of x: off by" in errors["flax"] and "jaxfp8 own" in rows
 
 

@@ -1,78 +1,205 @@
-"""tools/gpu_session.sh with a Python that does nothing: order, failures, limits and the budget."""
+"""tools/gpu_session.sh as a whole, in a small checkout and with a Python that only acts: calls, failures, limits."""
 
 import os
 import pathlib
 import shutil
 import subprocess
+import tarfile
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "tools" / "gpu_session.sh"
-STEPS = [
-    "machine",
-    "build",
-    "gpu-tests",
-    "bench-first",
-    "memcheck",
-    "racecheck",
-    "bench-rest",
-    "slow-tests",
-    "initcheck",
-]
-FAKE = """#!/bin/sh
-echo "$PWD: $*"
-case "$*" in {cases} esac
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS = {
+    "test": ["machine", "install", "selftest", "compile", "kernels", "gpu-tests", "gpu-tests-alone", "gpu-tests-slow"],
+    "bench": ["machine", "install", "benchmarks"],
+    "sanitize": ["machine", "install", "memcheck", "racecheck", "initcheck", "synccheck"],
+}
+# What a call leaves, beside steps.txt and logs.tar.gz.
+JSON = {"test": {"selftest.json", "kernels.json"}, "bench": {"gpu.json"}, "sanitize": set()}
+# Says what it was asked, as a pip that installs jaxfp8 and as programs that write JSON and a table. `$json` is the
+# argument of --json, `$target` that of --target.
+PYTHON = """#!/bin/sh
+echo "$PWD: $* (commit $JAXFP8_COMMIT)"
+call="$*"
+while [ $# -gt 0 ]; do case $1 in --json) json=$2;; --target) target=$2;; esac; shift; done
+if [ -n "$target" ]; then mkdir -p "$target/jaxfp8/_lib" && echo installed >"$target/jaxfp8/old.py"; fi
+if [ -n "$json" ]; then echo '{{}}' >"$json"; fi
+case "$call" in
+{cases}
+*'-m pytest'*) head -c 60000 /dev/zero | tr '\\\\0' '.'; echo; echo '= 500 passed in 60 s =';;
+*benchmarks/gpu.py*) seq -f 'kernel %g 47.1 us' 2000; echo 'quantize bf16 90 % met';;
+esac
 """
+TOOL = "#!/bin/sh\necho NVIDIA H200, says $0\n"
 
 pytestmark = pytest.mark.skipif(shutil.which("timeout") is None or shutil.which("bash") is None, reason="needs bash")
 
 
-def session(folder, cases="", budget=100, **environment):
-    """Runs the script; returns the process, name -> line of steps.txt, and name -> log."""
-    python = folder / "python"
-    python.write_text(FAKE.format(cases=cases))
+@pytest.fixture
+def checkout(tmp_path):
+    """What travels: no .git, a wheelhouse whose wheel has these libraries."""
+    root = tmp_path / "checkout"
+    shutil.copytree(ROOT / "tools", root / "tools")
+    for folder in ("common", "cpu", "cuda", "jaxfp8", "tests", "benchmarks", "wheelhouse"):
+        (root / folder).mkdir()
+        (root / folder / "file.cc").write_text(folder)
+    (root / "CMakeLists.txt").write_text("project()\n")
+    (root / "jaxfp8" / "__init__.py").write_text("# of the checkout\n")
+    (root / "wheelhouse" / "jaxfp8-0.1.0+cuda13-py3-none-any.whl").touch()
+    (root / "wheelhouse" / "flax-0.12.12-py3-none-any.whl").touch()
+    write_built(root)
+    for name in ("nvidia-smi", "nvcc"):
+        tool = tmp_path / "bin" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(TOOL)
+        tool.chmod(0o755)
+    return root
+
+
+def digest(root, *paths):
+    return subprocess.run(["bash", root / "tools" / "digest.sh", *paths], capture_output=True, text=True).stdout
+
+
+def write_built(root):
+    libraries = digest(root, "CMakeLists.txt", "common", "cpu", "cuda")
+    (root / "wheelhouse" / "built").write_text(f"abc1234\n{libraries}{digest(root, 'jaxfp8')}")
+
+
+def session(root, call="test", cases="", budget=100, **environment):
+    """Runs one call; returns the process, name -> line of steps.txt, and name -> log."""
+    python = root.parent / "bin" / "python"
+    python.write_text(PYTHON.format(cases=cases))
     python.chmod(0o755)
-    out = folder / "out"
+    out = root.parent / f"out-{call}"
+    path = f"{python.parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", SCRIPT, str(budget)],
-        env=os.environ | {"PYTHON": str(python), "OUT": str(out)} | environment,
+        ["bash", root / "tools" / "gpu_session.sh", call, str(budget)],
+        env={k: v for k, v in os.environ.items() if k != "JAXFP8_COMMIT"}
+        | {"PATH": path, "PYTHON": str(python), "OUT": str(out)}
+        | environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
+    if not (out / "logs.tar.gz").exists():
+        return done, {}, {}
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        logs = {pathlib.Path(m.name).stem: archive.extractfile(m).read().decode() for m in archive if m.isfile()}
     steps = {line.split()[0]: line for line in (out / "steps.txt").read_text().splitlines()}
-    return done, steps, {log.stem: log.read_text() for log in out.glob("*.log")}
+    return done, steps, logs
 
 
-def test_all_steps_in_order(tmp_path):
-    done, steps, logs = session(tmp_path)
-    assert done.returncode == 0 and list(steps) == STEPS and set(logs) == set(STEPS)
-    assert all(" exit 0 " in line for line in steps.values()), steps
-    assert "JAXFP8_CUDA=ON" in logs["build"]
-    # Where the sources do not hide the installed package.
-    assert all(logs[name].startswith(f"{SCRIPT.parents[1]}/tests:") for name in ("gpu-tests", "memcheck", "slow-tests"))
-    assert "-m gpu and not slow" in logs["gpu-tests"] and "--only ceilings gemm" in logs["bench-first"]
-    assert done.stdout.endswith("".join(f"{line}\n" for line in steps.values()))
+@pytest.mark.parametrize("call", STEPS)
+def test_a_whole_call(checkout, call):
+    done, steps, logs = session(checkout, call)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(steps) == [call, *STEPS[call]] and set(logs) == set(STEPS[call])
+    assert all(" exit 0 " in steps[name] for name in STEPS[call]), steps
+    assert steps[call] == f"{call} of abc1234"
+    out = checkout.parent / f"out-{call}"
+    assert {path.name for path in out.iterdir()} == {"steps.txt", "logs.tar.gz"} | JSON[call]
+    assert "NVIDIA H200" in logs["machine"]
+    # Only the last 12,000 characters are sent back: tables, summaries and all steps have to be in them.
+    report = done.stdout.split("(at most")[-1]
+    assert len(report) < 12_000 and report.endswith("".join(f"{line}\n" for line in steps.values()))
+    if call == "test":
+        assert "quantize bf16 90 % met\n" in report and report.count("= 500 passed in 60 s =") == 3
+        assert "-m jaxfp8.selftest --json" in logs["selftest"] and "JAXFP8_CUDA=ON" in logs["compile"]
+        assert "-n 8 --dist worksteal -m gpu and not slow and not alone" in logs["gpu-tests"]
+        assert "-m gpu and not slow and alone" in logs["gpu-tests-alone"] and "-n 8" not in logs["gpu-tests-alone"]
+        assert "--only ceilings kernels --budget 90" in logs["kernels"]
+    if call == "bench":
+        assert "--only ceilings gemm dense" in logs["benchmarks"]
+    # Where the sources do not hide the installed package; and they all know the commit.
+    in_tests = [name for name in steps if name.startswith(("gpu-tests", "selftest")) or name.endswith("check")]
+    assert all(logs[name].startswith(f"{checkout}/tests: ") for name in in_tests)
+    assert all("(commit abc1234)" in logs[name] for name in STEPS[call][2:])
 
 
-def test_a_failure_stops_nothing_else(tmp_path):
-    done, steps, _ = session(tmp_path, cases="*'gpu and not slow'*) echo 3 failed; exit 1;;")
-    assert done.returncode == 1 and list(steps) == STEPS
-    assert [name for name, line in steps.items() if " exit 0 " not in line] == ["gpu-tests"]
-    assert "3 failed" in done.stdout
+def test_a_prebuilt_wheel_with_the_python_of_the_checkout(checkout):
+    show = '*selftest*) ls "${PYTHONPATH%%:*}/jaxfp8";;'
+    _, steps, logs = session(checkout, cases=show)
+    assert "the libraries are those of the wheel" in logs["install"] and "flax-0.12.12" in logs["install"]
+    assert "build-isolation" not in logs["install"]
+    assert logs["selftest"].splitlines()[1:] == ["__init__.py", "_lib", "file.cc"]  # old.py of the wheel is gone
+    assert steps["test"] == "test of abc1234"
+    (checkout / "jaxfp8" / "__init__.py").write_text("# of another day\n")
+    _, steps, logs = session(checkout)
+    assert steps["test"] == "test of abc1234+changes" and "are those of the wheel" in logs["install"]
 
 
-def test_without_a_build_nothing_is_tested(tmp_path):
-    done, steps, _ = session(tmp_path, cases="*install*) exit 2;;")
-    assert done.returncode == 1 and list(steps) == ["machine", "build"] and " exit 2 " in steps["build"]
+def test_other_libraries_than_the_wheels_are_built(checkout):
+    (checkout / "cuda" / "file.cc").write_text("changed")
+    _, steps, logs = session(checkout)
+    assert "no wheel of these libraries: building" in logs["install"] and "JAXFP8_CUDA=ON" in logs["install"]
+    assert "wheelhouse/flax" in logs["install"] and "wheelhouse/jaxfp8" not in logs["install"]
+    assert steps["test"] == "test of abc1234+changes"
 
 
-def test_a_step_that_hangs_and_what_no_longer_fits(tmp_path):
-    done, steps, _ = session(tmp_path, cases="*'gpu and not slow'*) exec sleep 60;;", budget=8)
+def test_without_a_wheelhouse(checkout):
+    shutil.rmtree(checkout / "wheelhouse")
+    done, _, _ = session(checkout)
+    assert done.returncode == 2 and "set JAXFP8_COMMIT" in done.stderr
+    done, steps, logs = session(checkout, JAXFP8_COMMIT="def5678")
+    assert done.returncode == 0 and steps["test"] == "test of def5678"
+    assert list(steps)[1:] == [name for name in STEPS["test"] if name != "compile"] and "building" in logs["install"]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(checkout)]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
+        subprocess.run([*git, *command], check=True)
+    (checkout / "CMakeLists.txt").write_text("project(changed)\n")
+    described = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    _, steps, _ = session(checkout, STEPS="machine")
+    assert steps["test"] == f"test of {described}-dirty"
+
+
+def test_a_failure_stops_nothing_else(checkout):
+    done, steps, _ = session(checkout, cases="*'not alone'*) echo 3 failed; exit 1;;\n*selftest*) exit 3;;")
+    assert done.returncode == 1 and list(steps)[1:] == STEPS["test"]
+    assert [name for name, line in steps.items() if "exit" in line and " exit 0 " not in line] == [
+        "selftest",
+        "gpu-tests",
+    ]
+    assert "3 failed" in done.stdout and "--- selftest" in done.stdout
+
+
+def test_without_a_build_nothing_is_tested(checkout):
+    done, steps, _ = session(checkout, cases="*install*) exit 2;;")
+    assert done.returncode == 1 and list(steps)[1:] == ["machine", "install"] and " exit 1 " in steps["install"]
+
+
+def test_a_compiler_that_fails_shows(checkout):
+    compiles = "*JAXFP8_CUDA=ON*) echo error: no nvcc; exit 1;;"
+    done, steps, _ = session(checkout, cases=compiles)
+    assert done.returncode == 1 and " exit 1 " in steps["compile"] and "error: no nvcc" in done.stdout
+    assert " exit 0 " in steps["gpu-tests"]
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_says_where(checkout):
+    """It is interrupted, not killed, and what no longer fits is not started."""
+    hangs = """*'not alone'*)
+      trap 'echo "!!! KeyboardInterrupt in test_norms !!!"; exit 2' INT
+      echo '  File "/x/test_gpu_ops.py", line 7 in test_norms'
+      while :; do sleep 0.1; done;;"""
+    done, steps, _ = session(checkout, cases=hangs, budget=9, STEPS="gpu-tests gpu-tests-alone")
     assert done.returncode == 1 and " exit 124 " in steps["gpu-tests"]
-    assert "not started: the budget of 8 s is spent" in steps["bench-first"]
+    assert "!!! KeyboardInterrupt in test_norms !!!" in done.stdout
+    assert 'took 60 s: test_gpu_ops.py", line 7 in test_norms\n' in done.stdout
+    assert "not started: the budget of 9 s is spent" in steps["gpu-tests-alone"]
 
 
-def test_chosen_steps(tmp_path):
-    _, steps, _ = session(tmp_path, STEPS="gpu-tests bench-rest")
-    assert list(steps) == ["gpu-tests", "bench-rest"]
+def test_chosen_steps_and_disabled_ops(checkout):
+    _, steps, logs = session(checkout, STEPS="gpu-tests", JAXFP8_DISABLE="quantize_norm", cases="*'-m pytest'*) env;;")
+    assert list(steps) == ["test", "gpu-tests"] and steps["test"] == "test of abc1234, without quantize_norm"
+    assert "JAXFP8_DISABLE=quantize_norm" in logs["gpu-tests"]
+
+
+def test_gpu_tests_are_where_it_looks():
+    tests = ROOT / "tests"
+    marked = {path.relative_to(tests).parts[0] for path in tests.rglob("*.py") if "mark.gpu" in path.read_text()}
+    assert marked == {"ops", "cuda", "benchmarks"}  # the last is this file
+
+
+def test_of_no_call(checkout):
+    done, _, _ = session(checkout, call="")
+    assert done.returncode == 2 and "expected test, bench or sanitize, got ''" in done.stderr

@@ -48,7 +48,7 @@ def test_widened_operands_are_not_fp8(gemms):
         ("__cublas$lt$matmul$f8", "f8e4m3fn", "fp8 cublaslt"),
         ("__cublas$lt$matmul", "bf16", "bf16 cublaslt"),
         ("__cublas$gemm", "f32", "f32 cublas"),
-        ("jaxfp8_scaled_matmul_v1", "f8e4m3fn", "fp8 jaxfp8"),
+        ("jaxfp8_scaled_matmul_v2", "f8e4m3fn", "fp8 jaxfp8"),
         ("jaxfp8_quantize_v1", "bf16", None),
     ],
 )

@@ -130,6 +130,22 @@ def test_inputs_that_are_computed_on_the_way():
     assert_counters(of_state(got), Expected().step([rows]), "vmap")
 
 
+def test_inputs_are_counted_as_they_are_quantized():
+    """In float32: 448 * (1 + 2**-12) saturates, and 2**-10 * (1 + 2**-12) does not become zero; in bfloat16 they are
+    448 and 2**-10.
+
+    The first four of 16 in a row are 2**row, so x / sqrt(mean(x**2)) is 2 for these, and 0 for the others.
+    """
+    x = np.zeros((M, 16), oracle.BF16)
+    x[:, :4], gamma = 2.0 ** np.arange(M)[:, None] / 16, np.ones(16, np.float32)
+    gamma[:4] = np.float32([224, 224, 2**-11, 2**-11]) * np.float32([1, 1 + 2**-12, 1, 1 + 2**-12])
+    kernel, grad = np.ones((16, N), oracle.BF16), np.ones((M, N), oracle.BF16)
+    got = jax.jit(
+        jax.grad(lambda state: use(kernel, state, jaxfp8.normalized(x, gamma, kind="rms", epsilon=0.0), grad))
+    )(counted_state())
+    oracle.assert_bitwise(got.input.counters, np.float32([1 / 16, 1 / 16, 1]), "norm")
+
+
 @pytest.mark.slow
 def test_groups_of_rows():
     (x,), _, (grad,) = tensors(10)

@@ -272,14 +272,18 @@ class Emulated:
         return (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
 
     def quantize_blocks_transpose(self, x, fmt, block, scaling, *, shift=0, data_t_shift=None, transpose=True):
-        """data, scale_inv, data_t, scale_inv_t (E8M0 as codes); without `transpose` the first two."""
+        """data, scale_inv, data_t, scale_inv_t; without `transpose` the first two.
+
+        Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
+        """
         g, m, n = x.shape
         x_buffer, amaxes = _Buffer(x.shape, x.dtype, shift, x), _Buffer((g, m + n * transpose), np.float32)
         results = []
         for shape, of_data in (((m, n), shift), ((n, m), shift if data_t_shift is None else data_t_shift)):
             blocks = [len(oracle_blocks.bounds(size, b)) for size, b in zip(shape, block, strict=True)]
             dtype = np.float32 if scaling.startswith("f32") else np.uint8
-            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, *blocks), dtype)]
+            scales = oracle_blocks.cublaslt_layout(np.zeros(blocks, dtype), block, *shape)
+            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, scales.size), dtype)]
         results = results if transpose else results[:2]
         pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (4 - len(results))
         self._launch(

@@ -105,12 +105,13 @@ def over_handlers(monkeypatch):
     monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)
 
 
-def scaled_operands(m, n, k, blocks, seed=0):
+def scaled_operands(m, n, k, blocks, seed=0, power_2_scale=False):
     """(a, b, their scales), as the oracle quantizes."""
     rng, sides = np.random.default_rng(seed), []
     for rows, block in zip((m, n), blocks, strict=True):
         x = F32.type(rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7))
-        sides.append(oracle_blocks.quantize(x, oracle.E4M3, block, scale="e8m0" if block == (1, 32) else "f32"))
+        scaling = {"scale": "e8m0"} if block == (1, 32) else {"power_2_scale": power_2_scale}
+        sides.append(oracle_blocks.quantize(x, oracle.E4M3, block, **scaling))
     return *(side[0] for side in sides), *(side[1] for side in sides)
 
 
@@ -123,6 +124,26 @@ def test_block_scaled_products(over_handlers, blocks, m, n, k):
     for extra in ({}, {"bias": bias}):
         got = jax.jit(lambda *x, e=extra: ops.block_scaled_matmul(*x, **options, **e, out_dtype=F32))(*args)
         oracle_blocks.matmul(*args, **options, **extra).check(got, f"{blocks}")
+
+
+@pytest.mark.parametrize("pair", ["1x128 by 128x128", "128x128 by 1x128", "1x128 by 1x128", "rows by rows"])
+@pytest.mark.parametrize("m, n, k", [(16, 32, 256), (130, 140, 1158)])
+def test_powers_of_two_as_mx(over_handlers, monkeypatch, pair, m, n, k):
+    """float32 scales as on a GPU that multiplies E8M0: the product's oracle is that of float32."""
+    as_on_blackwell = _block_scaled_matmul._for_gpus
+    run = _block_scaled_matmul._cublaslt
+
+    def on_blackwell(*operands, members, spec):
+        return run(*operands, members=members, **as_on_blackwell({(10, 0)}, *operands, spec=spec))
+
+    op = tensor_op("block_scaled_matmul", cpu=on_blackwell, cuda=run, **_block_scaled_matmul._RULES)
+    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)
+    blocks = SCALED_PAIRS[pair]
+    args = scaled_operands(m, n, k, blocks, power_2_scale=True)
+    options = {"a_block": blocks[0], "b_block": blocks[1]}
+    run_it = jax.jit(lambda *x: ops.block_scaled_matmul(*x, **options, power_2_scale=True, out_dtype=F32))
+    assert run_it.lower(*args).as_text().count('"1x32"') == 2
+    oracle_blocks.matmul(*args, **options).check(run_it(*args), pair)
 
 
 @PAIRS
@@ -175,7 +196,7 @@ def test_layouts_of_scales(block, rows, k):
     is_mx = block == (1, 32)
     scales = codes.view(oracle_blocks.E8M0) if is_mx else codes.astype(F32)
     mode = _scale_layouts.mode(block, scales.dtype)
-    got = np.asarray(_scale_layouts.ordered(scales, mode, rows))
+    got = np.asarray(_scale_layouts.stored(scales, mode, rows))
     padded = np.zeros((2, counts[0] if block[0] == 128 else rows, counts[1]), scales.dtype)
     padded.view(np.uint8 if is_mx else F32)[:, : counts[0]] = scales.view(np.uint8 if is_mx else F32)
     for i in range(2):

@@ -12,8 +12,11 @@ import pytest
 from . import emulated
 
 FAKE = Path(__file__).resolve().parent / "fake_cublaslt"
-CHECKS = """products groups block_scales block_scale_plans plans first_algorithm capture tuner tuner_errors tuned_plans
-autotune threads no_algorithm old_device missing_library old_library no_terms"""
+CHECKS = {
+    "calls": """products groups block_scales block_scale_plans capabilities unaligned_scales unaligned_workspace threads
+        capture no_algorithm old_device missing_library old_library no_terms""",
+    "tuning": "plans first_algorithm tuner tuner_errors tuned_plans autotune",
+}
 
 
 def include_folders() -> list[Path]:
@@ -50,9 +53,23 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("check", CHECKS.split())
-def test_cublaslt_calls(folder, check):
-    if check in ("missing_library", "no_terms") and shutil.which("nvidia-smi"):
-        pytest.skip("the real cuBLASLt may be found here")
-    done = subprocess.run([sys.executable, str(FAKE / "checks.py"), str(folder), check], capture_output=True, text=True)
+def run(folder, check, *arguments):
+    command = [sys.executable, str(FAKE / "checks.py"), str(folder), check, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("check", [f"{module}.{name}" for module, names in CHECKS.items() for name in names.split()])
+def test_cublaslt_calls(folder, check):
+    if check in ("calls.missing_library", "calls.no_terms") and shutil.which("nvidia-smi"):
+        pytest.skip("the real cuBLASLt may be found here")
+    run(folder, check)
+
+
+def test_sizes_of_attributes(folder):
+    """The stand-in takes attributes as NVIDIA's library does, which answers that without a GPU."""
+    libraries = [include.parent / "lib" / "libcublasLt.so.13" for include in include_folders()]
+    library = next(filter(Path.exists, libraries), None)
+    if library is None:
+        pytest.skip("needs libcublasLt.so.13 beside its header (pip install 'jaxfp8[toolkit]')")
+    run(folder, "real.attribute_sizes", str(library))

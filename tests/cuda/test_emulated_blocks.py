@@ -1,5 +1,5 @@
-"""quantize_blocks_transpose, run on the host by emulator/, against the oracle: codes and scales of both layouts, bit by
-bit."""
+"""quantize_blocks_transpose, run on the host by emulator/, against the oracle, bit by bit: the codes of both layouts,
+and their scales where cuBLASLt's manual wants them."""
 
 import functools
 
@@ -36,17 +36,20 @@ ALL_KINDS = pytest.mark.parametrize("block, scaling", KINDS.values(), ids=KINDS)
 
 def expected_of(x, fmt, block, scaling):
     """data, scale_inv, data_t, scale_inv_t of groups."""
-    groups = [
-        [part for of in (matrix, matrix.T) for part in oracle_blocks.quantize(of, fmt, block, **OPTIONS[scaling])]
-        for matrix in x
-    ]
+    fill = 1 if scaling.startswith("f32") else 0  # the scale of zeros
+    groups = []
+    for matrix in x:
+        parts = []
+        for of in (matrix, matrix.T):
+            codes, scales = oracle_blocks.quantize(of, fmt, block, **OPTIONS[scaling])
+            parts += [codes, oracle_blocks.cublaslt_layout(scales, block, *of.shape, fill)]
+        groups.append(parts)
     return [np.stack(parts) for parts in zip(*groups, strict=True)]
 
 
 def assert_bitwise(got, expected, what):
     names = ("data", "scale_inv", "data_t", "scale_inv_t")
     for value, wanted, name in zip(got, expected, names, strict=False):
-        wanted = wanted.view(np.uint8) if wanted.dtype == oracle_blocks.E8M0 else wanted
         oracle.assert_bitwise(value, wanted, f"{what}: {name}")
 
 

@@ -1,15 +1,15 @@
 """The ragged product's own source on the host, against the oracle; its tiles and its shared memory.
 
-The emulator's tensor cores are the least precise there are: they drop all but 13 bits of a sum before they add to it.
+The emulator's tensor cores are Ada's, the least precise there are.
 """
 
 import numpy as np
 import oracle
+import oracle_accumulation
 import pytest
 
 FORMATS = tuple(oracle.FORMATS.values())
 TILE, SLICE, CHUNK = 128, 64, 16
-FAST = 2.0**-13
 A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
 
 
@@ -26,9 +26,9 @@ def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, o
     sizes = np.int32(sizes).reshape(a.shape[0], -1)
     got = kernels.ragged_matmul(a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift)
     a_scale, b_scale = (np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale))
+    options = {"out_dtype": out_dtype, "accumulation": "precise" if precise else "fast", "device": "8.9"}
     for i in range(a.shape[0]):
-        eps = oracle.PRECISE if precise else FAST
-        expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], b_scale[i], sizes[i], out_dtype=out_dtype, eps_acc=eps)
+        expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], b_scale[i], sizes[i], **options)
         expected.check(got[i], f"{sizes} {what}")
 
 
@@ -72,12 +72,25 @@ def test_dtypes(emulated_library, contraction, a_fmt, b_fmt):
             check(emulated_library, a, b, [23, 30], out_dtype=out_dtype, precise=precise, what=out_dtype.name)
 
 
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("b_fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_sums_are_those_of_the_model(emulated_library, b_fmt, precise):
+    """To the bit: which products an addition takes, and when it begins at zero, do not depend on chance."""
+    a, b = operands(False, 1, 40, 320, 24, b_fmt=b_fmt)
+    a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))  # subnormal codes, and zeros, alone
+    got = emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
+    promotion = 32 if precise else None
+    expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], step=16, promotion=promotion)
+    oracle.assert_bitwise(got[0], expected, "sums")
+
+
 def test_fast_is_not_precise(emulated_library):
-    """The emulator's sums lose bits: the bound of `precise` is one that a kernel can miss."""
-    a, b = operands(False, 1, 64, 640, 64)
+    """Sums of one sign lose bits of one sign: the bound of `precise` is one that a kernel can miss."""
+    a, b = (np.abs(x.astype(np.float32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24))
+    precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device="8.9")
+    precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
     with pytest.raises(AssertionError, match="out of bound"):
-        got = emulated_library.ragged_matmul(a, b, A_INV, B_INV, np.int32([[64]]), precise=False)
-        oracle.scaled_matmul(a[0], b[0, 0], A_INV, B_INV).check(got[0])
+        precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
@@ -117,7 +130,8 @@ def test_members(kernels, contraction):
 def test_sizes_that_cannot_be(kernels, contraction):
     a, b = operands(contraction, 4, 150, 32, 24)
     got = kernels.ragged_matmul(a, b, A_INV, B_INV, np.int32([[-5, 100, 2**31 - 1, 7]]), precise=True)
-    oracle.ragged_matmul(a[0], b[0], A_INV, B_INV, [0, 100, 50, 0]).check(got[0])
+    summed = {"accumulation": "precise", "device": "8.9"}
+    oracle.ragged_matmul(a[0], b[0], A_INV, B_INV, [0, 100, 50, 0], **summed).check(got[0])
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])

@@ -1,17 +1,12 @@
-"""The CUDA kernels and cuBLASLt on a GPU: what the emulator and the stand-ins cannot show.
+"""The CUDA kernels on a GPU: what the emulator cannot show. Products are in test_gpu_products.py.
 
-Codes, amaxes and dequantized values bit by bit against the oracle, products within its bound; repeatability, graph
-capture, streams, and sizes above 2**31. tests/ops runs its own cases on the GPU too. sanitize.py runs a selection of
-these under compute-sanitizer.
+Codes, amaxes and dequantized values bit by bit against the oracle; repeatability, graph capture, streams, and sizes
+above 2**31. tests/ops runs its own cases on the GPU too.
 """
 
 import concurrent.futures
 import functools
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,47 +14,33 @@ import numpy as np
 import oracle
 import oracle_blocks
 import pytest
+from ops import cases
 
-from jaxfp8 import _plan_files, ops
+from jaxfp8 import ops
 from jaxfp8.ops._quantize import quantize_with
 from jaxfp8.ops._quantize_transpose import quantize_transpose_with
 
+from .gpu import (
+    DTYPE_IDS,
+    DTYPES,
+    FORMATS,
+    GRAPHS,
+    assert_all_bitwise,
+    custom_calls as custom_calls,
+    random_codes,
+    random_values,
+)
+
 pytestmark = pytest.mark.gpu
 
-FORMATS = tuple(oracle.FORMATS.values())
-DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
-DTYPE_IDS = ("bf16", "f16", "f32")
 SCALES = np.float32([1, 2.0**-7, 3.7, 2.0**40, 2.0**-126, 2.0**126, np.finfo(np.float32).max])
 STRANGE_SCALES = np.float32([0.0, -0.0, -1.0, -(2.0**100), np.inf, -np.inf, np.nan])
-# Hopper's fast accumulation keeps about 14 bits.
-FAST = 2.0**-13
-
-
-@pytest.fixture(autouse=True)
-def custom_calls():
-    """Every op of these tests is the custom call on the first GPU."""
-    with jax.default_device(jax.devices("gpu")[0]), ops.implementation("ffi"):
-        yield
 
 
 def all_values(dtype, fmt):
     if dtype.itemsize == 2:
         return oracle.all_half_codes(dtype)
     return np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
-
-
-def random_values(shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * 2.0 ** rng.uniform(-12, 9, shape)).astype(np.float32).astype(dtype)
-
-
-def random_codes(shape, fmt, seed=0):
-    return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
-
-
-def assert_all_bitwise(got, expected, what):
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        oracle.assert_bitwise(g, e, f"{what}: result {i}")
 
 
 # ----------------------------------------------------------------------------------------------------- elementwise ops
@@ -247,110 +228,6 @@ def test_norms(kind, has_beta, dtype, m, n):
         values.check(np.asarray(data), None, np.asarray(top), scale, fmt, what=kind)
 
 
-# --------------------------------------------------------------------------------------------------------------- GEMM
-
-
-@pytest.mark.parametrize("m, n, k", [(16, 32, 48), (256, 512, 1024), (1000, 520, 300), (17, 33, 65)])
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
-def test_product(m, n, k, out_dtype, precise):
-    for a_format, b_format in itertools.product(FORMATS, FORMATS):
-        a, b = random_codes((m, k), a_format, 1), random_codes((n, k), b_format, 2)
-        a_scale, b_scale = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
-        got = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype, precise=precise)
-        eps = oracle.PRECISE if precise else FAST
-        oracle.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype, eps_acc=eps).check(got)
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_bias_and_accumulator(out_dtype, accumulate):
-    m, n, k = 64, 96, 128
-    a, b = random_codes((m, k), oracle.E4M3, 1), random_codes((n, k), oracle.E4M3, 2)
-    rng = np.random.default_rng(3)
-    bias = rng.standard_normal(n).astype(oracle.F16 if out_dtype == oracle.F16 else oracle.BF16)
-    accumulator = rng.standard_normal((m, n)).astype(np.float32) if accumulate else None
-    scales = (np.float32(2.0**-8), np.float32(2.0**-8))
-    for bias_or_none in (None, bias):
-        options = {"bias": bias_or_none, "accumulator": accumulator, "out_dtype": out_dtype}
-        got = ops.scaled_matmul(a, b, *scales, precise=True, **options)
-        oracle.scaled_matmul(a, b, *scales, **options).check(got)
-
-
-def test_accumulation_in_place():
-    """A donated accumulator: C and D are one buffer."""
-    a, b = random_codes((64, 128), oracle.E4M3, 1), random_codes((96, 128), oracle.E4M3, 2)
-    one = np.float32(2.0**-8)
-
-    @jax.jit
-    def four_times(accumulator):
-        def body(_, total):
-            return ops.scaled_matmul(a, b, one, one, accumulator=total, out_dtype=jnp.float32, precise=True)
-
-        return jax.lax.fori_loop(0, 4, body, accumulator)
-
-    exact = oracle.scaled_matmul(a, b, one, one)
-    error = np.abs(np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64) - 4 * exact.exact)
-    # Four products, each with the bound of one, and four additions of partial sums of at most four products.
-    assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
-
-
-@pytest.mark.parametrize("own_scales", [False, True])
-def test_batched_product(own_scales):
-    g, m, n, k = 3, 32, 48, 64
-    a, b = random_codes((g, m, k), oracle.E4M3, 1), random_codes((g, n, k), oracle.E5M2, 2)
-    scales = np.float32([0.5, 2, 3]) * np.float32(2.0**-9)
-    if not own_scales:
-        scales = np.full_like(scales, scales[0])
-
-    def product(a, b, s):
-        return ops.scaled_matmul(a, b, s, np.float32(2.0**-9), out_dtype=jnp.float32, precise=True)
-
-    if own_scales:
-        got = jax.vmap(product)(a, b, scales)
-    else:
-        got = jax.vmap(product, in_axes=(0, 0, None))(a, b, scales[0])
-    for i in range(g):
-        oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9)).check(got[i])
-
-
-# What cuBLASLt multiplies, by the compute capability that it needs.
-SCALED_BLOCKS = {
-    ((1, None), (1, None)): "9.0",
-    ((1, 128), (1, 128)): "9.0",
-    ((1, 128), (128, 128)): "9.0",
-    ((128, 128), (1, 128)): "9.0",
-    ((1, 32), (1, 32)): "10",
-}
-
-
-@pytest.mark.parametrize("blocks", SCALED_BLOCKS, ids=str)
-@pytest.mark.parametrize("m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (1024, 512, 2048)])
-def test_block_scaled(blocks, m, n, k):
-    """Scales that differ by powers of two from block to block show where cuBLASLt reads each."""
-    capability = jax.devices("gpu")[0].compute_capability
-    if not capability.startswith(SCALED_BLOCKS[blocks]):
-        pytest.skip(f"cuBLASLt has this on compute capability {SCALED_BLOCKS[blocks]}, this GPU has {capability}")
-    rng, sides = np.random.default_rng(0), []
-    for rows, block in zip((m, n), blocks, strict=True):
-        x = rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7)
-        sides.append(
-            oracle_blocks.quantize(np.float32(x), oracle.E4M3, block, scale="e8m0" if block[1] == 32 else "f32")
-        )
-    (a, a_scale), (b, b_scale) = sides
-    options = {"a_block": blocks[0], "b_block": blocks[1]}
-    for precise in (False, True):
-        product = functools.partial(ops.block_scaled_matmul, **options, precise=precise, out_dtype=jnp.float32)
-        got = jax.jit(product)(a, b, a_scale, b_scale)
-        # Nothing is documented about sums within a block of 128: tensor cores may keep 14 bits there.
-        eps = oracle.PRECISE if precise and blocks[0][1] is None else FAST
-        expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, eps_acc=eps)
-        expected.check(got, f"{blocks}, precise {precise}")
-        stacked = [np.stack([x, np.roll(x, 1, axis=0)]) for x in (a, b)]
-        pair = jax.jit(jax.vmap(product, (0, 0, None, None)))(*stacked, a_scale, b_scale)
-        expected.check(pair[0], f"{blocks}, group 0")
-
-
 QUANTIZED_BLOCKS = {
     "row-wise": {"block": (1, None)},
     "1x128": {"block": (1, 128), "power_2_scale": True},
@@ -393,112 +270,7 @@ def test_every_value_in_blocks(dtype, fmt, scale, rounding):
     assert_all_bitwise(got, expected, f"{options}")
 
 
-# Groups around chunks of 16, slices of 64 and tiles of 128; odd sizes, which go element by element.
-RAGGED = [
-    ([40, 60, 50], 150, 64, 32),
-    ([10, 0, 130, 1, 64], 304, 80, 40),
-    ([16, 48, 64], 128, 208, 16),
-    ([5, 90], 99, 33, 7),
-    ([0, 0], 30, 32, 16),
-    ([1] * 64, 100, 256, 136),
-    ([700, 0, 1500, 3], 2500, 1024, 640),
-]
-
-
-@pytest.mark.parametrize("sizes, m, k, n", RAGGED)
-@pytest.mark.parametrize("ragged", ["rows", "contraction"])
-@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
-def test_ragged_product(sizes, m, k, n, ragged, precise):
-    shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
-    scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
-    for a_format, b_format, out_dtype in itertools.product(FORMATS, FORMATS, DTYPES):
-        a, b = random_codes(shapes[0], a_format, 1), random_codes(shapes[1], b_format, 2)
-        got = ops.ragged_matmul(a, b, *scales, np.int32(sizes), ragged=ragged, out_dtype=out_dtype, precise=precise)
-        eps = oracle.PRECISE if precise else FAST
-        oracle.ragged_matmul(a, b, *scales, sizes, out_dtype=out_dtype, eps_acc=eps).check(got)
-
-
-@pytest.mark.parametrize("ragged", ["rows", "contraction"])
-def test_ragged_neighbours(ragged):
-    """NaN of other groups, and of rows of none, enters nothing; sizes that change replay one program, and one graph."""
-    m, k, n = 304, 96, 64
-    a = random_codes((m, k) if ragged == "rows" else (k, m), oracle.E4M3, 1)
-    b = random_codes((3, n, k) if ragged == "rows" else (n, m), oracle.E5M2, 2)
-    rows = a if ragged == "rows" else a.T
-    rows[139] = rows[260:] = np.nan
-    one = np.float32(2.0**-9)
-
-    def product(a, b, sizes):
-        return ops.ragged_matmul(a, b, one, one, sizes, ragged=ragged, out_dtype=jnp.float32, precise=True)
-
-    for options in ({"xla_gpu_enable_command_buffer": ""}, GRAPHS):
-        run = jax.jit(product, compiler_options=options)
-        for sizes in ([100, 39, 60], [0, 139, 121], [139, 1, 120], [0, 0, 0]):
-            oracle.ragged_matmul(a, b, one, one, sizes).check(run(a, b, np.int32(sizes)))
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
-
-SHAPES = ((48, 80, 112), (512, 384, 256), (2048, 1024, 1024))
-
-
-def products(operands):
-    one = np.float32(2.0**-8)
-    return [ops.scaled_matmul(a, b, one, one, out_dtype=jnp.float32, precise=True) for a, b in operands]
-
-
-def products_inputs():
-    return [
-        (random_codes((m, k), oracle.E4M3, i), random_codes((n, k), oracle.E5M2, i + 9))
-        for i, (m, n, k) in enumerate(SHAPES)
-    ]
-
-
-# A later process: its plans come from the files, and its bytes are those of the process that measured.
-LATER = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, sys.argv[1])
-from cuda.test_gpu_ops import products, products_inputs
-from jaxfp8.ops import _ffi
-outputs = jax.jit(products, compiler_options={"xla_gpu_enable_command_buffer": ""})(products_inputs())
-np.savez(sys.argv[2], counts=_ffi.count_gemm_plans(), *map(np.asarray, outputs))
-"""
-
-
-def test_autotune(tmp_path):
-    """Measured algorithms are used, in graphs too, keep the bound, and are found again by the next process.
-
-    The counts also show that buffers lie as plans assume (kGemmAlignment).
-    """
-    inputs = products_inputs()
-    environment = os.environ | {"JAXFP8_CACHE_DIR": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    script = "import sys, jaxfp8; sys.path.insert(0, sys.argv[1]); from cuda.test_gpu_ops import *\n"
-    script += "print(jaxfp8.autotune(products, products_inputs()))"
-    tests = str(Path(__file__).parents[1])
-    for _ in range(2):  # measured, then known
-        subprocess.run([sys.executable, "-c", script, tests], env=environment, check=True)
-    saved = tmp_path / "outputs.npz"
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", LATER, tests, str(saved)], env=environment, check=True)
-        with np.load(saved) as outputs:
-            assert tuple(outputs["counts"]) == (len(SHAPES), 0)
-            later = [outputs[f"arr_{i}"] for i in range(len(SHAPES))]
-        for (a, b), output in zip(inputs, later, strict=True):
-            oracle.scaled_matmul(a, b, np.float32(2.0**-8), np.float32(2.0**-8)).check(output)
-    # Here, where the plans have not been loaded before.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXFP8_CACHE_DIR", str(tmp_path))
-        _plan_files.store.load()
-    for options in ({}, GRAPHS):
-        assert_all_bitwise(jax.jit(products, compiler_options=options)(inputs), later, "products")
-
-
 # -------------------------------------------------------------------------------------------------- graphs and streams
-
-
-# XLA records custom calls that allow it into CUDA graphs, also when there is only one.
-GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 
 
 def chain(x, kernel, scale):
@@ -541,9 +313,10 @@ def test_first_call_inside_a_graph():
 
     run = jax.jit(product, compiler_options=GRAPHS)
     for _ in range(3):
-        oracle.scaled_matmul(a, b, one, one).check(run(a, b))
+        oracle.scaled_matmul(a, b, one, one, **cases.accumulation("cuda", precise=True)).check(run(a, b))
 
 
+@pytest.mark.alone
 def test_threads():
     """Programs from several host threads at once: shared handles and plans."""
     inputs = chain_inputs()

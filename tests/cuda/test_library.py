@@ -76,5 +76,5 @@ def test_needs_no_cuda_library():
 def test_has_code_for_every_architecture():
     """The names of the machine-code sections; the PTX is not shipped."""
     text = LIBRARY.read_bytes()
-    for architecture in ("sm_89", "sm_90a", "sm_100"):
+    for architecture in ("sm_89", "sm_90a", "sm_100", "sm_120"):
         assert architecture.encode() in text, f"no {architecture} in {LIBRARY}"

@@ -11,7 +11,7 @@ import pytest
 
 from .test_library import LIBRARY
 
-ARCHITECTURES = ("sm_89", "sm_90a", "sm_100")
+ARCHITECTURES = ("sm_89", "sm_90a", "sm_100", "sm_120")
 # Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
 # 256. The first pattern found in a kernel's mangled name decides; other kernels have the default.
 BLOCK_SIZE = 256
@@ -97,6 +97,12 @@ def kernels():
 def test_no_kernel_spills(kernels):
     faults = [fault for kernel in kernels for fault in kernel.faults()]
     assert not faults, "\n".join(faults)
+
+
+def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
+    of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
+    found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
+    assert found and {kernel.blocks for kernel in found} == {4}
 
 
 def test_every_kernel_on_every_architecture(kernels):

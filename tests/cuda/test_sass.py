@@ -26,6 +26,9 @@ KERNELS = {
     "gated silu": (r"TileKernel<Activated<BF16, Gated<Silu> ?>, E4M3, true>", 64, 14.3),
     "RMSNorm": (r"TileKernel<Normalized<BF16, false>, E4M3, true>", 64, 9.3),
     "LayerNorm": (r"TileKernel<Normalized<BF16, true>, E4M3, true>", 64, 10.8),
+    "blocks of 1x32": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>", 64, 11.3),
+    "blocks of 1x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)2, true>", 64, 10.3),
+    "blocks of 128x128": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)3, true>", 64, 9.9),
     "dequantize": (r"DequantizeKernel<E4M3, BF16, 8>", 32, 10.8),
 }
 

@@ -42,6 +42,15 @@ def test_linen(name):
     assert name == "tied" or saved >= 3 * kernels - 4 * kernels / 32 - 64
 
 
+def test_frozen_powers_of_two_run_on_blackwell():
+    """The recipe that runs a frozen kernel says how its scales are rounded."""
+    model = jaxfp8.linen.Dense(N, recipe=jaxfp8.Float8BlockScaling(power_2_scale=True))
+    variables = model.init(jax.random.key(0), X)
+    frozen = jaxfp8.freeze(model, variables, X)
+    for platform in ("sm_90", "sm_100"):
+        jaxfp8.inspect.assert_fp8(model.apply, frozen, X, platform=platform)
+
+
 def test_against_the_oracle():
     """Codes as the layer's dtype has them, K-major; scales of the history; the product of these."""
     _, variables, frozen = models.linen("Dense, bf16")

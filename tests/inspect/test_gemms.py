@@ -205,6 +205,22 @@ def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
     assert reason in the_reason(function, X, K, platform=not_on)
 
 
+@pytest.mark.parametrize("recipe", [jaxfp8.Float8BlockScaling, jaxfp8.Float8RowwiseScaling])
+def test_powers_of_two_run_on_hopper_and_on_blackwell(recipe):
+    """Of a kernel that was quantized before, its codes say how they are scaled."""
+    recipe = recipe(power_2_scale=True)
+    for platform in ("sm_90", "sm_100", "sm_120"):
+        inspect.assert_fp8(gradients(functools.partial(fp8, recipe=recipe)), X, K, platform=platform)
+
+    def of_codes(made_by, x, kernel):
+        codes, _ = made_by.quantizers()[1].quantize(kernel, None)
+        return jaxfp8.dot_general(x, codes, MATMUL, recipe=recipe, preferred_element_type=jnp.float32)
+
+    inspect.assert_fp8(functools.partial(of_codes, recipe), X, K, platform="sm_100")
+    plain = functools.partial(of_codes, type(recipe)())
+    assert "power_2_scale=True" in the_reason(plain, X, K, platform="sm_100")
+
+
 def test_implementations():
     def inside(name, recipe):
         def function(x, kernel):

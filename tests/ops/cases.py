@@ -1,5 +1,6 @@
 """The tables and comparisons that the op tests share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -40,9 +41,9 @@ TARGETS = {
 }
 CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
-    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v1",
+    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_norm": "jaxfp8_quantize_norm_v2",
-    "scaled_matmul": "jaxfp8_scaled_matmul_v1",
+    "scaled_matmul": "jaxfp8_scaled_matmul_v2",
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }
@@ -63,6 +64,14 @@ def assert_transposed(got, x, scale, fmt: oracle.Format, what: str = "quantize_t
         got, oracle.quantize_transpose(x, scale, fmt), ("data", "data_t", "amax"), strict=True
     ):
         assert_bitwise(value, expected, f"{what}: {name} at scale {scale!r}")
+
+
+def accumulation(implementation: str, precise: bool = False) -> dict:
+    """The oracle's options for how an implementation adds up: the device's tensor cores, or f32."""
+    if implementation not in ("cuda", "gpu"):
+        return {}
+    device = jax.devices("gpu")[0].compute_capability
+    return {"accumulation": "precise" if precise else "fast", "device": device}
 
 
 def random_values(shape, dtype, seed: int = 0, spread: float = 4.0) -> np.ndarray:

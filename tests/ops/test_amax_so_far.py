@@ -1,4 +1,4 @@
-"""quantize and quantize_transpose raise the amax they are given: a step has one for all uses of a quantizer. Or none."""
+"""quantize and quantize_transpose raise the amax they are given, one for all uses of a quantizer in a step; or none."""
 
 import jax
 import numpy as np

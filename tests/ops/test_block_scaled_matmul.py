@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxfp8 import _compat, ops
-from jaxfp8.ops import _block_scaled_matmul, _blocks, _support
+from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts, _support
 
 from . import cases
 
@@ -76,19 +76,13 @@ def blocks_of(pair):
     return dict(zip(("a_block", "b_block"), (SCALINGS[s][0] for s in pair), strict=True))
 
 
-def eps(implementation):
-    """A GPU may accumulate fast, and does so for whole rows only."""
-    return oracle.FAST_HOPPER if implementation == "gpu" else oracle.PRECISE
-
-
 def check(implementation, args, pair, out_dtype=F32, **options):
     got = jax.jit(lambda *args: ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options))(
         *args
     )
     assert got.dtype == out_dtype
-    expected = oracle_blocks.matmul(
-        *args, **blocks_of(pair), bias=options.get("bias"), out_dtype=out_dtype, eps_acc=eps(implementation)
-    )
+    summed = cases.accumulation(implementation, options.pop("precise", False))
+    expected = oracle_blocks.matmul(*args, **blocks_of(pair), out_dtype=out_dtype, **options, **summed)
     expected.check(got, f"{pair}")
     return got
 
@@ -120,7 +114,10 @@ def test_one_scale_is_scaled_matmul(implementation):
     got = ops.block_scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
     with ops.implementation("reference"):
         expected = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=F32)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+    summed = cases.accumulation(implementation)
+    oracle.scaled_matmul(a, b, a_scale, b_scale, **summed).check(got)
+    if not summed:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @OUT_DTYPES
@@ -181,8 +178,9 @@ def test_dimensions_of_their_own(implementation, pair):
     assert got.shape == (*batch, 2, 3, n)
     for i, index in enumerate(np.ndindex(batch)):
         expected = oracle_blocks.matmul(
-            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index]
-        )
+            whole[0][i], whole[1][i], flat[0][2], flat[0][3], **blocks_of(pair), bias=bias[index],
+            **cases.accumulation(implementation, precise=True),
+        )  # fmt: skip
         expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
 
 
@@ -196,20 +194,23 @@ def test_vmap(implementation, pair):
     def product(*args):
         return ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=F32, precise=True)
 
+    summed = cases.accumulation(implementation, precise=True)
     for axes in ((0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0), (None, None, 0, None)):
         batched = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
         for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
             got = np.asarray(run(*batched))
             for i in range(3):
                 member = [x[i] if axis == 0 else x for x, axis in zip(batched, axes, strict=True)]
-                oracle_blocks.matmul(*member, **blocks_of(pair)).check(got[i], f"vmap {axes}, member {i}")
+                expected = oracle_blocks.matmul(*member, **blocks_of(pair), **summed)
+                expected.check(got[i], f"vmap {axes}, member {i}")
 
 
 def test_transposed_operands(implementation):
     pair = "MX", "MX"
     a, b, a_scale, b_scale = operands(40, 24, 64, pair)
     got = jax.jit(lambda a, b: ops.block_scaled_matmul(a.T, b.T, a_scale, b_scale, **blocks_of(pair), out_dtype=F32))
-    oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair)).check(got(a.T.copy(), b.T.copy()))
+    expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **blocks_of(pair), **cases.accumulation(implementation))
+    expected.check(got(a.T.copy(), b.T.copy()))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -243,6 +244,7 @@ def test_meshes(axis_type, pair, spec):
         (ValueError, r"b_scale_inv: expected f32\[\] or f32\[1\]", {"b_block": None}),
         (ValueError, r"bias: expected shape \(6,\)", {"bias": np.ones(4, F32)}),
         (TypeError, "precise: expected a bool", {"precise": "yes"}),
+        (TypeError, "power_2_scale: expected a bool", {"power_2_scale": 1}),
         (TypeError, "out_dtype: expected one of", {"out_dtype": oracle.E4M3.dtype}),
     ],
 )
@@ -339,11 +341,13 @@ def lowered_for(monkeypatch, cuda_custom_calls):
     return are
 
 
-@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.3",), ("8.9",), ("9.0", "10.0")], ids=str)
+@pytest.mark.parametrize(
+    "capabilities", [(), ("9.0",), ("10.0",), ("10.3",), ("12.0",), ("8.9",), ("9.0", "10.0")], ids=str
+)
 def test_custom_call_where_all_gpus_have_the_mode(lowered_for, capabilities):
     lowered_for(*capabilities)
     for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
-        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3"} if pair in ON_BLACKWELL else set()
+        allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3", "12.0"} if pair in ON_BLACKWELL else set()
         expected = pair not in NOWHERE and set(capabilities) <= allowed
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -367,9 +371,60 @@ def test_what_a_gpu_lacks_is_said_once(lowered_for):
         cuda_text(("1x128", "128x128"))
     assert [str(w.message) for w in warned] == [
         "jaxfp8: block_scaled_matmul: cuBLASLt multiplies scales of 1x128 by 128x128 on compute capability 9.0, this "
-        "GPU has 10.0 (scales are float32 of (1, 128) by float32 of (128, 128)); running without FP8 custom calls: "
+        "GPU has 10.0, which multiplies those of a recipe with power_2_scale=True (scales are float32 of (1, 128) by "
+        "float32 of (128, 128)); running without FP8 custom calls: "
         "same results within their bounds, slower"
     ]
+
+
+@pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.0", "12.0"), ("9.0", "10.0")], ids=str)
+def test_powers_of_two_are_mx_from_blackwell_on(lowered_for, capabilities):
+    """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as float32."""
+    lowered_for(*capabilities)
+    for pair in ON_HOPPER:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            text = cuda_text(pair, power_2_scale=True)
+        calls = [line for line in text.splitlines() if "custom_call @jaxfp8" in line]
+        if capabilities == ("9.0", "10.0"):
+            assert not calls and "this GPU has" in str(caught[0].message)
+            assert "power_2_scale" not in str(caught[0].message)
+            continue
+        is_mx = "10.0" in capabilities
+        (call,) = calls
+        modes = ("1x32", "1x32") if is_mx else pair
+        assert f'a_scales = "{modes[0]}", b_scales = "{modes[1]}"' in call and not caught
+        assert ("tensor<1x1x2x512xui8>, tensor<1x1x2x512xui8>" in call) == is_mx
+
+
+# Numbers of all sizes, in blocks of one size: the smallest subnormal, the largest float, zeros, an Inf and a NaN too.
+AMAXES = np.float32([1e-45, 2.0**-126, 3e-30, 1, 448, 449, 57344, 1e30, np.finfo(F32).max, 0, np.inf, np.nan])
+
+
+@pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+@pytest.mark.parametrize("scaling", ["1x128", "128x128", "rows"])
+def test_powers_of_two_are_exact_as_mx(fmt, scaling):
+    """The same codes with the scales of blocks of 32 are the same numbers."""
+    block, _ = SCALINGS[scaling]
+    rows, k = len(AMAXES) * 128 - 5, 300
+    top = np.repeat(AMAXES, 128)[:rows, None] * np.float32([1] * 128 + [2**-7] * 128 + [2**-20] * 44)
+    with np.errstate(invalid="ignore"):
+        x = top * np.random.default_rng(0).choice(np.float32([-1, 1, 0.7, 0.1, 0]), (rows, k))
+    codes, scales = oracle_blocks.quantize(x, fmt, block, power_2_scale=True)
+    got = np.asarray(_scale_layouts.as_mx(scales[None], block, rows, k))[0]
+    assert got.shape == (rows, -(-k // 32)) and got.dtype == E8M0
+    expected = oracle_blocks.dequantize(codes, scales, block)
+    np.testing.assert_array_equal(oracle_blocks.dequantize(codes, got, (1, 32)), expected)
+
+
+def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
+    exact = np.float32([2.0**-126, 2.0**-120, 1, 2.0**120, 2.0**127])
+    wrong = np.float32([2.0**-127, 0, 3, 1 + 2.0**-23, -1, np.inf, np.nan])
+    scales = np.concatenate([exact, wrong])[None, None]
+    got = np.asarray(_scale_layouts.as_mx(scales, (1, 128), 1, 128 * scales.size))[0]
+    got = oracle_blocks.scale_values(got[:, ::4])[0]
+    np.testing.assert_array_equal(got[: len(exact)], exact)
+    assert np.isnan(got[len(exact) :]).all()
 
 
 def test_two_e5m2_have_no_custom_call(lowered_for):

@@ -76,7 +76,7 @@ def test_batches_and_members(implementation):
 
 
 def test_more_than_f32_can_count(implementation):
-    """Sums are of integers: a sum of ones in float32 would stop at 2**24."""
+    """Sums are of integers, here of 257 rows: a sum of ones in float32 would stop at 2**24."""
     x = np.full((2**24 + 2**10,), 449, np.float16)
     found = jax.jit(lambda x: ops.count_saturated_and_flushed(x, np.float32(1), E4M3))(x)
     cases.assert_bitwise(found, np.float32([2**24 + 2**10, 0]), "all saturate")

@@ -34,14 +34,9 @@ def operands(kind, groups, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, seed=0):
     return [cases.random_codes(s, fmt, seed + i) for i, (s, fmt) in enumerate(zip(shapes, (a_fmt, b_fmt), strict=True))]
 
 
-def eps_acc(implementation, precise):
-    """Tensor cores that add with 13 bits of mantissa are the worst there are (Ada)."""
-    return 2.0**-13 if implementation == "cuda" and not precise else oracle.PRECISE
-
-
 def check(implementation, kind, sizes, a, b):
     got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32)
-    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, eps_acc=eps_acc(implementation, False))
+    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, **cases.accumulation(implementation))
     expected.check(got, f"{kind}, {sizes}")
 
 
@@ -69,7 +64,7 @@ def test_dtypes(implementation, kind):
 
     for (i, dtype, precise), got in zip(rows, products(pairs, np.int32(sizes)), strict=True):
         assert got.dtype == dtype
-        options = {"out_dtype": dtype, "eps_acc": eps_acc(implementation, precise)}
+        options = {"out_dtype": dtype} | cases.accumulation(implementation, precise)
         oracle.ragged_matmul(*pairs[i], A_INV, b_inv, sizes, **options).check(got, f"{kind}, {rows[i]}")
 
 
@@ -92,7 +87,7 @@ def test_sizes_that_cannot_be(implementation, kind):
     """Below 0 counts as 0, and groups end at the last row: nothing outside is read or written."""
     a, b = operands(kind, 4)
     got = ops.ragged_matmul(a, b, A_INV, B_INV, np.int32([-5, 100, 2**31 - 1, 7]), ragged=kind, out_dtype=jnp.float32)
-    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, [0, 100, 50, 0], eps_acc=eps_acc(implementation, False))
+    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, [0, 100, 50, 0], **cases.accumulation(implementation))
     expected.check(got, kind)
 
 
@@ -102,7 +97,7 @@ def test_vmap(implementation, kind):
     sizes = np.int32([[40, 60, 50], [0, 10, 3]])
     pairs = [operands(kind, 3, seed=seed) for seed in (1, 5)]
     a, b = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
-    scales = np.float32([0.01, 0.3])
+    scales, summed = np.float32([0.01, 0.3]), cases.accumulation(implementation, precise=True)
     for axes in itertools.product((0, None), repeat=4):
         args = [x if d == 0 else x[1] for x, d in zip((a, b, scales, sizes), axes, strict=True)]
         if set(axes) == {None}:
@@ -114,7 +109,8 @@ def test_vmap(implementation, kind):
         got = jax.vmap(product, in_axes=axes)(*args)
         for i in range(2):
             a_i, b_i, scale, sizes_i = (x[i] if d == 0 else x for x, d in zip(args, axes, strict=True))
-            oracle.ragged_matmul(a_i, b_i, scale, B_INV, sizes_i).check(got[i], f"{axes}, member {i}")
+            expected = oracle.ragged_matmul(a_i, b_i, scale, B_INV, sizes_i, **summed)
+            expected.check(got[i], f"{axes}, member {i}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,6 +112,7 @@ def test_capable_gpus(capability, machine):
         ("10.3", "sm_100a", False),
         ("12.0", "sm_89 sm_90a sm_100", False),
         ("12.1", "sm_100 sm_120", True),
+        ("12.0", "sm_89 sm_90a sm_100 sm_120", True),
     ],
 )
 def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine, monkeypatch):

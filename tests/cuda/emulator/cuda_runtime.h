@@ -46,6 +46,7 @@ inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned
 extern dim3 threadIdx, blockIdx, gridDim;
 
 void __syncthreads();
+int __syncthreads_or(int predicate);
 unsigned int __reduce_max_sync(unsigned int mask, unsigned int value);
 unsigned int __reduce_add_sync(unsigned int mask, unsigned int value);
 float __shfl_xor_sync(unsigned int mask, float value, int lanes);

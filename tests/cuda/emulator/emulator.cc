@@ -126,6 +126,17 @@ bool RunBlock(int threads) {
 
 void __syncthreads() { Wait(State::kAtBlock); }
 
+int __syncthreads_or(int predicate) {
+  static int any = 0;
+  any |= predicate;
+  __syncthreads();
+  const int result = any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();  // before a thread comes here again
+  return result != 0;
+}
+
 namespace {
 
 unsigned int Exchange(unsigned int value, int from) {

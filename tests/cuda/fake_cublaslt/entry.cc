@@ -17,6 +17,7 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeThreadLoc
 thread_local bool captures = false;
 std::atomic<int64_t> allocations{0};  // alive, and streams, events and graphs with them
 std::atomic<int64_t> memory_limit{INT64_MAX};
+std::atomic<int64_t> copies{0};  // that a product enqueued
 
 int64_t Ask(const char* function) {
   void* const library = dlopen("libcublasLt.so.13", RTLD_NOW | RTLD_NOLOAD);
@@ -69,6 +70,8 @@ __attribute__((visibility("default"))) void fake_capture(int new_captures) { cap
 
 __attribute__((visibility("default"))) int64_t fake_allocations() { return allocations; }
 
+__attribute__((visibility("default"))) int64_t fake_copies() { return copies; }
+
 // cudaMalloc of more fails.
 __attribute__((visibility("default"))) void fake_memory_limit(int64_t bytes) { memory_limit = bytes; }
 
@@ -83,15 +86,15 @@ __attribute__((visibility("default"))) int fake_capture_mode_is_restored() {
 
 // Writes the reason of a failure, or an empty string, to `error`.
 __attribute__((visibility("default"))) void scaled_matmul(
-    int a_dtype, int b_dtype, const void* a, const void* b, const void* a_scale_inv, const void* b_scale_inv,
-    int64_t a_scale_stride, int64_t b_scale_stride, const void* bias, const float* accumulator, void* out,
-    int64_t workspace_bytes, int64_t groups, int64_t m, int64_t n, int64_t k, int64_t precise, int64_t a_scales,
-    int64_t b_scales, char* error) {
+    int a_dtype, int b_dtype, int out_dtype, const void* a, const void* b, const void* a_scale_inv,
+    const void* b_scale_inv, int64_t a_scale_stride, int64_t b_scale_stride, const void* bias, const float* accumulator,
+    void* out, void* workspace, int64_t workspace_bytes, int64_t groups, int64_t batch, int64_t m, int64_t n, int64_t k,
+    int64_t precise, int64_t a_scales, int64_t b_scales, char* error) {
   const auto dtype = [](int value) { return static_cast<jaxfp8::Dtype>(value); };
   const auto mode = [](int64_t value) { return static_cast<jaxfp8::cuda::ScaleMode>(value); };
   const std::string reason = jaxfp8::cuda::LaunchScaledMatmul(
-      {dtype(a_dtype), dtype(b_dtype), jaxfp8::Dtype::kF32, a, b, a_scale_inv, b_scale_inv, a_scale_stride,
-       b_scale_stride, bias, accumulator, out, nullptr, workspace_bytes, groups, m, n, k, precise != 0,
+      {dtype(a_dtype), dtype(b_dtype), dtype(out_dtype), a, b, a_scale_inv, b_scale_inv, a_scale_stride,
+       b_scale_stride, bias, accumulator, out, workspace, workspace_bytes, groups, batch, m, n, k, precise != 0,
        mode(a_scales), mode(b_scales)},
       nullptr);
   std::strcpy(error, reason.c_str());
@@ -127,6 +130,11 @@ cudaError_t cudaFree(void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  ++copies;
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }

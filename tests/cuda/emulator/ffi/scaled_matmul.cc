@@ -42,8 +42,9 @@ std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t) {
   if (params.out_dtype != Dtype::kF32) return "not emulated";
   float* out = static_cast<float*>(params.out);
   for (int64_t g = 0; g < params.groups; ++g) {
-    const void* a_scales = static_cast<const uint8_t*>(params.a_scale_inv) + g * params.a_scale_stride;
-    const void* b_scales = static_cast<const uint8_t*>(params.b_scale_inv) + g * params.b_scale_stride;
+    const int64_t call = g / params.batch;
+    const void* a_scales = static_cast<const uint8_t*>(params.a_scale_inv) + call * params.a_scale_stride;
+    const void* b_scales = static_cast<const uint8_t*>(params.b_scale_inv) + call * params.b_scale_stride;
     for (int64_t i = 0; i < params.m; ++i) {
       for (int64_t j = 0; j < params.n; ++j) {
         float sum = 0;

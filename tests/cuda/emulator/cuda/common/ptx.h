@@ -2,6 +2,7 @@
 #ifndef JAXFP8_TESTS_CUDA_EMULATOR_PTX_H_
 #define JAXFP8_TESTS_CUDA_EMULATOR_PTX_H_
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -76,6 +77,14 @@ uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
   return LargerHalf(a & 0xffffu, b & 0xffffu, kInf) | LargerHalf(a >> 16, b >> 16, kInf) << 16;
 }
 
+template <class T>
+uint32_t InfinitiesToNan(uint32_t x) {
+  const auto half = [](uint32_t element, uint32_t inf) { return (element & 0x7fffu) < inf ? element : 0x7fffu; };
+  if constexpr (std::is_same_v<T, F32>) return (x & kAbsMask) < kInfBits ? x : 0x7fffffffu;
+  constexpr uint32_t kInf = std::is_same_v<T, BF16> ? 0x7f80u : 0x7c00u;
+  return half(x & 0xffffu, kInf) | half(x >> 16, kInf) << 16;
+}
+
 // 0 for what would be subnormal.
 inline float Flushed(float x) { return (FloatToBits(x) & kInfBits) == 0 ? std::copysign(0.0f, x) : x; }
 
@@ -105,6 +114,16 @@ inline void StoreGlobal8(void* address, uint32_t w0, uint32_t w1) {
   std::memcpy(address, words, sizeof(words));
 }
 
+inline void StoreGlobal8If(bool is_inside, void* address, uint32_t w0, uint32_t w1) {
+  if (is_inside) StoreGlobal8(address, w0, w1);
+}
+
+inline void StoreGlobal4If(bool is_inside, void* address, uint32_t word) {
+  if (!is_inside) return;
+  if (reinterpret_cast<uintptr_t>(address) % 4 != 0) CountMisaligned();
+  std::memcpy(address, &word, sizeof(word));
+}
+
 inline void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   StoreGlobal16(address, w0, w1, w2, w3);
 }
@@ -132,7 +151,30 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   WarpSync();
 }
 
-// The sum so far loses all but 13 bits of its mantissa, as on Ada; 32 products are added to it as one.
+// One addition of Ada's tensor cores, the least precise that the kernels meet: no term keeps bits below 2**-13 of the
+// largest power of two among them, and the result keeps 13 bits after its first. tests/oracle_accumulation.py is the model.
+inline double AddTruncated(const double (&terms)[17], const int (&exponents)[17]) {
+  constexpr int kBits = 13;
+  const auto cut = [](double x, int last) { return std::ldexp(std::trunc(std::ldexp(x, -last)), last); };
+  int largest = std::numeric_limits<int>::min();
+  double exact = 0;
+  for (int i = 0; i < 17; ++i) {
+    exact += terms[i];
+    if (terms[i] != 0 && exponents[i] > largest) largest = exponents[i];
+  }
+  if (!std::isfinite(exact)) return exact;
+  double total = 0;
+  for (double term : terms) total += term != 0 ? cut(term, largest - kBits) : 0;
+  return total != 0 ? cut(total, std::ilogb(total) - kBits) : 0;
+}
+
+// The exponent that the hardware reads from a code: subnormal ones have that of the smallest normal number.
+template <class Format>
+int CodeExponent(float value) {
+  return value != 0 ? std::max(std::ilogb(value), 1 - Format::kExponentBias) : 0;
+}
+
+// 32 products: two additions of 16 and the sum so far.
 template <class A, class B>
 void MultiplyFp8(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Fragments {
@@ -148,14 +190,19 @@ void MultiplyFp8(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + i / 2 * 8;
     const int column = lane % 4 * 2 + i % 2;
-    double total = BitsToFloat(FloatToBits(sum[i]) & ~((1u << 10) - 1));
-    for (int k = 0; k < 32; ++k) {
-      const uint32_t a_word = fragments(row, k).a[row / 8 + k / 16 * 2];
-      const uint32_t b_word = fragments(column, k).b[k / 16];
-      total += double{Decode<A>(static_cast<uint8_t>(a_word >> (8 * (k % 4))))} *
-               double{Decode<B>(static_cast<uint8_t>(b_word >> (8 * (k % 4))))};
+    for (int half = 0; half < 2; ++half) {
+      double terms[17] = {sum[i]};
+      int exponents[17] = {terms[0] != 0 ? std::ilogb(terms[0]) : 0};
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t a_word = fragments(row, k).a[row / 8 + half * 2];
+        const uint32_t b_word = fragments(column, k).b[half];
+        const float x = Decode<A>(static_cast<uint8_t>(a_word >> (8 * (k % 4))));
+        const float y = Decode<B>(static_cast<uint8_t>(b_word >> (8 * (k % 4))));
+        terms[k + 1] = double{x} * double{y};
+        exponents[k + 1] = CodeExponent<A>(x) + CodeExponent<B>(y);
+      }
+      sum[i] = static_cast<float>(AddTruncated(terms, exponents));
     }
-    sum[i] = static_cast<float>(total);
   }
   WarpSync();
 }

@@ -1,0 +1,161 @@
+"""Layers, forward and backward, and a training step of one: ours, Flax's FP8, bfloat16, PyTorch's."""
+
+import functools
+
+import _gpu_models as models
+import _gpu_torch
+import jax
+import jax.numpy as jnp
+import optax
+from _gpu_answers import expect_close
+from _gpu_inputs import BF16, normal
+from _gpu_timing import Candidate, attempt, measure, program
+from _hlo_gemms import gemms
+from flax.training.train_state import TrainState
+
+
+def _layer(options, make, names, m, k, n, sets):
+    """Forward and backward of one layer, by all its peers. `make(name)` is a module; x is `[m, k]`, y `[m, n]`."""
+    inputs = [(normal(2 * i, (m, k)), normal(2 * i + 1, (m, n))) for i in range(sets)]
+    candidates, errors, gradients = {}, {}, {}
+
+    def build(name, compiler):
+        model = make(name)
+        init = jax.jit(model.init)
+        arguments = [(init(jax.random.key(i), x), x, grad) for i, (x, grad) in enumerate(inputs)]
+        candidate = program(models.forward_and_backward(model), arguments, compiler)
+        gradients[name] = candidate.call()[0][1][1]
+        return candidate
+
+    for name in names:
+        for suffix, compiler in options.compilers(name).items():
+            attempt(candidates, errors, name + suffix, functools.partial(build, name, compiler))
+
+    def check(name):
+        """Layers with other parameters (a fused MLP) start from other numbers: their gradient has to be finite."""
+        dx = gradients[name]
+        if dx.shape != inputs[0][0].shape or not bool(jnp.all(jnp.isfinite(dx))):
+            raise AssertionError(f"{name}: the gradient of x is not finite")
+        if _same_parameters(make, name.split(",")[0], k):
+            # e5m2 keeps two bits of the gradient, e4m3 three: errors of up to 2**-3 and 2**-4 of an element, a third of
+            # that in the root mean square, and several products one after the other in an MLP.
+            expect_close(f"{name}: gradient of x", dx, gradients[models.BF16], 0.25)
+
+    _drop_wrong(candidates, errors, check)
+    gradients.clear()
+    return measure(candidates, options.turns), errors
+
+
+def _drop_wrong(candidates, errors, check):
+    """Takes out what `check(name)` raises for: a wrong answer has no time."""
+    for name in list(candidates):
+        try:
+            check(name)
+        except AssertionError as error:
+            del candidates[name]
+            errors[name] = str(error)
+
+
+def _same_parameters(make, name, k) -> bool:
+    def shapes(name):
+        variables = jax.eval_shape(make(name).init, jax.random.key(0), jax.ShapeDtypeStruct((16, k), BF16))
+        return jax.tree.map(lambda leaf: leaf.shape, variables["params"])
+
+    return shapes(name) == shapes(models.BF16)
+
+
+LAYERS = (models.OWN, models.DROP_IN, models.FLAX, models.BF16)
+
+
+def dense(options):
+    """A Dense layer of 8192 x 8192 on 8192 rows, forward and backward, delayed scaling."""
+    n = options.size(8192)
+    rows, errors = _layer(options, lambda name: models.dense(name, n), LAYERS, n, n, n, sets=2)
+    for row in rows.values():
+        row["tflops"] = 6 * n**3 / row["us"] * 1e-6
+    return rows, errors
+
+
+def small_dense(options):
+    """A Dense layer of 1024 x 1024 on 2048 rows, where launches decide."""
+    m, n = options.size(2048), options.size(1024)
+    return _layer(options, lambda name: models.dense(name, n), LAYERS, m, n, n, sets=options.size(8, 2))
+
+
+def gated_mlp(options):
+    """SwiGLU of 4096 by 14336 on 8192 rows. Ours is the fused layer."""
+    m, width, hidden = options.size(8192), options.size(4096), options.size(14336, 128)
+    rows, errors = _layer(options, lambda name: models.gated_mlp(name, hidden), LAYERS, m, width, width, sets=1)
+    for row in rows.values():
+        row["tflops"] = 18 * m * width * hidden / row["us"] * 1e-6
+    return rows, errors
+
+
+def torch_linear(options):
+    """The Dense layer beside torch.compile's linear layer in FP8 and in bfloat16."""
+    n = options.size(8192)
+    rows, errors = _layer(options, lambda name: models.dense(name, n), (models.OWN, models.BF16), n, n, n, sets=1)
+    if not _gpu_torch.is_there():
+        return rows, errors | {"torch": "not installed, or without a GPU"}
+    candidates = {}
+    for name, fp8 in (("torch float8 linear", True), ("torch bf16 linear", False)):
+        attempt(candidates, errors, name, functools.partial(_gpu_torch.linear, n, n, n, fp8))
+    return rows | measure(candidates, options.turns), errors
+
+
+def transformer_layer(options):
+    """A layer of Llama 8B with Adam: a training step on two sequences of 4096."""
+    length, width = options.size(4096), options.size(4096)
+    heads, key_heads, hidden = options.size(32, 4), options.size(8, 2), options.size(14336, 128)
+    x, target = normal(0, (2, length, width)), normal(1, (2, length, width))
+    candidates, errors, losses = {}, {}, {}
+
+    def loss_fn(variables, apply_fn, x, target):
+        return jnp.mean((apply_fn(variables, x) - target).astype(jnp.float32) ** 2)
+
+    def train_step(state, x, target):
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, x, target)
+        return state.apply_gradients(grads=grads), loss
+
+    def build(name, compiler, attention):
+        model = models.TransformerLayer(name, heads, key_heads, hidden, attention)
+        variables = jax.jit(model.init)(jax.random.key(2), x)
+        state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-4))
+        step = jax.jit(train_step, donate_argnums=0).lower(state, x, target).compile(compiler_options=compiler)
+        facts = {"gemms": gemms(step.as_text()), "memory_mib": memory_mib(step), "attention": attention or "xla"}
+        holder = [state]
+
+        def call():
+            holder[0], loss = step(holder[0], x, target)
+            return loss
+
+        losses[name] = float(call())
+        return Candidate(call, 1, facts)
+
+    on_gpu = jax.default_backend() == "gpu"
+    for name in LAYERS:
+        for suffix, compiler in options.compilers(name).items():
+            attempt(
+                candidates, errors, name + suffix, functools.partial(build, name, compiler, "cudnn" if on_gpu else None)
+            )
+            if name + suffix in errors and on_gpu:
+                attempt(candidates, errors, name + suffix, functools.partial(build, name, compiler, "xla"))
+
+    def check(name):
+        # Both the target and the residual stream have variance 1 or more; the first losses differ by rounding.
+        if not abs(losses[name] - losses[models.BF16]) < 0.1 * losses[models.BF16]:
+            raise AssertionError(f"{name}: loss {losses[name]}, bf16 {losses[models.BF16]}")
+
+    _drop_wrong(candidates, errors, check)
+    rows = measure(candidates, options.turns)
+    stats = jax.devices()[0].memory_stats() or {}
+    for row in rows.values():  # of all candidates together; `memory_mib` is each one's own
+        row["peak_of_the_process_mib"] = stats.get("peak_bytes_in_use", 0) / 2**20
+    return rows, errors
+
+
+def memory_mib(compiled) -> float:
+    """What the program needs at once: arguments, results that are not arguments, temporaries."""
+    memory = compiled.memory_analysis()
+    names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
+    return (sum(getattr(memory, name) for name in names) - memory.alias_size_in_bytes) / 2**20

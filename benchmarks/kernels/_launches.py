@@ -1,0 +1,74 @@
+"""Kernels of a few numbers, which cost a launch: the scales and histories of delayed scaling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _gpu_answers import expect
+from _gpu_inputs import normal
+
+from jaxfp8 import ops
+
+from ._work import F32, Work
+
+FP8_MAX = np.float32(448)
+
+
+def _positive(seed, shape):
+    return abs(normal(seed, shape, F32)) + 1
+
+
+def amax_to_scale(count):
+    def check(results, amax, stored):
+        del stored
+        scale, scale_inv = (np.asarray(x) for x in results)
+        exact = np.array_equal(scale, FP8_MAX / np.asarray(amax)) and np.array_equal(scale_inv, np.float32(1) / scale)
+        expect("amax_to_scale", exact)
+
+    return Work(
+        jax.vmap(lambda amax, stored: ops.amax_to_scale(amax, stored, fp8_max=FP8_MAX)),
+        lambda seed: (_positive(seed, (count, 1)), _positive(seed + 1, (count, 1))),
+        check,
+        chain=lambda results, arguments: results,
+    )
+
+
+def _histories(seed, quantizers, length):
+    return [_positive(seed + i, (length,)) for i in range(quantizers)]
+
+
+def delayed_scales(quantizers, length):
+    def check(results, histories, stored):
+        del stored
+        for result, history in zip(results, map(np.asarray, histories), strict=True):
+            scale = FP8_MAX / np.max(history)
+            moved = [0, *np.roll(history, -1)[1:]]
+            for got, want in zip(result, (moved, scale, np.float32(1) / scale, 0), strict=True):
+                expect("delayed_scales", np.array_equal(np.ravel(got), np.ravel(want)))
+
+    return Work(
+        lambda histories, stored: ops.delayed_scales(histories, stored, fp8_max=[FP8_MAX] * quantizers),
+        lambda seed: (_histories(seed, quantizers, length), [jnp.ones((1,), F32)] * quantizers),
+        check,
+        chain=lambda results, _: ([result.history for result in results], [result.scale_inv for result in results]),
+    )
+
+
+def push_amaxes(quantizers, length):
+    def check(results, histories, amaxes):
+        for result, history, amax in zip(results, histories, amaxes, strict=True):
+            expect("push_amaxes", np.array_equal(result, [*np.asarray(amax), *np.asarray(history)[1:]]))
+
+    return Work(
+        ops.push_amaxes,
+        lambda seed: (_histories(seed, quantizers, length), _histories(seed + 99, quantizers, 1)),
+        check,
+        chain=lambda results, arguments: (results, arguments[1]),
+    )
+
+
+# By number of scales, and by quantizers and the length of their histories.
+KERNELS = {
+    "amax_to_scale": (amax_to_scale, ((1,), (4096,))),
+    "delayed_scales": (delayed_scales, ((3, 16), (16, 1024))),
+    "push_amaxes": (push_amaxes, ((3, 16), (16, 1024))),
+}

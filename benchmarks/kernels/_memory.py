@@ -1,0 +1,140 @@
+"""Kernels whose time is their memory traffic: elementwise ones, those with a transpose, fused producers, blocks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from _gpu_answers import expect, expect_amax, expect_codes, expect_transposed, stretch
+from _gpu_inputs import BF16, E4M3, normal
+
+from jaxfp8 import ops
+
+from ._work import F32, PRODUCT_SCALE, SCALE, Work, codes, one_array
+
+NAMES = {BF16: "bf16", F32: "f32"}
+BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "row-wise": (1, None)}
+
+
+def amax(m, n, dtype):
+    return Work(ops.amax, one_array((m, n), dtype), lambda result, x: expect_amax("amax", result, x))
+
+
+def quantize(m, n, dtype):
+    def check(results, x):
+        expect_codes("quantize", results[0], 1 / SCALE, x)
+        expect_amax("quantize", results[1], x)
+
+    return Work(lambda x: ops.quantize(x, SCALE, E4M3), one_array((m, n), dtype), check)
+
+
+def quantize_transpose(m, n, dtype, sums):
+    name = "quantize_transpose"
+
+    def check(results, x):
+        data, data_t, amax, *column_sums = results
+        expect_codes(name, data, 1 / SCALE, x)
+        expect_transposed(name, data, data_t)
+        expect_amax(name, amax, x)
+        for result in column_sums:
+            expect(f"{name}: column_sums", _are_sums(result, x))
+
+    def step(x):
+        return ops.quantize_transpose(x, SCALE, E4M3, column_sums=sums)
+
+    return Work(step, one_array((m, n), dtype), check)
+
+
+@jax.jit
+def _are_sums(result, x):
+    # m additions in f32 in some order, ours and XLA's: each result is off by at most m * 2**-24 of the magnitudes' sum.
+    x = x.astype(F32)
+    return jnp.all(jnp.abs(result - jnp.sum(x, axis=0)) <= len(x) * 2.0**-23 * jnp.sum(jnp.abs(x), axis=0))
+
+
+def dequantize(m, n, dtype):
+    def check(values, data):
+        expect("dequantize", jnp.all(values == (data.astype(F32) * SCALE).astype(dtype)))
+
+    return Work(lambda data: ops.dequantize(data, SCALE, dtype), lambda seed: (codes(seed, (m, n)),), check)
+
+
+def _check_produced(name, values):
+    """Check of `(data, data_t, amax)` against `values(*arguments)` in f32."""
+
+    def check(results, *arguments):
+        data, data_t, amax = results
+        expected = jax.jit(values)(*(x.astype(F32) for x in arguments))
+        expect_codes(name, data, 1 / PRODUCT_SCALE, expected)
+        expect_transposed(name, data, data_t)
+        expect_amax(name, amax, expected)
+
+    return check
+
+
+def quantize_activation(m, n, activation):
+    def step(x):
+        return ops.quantize_activation(x, PRODUCT_SCALE, E4M3, activation=activation)
+
+    shape = (m, 2, n) if ops.is_gated(activation) else (m, n)
+    check = _check_produced("quantize_activation", lambda x: ops.activate(x, activation))
+    return Work(step, one_array(shape, BF16), check)
+
+
+def quantize_norm(m, n, kind):
+    def arguments(seed):
+        vectors = (1 + 0.1 * normal(seed + i, (n,), F32) for i in range(2 if kind == "layer" else 1))
+        return normal(seed, (m, n)), *vectors
+
+    def values(x, gamma, beta=None):
+        return ops.normalize(x, gamma, beta, kind, 1e-6)
+
+    def step(x, gamma, beta=None):
+        return ops.quantize_norm(x, gamma, beta, PRODUCT_SCALE, E4M3, kind=kind, epsilon=1e-6)
+
+    return Work(step, arguments, _check_produced("quantize_norm", values))
+
+
+def scale_kind(block) -> dict:
+    """The options of `quantize_blocks` for these blocks: MX has E8M0 scales."""
+    return {"scale": "e8m0"} if block == (1, 32) else {}
+
+
+def quantize_blocks(m, n, block, transpose):
+    op = ops.quantize_blocks_transpose if transpose else ops.quantize_blocks
+
+    def step(x):
+        return op(x, E4M3, block=block, **scale_kind(block))
+
+    def check(results, x):
+        data, scale_inv, *transposed = results
+        expect_codes(op.__name__, data, stretch(scale_inv, block, data.shape), x)
+        if transposed:
+            data, scale_inv = transposed
+            expect_codes(f"{op.__name__}, transposed", data, stretch(scale_inv, block, data.shape), x.T)
+
+    # The amaxes of whole rows come first.
+    return Work(step, one_array((m, n), BF16), check, reads=2 if None in block else 1)
+
+
+KERNELS = {
+    **{f"amax {name}": functools.partial(amax, dtype=dtype) for dtype, name in NAMES.items()},
+    **{f"quantize {name}": functools.partial(quantize, dtype=dtype) for dtype, name in NAMES.items()},
+    **{
+        f"quantize_transpose {name}{' with sums' if sums else ''}": functools.partial(
+            quantize_transpose, dtype=dtype, sums=sums
+        )
+        for dtype, name in NAMES.items()
+        for sums in (False, True)
+    },
+    **{
+        f"quantize_activation {name}": functools.partial(quantize_activation, activation=name)
+        for name in ("gelu", "silu_gated")
+    },
+    **{f"quantize_norm {kind}": functools.partial(quantize_norm, kind=kind) for kind in ("rms", "layer")},
+    **{
+        f"quantize_blocks{suffix} {name}": functools.partial(quantize_blocks, block=block, transpose=bool(suffix))
+        for suffix in ("", "_transpose")
+        for name, block in BLOCKS.items()
+    },
+    **{f"dequantize to {name}": functools.partial(dequantize, dtype=dtype) for dtype, name in NAMES.items()},
+}

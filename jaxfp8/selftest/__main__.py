@@ -1,0 +1,125 @@
+"""Checks every op on this machine against the reference, and measures it; writes a file to attach to a bug report.
+
+Every check runs in a process that may crash. An op that fails can be switched off: JAXFP8_DISABLE.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+from .._table import aligned
+from ..ops import _disabled
+from . import _cases, _checks, _workers
+
+_COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
+
+
+def parse_arguments(argv=None) -> argparse.Namespace:
+    """Read the command line; the program ends with a message where it makes no sense."""
+    parser = argparse.ArgumentParser(prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", metavar="PATH", help="write everything here")
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--only", metavar="OP,OP", help=f"of {', '.join(_cases.OPS)} (default: all)")
+    parser.add_argument("--no-speed", action="store_true", help="no times")
+    parser.add_argument("--timeout", type=int, default=150, help="seconds a check may take (default: 150)")
+    parser.add_argument("--worker", nargs="+", metavar="CHECK", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.only = args.only.split(",") if args.only else list(_cases.OPS)
+    if unknown := set(args.only) - set(_cases.OPS):
+        parser.error(f"--only: expected names out of {', '.join(_cases.OPS)}, got {', '.join(sorted(unknown))}")
+    return args
+
+
+def environment() -> dict:
+    """Return what `python -m jaxfp8 --json` says, in a process of its own as well."""
+    done = subprocess.run([sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-4000:] or str(done.returncode)}
+
+
+def machine(about: dict) -> dict:
+    """Return the row that says what this machine is."""
+
+    def part(name, text):
+        found = about.get(name, {})
+        return found["error"] if "error" in found else text(found)
+
+    devices = part("devices", lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows))
+    versions = part("versions", lambda of: ", ".join(f"{name} {of.get(name)}" for name in ("jaxfp8", "jax")))
+    detail = about.get("error") or f"{devices}; {versions}"
+    return {"check": "machine", "status": "failed" if "error" in about else "passed", "detail": detail}
+
+
+def checks(ops: list[str], on_gpu: bool) -> tuple[list[list[str]], list[str]]:
+    """Return the jobs that may run side by side, and the checks that need the machine for themselves.
+
+    On a GPU each check has a process: the first launch is only one where nothing has run before.
+    """
+    names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
+    jobs = [[name] for name in names] if on_gpu else [names[::2], names[1::2]]
+    return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows for people: a line for each op, then what failed."""
+    by_name = {row["check"]: row for row in rows}
+
+    def status(name):
+        return by_name.get(name, {}).get("status", "-").replace("failed", "FAILED")
+
+    def figures(op):
+        row = by_name.get(f"speed:{op}", {})
+        key, bound = ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
+        ratio = f"{row[key] / best:.0%}" if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row else "-"
+        return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
+
+    lines = [_COLUMNS]
+    for op in (*_checks.BASELINES, *_cases.OPS):
+        if not any(name.endswith(f":{op}") for name in by_name):
+            continue
+        row = by_name.get(f"values:{op}", {})
+        runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
+        lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
+    others = [f"{name}: {by_name[name]['status']}, {by_name[name]['detail']}" for name in by_name if ":" not in name]
+    whys = [f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}" for row in rows if row.get("why")]
+    failed = [f"FAILED {row['check']}: {row['detail']}" for row in rows if row["status"] == "failed"]
+    return "\n".join([aligned(lines, right=4), *others, *whys, *failed])
+
+
+def remedy(rows: list[dict]) -> str:
+    """Return what switches off the ops that failed, beside those that are off; "" where none did."""
+    failed = [row["check"].partition(":")[2] for row in rows if row["status"] == "failed"]
+    bad = [op for op in _cases.OPS if op in failed]
+    off = [name for name in os.environ.get(_disabled.VARIABLE, "").split(",") if name and name not in bad]
+    return f"{_disabled.VARIABLE}={','.join(off + bad)}" if bad else ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    args = parse_arguments(argv)
+    if args.worker:
+        _workers.work(args.worker, args.timeout, args.quick)
+        return 0
+    start = time.perf_counter()
+    about = environment()
+    together, alone = checks(args.only, on_gpu=about.get("platform") == "cuda")
+    rows = [machine(about)]
+    rows += _workers.finish(together, args.timeout, args.quick, min(8, os.cpu_count() or 1))
+    if not args.no_speed:
+        rows += _workers.finish([alone], args.timeout, args.quick, 1)
+    passed = all(row["status"] == "passed" for row in rows)
+    report = {"passed": passed, "seconds": time.perf_counter() - start, "quick": args.quick, "rows": rows}
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report | {"environment": about}, file, indent=1)
+    print(table(rows))
+    if switch := remedy(rows):
+        print(f"until it is repaired: {switch}")
+    print(f"{'passed' if passed else 'FAILED'} in {report['seconds']:.0f} s")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""What is checked: each op at several shapes, dtypes and formats."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import E4M3, E5M2, Format, ops
+from ..ops import _blocks
+from . import _comparisons, _values
+
+_F32 = np.dtype(np.float32)
+_PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), _F32), (E4M3, E5M2)))
+# Tiny, odd, empty, aligned, groups by vmap, many tiles: as many as are prime to the number of pairs.
+_MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
+_PRODUCTS = ((1, 1, 1), (7, 5, 33), (48, 80, 112), (0, 5, 16), (256, 384, 512), (3, 33, 17, 65), (512, 512, 1024))
+_QUANTIZED_BLOCKS = (
+    {"block": (1, 128)},
+    {"block": (128, 128), "power_2_scale": True},
+    {"block": (1, 32), "scale": "e8m0"},
+    {"block": (1, None)},
+    {"block": (1, 32), "scale": "e8m0", "rounding": "floor"},
+)
+_MULTIPLIED_BLOCKS = (
+    ((1, 128), (1, 128)),
+    ((1, 128), (128, 128)),
+    ((1, 32), (1, 32)),
+    ((1, None), (1, None)),
+    ((128, 128), (1, 128)),
+)
+MOST_OPTIONS = 5  # of any op
+
+
+class Kind(NamedTuple):
+    """Which call of an op.
+
+    Attributes:
+        shape: `(m, n)`, or `(m, n, k)` of a product.
+        dtype: of what is quantized, and of results in high precision.
+        form: of codes.
+        index: options of the op take turns.
+        hard: whether hard values are among the others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    form: Format
+    index: int = 0
+    hard: bool = False
+
+    def turn(self, options: tuple) -> Any:
+        """Return one of the options."""
+        return options[self.index % len(options)]
+
+
+class Case(NamedTuple):
+    """A call of an op.
+
+    Attributes:
+        name: for people.
+        function, arguments: numpy arrays, for all groups.
+        comparison: `tensor_cores -> Comparison`: whether these multiply.
+        expected: what numpy gives; or None.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple
+    comparison: Callable[[bool], _comparisons.Comparison]
+    expected: list | None
+
+
+def cases(op: str, quick: bool = False) -> Iterator[Case]:
+    """Yield the cases of an op: every shape, every pair of dtype and format; without `quick`, more of their pairs."""
+    shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
+    turns = zip(
+        itertools.cycle(shapes), itertools.cycle(_PAIRS), range(len(shapes) + (0 if quick else 5)), strict=False
+    )
+    for shape, pair, index in turns:
+        yield case(op, Kind(shape, *pair, index, hard=100 < np.prod(shape) < 10**5))
+
+
+def call(op: str, kind: Kind, group: int = 0) -> tuple:
+    """Return `(function, arguments, more)`; `more(*arguments)` are terms of a product, or the results by numpy."""
+    return (*OPS[op](kind, np.random.default_rng([kind.index, group])), None)[:3]
+
+
+def case(op: str, kind: Kind) -> Case:
+    """Return one case; a dimension more than the op has is of groups, each with arguments of its own."""
+    rank = 3 if op in PRODUCTS else 2
+    groups = kind.shape[:-rank]
+    each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
+    (function, arguments, more), expected = each[0], None
+    if more and op not in PRODUCTS:
+        expected = [more(*arguments) for _, arguments, _ in each]
+    if groups:
+        function, arguments = jax.vmap(function), tuple(map(np.stack, zip(*(parts[1] for parts in each), strict=True)))
+        expected = expected and [list(map(np.stack, zip(*expected, strict=True)))]
+
+    def comparison(tensor_cores):
+        if op in PRODUCTS:
+            return _comparisons.product(*more(*arguments), kind.dtype, tensor_cores)
+        return _comparisons.CODES if op in COMPUTED else _comparisons.BITS
+
+    name = f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"
+    return Case(name, function, tuple(arguments), comparison, expected and expected[0])
+
+
+def _amax(kind, rng):
+    return ops.amax, [_numbers(kind, rng)], lambda x: [_values.amax(x)]
+
+
+def _quantize(kind, rng, op=ops.quantize):
+    def function(x, scale, least):
+        return op(x, scale, kind.form.dtype, amax=kind.turn((None, least)))
+
+    def results(x, scale, least):
+        data = _values.quantized(x, scale, kind.form)
+        return [data, *[data.T] * (op is ops.quantize_transpose), _values.amax(x, kind.turn((0, least[0])))]
+
+    return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1)), results
+
+
+def _quantize_transpose(kind, rng):
+    return _quantize(kind, rng, ops.quantize_transpose)
+
+
+def _quantize_activation(kind, rng):
+    name = kind.turn(ops.ACTIVATIONS)
+    shape = (kind.shape[0], 2, kind.shape[1]) if ops.is_gated(name) else kind.shape
+    arguments = _values.numbers(rng, shape, kind.dtype, octaves=1), _values.factors(rng, 1, 1)
+    return lambda x, scale: ops.quantize_activation(x, scale, kind.form.dtype, activation=name), arguments
+
+
+def _quantize_norm(kind, rng):
+    def function(x, gamma, beta, scale):
+        options = kind.turn(({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"}))
+        return ops.quantize_norm(x, gamma, scale=scale, dtype=kind.form.dtype, epsilon=1e-6, **options)
+
+    x, gamma, beta = (
+        _values.numbers(rng, shape, kind.dtype, octaves=1) for shape in (kind.shape, *[kind.shape[1]] * 2)
+    )
+    return function, (x, gamma, beta, _values.factors(rng, 1, 1))
+
+
+def _quantize_blocks_transpose(kind, rng):
+    op, options = kind.turn((ops.quantize_blocks_transpose, ops.quantize_blocks)), kind.turn(_QUANTIZED_BLOCKS)
+    return lambda x: op(x, kind.form.dtype, **options), [_numbers(kind, rng)]
+
+
+def _dequantize(kind, rng):
+    arguments = rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype), _values.scale(rng)
+    return lambda data, scale_inv: ops.dequantize(data, scale_inv, kind.dtype), arguments
+
+
+def _amax_to_scale(kind, rng):
+    function = jax.vmap(lambda amax, stored: ops.amax_to_scale(amax, stored, fp8_max=kind.form.max))
+    return function, [_history(kind, rng), _history(kind, rng)]
+
+
+def _delayed_scales(kind, rng):
+    def function(history, stored):
+        options = {"fp8_max": [kind.form.max] * 2, "algo": kind.turn(("max", "most_recent"))}
+        return ops.delayed_scales([history, history[:1]], [stored] * 2, **options)
+
+    return function, [_history(kind, rng), _values.factors(rng, 1)]
+
+
+def _push_amaxes(kind, rng):
+    function = lambda history, amax: ops.push_amaxes([history, history[:1]], [amax] * 2)  # noqa: E731
+    return function, [_history(kind, rng), _values.factors(rng, 1)]
+
+
+def _scaled_matmul(kind, rng):
+    m, n, k = kind.shape
+    bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
+    terms = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
+
+    def function(a, b, a_scale, b_scale, *added):
+        options = dict(zip(terms, added, strict=True)) | {"out_dtype": kind.dtype, "precise": kind.turn((False, True))}
+        return ops.scaled_matmul(a, b, a_scale, b_scale, **options)
+
+    def more(a, b, a_scale, b_scale, *added):
+        added = [_wide(x[..., None, :] if "bias" in terms else x) for x in added]
+        return [(_wide(a, a_scale[..., None]), _wide(b, b_scale[..., None]))], added
+
+    return function, [*_operands(kind, rng, (m, k), (n, k)), *_scales(kind, rng, 1, 1), *terms.values()], more
+
+
+def _block_scaled_matmul(kind, rng):
+    (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
+    scales = _scales(kind, rng, *(_blocks.count(block, size, k) for block, size in zip(blocks, (m, n), strict=True)))
+    if blocks[0] == (1, 32):
+        scales = [np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales]
+
+    def function(a, b, *scales):
+        options = dict(zip(("a_block", "b_block"), blocks, strict=True)) | {"out_dtype": kind.dtype}
+        return ops.block_scaled_matmul(a, b, *scales, **options)
+
+    def more(a, b, *scales):
+        sides = []
+        for codes, scale, block in zip((a, b), scales, blocks, strict=True):
+            rows, cols = _blocks.shape(block, *codes.shape[-2:])
+            spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
+            sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
+        return [sides], []
+
+    return function, [*_operands(kind, rng, (m, k), (n, k)), *scales], more
+
+
+def _ragged_matmul(kind, rng):
+    (m, n, k), ragged = kind.shape, kind.turn(("rows", "contraction"))
+    is_rows, ends = ragged == "rows", [0, m // 3, m // 3, m]
+
+    def function(a, b, a_scale, b_scale, sizes):
+        out = ops.ragged_matmul(a, b, a_scale, b_scale, sizes, ragged=ragged, out_dtype=kind.dtype)
+        return out.reshape(-1, n)
+
+    def more(a, b, a_scale, b_scale, sizes):
+        a, b = _wide(a, a_scale[..., None]), _wide(b, b_scale[..., None, None] if is_rows else b_scale[..., None])
+        return [
+            (a[..., i:j, :], b[..., group, :, :]) if is_rows else (a[..., i:j], b[..., i:j])
+            for group, (i, j) in enumerate(itertools.pairwise(ends))
+        ], []
+
+    operands = _operands(kind, rng, *(((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))))
+    return function, [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)], more
+
+
+def _numbers(kind, rng):
+    return _values.numbers(rng, kind.shape, kind.dtype, hard=kind.hard)
+
+
+def _history(kind, rng):
+    return _values.numbers(rng, kind.shape[-1], _F32, hard=kind.hard)
+
+
+def _operands(kind, rng, *shapes):
+    """Return codes of a and b: not E5M2 twice, which no tensor core multiplies."""
+    forms = kind.form, E4M3
+    return [_values.codes(rng, shape, form, hard=kind.hard) for shape, form in zip(shapes, forms, strict=True)]
+
+
+def _scales(kind, rng, *shapes):
+    """Return scales with which the terms of a product are about 1."""
+    forms = kind.form, E4M3
+    return [
+        _values.factors(rng, shape, 1) * _F32.type(16 / form.max) for shape, form in zip(shapes, forms, strict=True)
+    ]
+
+
+def _wide(x, factor=1.0):
+    with np.errstate(invalid="ignore"):
+        return x.astype(np.float64) * factor
+
+
+# By the name of the custom call.
+OPS = {
+    "amax": _amax,
+    "amax_to_scale": _amax_to_scale,
+    "delayed_scales": _delayed_scales,
+    "push_amaxes": _push_amaxes,
+    "quantize": _quantize,
+    "quantize_transpose": _quantize_transpose,
+    "quantize_activation": _quantize_activation,
+    "quantize_norm": _quantize_norm,
+    "quantize_blocks_transpose": _quantize_blocks_transpose,
+    "dequantize": _dequantize,
+    "scaled_matmul": _scaled_matmul,
+    "block_scaled_matmul": _block_scaled_matmul,
+    "ragged_matmul": _ragged_matmul,
+}
+PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")
+# Of values that the op computes itself, with rounding errors of their own.
+COMPUTED = ("quantize_activation", "quantize_norm")

@@ -1,0 +1,172 @@
+"""The checks, each of one op: values, the first launch in a graph, speed; and a few training steps."""
+
+import pathlib
+import re
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import E4M3, DelayedScaling, dot_general, init_state, ops
+from ..ops import _ffi, _support
+from . import _cases, _comparisons
+
+# XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.
+_GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
+_BF16 = np.dtype(jnp.bfloat16)
+# What bounds the speed of ops.
+BASELINES = {"copy": jnp.negative, "bf16 product": jnp.matmul}
+
+
+def library() -> dict[str, Any]:
+    """Check that the native library of this platform is loaded and has code for its devices."""
+    platform = _support.backend()
+    found = next((row for row in _ffi.libraries() if row.platform == platform), None)
+    missing = _support.missing_on(_support.local_gpus(), cublaslt=True) if platform == "cuda" else None
+    if found is None:
+        return _passed(f"{platform} has none, jnp runs")
+    return _row(found.error or (missing and missing.reason), found.built_for)
+
+
+def values(op: str, *, quick: bool = False) -> dict[str, Any]:
+    """Check every case of an op against the reference, and against numpy where that is simple."""
+    problems, reasons, count, calls, refused = [], [], 0, 0, 0
+    for case in _cases.cases(op, quick):
+        with _support.listening() as why:
+            lowered = jax.jit(case.function).lower(*case.arguments)
+        calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
+        got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
+        problem = comparison.problem(got, _reference(case, comparison))
+        if not problem and case.expected is not None:
+            problem = comparison.problem(got, case.expected)
+        if not problem and (control := comparison.control(got)) is not None:
+            refused += 1
+            problem = None if comparison.problem(control, got) else "the comparison does not refuse a wrong answer"
+        problems += [f"{case.name}: {problem}"] if problem else []
+    detail = f"{count} cases, {calls} by the custom call; {refused} wrong answers refused"
+    row = _row("; ".join(problems[:3]), detail)
+    return row | {"custom_calls": calls, "why": "" if calls else "; ".join(dict.fromkeys(reasons))}
+
+
+def graph(op: str) -> dict[str, Any]:
+    """Check that an op's first launch in this process can be recorded into a graph, which replays it."""
+    index = _with_kernel(op)
+    if index is None:
+        return _passed("no kernel to record")
+    case = _cases.case(op, _kind(op, 256, index))
+    compiled, recorded = record(case.function, case.arguments)
+    runs = [_numpy(compiled(*case.arguments)) for _ in range(3)]
+    comparison = case.comparison(_on_tensor_cores())
+    expected = _reference(case, comparison)
+    problems = [problem for got in runs if (problem := comparison.problem(got, expected))]
+    return _row("; ".join(problems) or (None if recorded else "XLA did not record it"), "recorded, replayed twice")
+
+
+def record(function, arguments):
+    """Compile with graphs; also return whether every custom call is in one, as the thunks that XLA dumps say."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = _GRAPHS | {"xla_dump_to": folder}
+        compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
+        thunks = "".join(path.read_text() for path in pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes*"))
+    return compiled, "kCommandBuffer" in thunks and not re.search(r"^\d+: kCustomCall", thunks, re.MULTILINE)
+
+
+def training() -> dict[str, Any]:
+    """Check that the state of a layer after some steps is the reference's, to the bit."""
+
+    def run():
+        @jax.jit
+        def step(x, kernel, grad, state):
+            def product(x, kernel, state):
+                return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+
+            out, vjp = jax.vjp(product, x, kernel, state)
+            return out, vjp(grad)[2]
+
+        state = init_state(recipe)
+        for i in range(6):
+            out, state = step(x * 2**i, kernel, grad / 3**i, state)
+        return out, _numpy(state)
+
+    recipe, rng = DelayedScaling(amax_history_len=4), np.random.default_rng(0)
+    x, kernel, grad = (jnp.asarray(rng.standard_normal((256, 256)), jnp.bfloat16) for _ in range(3))
+    out, state = run()
+    with ops.implementation("reference"):
+        right, expected = run()
+    error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
+    problem = _comparisons.BITS.problem(state, expected)
+    return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
+
+
+def speed(op: str) -> dict[str, Any]:
+    """Measure an op on large arrays, in place of it for "copy" and "bf16 product" what bounds it."""
+    n = 1024 if _support.backend() == "cpu" else 8192
+    if op in BASELINES:
+        function, arguments = BASELINES[op], [np.ones((n, n), _BF16)] * (1 + (op == "bf16 product"))
+    else:
+        function, arguments, _ = _cases.call(op, _kind(op, n, _with_kernel(op) or 0))
+    sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds
+    run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
+    seconds = _seconds(run, sets) / len(sets)
+    arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
+    nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
+    row = _passed(f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
+    return row | ({"tflops": 2 * n**3 / seconds / 1e12} if op in (*_cases.PRODUCTS, "bf16 product") else {})
+
+
+def _seconds(run, sets) -> float:
+    """Return how long a call takes: the median of five rounds of calls that do not wait for each other."""
+    jax.block_until_ready(run(sets))
+    start = time.perf_counter()
+    jax.block_until_ready(run(sets))
+    count = max(1, min(20, int(0.1 / (time.perf_counter() - start))))
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready([run(sets) for _ in range(count)][-1])
+        rounds.append((time.perf_counter() - start) / count)
+    return statistics.median(rounds)
+
+
+def _with_kernel(op) -> int | None:
+    """Return the index of the first options of an op with which its custom call runs here."""
+    for index in range(_cases.MOST_OPTIONS):
+        function, arguments, _ = _cases.call(op, _kind(op, 256, index))
+        if _has_call(jax.jit(function).lower(*arguments), op):
+            return index
+    return None
+
+
+def _kind(op, n, index):
+    return _cases.Kind((n,) * (3 if op in _cases.PRODUCTS else 2), _BF16, E4M3, index)
+
+
+def _on_tensor_cores() -> bool:
+    return _support.backend() == "cuda"
+
+
+def _has_call(lowered, op) -> bool:
+    return f"custom_call @jaxfp8_{op}_v" in lowered.as_text()
+
+
+def _reference(case, comparison):
+    if not comparison.has_reference:
+        return None
+    with ops.implementation("reference"):
+        return _numpy(jax.jit(case.function)(*case.arguments))
+
+
+def _numpy(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def _passed(detail):
+    return _row(None, detail)
+
+
+def _row(problem, detail):
+    return {"status": "failed" if problem else "passed", "detail": problem or detail}

@@ -1,0 +1,155 @@
+"""When results are right: bit by bit, code by code, or within the bound of a product. Each has a control.
+
+A control is a wrong answer made of a right one. A comparison that does not refuse its control proves nothing.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+# Codes of a value whose last bits are free: how many may differ, and by how much the amax may.
+_DIFFERENT, _AMAX = 0.01, 2.0**-11
+_STEP = 16  # products that a tensor core adds at once; some add more, which loses less
+_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+_SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
+
+
+class Comparison(NamedTuple):
+    """One way to compare.
+
+    Attributes:
+        problem: `(results, expected) -> clause`, or None where the results are right; both are lists of numpy arrays.
+        control: `results -> wrong results`; None where nothing can be wrong, as of an empty array.
+        has_reference: whether `expected` is looked at.
+    """
+
+    problem: Callable[[list, list | None], str | None]
+    control: Callable[[list], list | None]
+    has_reference: bool = True
+
+
+def _bits(x):
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+
+
+def _first(good, got, expected) -> str:
+    place = tuple(int(i) for i in np.unravel_index(np.argmin(good), good.shape))
+    return f"{(~good).sum()} of {good.size} wrong, first at {place}: {got[place]!r}, expected {expected[place]!r}"
+
+
+def _bit_problem(results, expected):
+    for i, (got, right) in enumerate(zip(results, expected, strict=True)):
+        if (got.shape, got.dtype) != (right.shape, right.dtype):
+            return f"result {i}: {got.dtype}{got.shape}, expected {right.dtype}{right.shape}"
+        good = _bits(got) == _bits(right)
+        if not good.all():
+            return f"result {i}: {_first(good, got, right)}"
+    return None
+
+
+def _changed(results, change):
+    """Results with `change(bits, middle)` applied to the unsigned view of the largest one."""
+    copies = [np.array(x) for x in results]
+    largest = max(copies, key=np.size)
+    if not largest.size:
+        return None
+    change(largest.reshape(-1).view(f"u{largest.dtype.itemsize}"), largest.size // 2)
+    return copies
+
+
+def _flip_a_bit(bits, middle):
+    bits[middle] ^= 1
+
+
+BITS = Comparison(_bit_problem, lambda results: _changed(results, _flip_a_bit))
+
+
+def _order(codes):
+    """FP8 codes as integers in the order of their values."""
+    bits = _bits(codes).astype(np.int16)
+    return np.where(bits & 0x80, -(bits & 0x7F), bits)
+
+
+def _code_problem(results, expected):
+    (data, data_t, amax), (right, _, right_amax) = results, expected
+    is_nan = np.isnan(right.astype(np.float32))
+    distance = np.abs(_order(data) - _order(right))
+    good = np.where(is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32)))
+    if not good.all():
+        return f"codes: {_first(good, data, right)}"
+    if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
+        return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
+    if problem := _bit_problem([data_t], [np.swapaxes(data, -1, -2)]):
+        return f"transposed codes: {problem}"
+    with np.errstate(invalid="ignore"):
+        good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
+    return None if good.all() else f"amax: {amax}, expected {right_amax}"
+
+
+def _move_by_two_codes(bits, middle):
+    code = int(bits[middle])
+    bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
+
+
+# Of values that are computed on the way, where the last bits decide between neighbouring codes: n additions are off by
+# n units of 2**-24, for rows of 4096 by 2**-12. A code spans 2**-4 of its value, so 2**-7 of them may be others.
+CODES = Comparison(_code_problem, lambda results: _changed(results, _move_by_two_codes))
+
+
+def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
+    """Compare with the exact product.
+
+    A tensor core aligns the products of a step and the sum so far to the largest of these 17 numbers, cuts each of them
+    after 13 bits, and the new sum as well: 18 times 2**-13 of the largest may be lost a step. A sum so far is one of
+    consecutive terms, however the product is cut. Elsewhere sums are f32: K times 2**-24 of the sum of magnitudes.
+    Scales, each term that is added and the result are rounded once more.
+
+    Args:
+        pieces: `(a [..., m, k], b [..., n, k])` in float64, scaled; their products lie one below the other.
+        added: `[..., 1 or m, n]` arrays in float64.
+        out_dtype: of the result.
+        tensor_cores: whether tensor cores multiply.
+    """
+    out_dtype = np.dtype(out_dtype).name
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact, bound, last = (
+            np.concatenate(parts, axis=-2)
+            for parts in zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
+        )
+        bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
+        exact = sum(added, exact)
+        bound = (1 + 2.0**-10) * (bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)) + _SMALLEST[out_dtype]
+
+    def problem(results, expected):
+        del expected
+        got = results[0].astype(np.float64)
+        if (got.shape, results[0].dtype.name) != (exact.shape, out_dtype):
+            return f"{results[0].dtype}{got.shape}, expected {out_dtype}{exact.shape}"
+        with np.errstate(invalid="ignore"):
+            good = (np.abs(got - exact) <= bound) | (got == exact) | (np.isnan(got) & np.isnan(exact))
+        return None if good.all() else _first(good, got, exact)
+
+    def without_a_step(results):
+        """Leave the last terms out, where that is the most."""
+        if not np.any(last):
+            return None
+        place = np.unravel_index(np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape)
+        wrong = np.array(results[0])
+        wrong[place] = exact[place] - last[place]
+        return [wrong]
+
+    return Comparison(problem, without_a_step, has_reference=False)
+
+
+def _piece(a, b, tensor_cores):
+    """The exact product, what the sum may be off by, and what the last step adds."""
+    k = a.shape[-1]
+    steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
+    sums = np.cumsum(steps, axis=0)
+    if not tensor_cores:
+        return sums[-1], k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)), steps[-1]
+    largest = np.abs(a).max(-1, initial=0)[..., :, None] * np.abs(b).max(-1, initial=0)[..., None, :]
+    largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
+    growth = len(steps) * (_STEP + 2) * 2.0**-13
+    return sums[-1], growth / (1 - growth) * largest, steps[-1]

@@ -1,0 +1,56 @@
+"""The numbers that ops are checked on: spread over many octaves, hard ones among them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+_TINY = 2.0**-149
+_HARD = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, _TINY, -_TINY, 2.0**-126, -3e38, 6e4, 448.0, 2.0**-10])
+_SCALES = np.float32([1, 3.7, 2.0**-7, 2.0**40, 2.0**-126, 2.0**126])
+# Larger arrays repeat so many numbers: a prime, so that no two tiles are alike.
+_PERIOD = 999_983
+
+
+def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> np.ndarray:
+    """Return normal numbers times powers of two; with `hard`, NaN, infinities, subnormals and large ones among them."""
+    size = int(np.prod(shape))
+    spread = 2.0 ** (octaves * rng.standard_normal(min(size, _PERIOD)))
+    values = np.resize((rng.standard_normal(spread.size) * spread).astype(np.float32), size)
+    if hard:
+        values[rng.permutation(size)[: _HARD.size]] = _HARD[:size]
+    with np.errstate(over="ignore", invalid="ignore"):  # float16
+        return values.reshape(shape).astype(dtype)
+
+
+def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
+    """Return FP8 codes of normal numbers that use the range of the format; with `hard`, a NaN."""
+    values = np.clip(numbers(rng, shape, np.float32, octaves=1) * np.float32(form.max / 16), -form.max, form.max)
+    if hard:
+        values.reshape(-1)[values.size // 3] = np.nan
+    return values.astype(form.dtype)
+
+
+def scale(rng) -> np.ndarray:
+    """Return a scale that quantizes: ordinary, large or small."""
+    return rng.choice(_SCALES, 1)
+
+
+def factors(rng, shape, octaves: float = 4.0) -> np.ndarray:
+    """Return positive numbers within so many octaves of 1."""
+    return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
+
+
+def quantized(x, scale, form) -> np.ndarray:
+    """Return the codes of x in numpy: one multiplication, one rounding; NaN where x is not finite."""
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float32)
+        y = np.where(np.isfinite(wide), wide * scale, np.float32(np.nan))
+        data = np.clip(y, -form.max, form.max).astype(form.dtype)
+    data.view(np.uint8)[np.isnan(y)] = 0x7F if jnp.finfo(form.dtype).nmant == 3 else 0x7E
+    return data
+
+
+def amax(x, least=0.0) -> np.ndarray:
+    """Return the largest magnitude of x in numpy, at least `least`; infinity where x has a NaN."""
+    with np.errstate(invalid="ignore"):
+        magnitudes = np.abs(x.astype(np.float32))
+    return np.where(np.isnan(magnitudes), np.float32(np.inf), magnitudes).max(initial=np.float32(least))

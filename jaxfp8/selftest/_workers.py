@@ -1,0 +1,84 @@
+"""Checks in processes of their own: one that crashes, hangs or breaks a GPU's context is a row; the others go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from . import _checks
+
+# How a worker is started.
+COMMAND = [sys.executable, "-m", "jaxfp8.selftest"]
+_START = 60  # seconds until a process has imported everything
+
+
+def work(names: list[str], limit: int, quick: bool) -> None:
+    """Run checks in this process and print a row of JSON for each.
+
+    A check named "values:amax" is `_checks.values("amax")`. One that takes longer than `limit` seconds ends the
+    process, by SIGALRM, wherever it hangs. So does one that raises, after its row: what a failed launch leaves behind
+    on a GPU would fail every check after it.
+    """
+    for name in names:
+        start = time.perf_counter()
+        signal.alarm(limit)
+        row, raised = _run(name, quick)
+        signal.alarm(0)
+        print(json.dumps({"check": name, **row, "seconds": time.perf_counter() - start}), flush=True)
+        if raised:
+            break
+
+
+def _run(name, quick):
+    kind, _, op = name.partition(":")
+    options = {"quick": quick} if kind == "values" else {}
+    try:
+        return getattr(_checks, kind)(*[op] * bool(op), **options), False
+    except Exception as error:  # a broken kernel or installation may raise anything
+        return {"status": "failed", "detail": f"{type(error).__name__}: {error}"[:2000]}, True
+
+
+def finish(jobs: list[list[str]], limit: int, quick: bool, at_once: int) -> list[dict[str, Any]]:
+    """Return a row for every check of `jobs`; the checks of one job run in one process for as long as it lives."""
+    options = ["--timeout", str(limit), *["--quick"] * quick]
+    with ThreadPoolExecutor(at_once) as pool:
+        return [row for rows in pool.map(lambda names: _finish(names, limit, options), jobs) for row in rows]
+
+
+def _finish(names, limit, options):
+    rows = []
+    while len(rows) < len(names):
+        new, died = _start(names[len(rows) :], limit, options)
+        rows += new
+        if died and len(rows) == len(names):
+            rows[-1] |= {"status": "failed", "detail": f"at exit: {died}"}
+        elif died or not new:
+            rows.append({"check": names[len(rows)], "status": "failed", "detail": died or "no result"})
+    return rows
+
+
+def _start(names, limit, options):
+    """Return the rows of one process, and what it died of, or ""."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share a GPU, and each needs one
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes out of it is not written down as it is compiled
+    }
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen([*COMMAND, *options, "--worker", *names], env=environment, stdout=out, stderr=errors)
+        try:
+            code = process.wait(limit * len(names) + _START)
+        except subprocess.TimeoutExpired:  # not even SIGALRM has ended it
+            process.kill()
+            code = -signal.SIGALRM
+        lines, last = ((file.seek(0), file.read().decode(errors="replace").splitlines())[1] for file in (out, errors))
+    rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
+    message = next((line for line in reversed(last) if line.strip()), "")[:500]
+    if code == -signal.SIGALRM:
+        return rows, f"no answer within {limit} s"
+    return rows, code and (f"crashed ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}: {message}")

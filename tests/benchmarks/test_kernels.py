@@ -1,0 +1,152 @@
+"""The benchmark of kernels: which answers it refuses, what a kernel that fails takes along, the traffic it counts."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.append(BENCHMARKS)
+
+import _gpu_process  # noqa: E402
+import kernels  # noqa: E402
+from _gpu_inputs import Options  # noqa: E402
+
+from jaxfp8 import ops  # noqa: E402
+
+FAST = ("quantize bf16", "quantize_blocks_transpose 1x32", "scaled_matmul fast", "delayed_scales")
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """As a program has it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def wrong(leaf, is_product):
+    """Each of these answers in place of the right one: an element, a row, or NaN."""
+    dtype, x = leaf.dtype, np.asarray(leaf).astype(np.float32)
+    if is_product:
+        elements = [slice(None)] if x.ndim == 2 else [(-1, slice(None))]
+        values = [1.25 * x]
+    else:
+        largest = np.unravel_index(np.argmax(x), x.shape)
+        elements, values = [largest, (-1,) * x.ndim], [x / 2, 2 * x + 1]
+    for where in elements:
+        for value in (*values, np.full_like(x, np.nan)):
+            changed = x.copy()
+            changed[where] = value[where]
+            if not np.array_equal(changed, x):
+                yield jnp.asarray(changed.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in kernels.KERNELS]
+)
+def test_no_wrong_answer_is_timed(name):
+    """Whatever an element of a result should be, another one is refused: no result is left unchecked."""
+    make, shapes = kernels.KERNELS[name]
+    work = make(*(kernels.TINY_SHAPES[-1] if shapes is kernels.SHAPES else shapes[0]))
+    arguments = work.arguments(0)
+    leaves, tree = jax.tree.flatten(jax.jit(work.step)(*arguments))
+    work.check(jax.tree.unflatten(tree, leaves), *arguments)
+    for i, leaf in enumerate(leaves):
+        for changed in wrong(leaf, bool(work.operations)):
+            with pytest.raises(AssertionError, match="wrong answer|off by"):
+                work.check(jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]]), *arguments)
+
+
+def test_every_custom_call(cuda_custom_calls):
+    """Of what the ops lower to. Counting is a variant of kernels that are there."""
+    text = ""
+    for make, shapes in kernels.KERNELS.values():
+        work = make(*(kernels.TINY_SHAPES[0] if shapes is kernels.SHAPES else shapes[0]))
+        arguments = jax.eval_shape(lambda work=work: work.arguments(0))
+        text += jax.jit(work.step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    missing = [name for name in ops.custom_call_targets() if name not in text]
+    assert all("counted" in name for name in missing), missing
+
+
+@pytest.mark.parametrize(
+    "name, bytes_an_element",
+    [
+        ("amax f32", 4),
+        ("quantize bf16", 3),
+        ("quantize_transpose f32", 6),
+        ("quantize_activation gelu", 4),
+        ("quantize_activation silu_gated", 6),
+        ("quantize_norm rms", 4),
+        ("quantize_blocks_transpose 1x128", 4 + 8 / 128),
+        ("quantize_blocks_transpose 1x32", 4 + 2 / 32),
+        ("quantize_blocks_transpose row-wise", 6),
+        ("quantize_blocks row-wise", 5),
+        ("dequantize to bf16", 3),
+    ],
+)
+def test_traffic(name, bytes_an_element):
+    """Bytes of arguments and results are those of cuda/README.md, but for vectors and single numbers."""
+    make, _ = kernels.KERNELS[name]
+    m, n = 256, 512
+    work = make(m, n)
+    counted = kernels._traffic(work, work.arguments(0))
+    assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
+
+
+def scripted(monkeypatch, *records):
+    """`run_in_a_process` with processes that left these records; returns its result and the parts they were given."""
+    given, records = [], iter(records)
+
+    def run_once(name, arguments, environment, deadline):
+        given.append(arguments[1:])
+        return next(records)
+
+    monkeypatch.setattr(_gpu_process, "_run_once", run_once)
+    result = _gpu_process.run_in_a_process("kernels", "", ["a", "b", "c"], [], 60)
+    return {name: result[name] for name in ("rows", "errors")}, given
+
+
+def record(rows=(), errors=(), done=(), running=None):
+    return {"rows": dict.fromkeys(rows, {}), "errors": dict(errors), "done": list(done), "running": running}
+
+
+def test_a_kernel_that_kills_its_process(monkeypatch):
+    first = record(["a, 1x1"], done=["a"], running="b"), "exit status -11"
+    second = record(["c, 1x1"], done=["c"]), ""
+    result, given = scripted(monkeypatch, first, second)
+    assert given == [["a", "b", "c"], ["c"]]
+    assert result == {"rows": {"a, 1x1": {}, "c, 1x1": {}}, "errors": {"b": "exit status -11"}}
+
+
+def test_a_kernel_that_may_have_lost_the_device(monkeypatch):
+    """The process ends after it, here with a crash as well, and the next one goes on."""
+    first = record(errors={"a": "illegal address"}, done=["a"]), "exit status -6"
+    result, given = scripted(monkeypatch, first, (record(["b, 1x1", "c, 1x1"], done=["b", "c"]), ""))
+    assert given == [["a", "b", "c"], ["b", "c"]]
+    assert set(result["rows"]) == {"b, 1x1", "c, 1x1"} and result["errors"]["a"] == "illegal address"
+
+
+def test_a_process_that_never_starts(monkeypatch):
+    result, given = scripted(monkeypatch, ({}, "exit status 1: no jax"))
+    assert len(given) == 1 and result == {"rows": {}, "errors": {"kernels": "exit status 1: no jax"}}
+
+
+def test_the_record_of_a_process(tmp_path):
+    """It is written after each part. A wrong answer stops nothing; where the device may be lost, the process ends."""
+    path = tmp_path / "case.json"
+
+    def run(options, part):
+        if part == "wrong":
+            raise AssertionError("off by 1")
+        if part == "lost":
+            raise jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        return {part: {"us": 1}}, {}
+
+    case = type("Case", (), {"run": staticmethod(run)})
+    options = Options(tiny=True, turns=1)
+    result = _gpu_process.run_case("kernels", case, options, ["a", "wrong", "b", "lost", "c"], path)
+    assert list(result["rows"]) == ["a", "b"] and result["done"] == ["a", "wrong", "b", "lost"]
+    assert set(result["errors"]) == {"wrong", "lost"} and path.exists()

@@ -1,0 +1,168 @@
+"""The checks go red: one wrong bit of a custom call, a wrong scale in a product, a comparison that accepts anything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aot import compiler
+from jax import lax
+
+from jaxfp8.ops import _ffi, _shapes, _support
+from jaxfp8.selftest import _cases, _checks, _comparisons
+
+NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+ON_CPU = [op for op in _cases.OPS if op in _ffi._TARGETS["cpu"]]
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """The odd shape and the groups."""
+    monkeypatch.setattr(_cases, "_MATRICES", _cases._MATRICES[2:6:3])
+    monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[2:6:3])
+
+
+@pytest.fixture(autouse=True)
+def fresh_programs():
+    yield
+    jax.clear_caches()
+
+
+@NATIVE
+@pytest.mark.parametrize("result", ["first", "last"])
+@pytest.mark.parametrize("op", ON_CPU)
+def test_one_wrong_bit(op, result, few_cases, monkeypatch):
+    real = _ffi.call
+
+    def call(name, *arguments, **options):
+        results = list(real(name, *arguments, **options))
+        if name == op:
+            place = 0 if result == "first" else -1
+            wrong = results[place]
+            word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[wrong.dtype.itemsize]
+            bits = lax.bitcast_convert_type(wrong, word).reshape(-1)
+            bits = bits.at[bits.size - 1].set(bits[-1] ^ jnp.ones((), word)).reshape(wrong.shape)
+            results[place] = lax.bitcast_convert_type(bits, wrong.dtype)
+        return results
+
+    assert _checks.values(op, quick=True)["status"] == "passed"
+    jax.clear_caches()
+    monkeypatch.setattr(_ffi, "call", call)
+    row = _checks.values(op, quick=True)
+    assert row["status"] == "failed" and "wrong, first at" in row["detail"]
+
+
+@NATIVE
+@pytest.mark.parametrize("op", _cases.COMPUTED)
+def test_a_wrong_scale_of_codes_that_are_compared_one_by_one(op, few_cases, monkeypatch):
+    real = _shapes.group_scales
+    monkeypatch.setattr(_shapes, "group_scales", lambda *arguments: real(*arguments) * 1.07)  # about half a code
+    row = _checks.values(op, quick=True)
+    assert row["status"] == "failed" and "differ by one" in row["detail"]
+
+
+@pytest.mark.parametrize("op", ["scaled_matmul", "ragged_matmul"])
+def test_a_wrong_scale_of_products(op, few_cases, monkeypatch):
+    real = _shapes.spread
+    monkeypatch.setattr(_shapes, "spread", lambda *arguments: real(*arguments) * 1.01)
+    assert "wrong, first at" in _checks.values(op, quick=True)["detail"]
+
+
+@pytest.mark.parametrize("op", _cases.PRODUCTS)
+def test_a_product_without_its_last_terms(op, monkeypatch):
+    """The bound of tensor cores, which is far wider, refuses it as well; both accept the right product."""
+    monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[:6])
+    for case in _cases.cases(op, quick=True):
+        got = _checks._numpy(jax.jit(case.function)(*case.arguments))
+        for tensor_cores in (False, True):
+            comparison = case.comparison(tensor_cores)
+            assert comparison.problem(got, None) is None, case.name
+            control = comparison.control(got)
+            assert control is None or comparison.problem(control, None), case.name
+            assert control is not None or 0 in case.arguments[0].shape
+
+
+def test_a_comparison_that_accepts_anything(few_cases, monkeypatch):
+    blind = _comparisons.BITS._replace(problem=lambda results, expected: None)
+    monkeypatch.setattr(_comparisons, "BITS", blind)
+    row = _checks.values("amax", quick=True)
+    assert row["status"] == "failed" and "does not refuse a wrong answer" in row["detail"]
+
+
+def test_an_inaccurate_sum():
+    """13 bits in place of 24 are within the bound of tensor cores, and outside of that of f32."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 64, 256))
+    sums = np.zeros((64, 64))
+    for i in range(0, 256, 16):
+        sums += a[:, i : i + 16] @ b[:, i : i + 16].T
+        quantum = 2.0 ** (np.floor(np.log2(np.abs(sums))) - 13)
+        sums = np.trunc(sums / quantum) * quantum
+    problems = [
+        _comparisons.product([(a, b)], [], np.float32, tensor_cores).problem([sums.astype(np.float32)], None)
+        for tensor_cores in (True, False)
+    ]
+    assert problems[0] is None and "wrong, first at" in problems[1]
+
+
+def test_training(monkeypatch):
+    assert _checks.training() == {"status": "passed", "detail": "state equal to the bit"}
+    if _ffi.has_cpu_kernels:
+        real = _ffi.call
+
+        def call(name, *arguments, **options):
+            results = real(name, *arguments, **options)
+            return [x * np.float32(1 + 2.0**-20) for x in results] if name == "push_amaxes" else results
+
+        monkeypatch.setattr(_ffi, "call", call)
+        jax.clear_caches()
+        row = _checks.training()
+        assert row["status"] == "failed" and "wrong, first at" in row["detail"]
+
+
+def test_speed(monkeypatch):
+    """Bytes are those of arguments and results; times of a product also give its rate."""
+    monkeypatch.setattr(_checks, "_seconds", lambda run, sets: (run(sets), 4e-6)[1])
+    nbytes = 2 * 1024**2
+    for name, size in (("copy", 2 * nbytes), ("amax", nbytes + 4), ("dequantize", nbytes // 2 + 4 + nbytes)):
+        row = _checks.speed(name)
+        assert row["us"] == pytest.approx(1) and row["gb_per_s"] == pytest.approx(size / 1e3)
+        assert "tflops" not in row
+    assert _checks.speed("scaled_matmul")["tflops"] == pytest.approx(2 * 1024**3 / 1e6)
+
+
+def test_library(monkeypatch):
+    for library in _ffi.libraries():
+        monkeypatch.setattr(_support, "backend", lambda library=library: library.platform)
+        monkeypatch.setattr(_support, "missing_on", lambda gpus, cublaslt: None)
+        assert _checks.library()["status"] == ("failed" if library.error else "passed")
+    reason = "A100 has compute capability 8.0, FP8 needs 8.9 or newer"
+    monkeypatch.setattr(_support, "missing_on", lambda gpus, cublaslt: _support.Missing(reason, True))
+    assert _checks.library()["status"] == "failed"
+    monkeypatch.setattr(_support, "backend", lambda: "tpu")
+    assert _checks.library() == {"status": "passed", "detail": "tpu has none, jnp runs"}
+
+
+@pytest.mark.parametrize("op", _cases.OPS)
+def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
+    """All but empty products, which need no kernel."""
+    empty = op in ("scaled_matmul", "block_scaled_matmul")
+    for case in _cases.cases(op, quick=True):
+        lowered = jax.jit(case.function).trace(*case.arguments).lower(lowering_platforms=("cuda",))
+        assert _checks._has_call(lowered, op) != (empty and 0 in case.arguments[0].shape), case.name
+
+
+def test_numbers_are_hard():
+    for op in ("amax", "quantize", "quantize_transpose", "quantize_blocks_transpose"):
+        arguments = [case.arguments[0].astype(np.float32) for case in _cases.cases(op, quick=True)]
+        hard = [np.isnan(x).any() and np.isinf(x).any() and (x == -(2.0**-149)).any() for x in arguments]
+        assert any(hard) and not all(hard)
+        assert any(0 in x.shape for x in arguments) and any(x.shape[-1] % 16 for x in arguments)
+    assert any(np.isnan(case.arguments[0].astype(np.float32)).any() for case in _cases.cases("scaled_matmul"))
+
+
+def test_first_launches_are_recorded():
+    """By XLA's compiler for H200s: its options are accepted, every custom call is in a graph; without them none is."""
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())
+    assert printed == {op: "True" for op in _cases.OPS} | {"without": "False"}

@@ -1,0 +1,133 @@
+"""The command as a user runs it: exit code, table, JSON, options, and the remedy for an op that failed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxfp8 import _machine
+from jaxfp8.ops import _ffi
+from jaxfp8.selftest import __main__ as command, _cases, _workers
+
+NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
+
+
+def run(*arguments, **environment):
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxfp8.selftest", *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@NATIVE
+def test_one_op(tmp_path):
+    """It is disabled, which is no failure and is said."""
+    path = tmp_path / "selftest.json"
+    arguments = "--quick", "--no-speed", "--only", "amax", "--json", str(path)
+    code, printed, errors = run(*arguments, JAXFP8_DISABLE="amax")
+    assert code == 0, printed + errors
+    found = json.loads(path.read_text())
+    rows = {row["check"]: row for row in found["rows"]}
+    assert set(rows) == {"machine", "library", "training", "values:amax"}
+    assert found["passed"] and {row["status"] for row in found["rows"]} == {"passed"}
+    assert found["environment"]["versions"] == json.loads(json.dumps(_machine.versions()))
+    assert found["environment"]["settings"]["JAXFP8_DISABLE"] == "amax"
+    assert (rows["values:amax"]["custom_calls"], rows["values:amax"]["why"]) == (0, "JAXFP8_DISABLE names amax")
+    assert 0 < rows["values:amax"]["seconds"] < found["seconds"]
+    assert "amax runs in jnp: JAXFP8_DISABLE names amax" in printed and printed.splitlines()[-1].startswith("passed in")
+
+
+@NATIVE
+@pytest.mark.slow
+def test_every_op(tmp_path):
+    path = tmp_path / "selftest.json"
+    code, printed, errors = run("--json", str(path))
+    assert code == 0, printed + errors
+    rows = {row["check"]: row for row in json.loads(path.read_text())["rows"]}
+    on_cpu = next(library.ops for library in _ffi.libraries() if library.platform == "cpu")
+    assert rows["speed:copy"]["gb_per_s"] > 0 and rows["speed:scaled_matmul"]["tflops"] > 0
+    assert all(f"speed:{op}" in rows for op in _cases.OPS)
+    assert {op for op in _cases.OPS if rows[f"values:{op}"]["custom_calls"]} == set(on_cpu) & set(_cases.OPS)
+
+
+def test_every_op_has_cases():
+    assert set(_cases.OPS) == set(_ffi.OPS)
+
+
+@pytest.mark.parametrize("arguments", [["--only", "amaxes"], ["--only", "amax,quantize_blocks"], ["--timeout", "x"]])
+def test_wrong_options(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(arguments)
+    assert exit_.value.code == 2 and "expected" in capsys.readouterr().err or arguments[0] == "--timeout"
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """What the workers find, on a GPU."""
+    found = {}
+
+    def finish(jobs, *_):
+        names = [name for job in jobs for name in job]
+        return [{"check": name, "status": "passed", "detail": ""} | found.get(name, {}) for name in names]
+
+    monkeypatch.setattr(command, "environment", lambda: {"platform": "cuda"})
+    monkeypatch.setattr(_workers, "finish", finish)
+    return found
+
+
+def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
+    """The table, the remedy beside what is disabled already, the exit code and the file say so."""
+    monkeypatch.setenv("JAXFP8_DISABLE", "push_amaxes,amax")
+    rows["graph:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
+    rows["values:amax"] = {"status": "failed", "detail": "a bit"}
+    rows["speed:copy"] = {"us": 1.0, "gb_per_s": 4000.0}
+    rows["speed:quantize"] = {"us": 1.0, "gb_per_s": 3000.0}
+    assert command.main(["--json", str(tmp_path / "found.json")]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED graph:quantize_norm: crashed (SIGSEGV)\nFAILED values:amax: a bit\n" in printed
+    assert "until it is repaired: JAXFP8_DISABLE=push_amaxes,amax,quantize_norm\n" in printed
+    lines = {line.split()[0]: line.split() for line in printed.splitlines()}
+    assert lines["quantize_norm"][1:4] == ["-", "passed", "FAILED"] and lines["quantize"][-1] == "75%"
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["passed"] and found["environment"] == {"platform": "cuda"}
+
+
+@pytest.mark.parametrize(
+    "name, switch", [("training", ""), ("library", ""), ("speed:copy", ""), ("speed:amax", "amax")]
+)
+def test_what_no_switch_helps(name, switch, rows, capsys):
+    rows[name] = {"status": "failed", "detail": "wrong"}
+    assert command.main([]) == 1
+    assert ("JAXFP8_DISABLE" in capsys.readouterr().out) == bool(switch)
+
+
+def test_no_environment(rows, monkeypatch, capsys):
+    monkeypatch.setattr(command, "environment", lambda: {"error": "no driver"})
+    assert command.main(["--no-speed"]) == 1
+    assert "FAILED machine: no driver\n" in capsys.readouterr().out
+
+
+def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
+    """Parts of what `python -m jaxfp8` says are errors; the rest of it counts."""
+    broken = {"error": "RuntimeError: no CUDA"}
+    about = {"platform": broken, "devices": broken, "versions": {"jaxfp8": "1", "jax": "2"}}
+    monkeypatch.setattr(command, "environment", lambda: about)
+    command.main(["--no-speed"])
+    assert "machine: passed, RuntimeError: no CUDA; jaxfp8 1, jax 2\n" in capsys.readouterr().out
+
+
+def test_processes():
+    """On a GPU each check has its own, since a first launch comes after nothing else; times are taken alone."""
+    jobs, alone = command.checks(["amax", "quantize"], on_gpu=True)
+    assert [job for job in jobs if len(job) > 1] == []
+    assert ["graph:amax"] in jobs and ["values:quantize"] in jobs
+    assert alone == ["speed:copy", "speed:bf16 product", "speed:amax", "speed:quantize"]
+    jobs, _ = command.checks(["amax", "quantize"], on_gpu=False)
+    assert sorted(sum(jobs, [])) == ["library", "training", "values:amax", "values:quantize"]

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# One number for the sources under some paths, equal in every checkout of them: tools/digest.sh PATH...
+set -euo pipefail
+cd "$(dirname "$0")/.."
+find "$@" \( -name build -o -name _lib -o -name __pycache__ \) -prune -o -type f ! -name '*.md' ! -name '*.so' -print \
+  | LC_ALL=C sort | xargs cat | cksum | tr -d ' '

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Fills wheelhouse/ with what a GPU machine without a network may lack: our wheel with the CUDA library, Flax, pytest and
+# what these import. The machine has Python 3.12, JAX with its CUDA plugin, and NumPy. tools/gpu_session.sh installs them.
+#
+#   tools/gpu_wheels.sh VENV     VENV: an environment for the tools, made by tools/wheels.sh
+#
+# wheelhouse/built says what our wheel was made of: the commit, and digests of the libraries' sources and of the package.
+# It is made again only when the libraries' sources have changed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1
+
+libraries=$(tools/digest.sh CMakeLists.txt common cpu cuda)
+mkdir -p wheelhouse
+if [ "$(sed -n 2p wheelhouse/built 2>/dev/null)" != "$libraries" ]; then
+  tools/wheels.sh "$venv" cuda
+  rm -f wheelhouse/jaxfp8-*.whl
+  cp dist/jaxfp8-*+cuda13-*.whl wheelhouse/
+fi
+printf '%s\n' "$(git describe --always --dirty)" "$libraries" "$(tools/digest.sh jaxfp8)" >wheelhouse/built
+
+# Flax from 0.12.12 on works with JAX 0.11.2. Of what it needs, Orbax and TensorStore are for checkpoints: no GPU test
+# has any.
+find wheelhouse -name '*.whl' ! -name 'jaxfp8-*' -delete # of each package one version
+"${PYTHON:-python3}" -m pip --disable-pip-version-check -q download --no-deps --only-binary=:all: -d wheelhouse \
+  --python-version 3.12 --implementation cp \
+  --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+  flax==0.12.12 optax msgpack treescope rich markdown-it-py mdurl pygments absl-py typing_extensions PyYAML \
+  pytest pytest-xdist execnet iniconfig pluggy packaging hypothesis sortedcontainers
+du -ch wheelhouse/*.whl | tail -n 1
