@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     about = environment()
     together, alone = checks(args.only, on_gpu=about.get("platform") == "cuda")
     rows = [machine(about)]
-    rows += _workers.finish(together, args.timeout, args.quick, min(8, os.cpu_count() or 1))
+    rows += _workers.finish(together, args.timeout, args.quick, min(12, os.cpu_count() or 1))
     if not args.no_speed:
         rows += _workers.finish([alone], args.timeout, args.quick, 1)
     passed = all(row["status"] == "passed" for row in rows)

@@ -23,10 +23,10 @@ def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> n
 
 def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
     """Return FP8 codes of normal numbers that use the range of the format; with `hard`, a NaN."""
-    values = np.clip(numbers(rng, shape, np.float32, octaves=1) * np.float32(form.max / 16), -form.max, form.max)
+    values = numbers(rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1) * np.float32(form.max / 16)
     if hard:
-        values.reshape(-1)[values.size // 3] = np.nan
-    return values.astype(form.dtype)
+        values[values.size // 3] = np.nan
+    return np.resize(np.clip(values, -form.max, form.max).astype(form.dtype), shape)
 
 
 def scale(rng) -> np.ndarray:
