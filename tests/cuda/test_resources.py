@@ -17,7 +17,7 @@ ARCHITECTURES = ("sm_89", "sm_90a", "sm_100")
 BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
-    "QuantizeTransposeKernel.*Lb0ELb[01]ELb[01]E": 255,  # 1 block: element by element, 64 loads a thread in flight
+    "QuantizeTransposeKernel.*Lb0ELb[01]E": 255,  # 1 block: element by element, 64 loads a thread in flight
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "QuantizeActivationKernelIf": 80,  # 3 blocks: of f32 at 64 registers sm_89 would spill
     "QuantizeNormKernel.*SourceE2E": 128,  # 1 block, of 512 threads: element by element
