@@ -118,9 +118,7 @@ def quantize_norm(
     return quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
 
 
-def quantize_norm_with(
-    x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax
-):
+def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax):
     """`quantize_norm`, with None in place of the amax unless `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
