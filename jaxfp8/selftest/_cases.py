@@ -10,6 +10,8 @@ import numpy as np
 
 from .. import E4M3, E5M2, Format, ops
 from ..ops import _blocks
+from ..ops._quantize import quantize_with
+from ..ops._quantize_transpose import quantize_transpose_with
 from . import _comparisons, _values
 
 _F32 = np.dtype(np.float32)
@@ -113,19 +115,21 @@ def _amax(kind, rng):
     return ops.amax, [_numbers(kind, rng)], lambda x: [_values.amax(x)]
 
 
-def _quantize(kind, rng, op=ops.quantize):
+def _quantize(kind, rng, op=quantize_with, **layouts):
+    options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
+
     def function(x, scale, least):
-        return op(x, scale, kind.form.dtype, amax=kind.turn((None, least)))
+        return op(x, scale, kind.form.dtype, **{"amax": least, "with_amax": True} | options | layouts)
 
     def results(x, scale, least):
-        data = _values.quantized(x, scale, kind.form)
-        return [data, *[data.T] * (op is ops.quantize_transpose), _values.amax(x, kind.turn((0, least[0])))]
+        data, top = _values.quantized(x, scale, kind.form), _values.amax(x, 0 if "amax" in options else least[0])
+        return [data, *[data.T] * bool(layouts), *[top] * ("with_amax" not in options)]
 
     return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1)), results
 
 
 def _quantize_transpose(kind, rng):
-    return _quantize(kind, rng, ops.quantize_transpose)
+    return _quantize(kind, rng, quantize_transpose_with, rows=1, cols=1, column_sums=False)
 
 
 def _quantize_activation(kind, rng):

@@ -1,5 +1,10 @@
 """The checks go red: one wrong bit of a custom call, a wrong scale in a product, a comparison that accepts anything."""
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ import pytest
 from aot import compiler
 from jax import lax
 
+from cuda import emulated
 from jaxfp8.ops import _ffi, _shapes, _support
 from jaxfp8.selftest import _cases, _checks, _comparisons
 
@@ -158,6 +164,23 @@ def test_numbers_are_hard():
         assert any(hard) and not all(hard)
         assert any(0 in x.shape for x in arguments) and any(x.shape[-1] % 16 for x in arguments)
     assert any(np.isnan(case.arguments[0].astype(np.float32)).any() for case in _cases.cases("scaled_matmul"))
+
+
+@pytest.mark.slow
+def test_cuda_kernels_that_are_emulated():
+    """Every CUDA handler and kernel passes the check of its values, on the host."""
+    if emulated.compiler() is None:
+        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
+    done = subprocess.run(
+        [sys.executable, "-m", "selftest.emulated_worker"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(compiler.TESTS), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = list(map(json.loads, done.stdout.splitlines()))
+    assert [row["op"] for row in rows] == list(_cases.OPS)
+    assert all(row["status"] == "passed" and row["custom_calls"] >= 5 for row in rows), done.stdout
 
 
 def test_first_launches_are_recorded():
