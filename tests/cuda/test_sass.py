@@ -1,0 +1,83 @@
+"""Instructions an element of the kernels that stream memory, read from the SASS of sm_90a (tools/sass.py).
+
+An H200 issues 132 * 4 * 32 instructions of a lane a cycle at 1.98 GHz: 33 T/s. At 4.3 TB/s and 4 bytes an element
+quantize_transpose meets 1.07 T elements a second, so 31 instructions an element would take as long as the memory; half
+of that leaves room for latencies. A budget is today's figure: it may fall, and a test that sees it rise fails.
+"""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+from .test_library import LIBRARY
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+import sass  # noqa: E402
+
+# kernel -> (its demangled name, elements that a thread handles in one pass of the main loop, instructions an element)
+KERNELS = {
+    "amax": (r"AmaxKernel<BF16, 8>", 32, 2.3),
+    "quantize": (r"QuantizeKernel<BF16, E4M3, 8, false>", 32, 9.0),
+    "quantize_transpose": (r"QuantizeTransposeKernel<BF16, E4M3, true, false, false>", 64, 13.3),
+    "silu": (r"QuantizeActivationKernel<BF16, E4M3, Plain<Silu>, true>", 64, 17.8),
+    "gated silu": (r"QuantizeActivationKernel<BF16, E4M3, Gated<Silu>, true>", 64, 20.3),
+    "dequantize": (r"DequantizeKernel<E4M3, BF16, 8>", 32, 10.8),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The instructions of the kernels of the table, by demangled name."""
+    logs = sorted((LIBRARY.parent / "ptxas").glob("*.ptxas.txt")) if LIBRARY else []
+    if not logs or not sass.find_tool("cuobjdump"):
+        pytest.skip("needs the CUDA library and a disassembler (make cuda)")
+    mangled = {name for log in logs for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
+    names = dict(zip(sass.demangled(sorted(mangled)), sorted(mangled), strict=True))
+    chosen = {
+        plain: names[plain] for pattern, *_ in KERNELS.values() for plain in names if re.fullmatch(pattern, plain)
+    }
+    instructions = sass.disassemble(str(LIBRARY), list(chosen.values()))
+    return {plain: instructions[name] for plain, name in chosen.items()}
+
+
+@pytest.mark.parametrize("label", KERNELS)
+def test_instructions_an_element(kernels, label):
+    pattern, elements, budget = KERNELS[label]
+    (name,) = (name for name in kernels if re.fullmatch(pattern, name))
+    loop = sass.main_loop(kernels[name])
+    figure = loop.cost.instructions / elements
+    assert figure <= budget, f"{label}: {figure:.1f} instructions an element, the budget is {budget}"
+    assert figure > budget - 1.5, f"{label}: {figure:.1f} instructions an element: lower the budget of {budget}"
+
+
+SASS = """\
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   ISETP.GE.AND P0, PT, R2, R3, PT ;
+        /*0020*/               @P0 BRA 0x80 ;
+        /*0030*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0040*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0050*/                   STG.E.64 desc[UR4][R2.64], R4 ;
+        /*0060*/                   BRA 0xb0 ;
+        /*0070*/                   NOP ;
+        /*0080*/              @!P1 LDG.E.U16.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0090*/              @!P1 STG.E.U8 desc[UR4][R2.64], R4 ;
+        /*00a0*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*00b0*/                   ISETP.GE.AND P2, PT, R2, R3, PT ;
+        /*00c0*/              @!P2 BRA 0x10 ;
+        /*00d0*/                   EXIT ;
+        /*00e0*/                   BRA 0xe0;
+"""
+
+
+def test_the_fast_path_is_counted():
+    """The wide branch counts, and not the element-wise one: two before it, its four, and two after it."""
+    lines = [sass._INSTRUCTION.match(line) for line in SASS.splitlines()]
+    instructions = [
+        sass.Instruction(int(m["address"], 16), m["guard"] or "", m["opcode"], m["operands"].strip()) for m in lines
+    ]
+    (loop,) = sass.loops(instructions)
+    assert loop.cost == sass.Cost(loaded=16, moved=16 + 8, instructions=2 + 4 + 2)
+    assert (loop.head, loop.end, loop.depth) == (0x10, 0xB0, 1)
+    assert sass.main_loop(instructions) == loop
