@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..numerics import encode
 from . import _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
 from ._quantize import _quantize
 from ._quantize_transpose import _quantize_transpose
-from ._reference import encode
 
 
 def producer_op(name: str, *, produce, names, canonical):

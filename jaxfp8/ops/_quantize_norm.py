@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES
 from . import _checks
 from ._produced import produced, producer_op
 

@@ -15,7 +15,8 @@ import oracle_blocks
 import pytest
 from ops import cases
 
-from jaxfp8 import _plan_files, ops
+from jaxfp8 import ops
+from jaxfp8.autotune import _plan_files
 
 from .gpu import DTYPE_IDS, DTYPES, FORMATS, GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes
 
