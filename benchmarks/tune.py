@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxfp8
-from jaxfp8 import _plan_files
+from jaxfp8.autotune import _plan_files
 
 # Rows of x, then features in and out: square, tall, small, and the layers of Llama 8B at 8192 tokens.
 LAYERS = [
@@ -56,7 +56,7 @@ def steps(layers):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ship", action="store_true", help="write to jaxfp8/_plans")
+    parser.add_argument("--ship", action="store_true", help="write to jaxfp8/autotune/_plans")
     options = parser.parse_args()
     program, arguments = steps(LAYERS)
     report = jaxfp8.autotune(program, arguments)

@@ -15,11 +15,11 @@ import pkgutil
 import docstrings
 
 # Parts that packages share; what users need of them is in `jaxfp8` itself.
-SHARED = {"jaxfp8.formats", "jaxfp8.recipes", "jaxfp8.scaling", "jaxfp8.tensor"}
+SHARED = {"jaxfp8.autotune", "jaxfp8.dot", "jaxfp8.numerics", "jaxfp8.recipes"}
 
 
 def public_modules() -> list[str]:
-    """`jaxfp8`, and below it every package and module without an underscore, in the order of the alphabet."""
+    """`jaxfp8`, its modules, and every one below it without an underscore, in the order of the alphabet."""
     found, packages = ["jaxfp8"], ["jaxfp8"]
     while packages:
         package = packages.pop()
@@ -27,7 +27,8 @@ def public_modules() -> list[str]:
             if not module.name.rpartition(".")[2].startswith("_") and module.name not in SHARED:
                 found.append(module.name)
                 packages += [module.name] * module.ispkg
-    return sorted(found)
+    own = (name for name, (_, alias) in _imported("jaxfp8").items() if alias.asname == name)
+    return sorted({*found, *(f"jaxfp8.{name}" for name in own if inspect.ismodule(_value("jaxfp8", name)))})
 
 
 def public_names(module: str) -> list[str]:

@@ -6,9 +6,9 @@
 `scale`, and state here with it, is `scale_inv`.
 """
 
+import sys
+
 from . import (
-    _plan_files,
-    checkpoint_policies as checkpoint_policies,
     convert as convert,
     inference as inference,
     inspect as inspect,
@@ -19,22 +19,22 @@ from . import (
     ops as ops,
     train as train,
 )
-from ._autocast import autocast as autocast
-from ._autotune import AutotuneReport as AutotuneReport, autotune as autotune
-from ._dot_general import dot_general as dot_general
-from ._einsum import einsum as einsum
-from ._fused_input import activated as activated, normalized as normalized
-from ._quantize_params import quantize_params as quantize_params
-from ._ragged_dot import ragged_dot as ragged_dot
-from ._report import Report as Report, report as report
-from ._sharing import fork as fork, grad as grad, max_grad as max_grad, value_and_grad as value_and_grad
-from ._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
-from ._warning import FP8StateWarning as FP8StateWarning
-from .formats import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
+from .autotune import AutotuneReport as AutotuneReport, _plan_files, autotune as autotune
+from .dot import (
+    activated as activated,
+    checkpoint_policies as checkpoint_policies,
+    dot_general as dot_general,
+    einsum as einsum,
+    normalized as normalized,
+    ragged_dot as ragged_dot,
+)
 from .inference import calibrate as calibrate, freeze as freeze
+from .inspect._report import Report as Report, report as report
 from .linen import Fp8DotGeneral as Fp8DotGeneral
+from .numerics import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
+    OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT,
     CustomRecipe as CustomRecipe,
     DelayedScaling as DelayedScaling,
     DelayedScalingQuantizer as DelayedScalingQuantizer,
@@ -45,17 +45,30 @@ from .recipes import (
     Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
     Float8RowwiseQuantizer as Float8RowwiseQuantizer,
     Float8RowwiseScaling as Float8RowwiseScaling,
+    FP8StateWarning as FP8StateWarning,
     GEMMType as GEMMType,
     HighPrecision as HighPrecision,
     MXFP8BlockScaling as MXFP8BlockScaling,
     MXFP8Quantizer as MXFP8Quantizer,
+    QTensor as QTensor,
     Quantizer as Quantizer,
     QuantizerState as QuantizerState,
+    autocast as autocast,
     init_state as init_state,
 )
-from .tensor import QTensor as QTensor
-from .train import accumulate_gradients as accumulate_gradients, update_state as update_state
+from .train import (
+    accumulate_gradients as accumulate_gradients,
+    fork as fork,
+    grad as grad,
+    max_grad as max_grad,
+    quantize_params as quantize_params,
+    update_state as update_state,
+    value_and_grad as value_and_grad,
+)
 
 # Not when a product is lowered: programs from a cache or an export, which never are, use the plans too.
 if has_cuda_kernels():
     _plan_files.store.load()
+
+# `import jaxfp8.checkpoint_policies` finds it too: users know no `dot`.
+sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies

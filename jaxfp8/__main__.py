@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import _active, _machine
+from .inspect import _active, _machine
 from .ops import _ffi, _support
 
 

@@ -10,7 +10,8 @@ from flax import nnx
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8._autotune import AutotuneReport, gemms_of
+from jaxfp8.autotune import AutotuneReport
+from jaxfp8.autotune._autotune import gemms_of
 from jaxfp8.ops._plans import Gemm, Platform
 
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"

@@ -13,8 +13,7 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import _einsum
-from jaxfp8._einsum import einsum
+from jaxfp8.dot import _einsum, einsum
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import _compat
+from jaxfp8._jax import _compat
 
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
@@ -93,7 +93,7 @@ import flax
 sys.modules["jax._src.earray"] = None
 del jax._src.earray
 import jaxfp8
-from jaxfp8 import _compat
+from jaxfp8._jax import _compat
 assert _compat.MAX_DTYPE is None
 recipe = jaxfp8.DelayedScaling(amax_history_len=4)
 step = jax.jit(jax.grad(lambda state: jaxfp8.dot_general(

@@ -15,7 +15,9 @@ import pytest
 from ops import cases
 
 import jaxfp8
-from jaxfp8 import __main__ as command, _active, _compat, _machine
+from jaxfp8 import __main__ as command
+from jaxfp8._jax import _compat
+from jaxfp8.inspect import _active, _machine
 from jaxfp8.ops import _ffi, _support
 
 ON_CPU = set(cases.TARGETS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxfp8 import _plan_files as files
+from jaxfp8.autotune import _plan_files as files
 from jaxfp8.ops import _ffi
 from jaxfp8.ops._plans import Gemm, Plan, Platform
 

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from jaxfp8 import _members, _ragged_dot, ops
+from jaxfp8 import ops
+from jaxfp8.dot import _members, _ragged_dot
 
 M, K, N = 90, 24, 40
 HISTORY = 4

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxfp8
-from jaxfp8 import _rules
+from jaxfp8.recipes import _rules
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
 UNHASHABLE = type("Algo", (), {"__hash__": None, "__call__": print})()

@@ -14,9 +14,9 @@
 
 namespace jaxfp8::cuda {
 
-// NaN counts as +inf. Clamping to it once per atomic gives what clamping every element gives.
+// NaN counts as +inf. Clamping to it once per atomic gives what clamping every element gives. Without an amax, nothing.
 __device__ __forceinline__ void RaiseAmax(float* amax, uint32_t largest) {
-  atomicMax(reinterpret_cast<unsigned int*>(amax), min(largest, kInfBits));
+  if (amax != nullptr) atomicMax(reinterpret_cast<unsigned int*>(amax), min(largest, kInfBits));
 }
 
 // The amax of a thread's elements, a word of them at a time: one instruction for two 16-bit floats.

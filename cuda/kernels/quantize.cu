@@ -44,7 +44,7 @@ struct QuantizeBody {
   }
 
   __device__ void End(int64_t group, const StreamPlan& plan) {
-    if (amax != nullptr) FinishAmax(accumulator, plan, amax + group);
+    FinishAmax(accumulator, plan, amax == nullptr ? nullptr : amax + group);
   }
 };
 

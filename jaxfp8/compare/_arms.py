@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._autocast import autocast
 from ..ops import _support
 from ..recipes import (
     CustomRecipe,
@@ -19,6 +18,7 @@ from ..recipes import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
     Recipe,
+    autocast,
 )
 
 

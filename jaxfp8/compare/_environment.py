@@ -2,7 +2,7 @@
 
 import jax
 
-from .._machine import processor, versions
+from ..inspect._machine import processor, versions
 
 
 def environment() -> dict:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from .._jaxprs import inner_jaxprs
+from .._jax._jaxprs import inner_jaxprs
 from ._arms import Arm
 from ._training import TrainState, loss_fn, train_step
 

@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from .._table import aligned
+from ..inspect._table import aligned
 from ._arms import ARMS, FP8_ARMS
 from ._environment import device_name, environment
 from ._runs import record, summarize

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import scaling
-from ..formats import fp8_max
+from ..numerics import _scaling, fp8_max
 from ..recipes import DelayedScaling, DelayedScalingQuantizer
 from . import _tree
 from ._tree import OVERWRITE_WITH_GRADIENT
@@ -200,36 +199,36 @@ def _expect_rotated(name, history):
 def _next_scale(quantizer, history, scale_inv):
     """The scale `[..., 1]` of the next step, from our stored history `[..., H]` and scale `[..., 1]`."""
     algo = quantizer.amax_compute_algo
-    history = scaling.clean(history)
+    history = _scaling.clean(history)
     if callable(algo):
         amax = jnp.vectorize(lambda h: jnp.asarray(algo(h), jnp.float32).reshape(()), signature="(h)->()")(history)
     else:
-        amax = history[..., 0] if algo == "most_recent" else scaling.abs_max(history, axis=-1)
-    return scaling.amax_to_scale(amax[..., None], scale_inv, _numerator(quantizer))[0]
+        amax = history[..., 0] if algo == "most_recent" else _scaling.abs_max(history, axis=-1)
+    return _scaling.amax_to_scale(amax[..., None], scale_inv, _numerator(quantizer))[0]
 
 
 def _numerator(quantizer):
-    return scaling.scale_numerator(fp8_max(quantizer.fp8_dtype), quantizer.margin)
+    return _scaling.scale_numerator(fp8_max(quantizer.fp8_dtype), quantizer.margin)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
     """Our `(history, scale_inv)` as TransformerEngine's `(history, scale)`."""
-    rotated = jnp.roll(scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
+    rotated = jnp.roll(_scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
     return rotated, _next_scale(quantizer, history, scale_inv)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _before_rotation(quantizer, rotated, scale):
     """TransformerEngine's `(history, scale)` as our `(history, scale_inv)`."""
-    usable = scaling.positive_finite(scale)
-    scale = jnp.where(usable, jnp.clip(scale, scaling.MIN_SCALE, scaling.MAX_SCALE), jnp.float32(1))
-    scale_inv = scaling.round_quotient(jnp.ones_like(scale), scale)
+    usable = _scaling.positive_finite(scale)
+    scale = jnp.where(usable, jnp.clip(scale, _scaling.MIN_SCALE, _scaling.MAX_SCALE), jnp.float32(1))
+    scale_inv = _scaling.round_quotient(jnp.ones_like(scale), scale)
     history = jnp.roll(rotated, 1, axis=-1)  # the dropped amax's slot, the oldest, gets slot 0's zero
 
     # Where that does not give the scale, the dropped amax did, or another one with the same quotient: with f(a) for
     # FP8_MAX / a / 2**margin rounded to float32, f(f(f(a))) = f(a) for every a, so f(scale) will do.
-    dropped = scaling.round_quotient(jnp.full_like(scale, _numerator(quantizer)), scale)
+    dropped = _scaling.round_quotient(jnp.full_like(scale, _numerator(quantizer)), scale)
     candidate = history.at[..., 1 % history.shape[-1]].set(dropped[..., 0])
     unit = jnp.ones_like(scale)
     explained = _next_scale(quantizer, history, unit) == scale

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from .. import _state_tree
-from .._sharing import max_grad
-from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..nnx import OverwriteWithGradient
-from ..train import update_state
+from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
+from ..train import max_grad, update_state
 
 # Variables, and fields of DotGeneralState, of the quantizers that only a backward pass runs.
 _BACKWARD = ("output_grad", "input_grad", "linear_grad_output", "linear_grad_input")

@@ -1,4 +1,4 @@
-"""Seeing what FP8 does to a model: what saturates, what becomes zero, when scales change."""
+"""What runs in FP8 and why not, what it costs, what saturates and when scales change; what is installed."""
 
 from ._compare import Comparison as Comparison, compare as compare
 from ._counters import with_counters as with_counters, without_counters as without_counters

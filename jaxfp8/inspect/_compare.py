@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _probe
-from .._table import aligned, member, natural
-from ..formats import FP8_DTYPES
+from ..dot import _probe
 from ..linen import _inspect as linen_inspect
 from ..nnx import _inspect as nnx_inspect
+from ..numerics import FP8_DTYPES
+from ._table import aligned, member, natural
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from .._state_tree import prefix_of, slot_axis
-from .._typing import Tree
+from .._jax._typing import Tree
 from ..nnx._modules import edit_nodes
-from ..recipes import QuantizerState
+from ..recipes import QuantizerState, prefix_of, slot_axis
 
 
 def with_counters(tree: Tree) -> Tree:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, _gemms
-from .._table import aligned
+from .._jax import _compat
+from ..dot import _gemms
 from ..nnx._inspect import of_arrays
 from ..ops._implementation import using
-from ..recipes._quantizer import alone
+from ..recipes import alone
 from ._programs import Place, equations, traced
+from ._table import aligned
 from ._target import Target, are_fp8, is_gemm
 
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._table import member
 from ._quantizers import quantizers
+from ._table import member
 
 # More lines than this have no legend: it would hide them.
 _MOST_LABELS = 16

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-from .. import _marks
-from .._jaxprs import inner_jaxprs
+from .._jax._jaxprs import inner_jaxprs
+from ..dot import _marks
 
 # What transforms call their own: says nothing about the model.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")

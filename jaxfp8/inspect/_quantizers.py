@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _state_tree
+from ..recipes import _state_tree
 
 
 @dataclasses.dataclass(frozen=True)

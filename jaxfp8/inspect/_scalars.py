@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import scaling
-from .._table import member
+from ..numerics import _scaling
 from ._quantizers import quantizers
+from ._table import member
 
 _FIGURES = ("scale", "amax", "amax_max", "peak")
 _COUNTERS = ("saturated", "flushed", "steps_since_change")
@@ -49,7 +49,7 @@ def measure(variables: Any) -> Measured:
     """
     names, values = [], []
     for arrays in quantizers("measure: variables", variables):
-        history = scaling.clean(jnp.asarray(arrays.amax_history).astype(jnp.float32))
+        history = _scaling.clean(jnp.asarray(arrays.amax_history).astype(jnp.float32))
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
         scale, newest = 1 / scale_inv, history[..., 0]
         figures = [scale, newest, jnp.max(history, axis=-1), newest * scale]

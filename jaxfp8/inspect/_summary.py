@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._table import aligned, member
-from ..formats import FP8_DTYPES, fp8_max
+from ..numerics import FP8_DTYPES, fp8_max
 from ._quantizers import quantizers
+from ._table import aligned, member
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from ..formats import E5M2, FP8_DTYPES
+from ..numerics import E5M2, FP8_DTYPES
 from ..ops import _ffi, _primitive, _support
 
 _OTHERS = ("cpu", "tpu", "rocm")

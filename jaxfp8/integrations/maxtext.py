@@ -19,11 +19,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
-from .. import _state_tree
-from .._state_tree import OVERWRITE_WITH_GRADIENT
 from ..linen import Fp8DotGeneral, Fp8Einsum
 from ..nnx import OverwriteWithGradient, trainable, value_and_grad
-from ..recipes import DelayedScaling, Recipe, checked
+from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, Recipe, _state_tree, checked
 from ..train import accumulate_gradients, update_state
 
 _TRIED = "0.2.5"

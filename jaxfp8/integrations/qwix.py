@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .. import linen, nnx as jaxfp8_nnx
-from .._rules import Rule
-from ..formats import E4M3, E5M2, HYBRID
-from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling
+from ..numerics import E4M3, E5M2, HYBRID
+from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Rule
 
 # The operations that both know; our rules hold for layers of these two.
 OPERATIONS = ("dot_general", "einsum")

@@ -1,6 +1,6 @@
 """Flax Linen: adapters that hold quantizer state in the `_overwrite_with_gradient` collection, and nothing else."""
 
-from .._state_tree import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from . import _serialization as _serialization
 from ._dense import Dense as Dense
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import Activated, FusedInput, Normalized
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, to_compute
 from ._dot_general import Fp8DotGeneral
 
 

@@ -6,8 +6,8 @@ import jax
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from .._fused_input import Activated, Normalized
-from ..tensor import QTensor
+from ..dot import Activated, Normalized
+from ..recipes import QTensor
 from ._state import Fp8Module
 
 

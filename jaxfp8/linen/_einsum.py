@@ -4,7 +4,7 @@ import jax
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from .._einsum import einsum_by
+from ..dot import einsum_by
 from ._state import Fp8Module
 
 

@@ -18,9 +18,9 @@ from flax.core import meta
 from jax import export
 from jax.interpreters import partial_eval
 
-from .. import _frozen
-from .._arrays import split_arrays
-from .._state_tree import OVERWRITE_WITH_GRADIENT
+from .._jax._arrays import split_arrays
+from ..dot import _frozen
+from ..recipes import OVERWRITE_WITH_GRADIENT
 
 PARAMS = "params"
 

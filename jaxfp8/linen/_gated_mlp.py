@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from .._fused_input import activated
+from ..dot import activated
 from ._dense import Dense
 
 

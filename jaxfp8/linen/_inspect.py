@@ -2,7 +2,7 @@
 
 from flax import linen as nn
 
-from .. import _probe
+from ..dot import _probe
 from ._state import Fp8Module
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike
 
-from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import normalized
+from ..dot import compute_dtype, normalized, to_compute
 from ._dense import Dense
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from .. import _marks
-from .._rules import Rule, Rules, checked_rules, first_match, kind, relative
-from .._typing import Tree
+from .._jax._typing import Tree
+from ..dot import _marks
+from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
 from ._dot_general import Fp8DotGeneral
 from ._einsum import Fp8Einsum
 from ._state import Fp8Module

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .. import _frozen
-from .._autocast import resolve
-from .._dot_general import dot_general
-from .._state_tree import OVERWRITE_WITH_GRADIENT
-from ..formats import E4M3, E5M2, HYBRID
-from ..recipes import DelayedScaling, DotGeneralState, map_variables
+from ..dot import _frozen, dot_general
+from ..numerics import E4M3, E5M2, HYBRID
+from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, map_variables, resolve
 
 _FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody sets them
 

@@ -8,7 +8,7 @@ import optax
 from flax import core
 from flax.training import train_state
 
-from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import _steps
 
 

@@ -8,8 +8,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import _mesh, _state_tree
-from .._typing import Tree
+from .._jax import _mesh
+from .._jax._typing import Tree
+from ..recipes import _state_tree
 from ._floats import is_inexact, outside_state
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _frozen, _state_tree
-from ..tensor import QTensor
+from ..dot import _frozen
+from ..recipes import QTensor, _state_tree
 
 _FLOATS = {np.dtype(t) for t in (np.float16, jnp.bfloat16, np.float32, np.float64)}
 _COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}

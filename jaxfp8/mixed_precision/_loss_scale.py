@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _sharing, scaling
+from ..numerics import _scaling
+from ..train import _sharing
 from ._floats import is_inexact, map_outside_state, widest
 
 _UNSET = object()
@@ -60,7 +61,10 @@ class DynamicLossScale:
     def __post_init__(self, initial):
         if self.value is _UNSET:
             _check(
-                scaling.MIN_SCALE <= initial <= scaling.MAX_SCALE, "initial", "a number from 2**-126 to 2**126", initial
+                _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE,
+                "initial",
+                "a number from 2**-126 to 2**126",
+                initial,
             )
             object.__setattr__(self, "value", jnp.asarray(np.float32(initial)))
         if self.good_steps is _UNSET:
@@ -91,7 +95,7 @@ class DynamicLossScale:
             tree: gradients of a loss that `scale` scaled: a variables dict, an NNX state, any tree.
         """
         value = jnp.asarray(self.value, jnp.float32)
-        return self._times(scaling.round_quotient(jnp.ones_like(value), value), tree)
+        return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
     def adjust(self, finite) -> "DynamicLossScale":
         """The loss scale for the next step.
@@ -111,8 +115,8 @@ class DynamicLossScale:
             )
         value, good_steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.good_steps, jnp.int32) + 1
         grows = good_steps >= self.growth_interval
-        grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(scaling.MAX_SCALE))
-        shrunk = jnp.maximum(value * np.float32(self.backoff_factor), np.float32(scaling.MIN_SCALE))
+        grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE))
+        shrunk = jnp.maximum(value * np.float32(self.backoff_factor), np.float32(_scaling.MIN_SCALE))
         return dataclasses.replace(
             self,
             value=jnp.where(finite, jnp.where(grows, grown, value), shrunk),

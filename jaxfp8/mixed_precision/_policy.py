@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._typing import Tree
+from .._jax._typing import Tree
 from ._floats import is_float, map_outside_state, widest
 
 _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"

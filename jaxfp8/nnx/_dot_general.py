@@ -8,13 +8,8 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import _frozen
-from .._autocast import resolve
-from .._dot_general import dot_general
-from .._einsum import einsum_by
-from .._fused_input import Activated, Normalized
-from ..recipes import DelayedScaling, HighPrecision, Recipe, map_variables
-from ..tensor import QTensor
+from ..dot import Activated, Normalized, _frozen, dot_general, einsum_by
+from ..recipes import DelayedScaling, HighPrecision, QTensor, Recipe, map_variables, resolve
 from ._variables import OverwriteWithGradient
 
 

@@ -10,11 +10,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import _frozen
-from .._arrays import split_arrays
-from .._dot_general import dot_general
-from .._einsum import einsum_by
-from .._jaxprs import inner_jaxprs
+from .._jax._arrays import split_arrays
+from .._jax._jaxprs import inner_jaxprs
+from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
 from ._variables import OverwriteWithGradient

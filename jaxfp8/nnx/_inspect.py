@@ -6,9 +6,9 @@ import functools
 import jax
 from flax import nnx
 
-from .. import _marks, _probe
-from .._arrays import split_arrays
-from .._rules import first_match
+from .._jax._arrays import split_arrays
+from ..dot import _marks, _probe
+from ..recipes import first_match
 from ._dot_general import _Fp8Product
 from ._quantize import RULES, layers, names, operation, product
 

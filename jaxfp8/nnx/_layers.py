@@ -8,8 +8,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import activated, normalized
+from ..dot import activated, compute_dtype, normalized, to_compute
 from ._linear import BIAS_INIT, KERNEL_INIT, SCALE_INIT, Linear
 
 

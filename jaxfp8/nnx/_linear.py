@@ -9,8 +9,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from .._compute_dtype import compute_dtype, to_compute
-from .._fused_input import Activated, FusedInput, Normalized
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, to_compute
 from ._dot_general import Fp8DotGeneral
 
 KERNEL_INIT = nnx.initializers.lecun_normal()

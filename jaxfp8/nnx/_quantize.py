@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._rules import Rule, Rules, checked_rules, first_match, kind
-from .._typing import Tree
+from .._jax._typing import Tree
+from ..recipes import Rule, Rules, checked_rules, first_match, kind
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
 from ._linear import Linear
 from ._variables import OverwriteWithGradient

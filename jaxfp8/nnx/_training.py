@@ -9,11 +9,10 @@ import jax
 import optax
 from flax import nnx
 
-from .. import _compat
-from .._sharing import max_grad as _max_grad
-from .._state_tree import OVERWRITE_WITH_GRADIENT
+from .._jax import _compat
 from ..mixed_precision import select
-from ..train import optimizer, update_state as _update_state
+from ..recipes import OVERWRITE_WITH_GRADIENT
+from ..train import max_grad as _max_grad, optimizer, update_state as _update_state
 from ._variables import OverwriteWithGradient, trainable
 
 

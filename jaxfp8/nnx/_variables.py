@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from .._state_tree import OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT
 
 
 class OverwriteWithGradient(nnx.Variable):

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import scaling
+from ..numerics import _scaling
 from . import _checks, _ffi
 from ._primitive import ONE, tensor_op
 
@@ -38,12 +38,12 @@ def amax_to_scale(
     """
     amax = _checks.scale("amax_to_scale", "amax", amax)
     stored = _checks.scale("amax_to_scale", "stored", stored)
-    return tuple(_amax_to_scale(amax, stored, numerator=scaling.scale_numerator(fp8_max, margin)))
+    return tuple(_amax_to_scale(amax, stored, numerator=_scaling.scale_numerator(fp8_max, margin)))
 
 
 def _reference(amax, stored, members, numerator):
     del members
-    return scaling.amax_to_scale(amax, stored, numerator)
+    return _scaling.amax_to_scale(amax, stored, numerator)
 
 
 def _custom_call(amax, stored, members, numerator):

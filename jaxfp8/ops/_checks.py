@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES
 
 HIGH_PRECISION = tuple(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 

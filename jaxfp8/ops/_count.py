@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES, is_saturated_or_flushed
 from . import _checks, _shapes
 from ._primitive import ONE, dims, tensor_op
-from ._reference import is_saturated_or_flushed
 
 _COUNTS = dims("whole_count", 1)  # a dimension that no mesh cuts
 _MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import scaling
+from ..numerics import _scaling
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, tensor_op
 
@@ -75,7 +75,7 @@ def delayed_scales(
         raise ValueError(f"{op}: fp8_max: expected {len(histories)} numbers, one a history, got {len(fp8_max)}")
     if algo not in ("max", "most_recent"):
         raise ValueError(f'{op}: algo: expected "max" or "most_recent", got {algo!r}')
-    numerators = tuple(scaling.scale_numerator(value, margin) for value in fp8_max)
+    numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
     results = _delayed_scales(*histories, *stored, numerators=numerators, most_recent=algo == "most_recent")
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
@@ -155,11 +155,11 @@ def _scales_reference(*operands, members, numerators, most_recent):
     del members
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
-        history = scaling.clean(history)
+        history = _scaling.clean(history)
         newest, length = history[..., :1], history.shape[-1]
-        amax = newest if most_recent else scaling.abs_max(history, axis=-1).reshape(newest.shape)
+        amax = newest if most_recent else _scaling.abs_max(history, axis=-1).reshape(newest.shape)
         moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
-        results.append((moved[..., :length], *scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
+        results.append((moved[..., :length], *_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
     return [part for parts in zip(*results, strict=True) for part in parts]
 
 
@@ -191,7 +191,7 @@ _delayed_scales = tensor_op(
 def _push_reference(*operands, members):
     del members
     pairs = zip(*_halves(operands), strict=True)
-    return [lax.dynamic_update_slice_in_dim(h, scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
+    return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
 
 
 def _push_custom_call(*operands, members):

@@ -4,9 +4,9 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..numerics import decode
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
-from ._reference import decode
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:

@@ -17,8 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from .. import _compat, _mesh
-from ..formats import FP8_DTYPES
+from .._jax import _compat, _mesh
+from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .. import _compat, _mesh
-from .._primitives import compiled, not_differentiable
+from .._jax import _compat, _mesh
+from .._jax._primitives import compiled, not_differentiable
 from . import _disabled, _ffi, _partition, _support
 from ._implementation import selected
 

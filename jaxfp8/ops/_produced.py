@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..numerics import encode
 from . import _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
 from ._quantize import _quantize
 from ._quantize_transpose import _quantize_transpose
-from ._reference import encode
 
 
 def producer_op(name: str, *, produce, names, canonical):
     """A primitive `(x, scale, *more, *so_far, dtype=, transpose=, rows=, with_amax=, **static) -> results`.
 
-    The results are data, data_t if `transpose` and the amax if `with_amax`: at least `so_far`, where that is given. `m`
-    is `rows` dimensions, `n` is one. The custom call takes and returns the same, in its canonical form, with `static` as
-    attributes.
+    The results are data, data_t if `transpose` and the amax if `with_amax`: at least `so_far`, where that is given.
+    `m` is `rows` dimensions, `n` is one. The custom call takes and returns the same, in its canonical form, with
+    `static` as attributes.
 
     Args:
         name: of the op and of its custom call.

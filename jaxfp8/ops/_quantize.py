@@ -5,10 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES, encode
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
-from ._reference import encode
 
 
 def quantize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
 from ._produced import produced, producer_op

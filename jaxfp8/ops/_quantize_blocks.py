@@ -8,11 +8,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import scaling
-from ..formats import FP8_DTYPES, fp8_max
+from ..numerics import FP8_DTYPES, _scaling, encode, fp8_max
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import dims, tensor_op
-from ._reference import encode
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
@@ -100,8 +98,8 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
 
 def _f32_scales(amax, dtype, power_2_scale):
     """`(scale, scale_inv)` of each block."""
-    scale, scale_inv = scaling.amax_to_scale(amax, jnp.ones_like(amax), scaling.scale_numerator(fp8_max(dtype), 0))
-    return scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
+    scale, scale_inv = _scaling.amax_to_scale(amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0))
+    return _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
 
 
 def _e8m0_scales(amax, dtype, rounding):
@@ -122,7 +120,7 @@ def _e8m0_scales(amax, dtype, rounding):
 
 def _amaxes(blocks):
     """The amax `[..., R, C]` of each block of `[..., R, r, C, c]`."""
-    return scaling.abs_max(blocks, axis=(-3, -1))
+    return _scaling.abs_max(blocks, axis=(-3, -1))
 
 
 def _amaxes_by_lanes(blocks):
@@ -130,8 +128,8 @@ def _amaxes_by_lanes(blocks):
     *leading, r, count, c = blocks.shape
     if r != 1 or c % _LANES or c == _LANES:
         return _amaxes(blocks)
-    lanes = scaling.abs_max(blocks.reshape(*leading, count, c // _LANES, _LANES), axis=-2)
-    return scaling.abs_max(lanes, axis=-1)
+    lanes = _scaling.abs_max(blocks.reshape(*leading, count, c // _LANES, _LANES), axis=-2)
+    return _scaling.abs_max(lanes, axis=-1)
 
 
 def reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):

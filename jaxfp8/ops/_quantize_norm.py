@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES
 from . import _checks
 from ._produced import produced, producer_op
 
@@ -118,9 +118,7 @@ def quantize_norm(
     return quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
 
 
-def quantize_norm_with(
-    x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax
-):
+def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax):
     """`quantize_norm`, with None in place of the amax unless `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
@@ -128,8 +126,8 @@ def quantize_norm_with(
     options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "rows": rows}
     options |= {"transpose": bool(transpose), "with_amax": with_amax}
     amax = None if amax is None else _checks.scale(op, "amax", amax)
-    # A row's statistics are known after all of it was read, so XLA computes them, where it can in the pass that computes
-    # x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    # A row's statistics are known after all of it was read, so XLA computes them, where it can in the pass that
+    # computes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     rstd, mean = (s if s is None else s[..., 0] for s in _statistics(x, kind, epsilon))
     more = [rstd, mean, *(p if p is None else p.astype(jnp.float32) for p in (gamma, beta))]
     has = {"has_mean": mean is not None, "has_beta": beta is not None}
@@ -168,7 +166,7 @@ def _produce(x, *more, members, **has):
 
 
 def _canonical(x, *more, members, rows, **has):
-    """Statistics `[g, m]`; parameters of each group, `[g, n]`, outside of vmap one for all, `[1, n]`; `[0]` for none."""
+    """Statistics `[g, m]`; parameters `[g, n]`, outside of vmap one for all groups, `[1, n]`; `[0]` for none."""
     leading, row, n = x.shape[: x.ndim - rows - 1], x.shape[x.ndim - rows - 1 : -1], x.shape[-1]
     g, m, batch = math.prod(leading), math.prod(row), math.prod(leading[members:])
     none = jnp.zeros((0,), jnp.float32)

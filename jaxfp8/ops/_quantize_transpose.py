@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..formats import FP8_DTYPES
+from ..numerics import FP8_DTYPES, encode
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
-from ._reference import encode
 
 # The custom call gives a sum for each so many rows (common/column_sums.h); XLA adds them up.
 _SUMMED_ROWS = 128

@@ -6,7 +6,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from .. import scaling
+from ..numerics import _scaling
 
 
 def merge(x, *counts):
@@ -61,13 +61,13 @@ def amax_buffers(so_far, with_amax, groups, batch=1):
 def member_amaxes(top, member_shape, batch=1):
     """The amax of each member: f32 `[g]`, `batch` groups a member, to `[*members, 1]`."""
     if batch != 1:
-        top = scaling.abs_max(top.reshape(math.prod(member_shape), batch), axis=1)
+        top = _scaling.abs_max(top.reshape(math.prod(member_shape), batch), axis=1)
     return top.reshape(*member_shape, 1)
 
 
 def abs_max(x, members):
     """The amax of each member of `x` in jnp: f32 `[*members, 1]`."""
-    top = scaling.abs_max(x, axis=tuple(range(members, x.ndim)))
+    top = _scaling.abs_max(x, axis=tuple(range(members, x.ndim)))
     return top.reshape(*x.shape[:members], 1)
 
 

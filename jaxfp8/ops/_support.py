@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from .. import _compat
+from .._jax import _compat
 from . import _ffi
 
 # FP8 conversions and FP8 tensor cores.

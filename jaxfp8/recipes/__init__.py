@@ -1,5 +1,10 @@
-"""Recipes: how operands become FP8, and the state that takes. A recipe is data; its quantizers are pure functions."""
+"""Which scale a tensor gets and the state that takes; QTensor; which layer runs which recipe: autocast, rules.
 
+A recipe is data; its quantizers are pure functions.
+"""
+
+from ._amax_reduction import AmaxReduction
+from ._autocast import autocast, resolve
 from ._block import Float8BlockScaling as Float8BlockScaling
 from ._blockwise import (
     Float8BlockQuantizer as Float8BlockQuantizer,
@@ -23,6 +28,7 @@ from ._mx import MXFP8BlockScaling as MXFP8BlockScaling
 from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, alone as alone, column_sums as column_sums
 from ._recipe import Recipe as Recipe, checked as checked
 from ._rowwise import Float8RowwiseScaling as Float8RowwiseScaling
+from ._rules import Rule, Rules, checked_rules, first_match, kind, relative
 from ._state import (
     DotGeneralState as DotGeneralState,
     QuantizerRun as QuantizerRun,
@@ -30,8 +36,11 @@ from ._state import (
     init_state as init_state,
     map_variables as map_variables,
 )
+from ._state_tree import OVERWRITE_WITH_GRADIENT, partition, prefix_of, slot_axis
+from ._tensor import Block, QTensor, dequantized, value_of
 from ._tensorwise import (
     TensorwiseQuantizer as TensorwiseQuantizer,
     counts_in as counts_in,
     fractions as fractions,
 )
+from ._warning import FP8StateWarning

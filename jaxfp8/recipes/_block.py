@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from .._mesh import NOT_SAID
-from ..formats import E4M3, Format
+from ..numerics import E4M3, Format
+from ._amax_reduction import NOT_SAID
 from ._blockwise import Float8BlockQuantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from .. import ops
-from ..formats import E4M3
+from ..numerics import E4M3
 from ..ops._quantize_blocks import ROUNDINGS as ROUNDINGS
-from ..tensor import QTensor
 from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
+from ._tensor import QTensor
 
 
 class BlockwiseQuantizer(Quantizer):

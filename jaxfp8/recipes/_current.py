@@ -5,9 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from .. import scaling
-from .._mesh import NOT_SAID
-from ..formats import HYBRID, Format
+from ..numerics import HYBRID, Format, _scaling
+from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer
 from ._recipe import Recipe
 from ._tensorwise import TensorwiseQuantizer
@@ -68,4 +67,4 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
     def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `TensorwiseQuantizer.scale_of`."""
         scale, scale_inv = super().scale_of(amax, stored)
-        return scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)
+        return _scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

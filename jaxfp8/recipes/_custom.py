@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from .._mesh import NOT_SAID
+from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer
 from ._recipe import Recipe
 

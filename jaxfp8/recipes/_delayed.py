@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _compat, ops, scaling
-from .._mesh import NOT_SAID
-from ..formats import E4M3, HYBRID, Format, fp8_max
-from ..tensor import QTensor
+from .. import ops
+from .._jax import _compat
+from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
+from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer, alone
 from ._recipe import Recipe
 from ._state import Counting, QuantizerRun, QuantizerState
+from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
 
@@ -201,9 +202,9 @@ def start(quantizers: Sequence[Any], states: Sequence[Any]) -> list[Any]:
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = found.scale, found.scale_inv, None
             if quantizer.first_step == "current":
-                is_empty = ~jnp.any(scaling.positive_finite(state.amax_history))
+                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history))
             if not is_named:
-                amax = jnp.asarray(algo(scaling.clean(state.amax_history)), jnp.float32).reshape(1)
+                amax = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
                 if is_empty is not None:  # what is stored then counts, for a tensor of zeros
                     amax = jnp.where(is_empty, jnp.zeros_like(amax), amax)
                 scale, scale_inv = ops.amax_to_scale(
@@ -211,7 +212,7 @@ def start(quantizers: Sequence[Any], states: Sequence[Any]) -> list[Any]:
                 )
             counting = None
             if state.counters is not None:
-                counting = Counting(steps=scaling.clean(state.counters[2:]), stored=state.scale.reshape(1))
+                counting = Counting(steps=_scaling.clean(state.counters[2:]), stored=state.scale.reshape(1))
             runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty, counting)
     return runs
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..formats import FP8_DTYPES, Format
+from ..numerics import FP8_DTYPES, Format
 from ..ops import _blocks
-from ..tensor import QTensor
+from ._tensor import QTensor
 
 
 class GEMMType(enum.StrEnum):

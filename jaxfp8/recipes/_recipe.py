@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from .._mesh import NOT_SAID
-from ..formats import Format
+from ..numerics import Format
+from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from .._mesh import NOT_SAID
-from ..formats import HYBRID, Format
+from ..numerics import HYBRID, Format
+from ._amax_reduction import NOT_SAID
 from ._blockwise import Float8RowwiseQuantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from ..formats import fp8_max
+from ..numerics import fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from ..tensor import QTensor
 from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
+from ._tensor import QTensor
 
 
 class TensorwiseQuantizer(Quantizer):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from .._table import aligned
+from ..inspect._table import aligned
 from ..ops import _disabled
 from . import _cases, _checks, _workers
 

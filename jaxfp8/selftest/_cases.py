@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import E4M3, E5M2, Format, ops
+from .. import ops
+from ..numerics import E4M3, E5M2, Format
 from ..ops import _blocks
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with

@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import E4M3, DelayedScaling, dot_general, init_state, ops
+from .. import ops
+from ..dot import dot_general
+from ..numerics import E4M3
 from ..ops import _ffi, _support
+from ..recipes import DelayedScaling, init_state
 from . import _cases, _comparisons
 
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.

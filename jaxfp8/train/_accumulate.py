@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import _state_tree, scaling
-from .._typing import Tree
+from .._jax._typing import Tree
+from ..numerics import _scaling
+from ..recipes import _state_tree
 
 
 def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = None) -> Tree:
@@ -66,5 +67,5 @@ def maximum(acc, grad):
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
     dtype = jnp.result_type(acc)
-    bits = (lax.bitcast_convert_type(scaling.clean(jnp.asarray(x)), jnp.int32) for x in (acc, grad))
+    bits = (lax.bitcast_convert_type(_scaling.clean(jnp.asarray(x)), jnp.int32) for x in (acc, grad))
     return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32).astype(dtype)

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from .. import _state_tree
-from .._typing import Tree
+from .._jax._typing import Tree
+from ..recipes import _state_tree
 from . import _steps
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import _state_tree
+from ..recipes import _state_tree
 from ._accumulate import maximum
 from ._update import update_state
 

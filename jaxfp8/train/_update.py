@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from .. import _state_tree, scaling
-from .._typing import Tree
+from .._jax._typing import Tree
+from ..numerics import _scaling
+from ..recipes import _state_tree
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were summed change it by 100 %.
 _TOLERANCE = 0.01
@@ -130,16 +131,16 @@ def _next_quantizer(*leaves):
     axis = _state_tree.slot_axis(old_history.shape, old_scale.shape)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
     history, stored, new_history, new_scale = rows  # [..., H] and [..., 1]
-    history = scaling.clean(history)
-    stored = jnp.where(scaling.positive_finite(stored), stored, jnp.float32(1))
+    history = _scaling.clean(history)
+    stored = jnp.where(_scaling.positive_finite(stored), stored, jnp.float32(1))
     rolled = jnp.roll(history, -1, axis=-1)
     amax = new_history[..., :1]
 
     # Two reductions of one shape, which is all that does not fuse into one kernel.
-    expected, found = (scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
+    expected, found = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
     touched = jnp.isfinite(found) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
-    amax = scaling.clean(amax)
-    is_empty = ~scaling.positive_finite(expected) & ~scaling.positive_finite(rolled[..., :1])
+    amax = _scaling.clean(amax)
+    is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
     by_scale = jnp.where(is_empty, _factor_of_scale(stored, new_scale, amax), jnp.float32(1))
     by_tail = jnp.sign(new_scale) * found / jnp.maximum(expected, _TINY)
     factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
@@ -151,12 +152,12 @@ def _next_quantizer(*leaves):
     bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
     amax = jnp.where(as_made, amax, bound)  # a division by 1 may flush a subnormal
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
-    scale = jnp.where(usable & scaling.positive_finite(scale), scale, stored)
+    scale = jnp.where(usable & _scaling.positive_finite(scale), scale, stored)
 
     results = [jnp.where(usable, rolled.at[..., :1].set(amax), history), scale]
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
-        results.append(jnp.where(usable, scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
+        results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
     moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
     return *(_cast(leaf, of.dtype) for leaf, of in zip(moved, old, strict=True)), factor
 

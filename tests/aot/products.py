@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxfp8 import _compat, ops
-from jaxfp8._autotune import gemms_of
+from jaxfp8 import ops
+from jaxfp8._jax import _compat
+from jaxfp8.autotune._autotune import gemms_of
 from jaxfp8.ops import _support
 
 from .meshes import DEVICES, h200_mesh

@@ -15,7 +15,8 @@ import oracle_blocks
 import pytest
 from ops import cases
 
-from jaxfp8 import _plan_files, ops
+from jaxfp8 import ops
+from jaxfp8.autotune import _plan_files
 
 from .gpu import DTYPE_IDS, DTYPES, FORMATS, GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes
 
@@ -89,33 +90,33 @@ def test_batched_product(own_scales):
         oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9), **options).check(got[i], f"group {i}")
 
 
-# What cuBLASLt multiplies, by the compute capability that it needs.
+# What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on 10 and 12 as blocks of 32.
+OF_HOPPER = (((1, None), (1, None)), ((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 SCALED_BLOCKS = {
-    ((1, None), (1, None)): "9.0",
-    ((1, 128), (1, 128)): "9.0",
-    ((1, 128), (128, 128)): "9.0",
-    ((128, 128), (1, 128)): "9.0",
-    ((1, 32), (1, 32)): "10",
+    **{(blocks, False): ("9.0",) for blocks in OF_HOPPER},
+    **{(blocks, True): ("9.0", "10", "12") for blocks in OF_HOPPER},
+    (((1, 32), (1, 32)), False): ("10", "12"),
 }
 
 
-@pytest.mark.parametrize("blocks", SCALED_BLOCKS, ids=str)
+@pytest.mark.parametrize("blocks, power_2_scale", SCALED_BLOCKS, ids=str)
 @pytest.mark.parametrize("m, n, k", [(16, 16, 128), (272, 144, 640), (129, 57, 200), (512, 256, 2048)])
-def test_block_scaled(blocks, m, n, k):
+def test_block_scaled(blocks, power_2_scale, m, n, k):
     """Scales that differ by powers of two from block to block show where cuBLASLt reads each."""
     capability = jax.devices("gpu")[0].compute_capability
-    if not capability.startswith(SCALED_BLOCKS[blocks]):
-        pytest.skip(f"cuBLASLt has this on compute capability {SCALED_BLOCKS[blocks]}, this GPU has {capability}")
+    capabilities = SCALED_BLOCKS[blocks, power_2_scale]
+    if not capability.startswith(capabilities):
+        pytest.skip(f"cuBLASLt has this on compute capability {capabilities}, this GPU has {capability}")
     rng, sides = np.random.default_rng(0), []
     for rows, block in zip((m, n), blocks, strict=True):
         x = rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7)
-        sides.append(
-            oracle_blocks.quantize(np.float32(x), oracle.E4M3, block, scale="e8m0" if block[1] == 32 else "f32")
-        )
+        scaling = {"scale": "e8m0"} if block[1] == 32 else {"power_2_scale": power_2_scale}
+        sides.append(oracle_blocks.quantize(np.float32(x), oracle.E4M3, block, **scaling))
     (a, a_scale), (b, b_scale) = sides
     options = {"a_block": blocks[0], "b_block": blocks[1]}
+    product = functools.partial(ops.block_scaled_matmul, **options, power_2_scale=power_2_scale, out_dtype=jnp.float32)
     for precise in (False, True):
-        product = functools.partial(ops.block_scaled_matmul, **options, precise=precise, out_dtype=jnp.float32)
+        product = functools.partial(product, precise=precise)
         got = jax.jit(product)(a, b, a_scale, b_scale)
         expected = oracle_blocks.matmul(a, b, a_scale, b_scale, **options, **cases.accumulation("cuda", precise))
         expected.check(got, f"{blocks}, precise {precise}")

@@ -8,7 +8,7 @@ import pytest
 import jaxfp8
 from inference import models, test_calibrate
 from inference.models import X
-from jaxfp8 import _frozen
+from jaxfp8.dot import _frozen
 from jaxfp8.inference import _calibrate
 
 

@@ -11,8 +11,8 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import _rules
 from jaxfp8.linen import quantize
+from jaxfp8.recipes import _rules
 
 from . import probes
 

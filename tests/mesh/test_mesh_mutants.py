@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxfp8 import _mesh
+from jaxfp8._jax import _mesh
 from jaxfp8.ops import _partition
+from jaxfp8.recipes import AmaxReduction
 from mesh import cases, pipelines, test_shard_map
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def reduction(function):
         def mutant(self, amax, state):
             return function(amax, differing(amax, state, self))
 
-        monkeypatch.setattr(_mesh.AmaxReduction, "__call__", mutant)
+        monkeypatch.setattr(AmaxReduction, "__call__", mutant)
 
     return install
 
@@ -79,7 +80,7 @@ def one_axis(amax, axes):
 
 
 def over_stages(monkeypatch):
-    original = _mesh.AmaxReduction.__call__
+    original = AmaxReduction.__call__
 
     def mutant(self, amax, state):
         amax, own = original(self, amax, state), tuple(_mesh.varying(*jax.tree.leaves(state)))
@@ -87,7 +88,7 @@ def over_stages(monkeypatch):
             return lax.pmax(amax, self.pipeline_axes)
         return lax.pcast(lax.pmax(amax, own), own, to="varying") if set(own) <= _mesh.varying(amax) else amax
 
-    monkeypatch.setattr(_mesh.AmaxReduction, "__call__", mutant)
+    monkeypatch.setattr(AmaxReduction, "__call__", mutant)
 
 
 def over_stages_in_jit(monkeypatch):

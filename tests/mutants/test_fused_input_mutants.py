@@ -7,7 +7,8 @@ import pytest
 from fused import cases
 from jax import lax
 
-from jaxfp8 import _dot_general, _fused_input, ops
+from jaxfp8 import ops
+from jaxfp8.dot import _dot_general, _fused_input
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
 pytestmark = pytest.mark.slow

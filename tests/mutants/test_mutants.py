@@ -15,7 +15,9 @@ from delayed_scaling.cases import assert_step, scripted_run, training_step
 from ops import cases
 
 import jaxfp8
-from jaxfp8 import _gemms, ops, scaling
+from jaxfp8 import ops
+from jaxfp8.dot import _gemms
+from jaxfp8.numerics import _scaling
 
 HISTORY = 4
 
@@ -144,7 +146,7 @@ def unclamped_scale(monkeypatch):
         for found, history, old, top in zip(
             original(histories, stored, **options), histories, stored, options["fp8_max"], strict=True
         ):
-            amax = scaling.abs_max(scaling.clean(history)).reshape(1)
+            amax = _scaling.abs_max(_scaling.clean(history)).reshape(1)
             scale = jnp.where(amax > 0, jnp.float32(top) / amax, 1 / old)
             scales.append(found._replace(scale=scale, scale_inv=1 / scale))
         return scales
@@ -190,7 +192,7 @@ STEP_MUTANTS = {
         lambda nxt, run: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
     ),
     "amax of this step in this step's scale": op_mutant(
-        lambda x, scale: (x, jnp.reshape(jnp.where(scaling.abs_max(x) > 0, 448 / scaling.abs_max(x), 1), scale.shape))
+        lambda x, scale: (x, jnp.reshape(jnp.where(_scaling.abs_max(x) > 0, 448 / _scaling.abs_max(x), 1), scale.shape))
     ),
     "amax after scaling": amax_after_scaling,
     "scale rounded to bf16 before quantizing": op_mutant(

@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxfp8
 import jaxfp8.nnx
-from jaxfp8 import _rules
 from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
+from jaxfp8.recipes import _rules
 
 from . import cases
 

@@ -12,7 +12,8 @@ import oracle_blocks
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxfp8 import _compat, ops
+from jaxfp8 import ops
+from jaxfp8._jax import _compat
 from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts, _support
 
 from . import cases

@@ -11,7 +11,9 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import _active, _compat, inspect, ops
+from jaxfp8 import inspect, ops
+from jaxfp8._jax import _compat
+from jaxfp8.inspect import _active
 from jaxfp8.ops import _disabled, _ffi, _support
 
 from .test_structure import cuda_text, custom_calls, dense_arguments, dense_step

@@ -12,7 +12,8 @@ import oracle_blocks
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxfp8 import ops, scaling
+from jaxfp8 import ops
+from jaxfp8.numerics import _scaling
 from jaxfp8.ops import _blocks, _quantize_blocks
 
 from . import cases
@@ -324,7 +325,7 @@ def loses_nan(monkeypatch):
     def mutant(x, axis):
         return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x)), axis=axis)
 
-    monkeypatch.setattr(scaling, "abs_max", mutant)
+    monkeypatch.setattr(_scaling, "abs_max", mutant)
 
 
 def flushes_the_smallest_scale(monkeypatch):

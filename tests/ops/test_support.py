@@ -10,7 +10,8 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import _compat, ops
+from jaxfp8 import ops
+from jaxfp8._jax import _compat
 from jaxfp8.ops import _ffi, _support
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step

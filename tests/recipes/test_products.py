@@ -10,7 +10,7 @@ import pytest
 from oracle import F32
 
 import jaxfp8
-from jaxfp8 import _dot_general, _gemms
+from jaxfp8.dot import _dot_general, _gemms
 from recipes import cases
 from recipes.cases import KINDS, RECIPES, SHAPES
 

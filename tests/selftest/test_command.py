@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxfp8 import _machine
+from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi
 from jaxfp8.selftest import __main__ as command, _cases, _workers
 

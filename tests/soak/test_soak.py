@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8
-from jaxfp8 import mixed_precision, scaling
+from jaxfp8 import mixed_precision
+from jaxfp8.numerics import _scaling
 
 from . import program, run
 
@@ -35,7 +36,7 @@ def late(old, new):
 
 
 MUTANTS = {
-    "NaN into the history": (scaling, "clean", lambda history: history),
+    "NaN into the history": (_scaling, "clean", lambda history: history),
     "sum for max over microbatches": (jaxfp8, "accumulate_gradients", added),
     "nothing is skipped": (mixed_precision, "select", lambda finite, new, old: new),
     "one layer's state is not updated": (jaxfp8, "update_state", late),

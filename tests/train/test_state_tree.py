@@ -9,7 +9,7 @@ from flax import nnx
 from flax.core import freeze
 
 import jaxfp8
-from jaxfp8 import _state_tree
+from jaxfp8.recipes import _state_tree
 
 from . import replay
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8
-from jaxfp8 import _compat, _gemms
+from jaxfp8._jax import _compat
+from jaxfp8.dot import _gemms
 from transforms import interpret, programs as p
 
 pytestmark = pytest.mark.slow

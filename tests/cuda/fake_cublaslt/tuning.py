@@ -166,7 +166,7 @@ def autotune(folder):
         import jax.numpy as jnp
 
         import jaxfp8
-        from jaxfp8 import _plan_files
+        from jaxfp8.autotune import _plan_files
 
         gpu = type("FakeDevice", (), {"local_hardware_id": 0, "device_kind": "Fake GPU", "compute_capability": "9.0"})
         jax.local_devices = lambda backend=None: [gpu()]
@@ -197,7 +197,7 @@ import sys
 sys.path = {sys.path!r}
 from gemm import *
 gemm, ffi, Product = with_package(Path({str(folder)!r}))
-from jaxfp8 import _plan_files
+from jaxfp8.autotune import _plan_files
 store = _plan_files.Store()
 store.load()
 assert sum(map(len, store.plans.values())) == 2, store.plans

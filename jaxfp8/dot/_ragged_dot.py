@@ -12,20 +12,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _mesh, _probe, ops
+from .. import ops
+from .._jax import _mesh
+from ..ops import _checks
+from ..ops._implementation import selected, using
+from ..ops._ragged_matmul import sizes_of_groups
+from ..recipes import (
+    AmaxReduction,
+    DotGeneralState,
+    FP8StateWarning,
+    QTensor,
+    Recipe,
+    TensorwiseQuantizer,
+    finish,
+    start,
+)
+from . import _probe
 from ._dot_general import checked_quantizers
 from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
 from ._members import own_state
-from ._mesh import AmaxReduction
 from ._product import NOT_UPDATED, OUTPUT_NAME
-from ._sharing import shared
-from ._warning import FP8StateWarning
-from .ops import _checks
-from .ops._implementation import selected, using
-from .ops._ragged_matmul import sizes_of_groups
-from .recipes import DotGeneralState, Recipe, TensorwiseQuantizer, finish, start
-from .tensor import QTensor
+from ._shared_state import shared
 
 
 def ragged_dot(

@@ -16,14 +16,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from . import _compat, _mesh, _probe
+from .._jax import _compat, _mesh
+from .._jax._primitives import compiled
+from ..numerics import FP8_DTYPES
+from ..ops._implementation import selected, using
+from ..recipes import DotGeneralState, FixedScale, FP8StateWarning, value_of
+from . import _probe
 from ._gemms import Plan, backward, forward
-from ._primitives import compiled
-from ._warning import FP8StateWarning
-from .formats import FP8_DTYPES
-from .ops._implementation import selected, using
-from .recipes import DotGeneralState, FixedScale
-from .tensor import value_of
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"

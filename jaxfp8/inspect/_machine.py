@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .ops import _support
+from ..ops import _support
 
 PACKAGES = (
     "jaxfp8",

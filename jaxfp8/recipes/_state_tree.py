@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from .recipes import ROLES, DotGeneralState
+from ._custom import ROLES
+from ._state import DotGeneralState
 
 # The collection of variables whose gradient is their next value. Flax's TrainState knows it by this name.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"

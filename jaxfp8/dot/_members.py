@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ._primitives import compiled
+from .._jax._primitives import compiled
 from ._product import repeat_state
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import ops
-from ._dot_general import dot_general
-from .formats import E4M3, E5M2
-from .ops import _ffi, _support
-from .recipes import (
+from .. import ops
+from ..dot import dot_general
+from ..numerics import E4M3, E5M2
+from ..ops import _ffi, _support
+from ..recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,

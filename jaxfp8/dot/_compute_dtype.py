@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from .tensor import QTensor
+from ..recipes import QTensor
 
 
 def compute_dtype(*arrays, dtype=None):

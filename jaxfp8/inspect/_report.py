@@ -4,11 +4,10 @@ import dataclasses
 import warnings
 from typing import Any
 
+from ..recipes import kind
+from . import _linen_report as linen_report, _nnx_report as nnx_report
 from ._report_rows import COLUMNS
-from ._rules import kind
 from ._table import aligned, natural
-from .linen import _report as linen_report
-from .nnx import _report as nnx_report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
-from .._rules import first_match
-from ..recipes import HighPrecision
-from ._dot_general import _Fp8Product
-from ._freeze import FrozenKernel
-from ._quantize import RULES, layers, names, operation, product
+from ..nnx._dot_general import _Fp8Product
+from ..nnx._freeze import FrozenKernel
+from ..nnx._quantize import RULES, layers, names, operation, product
+from ..recipes import HighPrecision, first_match
+from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
 
 NO_PRODUCT = {
     nnx.MultiHeadAttention: "attention scores have no FP8 product; its query, key, value and out are layers",

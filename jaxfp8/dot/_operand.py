@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _marks, ops
-from .formats import FP8_DTYPES
-from .recipes import GEMMType
-from .tensor import Block, QTensor, dequantized
+from .. import ops
+from ..numerics import FP8_DTYPES
+from ..recipes import Block, GEMMType, QTensor, dequantized
+from . import _marks
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from . import ops
-from .ops import _checks, _quantize_activation, _quantize_norm
-from .recipes import counts_in, fractions, start
-from .tensor import QTensor
+from .. import ops
+from ..ops import _checks, _quantize_activation, _quantize_norm
+from ..recipes import QTensor, counts_in, fractions, start
 
 
 @jax.tree_util.register_dataclass

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from . import _autocast
-from .recipes import DelayedScaling, HighPrecision
+from ..recipes import DelayedScaling, HighPrecision, _autocast
 
 COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 

@@ -3,12 +3,11 @@
 import jax
 from flax import linen as nn
 
-from .._arrays import split_arrays
-from .._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
-from .._rules import first_match, relative
-from ..tensor import QTensor
-from ._quantize import decision, is_layer, regions
-from ._state import Fp8Module
+from .._jax._arrays import split_arrays
+from ..linen._quantize import decision, is_layer, regions
+from ..linen._state import Fp8Module
+from ..recipes import QTensor, first_match, relative
+from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
 
 NO_PRODUCT = {
     nn.MultiHeadDotProductAttention: "attention scores have no FP8 product; its query, key, value and out are layers",

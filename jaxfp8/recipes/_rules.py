@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .recipes import HighPrecision, Recipe, checked
+from ._high_precision import HighPrecision
+from ._recipe import Recipe, checked
 
 
 class Rule(NamedTuple):

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from ..ops import _checks
+from ..recipes import DotGeneralState, QTensor, Recipe
 from ._dot_general import dot_general, spec_of
 from ._fused_input import Activated, Normalized
-from .ops import _checks
-from .recipes import DotGeneralState, Recipe
-from .tensor import QTensor
 
 
 def einsum(

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, QuantizerRun, column_sums, finish, start
 from ._layout import layouts
-from ._mesh import AmaxReduction
 from ._operand import Operand, matmul, operands
-from .recipes import DotGeneralState, GEMMType, QuantizerRun, column_sums, finish, start
-from .tensor import QTensor
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"

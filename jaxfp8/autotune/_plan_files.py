@@ -13,8 +13,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from .ops import _ffi
-from .ops._plans import DTYPES, Gemm, Plan, Platform
+from ..ops import _ffi
+from ..ops._plans import DTYPES, Gemm, Plan, Platform
 
 try:
     import fcntl

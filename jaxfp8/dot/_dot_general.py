@@ -11,16 +11,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _autocast, _marks
+from ..ops import _checks
+from ..recipes import (
+    AmaxReduction,
+    DotGeneralState,
+    HighPrecision,
+    QTensor,
+    Recipe,
+    TensorwiseQuantizer,
+    _autocast,
+    checked,
+    init_state,
+    value_of,
+)
+from . import _marks
 from ._fused_input import Activated, FusedInput, Normalized, codes
 from ._gemms import Plan
 from ._layout import layouts, out_shape
-from ._mesh import AmaxReduction
 from ._product import OUTPUT_NAME, product
-from ._sharing import shared
-from .ops import _checks
-from .recipes import DotGeneralState, HighPrecision, Recipe, TensorwiseQuantizer, checked, init_state
-from .tensor import QTensor, value_of
+from ._shared_state import shared
 
 
 def dot_general(

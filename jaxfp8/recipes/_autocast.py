@@ -5,7 +5,8 @@ import dataclasses
 
 import jax
 
-from .recipes import HighPrecision, Recipe, checked
+from ._high_precision import HighPrecision
+from ._recipe import Recipe, checked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _dot_general
-from ._layout import layouts
-from ._mesh import AmaxReduction
-from ._operand import operands
-from .ops import _checks
-from .recipes import (
+from ..ops import _checks
+from ..recipes import (
+    AmaxReduction,
     DelayedScalingQuantizer,
     DotGeneralState,
     FixedScale,
     FixedScaleQuantizer,
+    QTensor,
     QuantizerState,
     Recipe,
     alone,
     start,
 )
-from .tensor import QTensor
+from . import _dot_general
+from ._layout import layouts
+from ._operand import operands
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"

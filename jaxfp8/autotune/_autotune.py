@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from ..ops import _ffi
+from ..ops._plans import Gemm, Plan, Platform
 from ._plan_files import store
-from .ops import _ffi
-from .ops._plans import Gemm, Plan, Platform
 
 # XLA aligns buffers so: kGemmAlignment of cuda/kernels/gemm_search.h.
 _ALIGNMENT = 256

@@ -5,10 +5,8 @@ from typing import Any
 
 import jax
 
-from . import _state_tree
-from ._mesh import AmaxReduction
-from ._sharing import shared
-from .recipes import DelayedScalingQuantizer, QuantizerState, checked, start
+from ..dot import shared
+from ..recipes import AmaxReduction, DelayedScalingQuantizer, QuantizerState, _state_tree, checked, start
 
 
 def quantize_params(params: Any, state: Any, recipe: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import ops
-from .formats import FP8_DTYPES
-from .ops import _blocks
+from .. import ops
+from ..numerics import FP8_DTYPES
+from ..ops import _blocks
 
 Block = tuple[int | None, int | None]
 

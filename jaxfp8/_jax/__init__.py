@@ -1,0 +1,1 @@
+"""What JAX lacks: the max dtype, types on a mesh, helpers for primitives. Only here are private JAX names."""
