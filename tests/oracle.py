@@ -290,11 +290,14 @@ def multiply_add(x, y, z) -> np.ndarray:
         return total.astype(F32)
 
 
-def affine(x, rstd, mean, gamma, beta) -> np.ndarray:
-    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without beta the product is the third."""
+def affine(x, statistics, gamma, beta) -> np.ndarray:
+    """`(x - mean) * (rstd * gamma) + beta` of rows, in f32: three roundings. Without beta the product is the third.
+
+    statistics: `[m, 2]`, rstd and mean of each row; or `[m, 1]`, without a mean.
+    """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        centered = widen(x) if mean is None else widen(x) - mean[..., None]
-        factor = rstd[..., None] * gamma
+        centered = widen(x) if statistics.shape[-1] == 1 else widen(x) - statistics[..., 1:]
+        factor = statistics[..., :1] * gamma
         return centered * factor if beta is None else multiply_add(centered, factor, np.broadcast_to(beta, x.shape))
 
 

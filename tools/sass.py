@@ -6,7 +6,7 @@ PATTERN the program prints its loops: the instructions that a thread executes in
 the bytes that it moves. tests/cuda/test_sass.py asserts the figures of the kernels that matter.
 
 The fast path of a loop is the path from its head back to its head that moves the most bytes by unconditional loads,
-then the most bytes by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no special
+then the most bytes, both by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no special
 cases. An inner loop counts once in the loop around it; `trips` says how often it really runs.
 """
 
@@ -62,8 +62,9 @@ class Cost:
     """What one pass over a path costs a thread.
 
     Attributes:
-        loaded: bytes of global memory by loads that always execute.
-        moved: bytes of global memory by loads and stores of at least 8 bytes; narrower ones are those of special cases.
+        loaded: bytes of global memory by wide loads that always execute. Wide are loads of 16 bytes and stores of at least
+            8: less is a parameter, or a special case.
+        moved: bytes of global memory by all wide loads and stores.
         instructions: of the path.
     """
 
@@ -156,8 +157,9 @@ def _blocks(instructions: list[Instruction]) -> tuple[dict[int, list], dict[int,
 
 
 def _cost(block: list[Instruction]) -> Cost:
-    loaded = sum(i.bytes for i in block if i.base == "LDG" and not i.guard)
-    moved = sum(i.bytes for i in block if i.base in ("LDG", "STG") and i.bytes >= 8)
+    loads = [i for i in block if i.base == "LDG" and i.bytes == 16]
+    loaded = sum(i.bytes for i in loads if not i.guard)
+    moved = sum(i.bytes for i in loads) + sum(i.bytes for i in block if i.base == "STG" and i.bytes >= 8)
     return Cost(loaded, moved, sum(i.base != "NOP" for i in block))
 
 

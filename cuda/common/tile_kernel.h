@@ -4,7 +4,6 @@
 // that makes; everything else is here. A producer is a struct of pointers, and a parameter of the kernel:
 //
 //   In                             the dtype that decides how many columns a thread has: 16 bytes
-//   kBatch                         rows whose loads are in flight together: all of a thread's, or a part
 //   kQuantizesInput                the values are those of x, and Row::x holds them: the amax is taken of pairs
 //   kSumsColumns                   StoreColumnSum takes the sum of each column of a tile
 //   Columns<..>(share)             what is loaded once for all rows of a share
@@ -31,7 +30,12 @@
 namespace jaxfp8::cuda {
 
 // Blocks on a multiprocessor, which caps the registers at 64 a thread: 1024 threads with some 100 bytes each in flight.
+// Compute capability 12.x has less bandwidth a multiprocessor, and with four blocks LayerNorm would spill there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kTileBlocks = 3;
+#else
 constexpr int kTileBlocks = 4;
+#endif
 
 // What the kernel is given besides its producer.
 struct TileTask {
@@ -188,19 +192,15 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
   };
   // All 8 rows of a whole tile at once. Otherwise fewer, in a loop: code that runs rarely must not take registers.
   constexpr int kRowsAtOnce = kAccess == Access::kWholeTile ? kRows : kAccess == Access::kEdgeTile ? 4 : 1;
-  constexpr int kBatch = Producer::kBatch < kRowsAtOnce ? Producer::kBatch : kRowsAtOnce;
 #pragma unroll 1
   for (int top = 0; top < kRows; top += kRowsAtOnce) {
     if (kAccess == Access::kElements && top >= share.rows) break;
     Bytes<kVector> codes[kRowsAtOnce];
+    typename Producer::Row rows[kRowsAtOnce];
 #pragma unroll
-    for (int first = 0; first < kRowsAtOnce; first += kBatch) {
-      typename Producer::Row rows[kBatch];
+    for (int r = 0; r < kRowsAtOnce; ++r) rows[r] = producer.template Load<kAccess>(share, top + r);
 #pragma unroll
-      for (int r = 0; r < kBatch; ++r) rows[r] = producer.template Load<kAccess>(share, top + first + r);
-#pragma unroll
-      for (int r = 0; r < kBatch; ++r) codes[first + r] = quantize_row(rows[r], top + first + r);
-    }
+    for (int r = 0; r < kRowsAtOnce; ++r) codes[r] = quantize_row(rows[r], top + r);
     if (task.data_t != nullptr) PutTransposed(place, codes, shared.codes_t, top);
   }
   if constexpr (Producer::kSumsColumns) shared.sums.Put(place, sums);

@@ -1,6 +1,6 @@
-// jaxfp8_quantize_norm_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0], rstd f32 [g, m], mean f32 [g, m]
-// or [0], gamma f32 [1, n] or [g, n], beta f32 [0] or, with a mean, as gamma -> data fp8 [g, m, n], amax f32 [g] or [0], and,
-// if there is a third result, data_t [g, n, m].
+// jaxfp8_quantize_norm_v2: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] or [0], statistics f32 [g, m, 1], rstd, or
+// [g, m, 2], with the mean, gamma f32 [1, n] or [g, n], beta f32 [0] or, with a mean, as gamma -> data fp8 [g, m, n], amax f32
+// [g] or [0], and, if there is a third result, data_t [g, n, m].
 #include "cuda/kernels/quantize_norm.h"
 
 #include "cuda/ffi/tiles.h"
@@ -10,15 +10,13 @@ namespace {
 
 constexpr const char* kOp = "quantize_norm";
 
-// f32 of these dimensions, or, if it `may_lack`, f32 [0].
-ffi::Error CheckFloats(const Operand& operand, std::initializer_list<int64_t> dims, bool may_lack = false) {
+ffi::Error CheckFloats(const Operand& operand, std::initializer_list<int64_t> dims) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  if (may_lack && IsNone(operand.buffer)) return ffi::Error::Success();
   return CheckShape(operand, dims);
 }
 
 ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
-                               ffi::AnyBuffer rstd, ffi::AnyBuffer mean, ffi::AnyBuffer gamma, ffi::AnyBuffer beta,
+                               ffi::AnyBuffer statistics, ffi::AnyBuffer gamma, ffi::AnyBuffer beta,
                                ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> amax,
                                ffi::RemainingRets rest, ffi::Dictionary attributes) {
   JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kOp, attributes));
@@ -26,19 +24,23 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
   JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
   const int64_t groups = x.dimensions()[0], m = x.dimensions()[1], n = x.dimensions()[2];
+  const Operand statistics_operand{kOp, "statistics", statistics};
+  JAXFP8_RETURN_IF_ERROR(CheckRank(statistics_operand, 3));
+  const bool has_mean = statistics.dimensions()[2] == 2;
+  JAXFP8_RETURN_IF_ERROR(CheckFloats(statistics_operand, {groups, m, has_mean ? 2 : 1}));
   const Operand gamma_operand{kOp, "gamma", gamma};
-  JAXFP8_RETURN_IF_ERROR(CheckFloats({kOp, "rstd", rstd}, {groups, m}));
-  JAXFP8_RETURN_IF_ERROR(CheckFloats({kOp, "mean", mean}, {groups, m}, true));
   JAXFP8_RETURN_IF_ERROR(CheckRank(gamma_operand, 2));
   const int64_t rows = gamma.dimensions()[0] == 1 ? 1 : groups;
   JAXFP8_RETURN_IF_ERROR(CheckFloats(gamma_operand, {rows, n}));
   const Operand beta_operand{kOp, "beta", beta};
-  JAXFP8_RETURN_IF_ERROR(CheckFloats(beta_operand, {rows, n}, true));
-  if (IsNone(mean) && !IsNone(beta)) return Mismatch(beta_operand, "F32[0] where there is no mean");
+  if (!IsNone(beta)) {
+    JAXFP8_RETURN_IF_ERROR(CheckFloats(beta_operand, {rows, n}));
+    if (!has_mean) return Mismatch(beta_operand, "F32[0] where there is no mean");
+  }
   QuantizeNormParams params = {};
   JAXFP8_RETURN_IF_ERROR(CheckTiles(kOp, x, scale, amax_so_far, *data, *amax, rest, &params));
-  params.rstd = FloatsOrNull(rstd);
-  params.mean = FloatsOrNull(mean);
+  params.statistics = FloatsOrNull(statistics);
+  params.has_mean = has_mean;
   params.gamma = FloatsOrNull(gamma);
   params.beta = FloatsOrNull(beta);
   params.parameter_stride = rows == 1 ? 0 : n;
@@ -55,8 +57,7 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v2, jaxfp8::cuda::QuantizeNorm
                                  .Arg<xla::ffi::AnyBuffer>()  // x
                                  .Arg<xla::ffi::AnyBuffer>()  // scale
                                  .Arg<xla::ffi::AnyBuffer>()  // amax_so_far
-                                 .Arg<xla::ffi::AnyBuffer>()  // rstd
-                                 .Arg<xla::ffi::AnyBuffer>()  // mean
+                                 .Arg<xla::ffi::AnyBuffer>()  // statistics
                                  .Arg<xla::ffi::AnyBuffer>()  // gamma
                                  .Arg<xla::ffi::AnyBuffer>()  // beta
                                  .Ret<xla::ffi::AnyBuffer>()  // data

@@ -25,8 +25,12 @@ struct AmaxBody {
   __device__ void End(int64_t group, const StreamPlan& plan) { FinishAmax(accumulator, plan, amax + group); }
 };
 
-// Blocks on a multiprocessor: said, because ptxas for sm_100 otherwise tries five and spills.
+// Blocks on a multiprocessor: said, because ptxas for sm_100 otherwise tries five and spills, and for sm_120 four.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBlocks = 3;
+#else
 constexpr int kBlocks = 4;
+#endif
 
 template <class In, int kVector>
 __global__ void __launch_bounds__(kBlockSize, kBlocks)

@@ -14,8 +14,6 @@ struct Activated {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr int kInputs = Activate::kInputs;
-  // A gated activation reads two vectors for one of codes: 8 loads in flight either way.
-  static constexpr int kBatch = kRows / kInputs;
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
   struct Columns {};

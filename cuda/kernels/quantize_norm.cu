@@ -13,17 +13,15 @@
 namespace jaxfp8::cuda {
 namespace {
 
-// kCentered: with a mean and, perhaps, beta: LayerNorm. Else RMSNorm.
-template <class T, bool kCentered>
+template <class T, bool kHasMean>
 struct Normalized {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
-  static constexpr int kBatch = kRows / 2;
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
   struct Columns {
     float gamma[kVector];
-    float beta[kCentered ? kVector : 1];
+    float beta[kHasMean ? kVector : 1];
   };
   struct Row {
     Bytes<16> x;
@@ -32,8 +30,7 @@ struct Normalized {
   };
 
   const In* x;
-  const float* rstd;
-  const float* mean;
+  const float* statistics;
   const float* gamma;
   const float* beta;
   int64_t parameter_stride;
@@ -43,7 +40,7 @@ struct Normalized {
     const int64_t first = share.group * parameter_stride + share.column;
     Columns columns;
     LoadParameter<kAccess>(gamma + first, share.columns, columns.gamma);
-    if constexpr (kCentered) {
+    if constexpr (kHasMean) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) columns.beta[i] = -0.0f;  // adding it changes nothing, not even a zero
       if (beta != nullptr) LoadParameter<kAccess>(beta + first, share.columns, columns.beta);
@@ -52,21 +49,20 @@ struct Normalized {
   }
   template <Access kAccess>
   __device__ __forceinline__ Row Load(const MatrixShare<In, kAccess>& share, int r) const {
-    const auto at = share.row + share.RowInside(r);
-    return {share.Load(x, r), LoadFloat(rstd + at), kCentered ? LoadFloat(mean + at) : 0.0f};
+    constexpr int kCount = kHasMean ? 2 : 1;
+    const Bytes<4 * kCount> of_row = cuda::Load<4 * kCount>(statistics + (share.row + share.RowInside(r)) * kCount);
+    return {share.Load(x, r), BitsToFloat(of_row.words[0]), kHasMean ? BitsToFloat(of_row.words[kCount - 1]) : 0.0f};
   }
   __device__ __forceinline__ void Values(const Columns& columns, const Row& row, float (&values)[kVector]) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       const float x_i = Widen<In>(row.x.words, i);
       const float factor = __fmul_rn(row.rstd, columns.gamma[i]);
-      values[i] = kCentered ? __fmaf_rn(__fsub_rn(x_i, row.mean), factor, columns.beta[i]) : __fmul_rn(x_i, factor);
+      values[i] = kHasMean ? __fmaf_rn(__fsub_rn(x_i, row.mean), factor, columns.beta[i]) : __fmul_rn(x_i, factor);
     }
   }
 
  private:
-  __device__ __forceinline__ static float LoadFloat(const float* address) { return BitsToFloat(cuda::Load<4>(address).words[0]); }
-
   // Single columns outside of the matrix have zeros, so that values there are 0, or not finite as the rest of the row.
   template <Access kAccess>
   __device__ __forceinline__ static void LoadParameter(const float* parameter, int valid, float (&out)[kVector]) {
@@ -91,12 +87,12 @@ cudaError_t LaunchQuantizeNorm(const QuantizeNormParams& params, cudaStream_t st
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     using In = typename decltype(in)::type;
-    const auto launch = [&](auto centered) {
-      const Normalized<In, decltype(centered)::value> producer = {
-          static_cast<const In*>(params.x), params.rstd, params.mean, params.gamma, params.beta, params.parameter_stride};
+    const auto launch = [&](auto has_mean) {
+      const Normalized<In, decltype(has_mean)::value> producer = {
+          static_cast<const In*>(params.x), params.statistics, params.gamma, params.beta, params.parameter_stride};
       return LaunchTiles(params, producer, aligned, stream);
     };
-    status = params.mean == nullptr ? launch(std::false_type{}) : launch(std::true_type{});
+    status = params.has_mean ? launch(std::true_type{}) : launch(std::false_type{});
   });
   return status;
 }

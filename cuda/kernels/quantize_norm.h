@@ -9,10 +9,10 @@ namespace jaxfp8::cuda {
 
 // (x - mean) * (rstd * gamma) + beta, each operation rounded once but the last two, which are one.
 struct QuantizeNormParams : TileParams {
-  const float* rstd;         // [groups, m]: 1 / the standard deviation of each row
-  const float* mean;         // as rstd, or null: 0
+  const float* statistics;   // of each row: [groups, m, 2], rstd = 1 / the standard deviation, and the mean; or rstd alone
+  bool has_mean;             // LayerNorm; else RMSNorm, without a mean and a beta
   const float* gamma;        // [1, n] or [groups, n]
-  const float* beta;         // as gamma, or null: nothing is added; null where mean is
+  const float* beta;         // as gamma, or null: nothing is added
   int64_t parameter_stride;  // 0 or n
 };
 

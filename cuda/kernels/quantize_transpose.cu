@@ -15,7 +15,6 @@ template <class T, bool kSums>
 struct Identity {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
-  static constexpr int kBatch = kRows;
   static constexpr bool kQuantizesInput = true;
   static constexpr bool kSumsColumns = kSums;
   struct Columns {};

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES
 from . import _checks
+from ._primitive import dims
 from ._produced import produced, producer_op
 
 KINDS = ("rms", "layer")
@@ -126,12 +127,11 @@ def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose
     options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "rows": rows}
     options |= {"transpose": bool(transpose), "with_amax": with_amax}
     amax = None if amax is None else _checks.scale(op, "amax", amax)
-    # A row's statistics are known after all of it was read, so XLA computes them, where it can in the pass that
-    # computes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
-    rstd, mean = (s if s is None else s[..., 0] for s in _statistics(x, kind, epsilon))
-    more = [rstd, mean, *(p if p is None else p.astype(jnp.float32) for p in (gamma, beta))]
-    has = {"has_mean": mean is not None, "has_beta": beta is not None}
-    return produced(_quantize_norm, x, scale, [p for p in more if p is not None], amax, **has, **options)
+    # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that
+    # writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
+    more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
+    return produced(_quantize_norm, x, scale, more, amax, has_beta=beta is not None, **options)
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
@@ -149,40 +149,29 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
     return x, gamma, beta, float(np.float32(epsilon))
 
 
-def _named(rstd, *rest, has_mean, has_beta):
-    """`(rstd, mean, gamma, beta)`, with None for those that there are not."""
-    rest = list(rest)
-    mean = rest.pop(0) if has_mean else None
-    return rstd, mean, rest[0], rest[1] if has_beta else None
+def _produce(x, statistics, *parameters, members, has_beta):
+    del members, has_beta
+    rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
+    gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
+    return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
 
-def _produce(x, *more, members, **has):
-    rstd, mean, gamma, beta = _named(*more, **has)
-    rstd, mean = (s if s is None else s[..., None] for s in (rstd, mean))
-    gamma, beta = (
-        p if p is None else p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in (gamma, beta)
-    )
-    return _affine(x, rstd, mean, gamma, beta)
-
-
-def _canonical(x, *more, members, rows, **has):
-    """Statistics `[g, m]`; parameters `[g, n]`, outside of vmap one for all groups, `[1, n]`; `[0]` for none."""
-    leading, row, n = x.shape[: x.ndim - rows - 1], x.shape[x.ndim - rows - 1 : -1], x.shape[-1]
-    g, m, batch = math.prod(leading), math.prod(row), math.prod(leading[members:])
-    none = jnp.zeros((0,), jnp.float32)
-    rstd, mean, gamma, beta = _named(*more, **has)
-    rstd, mean = (none if s is None else s.reshape(g, m) for s in (rstd, mean))
-    gamma, beta = (none if p is None else p.reshape(-1, n) for p in (gamma, beta))
+def _canonical(x, statistics, *parameters, members, rows, has_beta):
+    """Parameters of each group, `[g, n]`; outside of vmap one for all, `[1, n]`. A beta of `[0]` is none."""
+    leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
+    g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[members:]))
+    parameters = [p.reshape(-1, n) for p in parameters]
     if members and batch != 1:
-        gamma, beta = (jnp.repeat(p, batch, axis=0) for p in (gamma, beta))
-    return (x.reshape(g, m, n), rstd, mean, gamma, beta), {}
+        parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
+    beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
+    return (x.reshape(g, m, n), statistics.reshape(g, m, statistics.shape[-1]), *parameters, *beta), {}
 
 
 _quantize_norm = producer_op(
     "quantize_norm",
     produce=_produce,
-    names=lambda batch, row, col, has_mean, has_beta: (
-        [batch + row + col, *[batch + row] * (1 + has_mean), *[col] * (1 + has_beta)]
+    names=lambda batch, row, col, has_beta: (
+        [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + has_beta)]
     ),
     canonical=_canonical,
 )

@@ -300,17 +300,18 @@ class Emulated:
         self._launch("quantize_activation", ctypes.byref(tiles.params), ACTIVATIONS.index(activation))
         return tiles.results()
 
-    def quantize_norm(self, x, rstd, mean, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
-        """x `[g, m, n]`, rstd and mean `[g, m]`, gamma and beta `[1 or g, n]`; mean and beta may be None."""
+    def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
+        """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`; beta may be None."""
         tiles = _Tiles(x, scale, fmt, **options)
-        shifts = (0, 0, parameter_shift, parameter_shift)
-        buffers = [
-            None if p is None else _Buffer(p.shape, np.float32, shift, p)
-            for p, shift in zip((rstd, mean, gamma, beta), shifts, strict=True)
-        ]
-        pointers = [ctypes.c_void_p() if buffer is None else buffer.pointer for buffer in buffers]
-        stride = x.shape[2] if gamma.shape[0] > 1 else 0
-        self._launch("quantize_norm", ctypes.byref(tiles.params), *pointers, stride)
+        of_rows, gamma_buffer = (
+            _Buffer(p.shape, np.float32, shift, p) for p, shift in ((statistics, 0), (gamma, parameter_shift))
+        )
+        beta_buffer = None if beta is None else _Buffer(beta.shape, np.float32, parameter_shift, beta)
+        self._launch(
+            "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer, int(statistics.shape[2] == 2),
+            gamma_buffer.pointer, beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
+            x.shape[2] if gamma.shape[0] > 1 else 0,
+        )  # fmt: skip
         return tiles.results()
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):

@@ -76,28 +76,26 @@ def test_activation_shapes(kernels, g, m, n, name):
         check_activation(got, x, name, 3, oracle.E4M3)
 
 
-# mean and beta
+# Whether there are a mean and a beta.
 NORMS = {"rms": (False, False), "layer": (True, False), "layer with beta": (True, True)}
 
 
 def norm_inputs(name, g, m, n, dtype, own=True, seed=0):
-    """x, rstd, mean, gamma and beta; `own`: parameters of each group."""
+    """x, statistics, gamma and beta; `own`: parameters of each group."""
     rng = np.random.default_rng(seed)
     has_mean, has_beta = NORMS[name]
-    x = random_values((g, m, n), dtype, seed)
-    rstd, mean = random_values((2, g, m), np.float32, seed + 1)
+    statistics = random_values((g, m, 1 + has_mean), np.float32, seed + 1)
     gamma, beta = rng.standard_normal((2, g if own else 1, n)).astype(np.float32)
-    return x, np.abs(rstd), mean if has_mean else None, gamma, beta if has_beta else None
+    return random_values((g, m, n), dtype, seed), statistics, gamma, beta if has_beta else None
 
 
 def check_norm(got, inputs, scale, fmt, what):
     """Bitwise: with the statistics given, every operation has one result."""
-    x, rstd, mean, gamma, beta = inputs
+    x, statistics, gamma, beta = inputs
     scale = np.broadcast_to(np.float32(scale), x.shape[:1])
     for i, s in enumerate(scale):
         j = i % gamma.shape[0]
-        of_row = (rstd[i], None if mean is None else mean[i])
-        values = oracle.affine(x[i], *of_row, gamma[j], None if beta is None else beta[j])
+        values = oracle.affine(x[i], statistics[i], gamma[j], None if beta is None else beta[j])
         for result, expected in zip(got, oracle.quantize_transpose(values, s, fmt), strict=True):
             if result is not None:
                 oracle.assert_bitwise(result[i], expected, f"{what}, group {i}")
@@ -132,20 +130,30 @@ def test_norm_shapes(kernels, g, m, n):
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
 def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(emulated_library, m, n):
     """Not even a beta: here it is what the values add up to 0 with."""
-    x, rstd, mean = np.zeros((1, m, n), np.float32), np.ones((1, m), np.float32), np.full((1, m), 2, np.float32)
+    x, statistics = np.zeros((1, m, n), np.float32), np.broadcast_to(np.float32([1, 2]), (1, m, 2))
     gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
-    data, data_t, top = emulated_library.quantize_norm(x, rstd, mean, gamma, beta, 1, oracle.E4M3)
+    data, data_t, top = emulated_library.quantize_norm(x, statistics, gamma, beta, 1, oracle.E4M3)
     assert top == 0 and not oracle.bits(data).any() and not oracle.bits(data_t).any()
 
 
-@pytest.mark.parametrize("where", ["x", "rstd", "mean", "gamma", "beta"])
+# The operand, and the element that is bad.
+BAD_ELEMENTS = {
+    "x": (0, (0, 18, 7)),
+    "rstd": (1, (0, 18, 0)),
+    "mean": (1, (0, 18, 1)),
+    "gamma": (2, (0, 7)),
+    "beta": (3, (0, 7)),
+}
+
+
+@pytest.mark.parametrize("where", BAD_ELEMENTS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
 @pytest.mark.parametrize("n", [128, 40])
 def test_norm_of_bad_values(emulated_library, where, bad, n):
     """Codes of what is not finite, and of what is not any more, are NaN; in a whole tile, and at an edge."""
     inputs = norm_inputs("layer with beta", 1, 128, n, np.float32)
-    operand = dict(zip(("x", "rstd", "mean", "gamma", "beta"), inputs, strict=True))[where]
-    operand[(0, 18, 7)[: operand.ndim]] = bad
+    operand, element = BAD_ELEMENTS[where]
+    inputs[operand][element] = bad
     for fmt in FORMATS:
         got = emulated_library.quantize_norm(*inputs, 2.0**100, fmt)
         check_norm(got, inputs, 2.0**100, fmt, where)
@@ -154,9 +162,9 @@ def test_norm_of_bad_values(emulated_library, where, bad, n):
 def test_norm_of_zeros(emulated_library):
     """Their signs stay where nothing is added; +0 and -0 add up to +0."""
     x = np.resize(np.float32([0.0, -0.0]), (1, 16, 16))
-    rstd, mean, gamma = np.ones((1, 16), np.float32), np.zeros((1, 16), np.float32), np.ones((1, 16), np.float32)
-    for m, beta in ((None, None), (mean, None), (mean, np.float32([[0.0, -0.0] * 8]))):
-        inputs = x, rstd, m, gamma, beta
+    statistics, gamma = np.broadcast_to(np.float32([1, 0]), (1, 16, 2)), np.ones((1, 16), np.float32)
+    for count, beta in ((1, None), (2, None), (2, np.float32([[0.0, -0.0] * 8]))):
+        inputs = x, statistics[..., :count], gamma, beta
         check_norm(emulated_library.quantize_norm(*inputs, 1, oracle.E4M3), inputs, 1, oracle.E4M3, "zeros")
 
 

@@ -48,7 +48,7 @@ GOOD = ELEMENTWISE_GOOD | {
     ),
     "quantize_norm": (
         [((2, 3, 4), E5M2), ((2,), F32), ((2, 4, 3), E5M2)],
-        [((2, 3, 4), BF16), ((1,), F32), ((2,), F32), ((2, 3), F32), ((2, 3), F32), ((2, 4), F32), ((2, 4), F32)],
+        [((2, 3, 4), BF16), ((1,), F32), ((2,), F32), ((2, 3, 2), F32), ((2, 4), F32), ((2, 4), F32)],
     ),
 }
 NONE = ((0,), F32)
@@ -151,20 +151,18 @@ BLOCKS_ROWS = [
 NORM_ROWS = [
     ("x", "operand", 0, ((2, 3, 4), np.int32)),
     ("x", "operand", 0, ((6, 4), BF16)),
-    ("rstd", "operand", 3, ((2, 4), F32)),
-    ("rstd", "operand", 3, ((2, 3), BF16)),
-    ("rstd", "operand", 3, NONE),
-    ("mean", "operand", 4, ((2, 4), F32)),
-    ("mean", "operand", 4, ((2, 3, 1), F32)),
-    ("mean", "operand", 4, ((0,), BF16)),
-    ("gamma", "operand", 5, ((3, 4), F32)),
-    ("gamma", "operand", 5, ((2, 3), F32)),
-    ("gamma", "operand", 5, ((4,), F32)),
-    ("gamma", "operand", 5, ((2, 4), BF16)),
-    ("gamma", "operand", 5, NONE),
-    ("beta", "operand", 4, NONE),  # there is a beta, and no mean
-    ("beta", "operand", 6, ((1, 4), F32)),
-    ("beta", "operand", 6, ((2, 4), BF16)),
+    ("statistics", "operand", 3, ((2, 3), F32)),
+    ("statistics", "operand", 3, ((2, 3, 3), F32)),
+    ("statistics", "operand", 3, ((2, 4, 2), F32)),
+    ("statistics", "operand", 3, ((2, 3, 2), BF16)),
+    ("gamma", "operand", 4, ((3, 4), F32)),
+    ("gamma", "operand", 4, ((2, 3), F32)),
+    ("gamma", "operand", 4, ((4,), F32)),
+    ("gamma", "operand", 4, ((2, 4), BF16)),
+    ("gamma", "operand", 4, NONE),
+    ("beta", "operand", 3, ((2, 3, 1), F32)),  # there is a beta, and no mean
+    ("beta", "operand", 5, ((1, 4), F32)),
+    ("beta", "operand", 5, ((2, 4), BF16)),
     ("data_t", "result", 2, ((2, 4, 3), E4M3)),
 ]
 ROWS = [
@@ -335,13 +333,13 @@ def test_norm_arguments_arrive_in_their_places(has_mean, has_beta, own):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 7, 9)).astype(F32) + 1
     scale, start = np.float32([0.5, 2])[: 2 if own else 1], np.float32([0, 77])
-    rstd, mean = rng.standard_normal((2, 2, 7)).astype(F32)
+    statistics = rng.standard_normal((2, 7, 1 + has_mean)).astype(F32)
     gamma, beta = rng.standard_normal((2, 2 if own else 1, 9)).astype(F32)
-    operands = [x, scale, start, rstd, mean if has_mean else NONE, gamma, beta if has_beta else NONE]
+    operands = [x, scale, start, statistics, gamma, beta if has_beta else NONE]
     data, top, data_t = call("quantize_norm", [((2, 7, 9), E4M3), ((2,), F32), ((2, 9, 7), E4M3)], operands)
     for i in range(2):
         j = i % scale.size
-        values = oracle.affine(x[i], rstd[i], mean[i] if has_mean else None, gamma[j], beta[j] if has_beta else None)
+        values = oracle.affine(x[i], statistics[i], gamma[j], beta[j] if has_beta else None)
         codes, codes_t, of_group = oracle.quantize_transpose(values, scale[j], oracle.E4M3)
         for got, expected in ((data, codes), (data_t, codes_t), (top, np.maximum(of_group, start[i]))):
             oracle.assert_bitwise(got[i], expected, f"group {i}")

@@ -13,11 +13,12 @@ from .test_library import LIBRARY
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100", "sm_120")
 # Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
-# 256. The first pattern found in a kernel's mangled name decides; other kernels have the default.
+# 256. The first pattern found in "architecture mangled_name" decides; other kernels have the default.
 BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
+    "^sm_120 .*(TileKernel|AmaxKernelI)": 80,  # 3 blocks
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
@@ -60,7 +61,9 @@ class Resources:
         return 65536 // (of_a_warp * (BLOCK_SIZE // 32))
 
     def faults(self) -> list[str]:
-        budgets = (budget for pattern, budget in BUDGETS.items() if re.search(pattern, self.name))
+        budgets = (
+            budget for pattern, budget in BUDGETS.items() if re.search(pattern, f"{self.architecture} {self.name}")
+        )
         budget = next(budgets, DEFAULT_BUDGET)
         found = {
             f"{self.stack} bytes of stack": self.stack > 0,

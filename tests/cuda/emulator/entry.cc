@@ -52,9 +52,9 @@ EXPORT int launch_quantize_activation(const jaxfp8::cuda::TileParams* params, in
   return jaxfp8::cuda::LaunchQuantizeActivation({*params, static_cast<jaxfp8::cuda::Activation>(activation)}, nullptr);
 }
 
-EXPORT int launch_quantize_norm(const jaxfp8::cuda::TileParams* params, const float* rstd, const float* mean,
+EXPORT int launch_quantize_norm(const jaxfp8::cuda::TileParams* params, const float* statistics, int64_t has_mean,
                                 const float* gamma, const float* beta, int64_t parameter_stride) {
-  return jaxfp8::cuda::LaunchQuantizeNorm({*params, rstd, mean, gamma, beta, parameter_stride}, nullptr);
+  return jaxfp8::cuda::LaunchQuantizeNorm({*params, statistics, has_mean != 0, gamma, beta, parameter_stride}, nullptr);
 }
 
 EXPORT int launch_dequantize(int format, int dtype, const void* data, const float* scale_inv, int64_t scale_stride,
