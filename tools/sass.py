@@ -6,8 +6,8 @@ PATTERN the program prints its loops: the instructions that a thread executes in
 the bytes that it moves. tests/cuda/test_sass.py asserts the figures of the kernels that matter.
 
 The fast path of a loop is the path from its head back to its head that moves the most bytes by unconditional loads,
-then the most bytes, both by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no special
-cases. An inner loop counts once in the loop around it; `trips` says how often it really runs.
+then the most bytes, both by wide accesses, and of those paths the one with the fewest instructions: whole tiles, no
+special cases. An inner loop counts once in the loop around it; `trips` says how often it really runs.
 """
 
 import dataclasses
@@ -62,8 +62,8 @@ class Cost:
     """What one pass over a path costs a thread.
 
     Attributes:
-        loaded: bytes of global memory by wide loads that always execute. Wide are loads of 16 bytes and stores of at least
-            8: less is a parameter, or a special case.
+        loaded: bytes of global memory by wide loads that always execute. Wide are loads of 16 bytes and stores of at
+            least 8: less is a parameter, or a special case.
         moved: bytes of global memory by all wide loads and stores.
         instructions: of the path.
     """

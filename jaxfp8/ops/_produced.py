@@ -21,8 +21,8 @@ def producer_op(name: str, *, produce, names, canonical):
     """A primitive `(x, scale, *more, *so_far, dtype=, transpose=, rows=, with_amax=, **static) -> results`.
 
     The results are data, data_t if `transpose` and the amax if `with_amax`: at least `so_far`, where that is given. `m`
-    is `rows` dimensions, `n` is one. The custom call takes and returns the same, in its canonical form, with `static` as
-    attributes.
+    is `rows` dimensions, `n` is one. The custom call takes and returns the same, in its canonical form, with `static`
+    as attributes.
 
     Args:
         name: of the op and of its custom call.

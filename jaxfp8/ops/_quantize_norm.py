@@ -127,8 +127,8 @@ def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose
     options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "rows": rows}
     options |= {"transpose": bool(transpose), "with_amax": with_amax}
     amax = None if amax is None else _checks.scale(op, "amax", amax)
-    # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that writes
-    # x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that
+    # writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
     return produced(_quantize_norm, x, scale, more, amax, has_beta=beta is not None, **options)
