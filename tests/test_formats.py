@@ -97,6 +97,21 @@ def test_probes_hit_every_interval_from_both_sides():
         assert (counts[~np.isfinite(values)] == 0).all()
 
 
+def test_multiply_add_is_rounded_once():
+    """Against exact fractions; also where the product lies between two f32 and the sum decides."""
+    rng = np.random.default_rng(0)
+    x, y, z = (rng.standard_normal((3, 300)) * 2.0 ** rng.integers(-70, 60, (3, 300))).astype(np.float32)
+    x[:100], y[:100] = 1 + 2.0**-12, 1 + 2.0**-12  # the product is a midpoint of two f32
+    z[:100] = np.resize(np.float32([2.0**-100, -(2.0**-100), 0, 2.0**-140]), 100)
+    for got, terms in zip(oracle.multiply_add(x, y, z), zip(x, y, z, strict=True), strict=True):
+        a, b, c = (fractions.Fraction(float(term)) for term in terms)
+        neighbours = [np.nextafter(got, np.float32(end)) for end in (-np.inf, np.inf)]
+        distances = [abs(fractions.Fraction(float(value)) - (a * b + c)) for value in (got, *neighbours)]
+        assert distances[0] == min(distances), terms
+        if distances.count(distances[0]) > 1:
+            assert oracle.bits(got) % 2 == 0, terms
+
+
 def test_amax_rules():
     assert oracle.amax(np.zeros((0, 3), np.float32)) == 0
     assert oracle.amax(np.float32([1, np.nan])) == np.inf

@@ -69,7 +69,7 @@ def report(model, make) -> dict:
 
 def report_op(op) -> dict:
     """What is in the program of an op that quantizes x from no amax so far."""
-    sharding = jax.sharding.NamedSharding(programs.h200s((1, 1)), jax.sharding.PartitionSpec())
+    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
     operands = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for shape, dtype in (((ROWS, SIZE), jnp.bfloat16), ((), jnp.float32))

@@ -129,11 +129,12 @@ def test_norm_shapes(kernels, g, m, n):
 
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
 def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(emulated_library, m, n):
-    """Not even a beta: here it is what the values add up to 0 with."""
-    x, statistics = np.zeros((1, m, n), np.float32), np.broadcast_to(np.float32([1, 2]), (1, m, 2))
+    """Neither a beta, which here is what the values add up to 0 with, nor the statistics of the next group."""
+    x, statistics = np.zeros((2, m, n), np.float32), np.empty((2, m, 2), np.float32)
+    statistics[:] = np.float32([[[1, 2]], [[1, 0]]])
     gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
     data, data_t, top = emulated_library.quantize_norm(x, statistics, gamma, beta, 1, oracle.E4M3)
-    assert top == 0 and not oracle.bits(data).any() and not oracle.bits(data_t).any()
+    assert top.tolist() == [0, 100] and not oracle.bits(data)[0].any() and not oracle.bits(data_t)[0].any()
 
 
 # The operand, and the element that is bad.

@@ -18,6 +18,7 @@ import jaxfp8
 from jaxfp8 import ops
 from jaxfp8.dot import _gemms
 from jaxfp8.numerics import _scaling
+from jaxfp8.recipes import _tensorwise
 
 HISTORY = 4
 
@@ -114,30 +115,34 @@ def e4m3_for_everything(monkeypatch):
     monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3)
 
 
-def op_mutant(change, names=("quantize", "quantize_transpose")):
+# Both quantizing ops, where quantizers call them.
+QUANTIZE = ("quantize_with", "quantize_transpose_with")
+
+
+def op_mutant(change):
     """Both quantizing ops with changed arguments: `change(x, scale) -> (x, scale)`."""
 
     def install(monkeypatch):
-        for name in names:
-            original = getattr(ops, name)
+        for name in QUANTIZE:
+            original = getattr(_tensorwise, name)
 
             def mutant(x, scale, dtype, original=original, **options):
                 return original(*change(x, scale), dtype, **options)
 
-            monkeypatch.setattr(ops, name, mutant)
+            monkeypatch.setattr(_tensorwise, name, mutant)
 
     return install
 
 
 def amax_after_scaling(monkeypatch):
-    for name in ("quantize", "quantize_transpose"):
-        original = getattr(ops, name)
+    for name in QUANTIZE:
+        original = getattr(_tensorwise, name)
 
         def mutant(x, scale, dtype, original=original, **options):
             *data, amax = original(x, scale, dtype, **options)
             return *data, amax * jnp.reshape(scale, ())
 
-        monkeypatch.setattr(ops, name, mutant)
+        monkeypatch.setattr(_tensorwise, name, mutant)
 
 
 def unclamped_scale(monkeypatch):
