@@ -37,7 +37,8 @@ def _normalize(magnitude_bits):
     """
     is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
     integer = magnitude_bits.astype(jnp.float32) * jnp.float32(2.0**-64)
-    return jnp.where(is_subnormal, integer, _float(magnitude_bits)), jnp.where(is_subnormal, -85, 0)
+    exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))  # also where JAX's integers have 64 bits
+    return jnp.where(is_subnormal, integer, _float(magnitude_bits)), exponent
 
 
 def _round_shift(x, shift):

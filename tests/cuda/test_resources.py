@@ -18,7 +18,7 @@ BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
-    "^sm_120 .*(TileKernel|AmaxKernelI)": 80,  # 3 blocks
+    "^sm_120 .*(TileKernel|(Amax|Quantize)KernelI)": 80,  # 3 blocks
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel.*Lb0E": 255,  # 1 block: element by element
     "(QuantizeBlocksTranspose|LineAmaxes)KernelIf": 128,  # 2 blocks: 64 registers hold a thread's share of a tile
     "(QuantizeBlocksTranspose|LineAmaxes)Kernel": 80,  # 3 blocks: 32 registers hold it
