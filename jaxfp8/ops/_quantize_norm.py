@@ -84,7 +84,9 @@ def quantize_norm(
     amax: ArrayLike | None = None,
     rows: int = 1,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32; x is read from memory once.
+    """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
+
+    On a GPU XLA reads x for the statistics of its rows, where it can in the pass that writes x; the kernel reads x once.
 
     Equivalent to, without a rounding in between:
 
