@@ -86,7 +86,8 @@ def quantize_norm(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
-    On a GPU XLA reads x for the statistics of its rows, where it can in the pass that writes x; the kernel reads x once.
+    On a GPU XLA reads x for the statistics of its rows, where it can in the pass that writes x. The kernel reads x
+    once.
 
     Equivalent to, without a rounding in between:
 
