@@ -16,19 +16,19 @@ from ..recipes import (
     AmaxReduction,
     DotGeneralState,
     HighPrecision,
+    HighPrecisionQuantizer,
     QTensor,
     Recipe,
-    TensorwiseQuantizer,
     _autocast,
     checked,
     init_state,
     value_of,
 )
-from . import _marks
-from ._fused_input import Activated, FusedInput, Normalized, codes
-from ._gemms import Plan
+from . import _scopes
+from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
+from ._gemms import Product
 from ._layout import layouts, out_shape
-from ._product import OUTPUT_NAME, product
+from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
 
 
@@ -44,38 +44,38 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
+    """Compute `jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
 
-    Equivalent to `lax.dot_general(q(x), q(kernel), dimension_numbers)`, where `q` quantizes and dequantizes with the
-    scale that the recipe takes from the state; products are exact and accumulate in f32. Gradients pass straight
+    It equals `lax.dot_general(q(x), q(kernel), dimension_numbers)`, where `q` quantizes and dequantizes with the scale
+    that the recipe takes from the state; products are exact and accumulate in f32. Gradients pass straight
     through `q` (saturated elements still get theirs) and are products of FP8 operands as well. **The cotangent of
     `state` is the next state**: overwrite with it, never add it.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; the `input`. Or what `jaxfp8.activated` or `jaxfp8.normalized`
-            gives, or a QTensor, as for kernel.
+        x: bfloat16, float16 or float32, any shape; the `input`. Or the result of `jaxfp8.activated` or
+            `jaxfp8.normalized`; or a QTensor, as for kernel.
         kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32. Or a QTensor of
-            `jaxfp8.quantize_params`, which is not quantized again; `source` gets its gradient.
+            `jaxfp8.quantize_params`, which is not quantized again; its `source` gets the gradient.
         dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
         recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
-        state: `init_state(recipe)`, or what the last step returned; recipes that keep none need none.
-            `DotGeneralState(None, None, None)` goes without: delayed scaling then takes every scale from the amax of
-            the tensor at hand, with one more read of it. Under `vmap` each kernel of a batch then has its own; x alone
+        state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
+            `DotGeneralState(None, None, None)` does without: delayed scaling then takes every scale from the amax of
+            the tensor at hand, with one more read of it. Under `vmap` each kernel of a batch then has its own scale; x
             has one for its batch.
-        bias: bfloat16, float16 or float32, of the free dimensions of kernel: is rounded to the result's dtype and added
-            in float32, before the only rounding of the result. Its gradient is summed in float32, in the pass that
-            quantizes the gradient of the output.
+        bias: bfloat16, float16 or float32, of the free dimensions of kernel. It is rounded to the result's dtype and
+            added in float32, before the only rounding of the result. Its gradient is summed in float32, in the pass
+            that quantizes the gradient of the output.
         precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
             or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
-        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; as JAX's.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; see JAX.
 
     Returns:
         The product, batch dimensions first, then those of x, then those of kernel.
 
     Raises:
-        TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; the state is not one;
-            recipe is none; second derivatives and forward mode.
+        TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; `state` is not a
+            DotGeneralState; `recipe` is not a Recipe; second derivatives and forward mode.
         ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
             option cannot be honoured.
     """
@@ -90,39 +90,34 @@ def dot_general(
         quantizers, state = checked_quantizers("dot_general", recipe, state)
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
-            known = _in_high_precision((x, kernel), (x_codes, kernel_codes))
-            preferred_element_type = jnp.result_type(*known) if known else jnp.bfloat16
+            dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
+            preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
     out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
     if bias is not None:
-        wanted = tuple(kernel.shape[d] for d in both[1].free)
-        bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), wanted)
-    if 0 in x.shape or 0 in kernel.shape:  # nothing to see: gradients are zero, the state is not touched
+        free = tuple(kernel.shape[d] for d in both[1].free)
+        bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
+    if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
         return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
-        if known := _in_high_precision((x, kernel), (x_codes, kernel_codes)):
-            with jax.numpy_dtype_promotion("standard"):  # not wider than the operands are
-                widest = jnp.result_type(*known)
+        if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
+            with jax.numpy_dtype_promotion("standard"):  # not wider than the operands
+                widest = jnp.result_type(*dtypes)
                 dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
         operands = (value_of(x, x_codes, dtype), value_of(kernel, kernel_codes, dtype))
-        with _marks.high_precision(_why(recipe)):
-            y = lax.dot_general(
-                *operands,
-                dimension_numbers,
-                precision=precision,
-                preferred_element_type=jnp.float32 if bias is not None else out_dtype,
-                out_sharding=out_sharding,
-            )
+        options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
+        with _scopes.high_precision(_why(recipe)):
+            y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
         return _plus(y, bias, out_dtype)
 
     state, reduce = shared(state), AmaxReduction.of(recipe)
-    if fused is not None and both[0].is_rows_by_last and isinstance(quantizers[0], TensorwiseQuantizer):
-        x_codes = codes(fused, quantizers[0], state.input, reduce)
-    plan = Plan(
+    if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
+        x_codes = quantize_fused(fused, quantizers[0], state.input, reduce)
+    product = Product(
         quantizers=quantizers,
         dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),
-        members=0,
+        vmapped=0,
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,
@@ -130,50 +125,51 @@ def dot_general(
         precise=_precise(precision, recipe),
         reduce=reduce,
     )
-    return checkpoint_name(product(plan, x, kernel, bias, state, (x_codes, kernel_codes)), OUTPUT_NAME)
+    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
+    return checkpoint_name(multiply(product)(x, kernel, bias, state, codes), OUTPUT_NAME)
 
 
 def _operand(name, operand):
-    """`(array, codes)`: what an operand is the codes of, and its codes where it has some already."""
+    """Return `(array, codes)`: the operand, or the source of a QTensor; and the QTensor, or None."""
     if isinstance(operand, QTensor):
         return operand.data if operand.source is None else operand.source, operand
     return _checks.high_precision("dot_general", name, operand), None
 
 
 def is_small(recipe, x, kernel) -> bool:
-    """Whether the product of operands with these layouts is below the recipe's `min_size`."""
+    """Tell whether the product of operands with these layouts is below the recipe's `min_size`."""
     size = math.prod(out_shape(x, kernel)) * math.prod(x.shape[d] for d in x.contract)
     return size < recipe.min_size**3
 
 
-def _in_high_precision(operands, codes) -> list:
-    """The dtypes of those operands that are not codes alone."""
-    return [of.dtype for of, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(of)]
+def _high_precision_dtypes(operands, codes) -> list:
+    """Return the dtypes of the operands that are given in high precision, or have a source."""
+    return [x.dtype for x, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(x)]
 
 
 def _why(recipe) -> str:
-    """Why a product of these is none in FP8."""
+    """Say why a product is in high precision."""
     if recipe is not None:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return "autocast is off" if _autocast.is_off() else "the recipe is None"
 
 
 def _plus(y, bias, dtype):
-    """`y + bias` in `dtype`; bias is of the last dimensions of y."""
+    """Add a bias of the last dimensions to y, and round to `dtype`."""
     if bias is not None:
         y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return y.astype(dtype)
 
 
 def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
-    """`(quantizers, state)` of a recipe, for which `state`, an argument of `op`, is a state: one for each tensor.
+    """Return the quantizers of a recipe, one for each field of a state, and `state`, an argument of `op`.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError, ValueError: `state` is not a state of this recipe.
     """
     fields = dataclasses.fields(DotGeneralState)
     quantizers = checked(f"{op}: recipe", recipe).quantizers()
-    quantizers += (None,) * (len(fields) - len(quantizers))
+    quantizers += (HighPrecisionQuantizer(),) * (len(fields) - len(quantizers))
     if state is None:
         if jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe))):
             raise ValueError(
@@ -184,16 +180,12 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     if not isinstance(state, DotGeneralState):
         raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
     for field, quantizer in zip(fields, quantizers, strict=True):
-        of, name = getattr(state, field.name), f"{op}: state.{field.name}"
-        if quantizer is not None:
-            quantizer.check_state(name, of)
-        elif jax.tree.leaves(of):
-            raise ValueError(f"{name}: {type(recipe).__name__} has no quantizer there that keeps state, got {of!r}")
+        quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
     return quantizers, state
 
 
 def spec_of(op: str, out_sharding) -> PartitionSpec | None:
-    """The PartitionSpec of an argument `out_sharding` of `op`."""
+    """Return the PartitionSpec of an argument `out_sharding` of `op`."""
     if out_sharding is None or isinstance(out_sharding, PartitionSpec):
         return out_sharding
     if isinstance(out_sharding, NamedSharding):
@@ -202,9 +194,9 @@ def spec_of(op: str, out_sharding) -> PartitionSpec | None:
 
 
 def _precise(precision, recipe) -> frozenset:
-    """The products that accumulate precisely."""
-    wanted = precision if isinstance(precision, (tuple, list)) else (precision,)
-    names = {"DEFAULT" if p is None else p.name if isinstance(p, lax.Precision) else str(p).upper() for p in wanted}
+    """Return the names of the products that accumulate precisely."""
+    given = precision if isinstance(precision, (tuple, list)) else (precision,)
+    names = {"DEFAULT" if p is None else p.name if isinstance(p, lax.Precision) else str(p).upper() for p in given}
     if names <= {"DEFAULT", "FASTEST"}:
         return frozenset(recipe.precise)
     if names <= {"HIGH", "HIGHEST", "FLOAT32"}:

@@ -1,7 +1,7 @@
 """Frozen products: a kernel that is codes already and, with delayed scaling, an input whose scale is fixed.
 
-`freeze_operands` makes of a kernel and a state what inference needs of them, a dict of arrays; `dot_general` multiplies
-with it, with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
+`freeze_operands` turns a kernel and a state into the arrays that inference needs; `dot_general` multiplies with them,
+with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
 """
 
 import contextlib
@@ -16,23 +16,19 @@ import numpy as np
 from ..ops import _checks
 from ..recipes import (
     AmaxReduction,
-    DelayedScalingQuantizer,
     DotGeneralState,
     FixedScale,
     FixedScaleQuantizer,
     QTensor,
-    QuantizerState,
     Recipe,
-    alone,
-    start,
+    read_states,
 )
 from . import _dot_general
 from ._layout import layouts
-from ._operand import operands
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
-# While products are being frozen: whether one was called with another kernel than that whose codes are kept.
+# While products are being frozen: whether a product was called with another kernel than the one whose codes are kept.
 HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 
@@ -44,7 +40,7 @@ _freezing = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def freezing():
-    """While it lasts, layers store what inference needs of their products."""
+    """Have layers store the arrays that inference needs of their products, for as long as the context lasts."""
     with _freezing(True):
         yield
 
@@ -59,22 +55,20 @@ class _FrozenRecipe(Recipe):
 
     recipe: Any
     has_fixed_input: bool
-    precise: tuple[str, ...]
-    pipeline_axes: tuple[str, ...]
 
     def quantizers(self) -> tuple:
-        """Those of the recipe, but for a fixed scale."""
-        of_x, *others = self.recipe.quantizers()
-        return (FixedScaleQuantizer(of_x.fp8_dtype) if self.has_fixed_input else of_x, *others)
+        """Return the quantizers of the recipe; that of a fixed input has a fixed scale."""
+        x, *others = self.recipe.quantizers()
+        return (FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *others)
 
 
 def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
-    """What inference needs of a product's kernel and state.
+    """Return the arrays that inference needs of a product's kernel and state.
 
     Args:
         x_shape: the shape of x, for the recipe's `min_size`: a frozen product is FP8 for x of any size.
         kernel: bfloat16, float16 or float32, as the product gets it.
-        dimension_numbers, recipe, state: as of `jaxfp8.dot_general`.
+        dimension_numbers, recipe, state: see `jaxfp8.dot_general`.
 
     Returns:
         `kernel`, codes with the contracting dimensions last, as GEMMs read them: `[*batch, *free, *contract]`;
@@ -87,55 +81,57 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     kernel = _checks.high_precision("freeze", "kernel", kernel)
     quantizers, state = _dot_general.checked_quantizers("freeze", recipe, state)
     both = layouts(x_shape, kernel.shape, dimension_numbers)
-    if quantizers[1] is None or 0 in kernel.shape or _dot_general.is_small(recipe, *both):
+    if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
         return None
-    for name, quantizer, of in zip(("input", "kernel"), quantizers, (state.input, state.kernel), strict=False):
-        if jax.tree.leaves(of) and not isinstance(quantizer, DelayedScalingQuantizer):
-            raise ValueError(
-                f"freeze: recipe: expected delayed scaling, or quantizers without state, for the {name}: what fixes "
-                f"the state of {quantizer!r} only its author knows"
-            )
-    if quantizers[3] is not None and jax.tree.leaves(state.output):
+    if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
-    of_x, of_kernel = start(quantizers[:2], [state.input, state.kernel])
-    last = _codes(kernel, quantizers[1], both[1], of_kernel, AmaxReduction.of(recipe))
-    frozen = {KERNEL: last.codes, KERNEL_SCALE_INV: last.scale_inv}
-    if isinstance(state.input, QuantizerState):
-        frozen |= {INPUT_SCALE: of_x.scale, "input_scale_inv": of_x.scale_inv}
+    input_step, kernel_step = read_states(quantizers[:2], [state.input, state.kernel])
+    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=AmaxReduction.of(recipe))
+    if q.scale_inv is None:  # the recipe keeps the kernel in high precision
+        return None
+    scales = []
+    for name, quantizer, step in (("input", quantizers[0], input_step), ("kernel", quantizers[1], kernel_step)):
+        try:
+            scales.append(quantizer.fixed_scale(step))
+        except ValueError as error:
+            raise ValueError(f"freeze: recipe: for the {name}: {error}") from None
+    frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
+    if scales[0] is not None:
+        frozen |= {INPUT_SCALE: scales[0].scale, "input_scale_inv": scales[0].scale_inv}
     return frozen
 
 
 def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
-    """bool[]: whether `freeze_operands` gives other codes or scales for this kernel than those in `kept`.
+    """Return bool[]: whether `freeze_operands` gives other codes or scales for this kernel than those in `kept`.
 
     Raises:
         ValueError: they have another shape.
     """
-    found = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
-    pairs = [] if found is None else [(kept[name], found[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
+    frozen = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
+    pairs = [] if frozen is None else [(kept[name], frozen[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
     if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
         raise ValueError(f"{ANOTHER_KERNEL}: of shape {kernel.shape}, and of another one before")
     same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
     return jnp.logical_not(jnp.logical_and(*same))
 
 
-def _codes(kernel, quantizer, layout, run=None, reduce=alone):
-    """The kernel as the first product reads it: an `Operand`."""
+def _quantized(kernel, quantizer, layout, step=None, **options) -> QTensor:
+    """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options = layout.counts | {"rowwise": not first, "columnwise": first, "contract_first": first}
-    q, _, _ = quantizer.quantize_operand(layout.ordered(kernel), run, reduce=reduce, **options)
-    return operands(q, len(layout.batch), first, want_first=False)[0]
+    options |= layout.counts | {"columnwise": first, "contract_first": first}
+    q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, **options)
+    return q.transposed(len(layout.batch)) if first else q
 
 
 def dot_general(
     x, kernel, dimension_numbers, *, frozen, recipe, bias=None, precision=None, preferred_element_type=None, **options
 ):
-    """`jaxfp8.dot_general` with a frozen kernel.
+    """Compute `jaxfp8.dot_general` with a frozen kernel.
 
     Args:
-        x, dimension_numbers, bias, precision, preferred_element_type, options: as of `jaxfp8.dot_general`.
-        kernel: whatever has the shape and the dtype that the kernel had; it is not read.
-        frozen: what `freeze_operands` returned for it.
+        x, dimension_numbers, bias, precision, preferred_element_type, options: see `jaxfp8.dot_general`.
+        kernel: an array of the shape and the dtype that the kernel had; it is not read.
+        frozen: the result of `freeze_operands` for it.
         recipe: of the product; None dequantizes the codes.
 
     Raises:
@@ -144,22 +140,22 @@ def dot_general(
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
-    of_x, of_kernel = layouts(x.shape, kernel.shape, dimension_numbers)
+    x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
     scaling, state = {}, DotGeneralState(None, None, None)
     if recipe is not None:
-        scaling = _checked_scaling(frozen, kernel, of_kernel, recipe)
+        scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         has_fixed_input = INPUT_SCALE in frozen
         if has_fixed_input:
             state = dataclasses.replace(state, input=FixedScale(frozen[INPUT_SCALE], frozen["input_scale_inv"]))
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
-        recipe = _FrozenRecipe(recipe=recipe, has_fixed_input=has_fixed_input, **kept)
-    batch, contract = len(of_kernel.batch), len(of_kernel.contract)
+        recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
+    batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
     last = tuple(range(codes.ndim - contract, codes.ndim))
     return _dot_general.dot_general(
         x,
         codes,
-        ((of_x.contract, last), (of_x.batch, tuple(range(batch)))),
+        ((x_layout.contract, last), (x_layout.batch, tuple(range(batch)))),
         recipe=recipe,
         state=state,
         bias=bias,
@@ -170,23 +166,21 @@ def dot_general(
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):
-    """How the codes are scaled, as keywords of a QTensor, if the arrays are those of this recipe and kernel."""
-    quantizer = recipe.quantizers()[1]
-    found = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
-    if quantizer is not None:
-        of = functools.partial(_codes, quantizer=quantizer, layout=layout)
-        expected = jax.eval_shape(of, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
-        wanted = {KERNEL: expected.codes, KERNEL_SCALE_INV: expected.scale_inv}
-        if found == {name: (leaf.shape, leaf.dtype) for name, leaf in wanted.items()}:
-            return {"block": expected.block, "power_2_scale": expected.power_2_scale}
+    """Check that the arrays are those of this recipe and kernel; return the scaling, as keywords of a QTensor."""
+    types = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
+    quantize = functools.partial(_quantized, quantizer=recipe.quantizers()[1], layout=layout)
+    q = jax.eval_shape(quantize, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+    expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
+    if q.scale_inv is not None and types == {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}:
+        return {"block": q.block, "power_2_scale": q.power_2_scale}
     raise ValueError(
-        f"frozen product: the recipe here is {recipe!r}, but what is frozen, {found}, is of another one; run the model "
-        "with the recipes (jaxfp8.autocast, rules) that it was frozen with"
+        f"frozen product: the recipe here is {recipe!r}, but the frozen arrays {types} are of another recipe; run the "
+        "model with the recipes (jaxfp8.autocast, rules) that it was frozen with"
     )
 
 
 def stand_in(shape, dtype):
-    """What a layer reads where its kernel was: NaN, which its product does not read, and nobody else unseen."""
+    """Return the placeholder of a removed kernel: NaN, so that any read outside of the frozen product shows."""
     return jnp.full(shape, jnp.nan, dtype)
 
 
@@ -198,7 +192,7 @@ def nothing_to_freeze() -> ValueError:
 
 
 def refuse_untouched(name: str, history, scale) -> None:
-    """Raises for the state of a quantizer, called `name`, that has seen nothing and was given no scale."""
+    """Raise for the state of a quantizer, called `name`, that has no amax and no scale."""
     if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale) == 1):
         raise ValueError(
             f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; run jaxfp8.calibrate on a few "

@@ -14,34 +14,34 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import QTensor, counts_in, fractions, start
+from ..recipes import QTensor, fractions, has_counters, read_states
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`activation(x)`, not computed yet; `jaxfp8.activated` makes one."""
+    """`activation(x)`, not computed yet; `jaxfp8.activated` makes it."""
 
     x: jax.Array
     activation: str = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
+        """Return the shape of the values."""
         return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
 
     @property
     def dtype(self):
-        """The dtype of the values, where they are not codes."""
+        """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
 
     @property
     def value(self) -> jax.Array:
-        """The values, in the dtype of x."""
+        """Return the values, in the dtype of x."""
         return _value(_activate(self.activation), self.x)
 
     def quantize(self, scale, dtype, amax):
-        """As the op, of the values as a matrix: rows are all dimensions but the last."""
+        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
         options = {"activation": self.activation, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}
         return _quantize_activation.quantize_activation_with(self.x, scale, dtype, **options)
@@ -50,7 +50,7 @@ class Activated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalized:
-    """A norm of x over its last dimension, not computed yet; `jaxfp8.normalized` makes one."""
+    """A norm of x over its last dimension, not computed yet; `jaxfp8.normalized` makes it."""
 
     x: jax.Array
     scale: jax.Array
@@ -60,21 +60,21 @@ class Normalized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
+        """Return the shape of the values."""
         return self.x.shape
 
     @property
     def dtype(self):
-        """The dtype of the values, where they are not codes."""
+        """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
 
     @property
     def value(self) -> jax.Array:
-        """The values, in the dtype of x."""
+        """Return the values, in the dtype of x."""
         return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
 
     def quantize(self, scale, dtype, amax):
-        """As the op, of the values as a matrix: rows are all dimensions but the last."""
+        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
         options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}
         return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
@@ -84,7 +84,7 @@ FusedInput = Activated | Normalized
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:
-    """The x of a product whose codes are made while the activation is computed.
+    """Activate the x of a product while its codes are made.
 
         h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
         y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
@@ -97,7 +97,7 @@ def activated(x: ArrayLike, activation: str) -> Activated:
             the gate times the other half.
 
     Returns:
-        What `jaxfp8.dot_general` takes as x, of shape `[..., n]`; `.value` is the array.
+        An x for `jaxfp8.dot_general`, of shape `[..., n]`; `.value` is the array.
 
     Raises:
         TypeError: x has another dtype.
@@ -111,7 +111,7 @@ def activated(x: ArrayLike, activation: str) -> Activated:
 def normalized(
     x: ArrayLike, scale: ArrayLike, bias: ArrayLike | None = None, *, kind: str, epsilon: float = 1e-6
 ) -> Normalized:
-    """The x of a product whose codes are made while it is normalized over its last dimension.
+    """Normalize the x of a product over its last dimension while its codes are made.
 
     The norm is computed in float32 and rounded once, to FP8. For its gradient x, scale and bias are kept.
 
@@ -123,7 +123,7 @@ def normalized(
         epsilon: as above.
 
     Returns:
-        What `jaxfp8.dot_general` takes as x, of the shape of x; `.value` is the array.
+        An x for `jaxfp8.dot_general`, of the shape of x; `.value` is the array.
 
     Raises:
         TypeError: an operand has another dtype.
@@ -134,50 +134,50 @@ def normalized(
     return Normalized(x, scale, bias, kind, epsilon)
 
 
-def codes(fused: FusedInput, quantizer, state, reduce) -> QTensor:
-    """The codes of a fused input as a matrix of rows by its last dimension; what has their gradient is its `value`.
+def quantize_fused(fused: FusedInput, quantizer, state, reduce) -> QTensor:
+    """Quantize a fused input as a matrix of rows by its last dimension; its `value` gets the gradient.
 
     Args:
         fused: the input.
-        quantizer: of the product's x; a TensorwiseQuantizer.
+        quantizer: of the product's x; with one scale for the whole tensor.
         state: of that quantizer, or None.
         reduce: of amaxes, over the mesh.
     """
     # Codes have no derivative: gradients go to the value, the next state to the product's state.
     fixed, state = jax.lax.stop_gradient((fused, state))
-    (run,) = start([quantizer], [state])
-    scale, scale_inv, amax = quantizer.scale(lambda: ops.amax(fixed.value), run, reduce)
-    quantize = _quantize(quantizer.fp8_dtype, counts_in(run))
-    data, data_t, amax, *counters = quantize(fixed, scale, amax)
-    return QTensor(data, scale_inv, data_t, run=quantizer.seen(run, scale, scale_inv, amax, *counters))
+    (step,) = read_states([quantizer], [state])
+    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fixed.value), step, reduce)
+    quantize = _quantize(quantizer.fp8_dtype, has_counters(step))
+    data, data_t, amax, *counts = quantize(fixed, scale, amax)
+    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, *counts))
 
 
 @functools.cache
 def _quantize(dtype, counts):
-    """`(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_state.py).
+    """Return `(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_tensorwise.py).
 
     A batch that shares scale and amax is more rows. Counting computes the values once more, in f32 as the op does.
     """
 
-    def alone(fused, scale, amax):
+    def without_batch(fused, scale, amax):
         results = fused.quantize(scale, dtype, amax)
         if not counts:
             return results
         values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
         return *results, fractions(values, scale, dtype)
 
-    quantize = jax.custom_batching.custom_vmap(alone)
+    quantize = jax.custom_batching.custom_vmap(without_batch)
 
     @quantize.def_vmap
     def batch(size, is_batched, fused, scale, amax):
         del size
-        of_x, *others = jax.tree.leaves(is_batched)
-        if of_x and not any(others):
+        x_is_batched, *others = jax.tree.leaves(is_batched)
+        if x_is_batched and not any(others):
             data, data_t, *shared = quantize(fused, scale, amax)
             batched = (True, True, *jax.tree.map(lambda _: False, shared))
             return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        each = jax.vmap(alone, in_axes=tuple(in_axes))(fused, scale, amax)
+        each = jax.vmap(without_batch, in_axes=tuple(in_axes))(fused, scale, amax)
         return each, jax.tree.map(lambda _: True, each)
 
     return quantize
@@ -185,7 +185,7 @@ def _quantize(dtype, counts):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _value(function, *operands):
-    """`function(*operands)`; its backward computes it again, so that nothing but the operands is kept."""
+    """Compute `function(*operands)`; the backward computes it again and keeps nothing but the operands."""
     return function(*operands)
 
 

@@ -21,19 +21,20 @@ from ..recipes import (
     AmaxReduction,
     DotGeneralState,
     FP8StateWarning,
+    GEMMType,
+    HighPrecisionQuantizer,
     QTensor,
     Recipe,
-    TensorwiseQuantizer,
-    finish,
-    start,
+    next_states,
+    read_states,
 )
-from . import _probe
 from ._dot_general import checked_quantizers
 from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
-from ._members import own_state
 from ._product import NOT_UPDATED, OUTPUT_NAME
 from ._shared_state import shared
+from ._vmapped_state import vmapped_state
+from ._wrapping import wrapped
 
 
 def ragged_dot(
@@ -45,7 +46,7 @@ def ragged_dot(
     state: DotGeneralState | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot` with both operands, and the gradient of the output, in FP8.
+    """Compute `jax.lax.ragged_dot` with both operands, and the gradient of the output, in FP8.
 
     The rows of `lhs` are cut into consecutive groups, and each is multiplied with a matrix of its own:
 
@@ -85,7 +86,8 @@ def ragged_dot(
             f"{group_sizes.size} group_sizes, got {rhs.shape}"
         )
     quantizers, state = checked_quantizers(op, recipe, state)
-    if not all(isinstance(quantizer, TensorwiseQuantizer) for quantizer in quantizers[:3]) or any(quantizers[3:]):
+    tensorwise, others = quantizers[:3], quantizers[3:]
+    if not all(quantizer.has_one_scale for quantizer in tensorwise) or set(others) != {HighPrecisionQuantizer()}:
         raise ValueError(
             f"{op}: recipe: expected one scale for each tensor, DelayedScaling or Float8CurrentScaling, got {recipe!r}"
         )
@@ -93,25 +95,25 @@ def ragged_dot(
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(lhs, rhs)
     out_dtype = _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
-    if 0 in lhs.shape or 0 in rhs.shape:  # nothing to see: gradients are zero, the state is not touched
+    if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    plan = _Plan(quantizers, out_dtype, frozenset(recipe.precise), AmaxReduction.of(recipe), selected())
-    state = own_state(shared(state), lhs, rhs, group_sizes)
-    y = _probe.product(functools.partial(_product, plan), _exact, lhs, rhs, group_sizes, state)
-    return checkpoint_name(y, OUTPUT_NAME)
+    product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), AmaxReduction.of(recipe), selected())
+    state = vmapped_state(shared(state), lhs, rhs, group_sizes)
+    multiply = wrapped(functools.partial(_fp8, product), _float32)
+    return checkpoint_name(multiply(lhs, rhs, group_sizes, state), OUTPUT_NAME)
 
 
-def _exact(lhs, rhs, group_sizes, state):
-    """The product in float32, of operands as they are."""
+def _float32(lhs, rhs, group_sizes, state):
+    """Multiply the operands as they are, in float32."""
     del state
     lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     return lax.ragged_dot(lhs, rhs, group_sizes, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is static about one product.
+class _RaggedProduct:
+    """The static part of one product.
 
     Attributes:
         quantizers: of lhs, rhs and the gradient of the output.
@@ -127,23 +129,11 @@ class _Plan:
     reduce: AmaxReduction
     implementation: str | None
 
-    def quantize(self, index: int, x, run, *, transpose: bool):
-        """`(QTensor, run)` of operand `index`."""
-        q, run, _ = self.quantizers[index].quantize_operand(x, run, columnwise=transpose, reduce=self.reduce)
-        return q, run
-
-    def gemm(self, name: str, a, b, group_sizes, out_dtype):
-        """A product of `(codes, scale_inv)`, both with the contracting dimension last."""
-        return ops.ragged_matmul(
-            a[0],
-            b[0],
-            a[1],
-            b[1],
-            group_sizes,
-            ragged="contraction" if name == "wgrad" else "rows",
-            out_dtype=out_dtype,
-            precise=name in self.precise,
-        )
+    def gemm(self, gemm_type: GEMMType, a, b, a_scale_inv, b_scale_inv, group_sizes, out_dtype):
+        """Multiply codes that have the contracting dimension last."""
+        ragged = "contraction" if gemm_type == GEMMType.WGRAD else "rows"
+        options = {"ragged": ragged, "out_dtype": out_dtype, "precise": gemm_type in self.precise}
+        return ops.ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options)
 
 
 @jax.tree_util.register_static
@@ -156,61 +146,69 @@ class _Types:
 
 
 def _in_a_group(x, group_sizes):
-    """`x` with zeros in the rows beyond the last group: whatever they hold, an amax must not see it."""
+    """Set the rows of x beyond the last group to zero: whatever they hold, an amax must not include it."""
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]))
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
 
 
-def _forward(plan, lhs, rhs, group_sizes, state: DotGeneralState, wanted):
-    """y, and what the backward reads; `wanted` has the operands whose gradients are wanted, None without a backward."""
-    states = (state.input, state.kernel, state.output_grad)[: 2 if wanted is None else 3]
-    lhs_run, rhs_run, *grad_run = start(plan.quantizers[: len(states)], states)
-    q_lhs, lhs_run = plan.quantize(0, _in_a_group(lhs, group_sizes), lhs_run, transpose="rhs" in (wanted or ()))
-    q_rhs, rhs_run = plan.quantize(1, rhs, rhs_run, transpose=True)
-    y = plan.gemm("fprop", (q_lhs.data, q_lhs.scale_inv), (q_rhs.data_t, q_rhs.scale_inv), group_sizes, plan.out_dtype)
-    lhs_t = (q_lhs.data_t, q_lhs.scale_inv) if "rhs" in (wanted or ()) else None
-    rhs_rows = (q_rhs.data, q_rhs.scale_inv) if "lhs" in (wanted or ()) else None
-    return y, (lhs_t, rhs_rows, (lhs_run, rhs_run, *grad_run))
+def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentiated):
+    """Compute y and the residuals; `differentiated` has the operands that get a gradient, None without a backward."""
+    needs_dlhs, needs_drhs = (name in (differentiated or ()) for name in ("lhs", "rhs"))
+    states = (state.input, state.kernel, None if differentiated is None else state.output_grad)
+    lhs_step, rhs_step, grad_step = read_states(product.quantizers, states)
+    lhs_quantizer, rhs_quantizer, _ = product.quantizers
+    x = _in_a_group(lhs, group_sizes)
+    lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, columnwise=needs_drhs, reduce=product.reduce)
+    rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, reduce=product.reduce)
+    scales = lhs.scale_inv, rhs.scale_inv
+    y = product.gemm(GEMMType.FPROP, lhs.data, rhs.data_t, *scales, group_sizes, product.out_dtype)
+    # wgrad reads lhs with its rows last, dgrad rhs with its columns last.
+    lhs = dataclasses.replace(lhs, data=None) if needs_drhs else lhs.for_next_state()
+    rhs = dataclasses.replace(rhs, data_t=None) if needs_dlhs else rhs.for_next_state()
+    return y, (lhs, rhs, grad_step)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(plan, lhs, rhs, group_sizes, state):
-    with using(plan.implementation):
-        return _forward(plan, lhs, rhs, group_sizes, state, None)[0]
+def _fp8(product, lhs, rhs, group_sizes, state):
+    with using(product.implementation):
+        return _forward(product, lhs, rhs, group_sizes, state, None)[0]
 
 
-def _product_fwd(plan, lhs, rhs, group_sizes, state):
-    is_wanted = {"lhs": lhs.perturbed, "rhs": rhs.perturbed}
-    wanted = tuple(name for name, perturbed in is_wanted.items() if perturbed)
+def _fp8_fwd(product, lhs, rhs, group_sizes, state):
+    differentiated = [name for name, operand in (("lhs", lhs), ("rhs", rhs)) if operand.perturbed]
     leaves = jax.tree.leaves(state)
     if leaves and not any(leaf.perturbed for leaf in leaves):
         warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)
     lhs, rhs, group_sizes = lhs.value, rhs.value, group_sizes.value
     state = jax.tree.map(lambda leaf: leaf.value, state)
-    with using(plan.implementation):
-        y, residuals = _forward(plan, lhs, rhs, group_sizes, state, wanted)
+    with using(product.implementation):
+        y, residuals = _forward(product, lhs, rhs, group_sizes, state, differentiated)
     types = _Types(jax.typeof(lhs), jax.typeof(rhs))
     return y, (checkpoint_name(residuals, RESIDUAL_NAME), group_sizes, types)
 
 
-def _product_bwd(plan, kept, grad):
-    """dlhs = grad @ rhs.T, of each group; drhs = lhs.T @ grad, of each group."""
-    (lhs_t, rhs_rows, (*runs, grad_run)), group_sizes, types = kept
+def _fp8_bwd(product, residuals, grad):
+    """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
+    (lhs, rhs, grad_step), group_sizes, types = residuals
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
     dlhs = drhs = None
-    with using(plan.implementation):
-        q_grad, grad_run = plan.quantize(2, _in_a_group(grad, group_sizes), grad_run, transpose=lhs_t is not None)
-        next_state = DotGeneralState(*finish([*runs, grad_run], plan.reduce))
-        if rhs_rows is not None:
-            dlhs = plan.gemm("dgrad", (q_grad.data, q_grad.scale_inv), rhs_rows, group_sizes, types.lhs.dtype)
+    needs_dlhs, needs_drhs = rhs.data is not None, lhs.data_t is not None
+    with using(product.implementation):
+        x = _in_a_group(grad, group_sizes)
+        options = {"columnwise": needs_drhs, "reduce": product.reduce}
+        q, _ = product.quantizers[2].quantize_operand(x, grad_step, **options)
+        next_state = DotGeneralState(*next_states([lhs, rhs, q], product.reduce))
+        if needs_dlhs:
+            scales = q.scale_inv, rhs.scale_inv
+            dlhs = product.gemm(GEMMType.DGRAD, q.data, rhs.data, *scales, group_sizes, types.lhs.dtype)
             dlhs = _mesh.cotangent_of(types.lhs, dlhs)
-        if lhs_t is not None:
-            grad_t = (q_grad.data_t, q_grad.scale_inv)
-            drhs = plan.gemm("wgrad", lhs_t, grad_t, group_sizes, types.rhs.dtype)
+        if needs_drhs:
+            scales = lhs.scale_inv, q.scale_inv
+            drhs = product.gemm(GEMMType.WGRAD, lhs.data_t, q.data_t, *scales, group_sizes, types.rhs.dtype)
             drhs = _mesh.cotangent_of(types.rhs, drhs)
     return dlhs, drhs, None, next_state
 
 
-_product.defvjp(_product_fwd, _product_bwd, symbolic_zeros=True)
+_fp8.defvjp(_fp8_fwd, _fp8_bwd, symbolic_zeros=True)

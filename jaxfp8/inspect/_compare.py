@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dot import _probe
+from ..dot import _wrapping
 from ..linen import _inspect as linen_inspect
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
@@ -118,7 +118,7 @@ def _run(fn, arrays, loss, look) -> None:
     def loss_of(floats):
         floats = iter(floats)
         values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
-        with linen_inspect.naming(), _probe.looking(look):
+        with linen_inspect.naming(), _wrapping.wrapping(look):
             return loss(fn(tree.unflatten(values)))
 
     floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
@@ -167,7 +167,7 @@ class _Look:
 
     def __call__(self, fp8, f32, *operands):
         site = len(self.names)
-        self.names.append(_probe.current_layer() or "product")
+        self.names.append(_wrapping.current_layer() or "product")
         leaves, tree = jax.tree.flatten(operands)
         is_float = [_is_float(leaf) for leaf in leaves]
 

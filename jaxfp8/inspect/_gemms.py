@@ -14,7 +14,7 @@ from .._jax import _compat
 from ..dot import _gemms
 from ..nnx._inspect import of_arrays
 from ..ops._implementation import using
-from ..recipes import alone
+from ..recipes import no_reduction
 from ._programs import Place, equations, traced
 from ._table import aligned
 from ._target import Target, are_fp8, is_gemm
@@ -160,11 +160,11 @@ def _why_plain(eqn, place, target) -> str | None:
 def _forward(eqn):
     """The program of a product that nobody differentiates: a primitive that is still whole."""
     params = eqn.params
-    plan = dataclasses.replace(params["plan"], reduce=alone, out_sharding=None)  # on one device
+    product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)  # on one device
 
     def run(x, kernel, *leaves):
         with using(params["implementation"]):
-            return _gemms.forward(plan, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
+            return _gemms.forward(product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
 
     return traced(lambda operands: run(*operands), [_plain(var.aval) for var in eqn.invars])
 

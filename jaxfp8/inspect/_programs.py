@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 
 from .._jax._jaxprs import inner_jaxprs
-from ..dot import _marks
+from ..dot import _scopes
 
 # What transforms call their own: says nothing about the model.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")
@@ -54,8 +54,8 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
 def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
     is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
-    reasons = [found for scope in scopes if (found := _marks.reason(scope))]
-    scopes = [scope for scope in scopes if scope not in _OF_TRANSFORMS and not _marks.reason(scope)]
+    reasons = [found for scope in scopes if (found := _scopes.reason(scope))]
+    scopes = [scope for scope in scopes if scope not in _OF_TRANSFORMS and not _scopes.reason(scope)]
     return Place(_joined(scopes), is_backward, reasons[0] if reasons else None, _line(eqn.source_info.traceback))
 
 

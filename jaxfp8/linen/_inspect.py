@@ -2,7 +2,7 @@
 
 from flax import linen as nn
 
-from ..dot import _probe
+from ..dot import _wrapping
 from ._state import Fp8Module
 
 
@@ -19,7 +19,7 @@ def _name(next_method, args, kwargs, context):
     module = context.module
     if not isinstance(module, Fp8Module):
         return next_method(*args, **kwargs)
-    with _probe.layer("/".join(layer_path(module))):
+    with _wrapping.layer("/".join(layer_path(module))):
         return next_method(*args, **kwargs)
 
 

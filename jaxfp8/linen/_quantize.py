@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax import lax
 
 from .._jax._typing import Tree
-from ..dot import _marks
+from ..dot import _scopes
 from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
 from ._dot_general import Fp8DotGeneral
 from ._einsum import Fp8Einsum
@@ -220,7 +220,7 @@ def _interceptor(next_method, args, kwargs, context):
     with contextlib.ExitStack() as stack:
         stack.enter_context(_changed(module, changes))
         if rule.recipe is None:
-            stack.enter_context(_marks.high_precision(f"rule {decided.index} says None"))
+            stack.enter_context(_scopes.high_precision(f"rule {decided.index} says None"))
         return next_method(*args, **kwargs)
 
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from .._jax._arrays import split_arrays
-from ..dot import _marks, _probe
+from ..dot import _scopes, _wrapping
 from ..recipes import first_match
 from ._dot_general import _Fp8Product
 from ._quantize import RULES, layers, names, operation, product
@@ -67,9 +67,9 @@ def _named(base):
     def __call__(self, *args, **kwargs):
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.named_scope(self.inspected_path))
-            stack.enter_context(_probe.layer(self.inspected_path))
+            stack.enter_context(_wrapping.layer(self.inspected_path))
             if getattr(self, "inspected_rule", None) is not None:
-                stack.enter_context(_marks.high_precision(f"rule {self.inspected_rule} says None"))
+                stack.enter_context(_scopes.high_precision(f"rule {self.inspected_rule} says None"))
             return base.__call__(self, *args, **kwargs)
 
     same = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

@@ -19,20 +19,20 @@ from ._custom import ROLES as ROLES, CustomRecipe as CustomRecipe
 from ._delayed import (
     DelayedScaling as DelayedScaling,
     DelayedScalingQuantizer as DelayedScalingQuantizer,
-    finish as finish,
-    start as start,
+    next_states as next_states,
+    read_states as read_states,
 )
 from ._fixed import FixedScale as FixedScale, FixedScaleQuantizer as FixedScaleQuantizer
-from ._high_precision import HighPrecision as HighPrecision
+from ._high_precision import HighPrecision as HighPrecision, HighPrecisionQuantizer as HighPrecisionQuantizer
 from ._mx import MXFP8BlockScaling as MXFP8BlockScaling
-from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, alone as alone, column_sums as column_sums
+from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, no_reduction as no_reduction
 from ._recipe import Recipe as Recipe, checked as checked
 from ._rowwise import Float8RowwiseScaling as Float8RowwiseScaling
 from ._rules import Rule, Rules, checked_rules, first_match, kind, relative
 from ._state import (
     DotGeneralState as DotGeneralState,
-    QuantizerRun as QuantizerRun,
     QuantizerState as QuantizerState,
+    QuantizerStep as QuantizerStep,
     init_state as init_state,
     map_variables as map_variables,
 )
@@ -40,7 +40,7 @@ from ._state_tree import OVERWRITE_WITH_GRADIENT, partition, prefix_of, slot_axi
 from ._tensor import Block, QTensor, dequantized, value_of
 from ._tensorwise import (
     TensorwiseQuantizer as TensorwiseQuantizer,
-    counts_in as counts_in,
     fractions as fractions,
+    has_counters as has_counters,
 )
 from ._warning import FP8StateWarning

@@ -3,7 +3,6 @@
 import dataclasses
 
 from ..numerics import E4M3, Format
-from ._amax_reduction import NOT_SAID
 from ._blockwise import Float8BlockQuantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe
@@ -22,7 +21,7 @@ class Float8BlockScaling(Recipe):
         fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
         power_2_scale: round scales down to a power of two. NVIDIA's Blackwell multiplies no others in FP8: there such a
             scale is that of blocks of 32, as MXFP8 has them.
-        precise, min_size, pipeline_axes: see `Recipe`.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -30,15 +29,8 @@ class Float8BlockScaling(Recipe):
 
     fp8_format: Format = E4M3
     power_2_scale: bool = False
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self) -> None:
-        self.check_options()
-
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel` and `grad`."""
-        dtype, backward = self.fp8_format.dtype, self.fp8_format.backward_dtype
-        x, kernel = (Float8BlockQuantizer(dtype, dim, self.power_2_scale) for dim in (1, 2))
-        return x, kernel, dataclasses.replace(x, fp8_dtype=backward)
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        x, _, grad = self.for_formats(lambda dtype: Float8BlockQuantizer(dtype, 1, self.power_2_scale))
+        return x, dataclasses.replace(x, block_scaling_dim=2), grad

@@ -10,14 +10,14 @@ import numpy as np
 from .. import ops
 from ..numerics import E4M3
 from ..ops._quantize_blocks import ROUNDINGS as ROUNDINGS
-from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
+from ._quantizer import Quantizer, fp8_dtype, no_reduction, sum_rows
 from ._tensor import QTensor
 
 
 class BlockwiseQuantizer(Quantizer):
-    """A scale for each block, from its own amax; no state, and nothing to reduce over a mesh.
+    """Quantize with a scale for each block, from its own amax; without state, and without a reduction over a mesh.
 
-    Codes for a product along the first dimension are others than along the last: their blocks are.
+    A product along the first dimension reads other codes than a product along the last, because its blocks differ.
 
     Attributes:
         fp8_dtype: of the codes.
@@ -28,24 +28,23 @@ class BlockwiseQuantizer(Quantizer):
         object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """`(QTensor, state)` of a matrix; see `Quantizer`."""
+        """Quantize a matrix; return `(QTensor, state)`."""
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
         self,
         x: jax.Array,
-        run: Any,
+        step: Any,
         *,
         rows: int = 1,
         cols: int = 1,
-        rowwise: bool = True,
         columnwise: bool = True,
-        sums: bool = False,
-        reduce: Callable[..., Any] = alone,
+        column_sums: bool = False,
+        reduce: Callable[..., Any] = no_reduction,
         contract_first: bool = False,
-    ) -> tuple[Any, Any, Any]:
-        """As `Quantizer.quantize_operand`."""
-        del rowwise, reduce, contract_first  # on a GPU data_t comes with data; elsewhere XLA drops what is not read
+    ) -> tuple[QTensor, jax.Array | None]:
+        """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
+        del reduce, contract_first  # a GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads
         options = {"rows": rows, "cols": cols} | self.scaling()
         if columnwise:
             data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **options)
@@ -53,11 +52,12 @@ class BlockwiseQuantizer(Quantizer):
             data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **options)
             data_t = scale_inv_t = None
         is_power = options.get("scale") == "e8m0" or options.get("power_2_scale", False)
-        q = QTensor(data, scale_inv, data_t, scale_inv_t, block=self.block, cols=cols, power_2_scale=is_power)
-        return q, run, column_sums(x, rows, cols) if sums else None
+        scaling = {"block": self.block, "cols": cols, "power_2_scale": is_power}
+        q = QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **scaling)
+        return q, sum_rows(x, rows, cols) if column_sums else None
 
     def scaling(self) -> dict[str, Any]:
-        """The keywords of `ops.quantize_blocks` that say how blocks are scaled."""
+        """Return the keywords of `ops.quantize_blocks` that say how blocks are scaled."""
         return {"block": self.block, "power_2_scale": self.power_2_scale}
 
 
@@ -99,7 +99,7 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
 
     @property
     def block(self) -> tuple[int, int]:
-        """The rows and columns that share a scale."""
+        """Return the rows and columns that share a scale."""
         return (1, 128) if self.block_scaling_dim == 1 else (128, 128)
 
 
@@ -125,5 +125,5 @@ class MXFP8Quantizer(BlockwiseQuantizer):
             raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
 
     def scaling(self) -> dict[str, Any]:
-        """As `BlockwiseQuantizer.scaling`."""
+        """Return the keywords of `ops.quantize_blocks`; see `BlockwiseQuantizer.scaling`."""
         return {"block": self.block, "scale": "e8m0", "rounding": self.rounding}

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from ..numerics import HYBRID, Format, _scaling
-from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer
 from ._recipe import Recipe
 from ._tensorwise import TensorwiseQuantizer
@@ -27,7 +26,7 @@ class Float8CurrentScaling(Recipe):
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         power_2_scale: round scales down to a power of two; then quantizing is exact but for the mantissa's rounding.
-        precise, min_size, pipeline_axes: see `Recipe`.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -35,36 +34,26 @@ class Float8CurrentScaling(Recipe):
 
     fp8_format: Format = HYBRID
     power_2_scale: bool = False
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self) -> None:
-        self.check_options()
-
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel` and `grad`."""
-        forward, backward = (
-            Float8CurrentScalingQuantizer(dtype, self.power_2_scale)
-            for dtype in (self.fp8_format.dtype, self.fp8_format.backward_dtype)
-        )
-        return forward, forward, backward
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: Float8CurrentScalingQuantizer(dtype, self.power_2_scale))
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
-    """Current scaling of one tensor.
+    """Quantize one tensor by current scaling.
 
     Attributes:
         fp8_dtype: float8_e4m3fn or float8_e5m2.
-        power_2_scale: as of `Float8CurrentScaling`.
+        power_2_scale: see `Float8CurrentScaling`.
     """
 
     fp8_dtype: np.dtype
     power_2_scale: bool = False
     margin = 0
 
-    def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `TensorwiseQuantizer.scale_of`."""
-        scale, scale_inv = super().scale_of(amax, stored)
+    def scale_of(self, amax: jax.Array, default: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `(scale, scale_inv)` for an amax; see `TensorwiseQuantizer.scale_of`."""
+        scale, scale_inv = super().scale_of(amax, default)
         return _scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from ._amax_reduction import NOT_SAID
+from ._high_precision import HighPrecisionQuantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe
 
@@ -37,7 +37,7 @@ class CustomRecipe(Recipe):
             `linear_weight` (kernel), `linear_grad_output` (the gradient of y); and `linear_output` (y) and
             `linear_grad_input` (the gradient of x), whose codes are dequantized at once: nothing reads them as codes.
             None keeps that tensor in high precision.
-        precise, min_size, pipeline_axes: see `Recipe`.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have; qfactory is not a function, or returns something
@@ -45,9 +45,6 @@ class CustomRecipe(Recipe):
     """
 
     qfactory: Callable[[str], Quantizer | None]
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
 
     operands = ROLES
 
@@ -55,31 +52,33 @@ class CustomRecipe(Recipe):
         is_function = callable(self.qfactory) and not isinstance(self.qfactory, type)
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
         self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
-        self.check_options()
+        super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel`, `grad`, `y` and the gradient of x."""
-        return _asked(self.qfactory)
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel`, `grad`, `y` and the gradient of x."""
+        return _quantizers(self.qfactory)
 
 
 @functools.lru_cache(maxsize=256)
-def _asked(qfactory) -> tuple:
-    """What a factory says: once, because programs with equal quantizers are the same program."""
-    found = tuple(map(qfactory, ROLES))
-    for role, quantizer in zip(ROLES, found, strict=True):
-        if quantizer is not None and not isinstance(quantizer, Quantizer):
+def _quantizers(qfactory) -> tuple:
+    """Call the factory once for each role and cache the answers, so that equal recipes hit jit's cache."""
+    quantizers = []
+    for role in ROLES:
+        quantizer = qfactory(role)
+        quantizer = HighPrecisionQuantizer() if quantizer is None else quantizer
+        if not isinstance(quantizer, Quantizer):
             hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
             raise TypeError(
                 f"CustomRecipe: qfactory: expected a jaxfp8.Quantizer or None for {role!r}, got {quantizer!r}{hint}"
             )
-        if quantizer is not None:
-            if not _hashes(quantizer):
-                raise TypeError(
-                    f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "
-                    f"quantizers are the same program; got {quantizer!r}: make it a dataclass with frozen=True"
-                )
-            quantizer.check_init()
-    return found
+        if not _hashes(quantizer):
+            raise TypeError(
+                f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "
+                f"quantizers are the same program; got {quantizer!r}: make it a dataclass with frozen=True"
+            )
+        quantizer.check_init()
+        quantizers.append(quantizer)
+    return tuple(quantizers)
 
 
 def _hashes(value) -> bool:

@@ -14,10 +14,10 @@ import numpy as np
 from .. import ops
 from .._jax import _compat
 from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
-from ._amax_reduction import NOT_SAID
-from ._quantizer import Quantizer, alone
+from ._fixed import FixedScale
+from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
-from ._state import Counting, QuantizerRun, QuantizerState
+from ._state import Counting, QuantizerState, QuantizerStep
 from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
@@ -43,8 +43,9 @@ class DelayedScaling(Recipe):
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
-        pipeline_axes, precise, min_size: see `Recipe`.
-        reduce_amax: of TransformerEngine's recipe, and always True here: an amax is that of the whole tensor.
+        reduce_amax: keyword-only; of TransformerEngine's recipe, and always True here: an amax is that of the whole
+            tensor.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -55,10 +56,7 @@ class DelayedScaling(Recipe):
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[jax.Array], jax.Array] = "max"
     fp8_format: Format = HYBRID
     first_step: Literal["unit", "current"] = "unit"
-    pipeline_axes: tuple[str, ...] = NOT_SAID
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    reduce_amax: dataclasses.InitVar[bool] = True
+    reduce_amax: dataclasses.InitVar[bool] = dataclasses.field(default=True, kw_only=True)
 
     def __post_init__(self, reduce_amax: bool) -> None:
         if reduce_amax is not True:
@@ -77,19 +75,17 @@ class DelayedScaling(Recipe):
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
         self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
         self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
-        self.check_options()
+        super().__post_init__()
 
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel` and `grad`."""
-        forward = DelayedScalingQuantizer(
-            self.fp8_format.dtype, self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
-        )
-        return forward, forward, dataclasses.replace(forward, fp8_dtype=self.fp8_format.backward_dtype)
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        options = self.margin, self.amax_history_len, self.amax_compute_algo, self.first_step
+        return self.for_formats(lambda dtype: DelayedScalingQuantizer(dtype, *options))
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScalingQuantizer(TensorwiseQuantizer):
-    """Delayed scaling of one tensor; the attributes are those of `DelayedScaling`."""
+    """Quantize one tensor by delayed scaling; the attributes are those of `DelayedScaling`."""
 
     fp8_dtype: np.dtype = E4M3.dtype
     margin: float = 0
@@ -98,16 +94,16 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     first_step: Literal["unit", "current"] = "unit"
 
     def init(self) -> QuantizerState:
-        """An empty history and scale 1."""
+        """Return an empty history and scale 1."""
         return QuantizerState(
             amax_history=jnp.zeros((self.amax_history_len,), jnp.float32), scale=jnp.ones((1,), jnp.float32)
         )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
+        """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
 
         Raises:
-            TypeError: not a QuantizerState of float arrays.
+            TypeError: `state` is not a QuantizerState of float arrays.
             ValueError: the history has another length, or a leaf another shape.
         """
         if state is None:
@@ -138,102 +134,105 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             )
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """`(QTensor, next state)` of a matrix; see `Quantizer`."""
-        (run,) = start([self], [state])
-        q, run, _ = self.quantize_operand(x, run)
-        (state,) = finish([run])
+        """Quantize a matrix; return `(QTensor, next state)`."""
+        (step,) = read_states([self], [state])
+        q, _ = self.quantize_operand(x, step)
+        (state,) = next_states([q])
         return q, state
 
-    def scale(
-        self, current: Callable[[], jax.Array], run: QuantizerRun | None, reduce: Callable[..., Any] = alone
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """As `TensorwiseQuantizer.scale`; without a state, from the amax of the tensor."""
-        if run is None:
-            return super().scale(current, run, reduce)
-        scales = run.scale, run.scale_inv
-        if run.is_empty is not None:
+    def fixed_scale(self, step: QuantizerStep | None) -> FixedScale | None:
+        """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
+        return None if step is None else FixedScale(step.scale, step.scale_inv)
 
-            def of_tensor():
-                return self.scale_of(reduce(current(), run.history), run.scale_inv)
-
-            scales = jax.lax.cond(run.is_empty, of_tensor, lambda: scales)
-        return (*scales, run.amax)
-
-    def seen(
+    def choose_scale(
         self,
-        run: QuantizerRun | None,
-        scale: jax.Array,
-        scale_inv: jax.Array,
-        amax: jax.Array,
-        fractions: jax.Array | None = None,
-    ) -> Any:
-        """As `TensorwiseQuantizer.seen`."""
-        if run is None:
-            return None
-        counting = None if run.counting is None else run.counting.after(scale_inv, fractions)
-        return dataclasses.replace(run, scale=scale, scale_inv=scale_inv, amax=amax.reshape(1), counting=counting)
+        current_amax: Callable[[], jax.Array],
+        step: QuantizerStep | None,
+        reduce: Callable[..., Any] = no_reduction,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the scale of the state; without a state that of the amax of the tensor."""
+        if step is None:
+            return super().choose_scale(current_amax, step, reduce)
+        scales = step.scale, step.scale_inv
+        if step.is_empty is not None:
+
+            def current_scale():
+                return self.scale_of(reduce(current_amax(), step.history), step.scale_inv)
+
+            scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
+        return (*scales, step.amax)
+
+    def record(
+        self, step: QuantizerStep | None, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
+    ) -> QuantizerStep | None:
+        """Record the amax of the tensor; see `TensorwiseQuantizer.record`."""
+        return None if step is None else step.after(scale_inv, amax, fractions)
 
 
-def start(quantizers: Sequence[Any], states: Sequence[Any]) -> list[Any]:
-    """Reads the states of quantizers that run in one product; those of one delayed scaling in one operation.
+def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[Any]:
+    """Read the states of quantizers that run in one product; one op reads those of equal delayed scaling.
 
     Args:
-        quantizers: of any kind; or None.
-        states: a state each, or None.
+        quantizers: of any kind.
+        states: a state for each quantizer, or None.
 
     Returns:
-        What `quantize_operand` takes: a QuantizerRun for delayed scaling, else the state.
+        The `step` that each `quantize_operand` takes: a QuantizerStep for delayed scaling, else the state.
     """
-    runs = list(states)
+    steps = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
         if state is not None and isinstance(quantizer, DelayedScalingQuantizer):
             alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
     for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)
-        read = ops.delayed_scales(
+        scales = ops.delayed_scales(
             [states[i].amax_history for i in positions],
             [states[i].scale.reshape(1) for i in positions],
             fp8_max=[fp8_max(quantizers[i].fp8_dtype) for i in positions],
             margin=margin,
             algo=algo if is_named else "max",
         )
-        for i, found in zip(positions, read, strict=True):
+        for i, read in zip(positions, scales, strict=True):
             quantizer, state = quantizers[i], states[i]
-            scale, scale_inv, is_empty = found.scale, found.scale_inv, None
+            scale, scale_inv, is_empty = read.scale, read.scale_inv, None
             if quantizer.first_step == "current":
                 is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history))
             if not is_named:
-                amax = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
-                if is_empty is not None:  # what is stored then counts, for a tensor of zeros
-                    amax = jnp.where(is_empty, jnp.zeros_like(amax), amax)
+                window = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
+                if is_empty is not None:  # the stored scale then counts, for a tensor of zeros
+                    window = jnp.where(is_empty, jnp.zeros_like(window), window)
                 scale, scale_inv = ops.amax_to_scale(
-                    amax, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
+                    window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
             counting = None
             if state.counters is not None:
-                counting = Counting(steps=_scaling.clean(state.counters[2:]), stored=state.scale.reshape(1))
-            runs[i] = QuantizerRun(found.history, scale, scale_inv, found.amax, is_empty, counting)
-    return runs
+                counting = Counting(_scaling.clean(state.counters[2:]), last_scale_inv=state.scale.reshape(1))
+            steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty, counting)
+    return steps
 
 
-def finish(runs: Sequence[Any], reduce: Callable[..., Any] = alone) -> list[Any]:
-    """The next states; `reduce` as in `Quantizer.quantize_operand`."""
-    delayed = [run for run in runs if isinstance(run, QuantizerRun)]
-    if not delayed:
-        return list(runs)
-    histories = [run.history for run in delayed]
-    amaxes = [reduce(run.amax.reshape(()), run.history) for run in delayed]
-    pushed = iter(ops.push_amaxes(histories, amaxes))
-    return [
-        QuantizerState(next(pushed), run.scale_inv, _counters(run, reduce)) if isinstance(run, QuantizerRun) else run
-        for run in runs
-    ]
+def next_states(quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction) -> list[Any]:
+    """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
+
+    Args:
+        quantized: QTensors with the steps of their quantizers; None for a tensor that was not quantized.
+        reduce: see `Quantizer.quantize_operand`.
+    """
+    states = [None if q is None else q.step for q in quantized]
+    delayed = [i for i, step in enumerate(states) if isinstance(step, QuantizerStep)]
+    if delayed:
+        steps = [states[i] for i in delayed]
+        amaxes = [reduce(step.amax.reshape(()), step.history) for step in steps]
+        histories = ops.push_amaxes([step.history for step in steps], amaxes)
+        for i, step, history in zip(delayed, steps, histories, strict=True):
+            states[i] = QuantizerState(history, quantized[i].scale_inv, _counters(step, reduce))
+    return states
 
 
-def _counters(run: QuantizerRun, reduce):
-    """The next counters. Devices have shards of one size: the fraction of the whole tensor is the mean of theirs."""
-    if run.counting is None:
+def _counters(step: QuantizerStep, reduce):
+    """Return the next counters. Shards have one size, so the fraction of the whole tensor is the mean of theirs."""
+    if step.counting is None:
         return None
-    fractions = reduce(run.counting.fractions, run.history, jax.lax.pmean)
-    return jnp.concatenate([fractions, run.counting.steps])
+    fractions = reduce(step.counting.fractions, step.history, jax.lax.pmean)
+    return jnp.concatenate([fractions, step.counting.steps])

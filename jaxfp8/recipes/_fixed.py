@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._quantizer import alone
+from ._quantizer import no_reduction
 from ._tensorwise import TensorwiseQuantizer
 
 
@@ -22,28 +22,27 @@ class FixedScale:
 
 @dataclasses.dataclass(frozen=True)
 class FixedScaleQuantizer(TensorwiseQuantizer):
-    """Quantizes with the `FixedScale` that is its state, which is never updated.
+    """Quantize with the `FixedScale` that is the state, which no step updates.
 
     Attributes:
         fp8_dtype: float8_e4m3fn or float8_e5m2.
     """
 
     fp8_dtype: np.dtype
+    updates_state = False
 
     def check_state(self, name: str, state: Any) -> None:
-        """As `Quantizer.check_state`."""
+        """Raise a TypeError unless `state` is a FixedScale; `name` names the argument in the message."""
         if not isinstance(state, FixedScale):
             raise TypeError(f"{name}: expected a FixedScale, got {state!r}")
 
-    def scale(
-        self, current: Callable[[], jax.Array], run: FixedScale, reduce: Callable[..., jax.Array] = alone
+    def choose_scale(
+        self, current_amax: Callable[[], jax.Array], step: FixedScale, reduce: Callable[..., Any] = no_reduction
     ) -> tuple[jax.Array, jax.Array, None]:
-        """As `TensorwiseQuantizer.scale`."""
-        del current, reduce
-        return run.scale, run.scale_inv, None
+        """Return `(scale, scale_inv, None)` of the state."""
+        del current_amax, reduce
+        return step.scale, step.scale_inv, None
 
-    def seen(
-        self, run: Any, scale: jax.Array, scale_inv: jax.Array, amax: None, fractions: jax.Array | None = None
-    ) -> None:
-        """As `TensorwiseQuantizer.seen`: nothing was, so that the state has no cotangent."""
-        del run, scale, scale_inv, amax, fractions
+    def record(self, step: Any, scale_inv: jax.Array, amax: None, fractions: jax.Array | None = None) -> None:
+        """Record nothing, so that the state has no cotangent."""
+        del step, scale_inv, amax, fractions

@@ -1,18 +1,53 @@
-"""HighPrecision: the recipe of a layer that is to have none."""
+"""HighPrecision: the recipe, and the quantizer, of tensors that stay as they are."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-from ._quantizer import Quantizer
+import jax
+
+from ._quantizer import Quantizer, no_reduction, sum_rows
 from ._recipe import Recipe
+from ._tensor import QTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class HighPrecisionQuantizer(Quantizer):
+    """Keep a tensor as it is: `data` is the tensor, and there is no scale."""
+
+    def check_state(self, name: str, state: Any) -> None:
+        """Raise a ValueError unless `state` is None; `name` names the argument in the message."""
+        if jax.tree.leaves(state):
+            raise ValueError(f"{name}: the recipe has no quantizer there that keeps state, got {state!r}")
+
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
+        """Return `(QTensor, state)` of a matrix."""
+        return QTensor(x, None), state
+
+    def quantize_operand(
+        self,
+        x: jax.Array,
+        step: Any,
+        *,
+        rows: int = 1,
+        cols: int = 1,
+        columnwise: bool = True,
+        column_sums: bool = False,
+        reduce: Callable[..., Any] = no_reduction,
+        contract_first: bool = False,
+    ) -> tuple[QTensor, jax.Array | None]:
+        """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
+        del step, columnwise, reduce, contract_first
+        return QTensor(x, None, cols=cols), sum_rows(x, rows, cols) if column_sums else None
 
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):
     """No FP8: a layer with this recipe computes as it would without one, whatever `autocast` says, and keeps no state.
 
-    What a rule's None means (`jaxfp8.linen.quantize`), for layers whose own recipe None stands for the default.
+    None in a rule (`jaxfp8.linen.quantize`) means this recipe; a layer whose own recipe is None has the default one.
     """
 
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """None, for each."""
-        return (None,) * 3
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return a `HighPrecisionQuantizer` for each tensor."""
+        return (HighPrecisionQuantizer(),) * 3

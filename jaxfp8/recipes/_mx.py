@@ -3,7 +3,6 @@
 import dataclasses
 
 from ..numerics import E4M3, Format
-from ._amax_reduction import NOT_SAID
 from ._blockwise import ROUNDINGS, MXFP8Quantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe
@@ -24,7 +23,7 @@ class MXFP8BlockScaling(Recipe):
     Attributes:
         fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
         rounding: of the exponent, `"ceil"` or `"floor"`.
-        precise, min_size, pipeline_axes: see `Recipe`.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -32,17 +31,11 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = E4M3
     rounding: str = "ceil"
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
 
     def __post_init__(self) -> None:
-        self.check_options()
+        super().__post_init__()
         self.expect(self.rounding in ROUNDINGS, "rounding", f"one of {ROUNDINGS}")
 
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel` and `grad`."""
-        forward, backward = (
-            MXFP8Quantizer(dtype, self.rounding) for dtype in (self.fp8_format.dtype, self.fp8_format.backward_dtype)
-        )
-        return forward, forward, backward
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: MXFP8Quantizer(dtype, self.rounding))

@@ -1,5 +1,6 @@
-"""Quantizer: what turns one tensor of a product into codes; users write their own."""
+"""Quantizer: turns one tensor of a product into codes; users write their own."""
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +23,14 @@ class GEMMType(enum.StrEnum):
     WGRAD = "wgrad"
 
 
-def alone(amax: jax.Array, leaf: Any, combine: Any = None) -> jax.Array:
-    """No mesh: the amax at hand is that of the whole tensor."""
+def no_reduction(amax: jax.Array, leaf: Any, combine: Any = None) -> jax.Array:
+    """Return `amax`: without a mesh it is that of the whole tensor."""
     del leaf, combine
     return amax
 
 
 class Quantizer:
-    """Turns one tensor of a product into codes. Pure, and hashable: two that are equal do the same.
+    """Turn one tensor of a product into codes. A quantizer is pure and hashable: equal quantizers do the same.
 
         class Int8(jaxfp8.Quantizer):
             def quantize(self, x, state):
@@ -45,41 +46,46 @@ class Quantizer:
         dgrad   dx      = grad.data   by kernel.data_t      contracts n
         wgrad   dkernel = x.data_t    by grad.data_t        contracts m
 
-    A quantizer that returns no `data_t` has its `data` transposed. What no product reads is not computed.
+    Products transpose `data` where a quantizer returns no `data_t`. XLA drops a layout that no product reads.
     """
 
+    # Whether one scale is that of the whole tensor, so that both layouts hold the same codes.
+    has_one_scale = False
+    # Whether the state, if there is one, has a next state; a product warns where a gradient leaves that out.
+    updates_state = True
     # A method, where a quantizer brings its own product:
     #
     #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
     #
     # `qx` codes `[m, k]` and `qw` codes `[n, k]`, both with the contracting dimension last; `sx`, `sw` their scale_inv
     # (None beside an operand in high precision); `gemm_type` a GEMMType, so also `"fprop"`, `"dgrad"`, `"wgrad"`;
-    # `qresult_x`, `qresult_w` the whole QTensors. Returns `[m, n]` of `out_dtype`; a bias is added afterwards. The
-    # quantizer asked is x's for fprop and wgrad, grad's for dgrad; if it has no qgemm, that of the other operand.
+    # `qresult_x`, `qresult_w` the whole QTensors. It returns `[m, n]` of `out_dtype`; a bias is added afterwards. The
+    # quantizer of x has the qgemm of fprop and wgrad, that of grad the qgemm of dgrad; if it has none, the quantizer
+    # of the other operand has it.
     qgemm = None
 
     def init(self) -> Any:
-        """The first state: a pytree of float32 arrays; None keeps none.
+        """Return the first state, a pytree of float32 arrays; None keeps no state.
 
         States are not negative, and uses of one combine by the elementwise maximum: two calls of a layer, microbatches,
-        devices. 0 means that it was not used: so a counter counts up and an amax is an amax.
+        devices. 0 means that the quantizer did not run: so a counter counts up and an amax is an amax.
         """
         return None
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """`(QTensor, next state)`.
+        """Quantize a matrix; return `(QTensor, next state)`.
 
         Args:
             x: bfloat16, float16 or float32 `[rows, cols]`; on a mesh in `jit` the whole tensor, inside `shard_map` that
                 of one device.
-            state: what `init` or the last step returned.
+            state: the result of `init` or of the last step.
         """
         raise NotImplementedError(f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)")
 
-    # What the products call. ------------------------------------------------------------------------------------------
+    # Products call the methods below. --------------------------------------------------------------------------------
 
     def check_init(self) -> None:
-        """Raises unless `init` returns a state.
+        """Raise unless `init` returns a state.
 
         Raises:
             TypeError: it has a leaf that is no float32 array.
@@ -89,8 +95,8 @@ class Quantizer:
         with jax.ensure_compile_time_eval():
             for leaf in jax.tree.leaves(self.init()):
                 if getattr(leaf, "dtype", None) != jnp.float32:
-                    found = getattr(leaf, "dtype", type(leaf).__name__)
-                    raise TypeError(f"{where}: expected float32 arrays, as gradients return them, got {found}")
+                    kind = getattr(leaf, "dtype", type(leaf).__name__)
+                    raise TypeError(f"{where}: expected float32 arrays, as gradients return them, got {kind}")
                 if not np.all((np.asarray(leaf) >= 0) & np.isfinite(leaf)):
                     raise ValueError(
                         f"{where}: expected numbers that are finite and not negative, as uses combine by max and 0 is "
@@ -98,50 +104,60 @@ class Quantizer:
                     )
 
     def check_state(self, name: str, state: Any) -> None:
-        """Raises unless `state` is one of this quantizer, or None; `name` is how the message calls it.
+        """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
 
         Raises:
-            TypeError, ValueError: it is not.
+            TypeError, ValueError: `state` has another structure, or a leaf another shape.
         """
         expected = jax.eval_shape(self.init)
         if state is None:
             return
         if jax.tree.structure(state) != jax.tree.structure(expected):
             raise TypeError(f"{name}: {type(self).__name__} keeps {expected}, got {state!r}")
-        for of, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
-            if of.shape != leaf.shape:
-                raise ValueError(f"{name}: {type(self).__name__} keeps an array of shape {of.shape}, got {leaf.shape}")
+        for first, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
+            if first.shape != leaf.shape:
+                raise ValueError(
+                    f"{name}: {type(self).__name__} keeps an array of shape {first.shape}, got {leaf.shape}"
+                )
+
+    def fixed_scale(self, step: Any) -> Any:
+        """Return the `FixedScale` that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
+
+        Raises:
+            ValueError: only the author of this quantizer knows which scale its state stands for.
+        """
+        if jax.tree.leaves(step):
+            raise ValueError(f"expected delayed scaling, or a quantizer without state, got {self!r}")
 
     def quantize_operand(
         self,
         x: jax.Array,
-        run: Any,
+        step: Any,
         *,
         rows: int = 1,
         cols: int = 1,
-        rowwise: bool = True,
         columnwise: bool = True,
-        sums: bool = False,
-        reduce: Callable[..., Any] = alone,
+        column_sums: bool = False,
+        reduce: Callable[..., Any] = no_reduction,
         contract_first: bool = False,
-    ) -> tuple[Any, Any, Any]:
-        """Quantizes an operand of a product.
+    ) -> tuple[QTensor, jax.Array | None]:
+        """Quantize an operand of a product.
 
         Args:
             x: bfloat16, float16 or float32 `[*batch, *rows, *cols]`.
-            run: what `start` made of the state, or None where there is no state.
+            step: the result of `read_states` for this quantizer, or None where there is no state.
             rows, cols: how many dimensions are rows and columns.
-            rowwise, columnwise: whether `data` and `data_t` are read.
-            sums: also give the sums over rows, f32 `[*batch, *cols]`.
+            columnwise: whether a product reads `data_t`.
+            column_sums: also give the sums over rows, f32 `[*batch, *cols]`.
             reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
-            contract_first: the rows are what the first product contracts, so that `data_t` serves it.
+            contract_first: the first product contracts the rows, so that it reads `data_t`.
 
         Returns:
-            `(q, run, sums or None)`: the codes, and the run with the amax of x in it.
+            `(q, column sums or None)`; the step of q has recorded the amax of x.
         """
-        del rowwise, columnwise
+        del columnwise
         batch = x.ndim - rows - cols
-        state = self.init() if run is None else run
+        state = self.init() if step is None else step
         matrices = x.reshape(*x.shape[:batch], *_merged(x.shape[batch:], rows))
 
         def of_matrix(matrix):
@@ -157,35 +173,36 @@ class Quantizer:
         if batch:  # one state for all of them, and a scale for each
             next_state = jax.tree.map(lambda leaf: jnp.max(leaf, axis=tuple(range(batch))), next_state)
             q = q.map_scales(lambda scale: scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale)
-        if run is None:
+        if step is None:
             next_state = None
         else:
             next_state = jax.tree.map(lambda new, old: reduce(new.astype(jnp.float32), old), next_state, state)
-        return q.reshape(x.shape, batch, cols), next_state, column_sums(x, rows, cols) if sums else None
+        q = dataclasses.replace(q.reshape(x.shape, batch, cols), step=next_state)
+        return q, sum_rows(x, rows, cols) if column_sums else None
 
 
-def column_sums(x: ArrayLike, rows: int, cols: int) -> jax.Array:
-    """The sums over rows, f32 `[*batch, *cols]`."""
+def sum_rows(x: ArrayLike, rows: int, cols: int) -> jax.Array:
+    """Sum x `[*batch, *rows, *cols]` over its rows, in f32."""
     first = x.ndim - rows - cols
     return jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + rows)))
 
 
 def fp8_dtype(where: str, dtype) -> np.dtype:
-    """An FP8 dtype, given as one or as `jaxfp8.E4M3` or `E5M2`.
+    """Return an FP8 dtype, given as a dtype or as `jaxfp8.E4M3` or `E5M2`.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `dtype` is something else.
     """
-    if isinstance(dtype, Format):  # HYBRID is two
-        found = dtype.dtype if dtype.dtype == dtype.backward_dtype else None
+    if isinstance(dtype, Format):  # HYBRID has two dtypes
+        checked = dtype.dtype if dtype.dtype == dtype.backward_dtype else None
     else:
         try:
-            found = np.dtype(dtype)
+            checked = np.dtype(dtype)
         except TypeError:
-            found = None
-    if found not in FP8_DTYPES:
+            checked = None
+    if checked not in FP8_DTYPES:
         raise TypeError(f"{where}: fp8_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype!r}")
-    return found
+    return checked
 
 
 def _merged(shape, rows) -> tuple[int, int]:
@@ -193,7 +210,7 @@ def _merged(shape, rows) -> tuple[int, int]:
 
 
 def _checked(quantizer, result, shape) -> tuple:
-    """What `quantize` returned for a matrix of this shape, if it is right."""
+    """Check the result of `quantize` for a matrix of this shape, and return it."""
     where = f"{type(quantizer).__name__}.quantize"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")
@@ -220,20 +237,16 @@ def _check_scales(where, scales, shape, block) -> None:
             scales.ndim == 2
             and all(count and size % count == 0 for size, count in zip(shape, scales.shape, strict=True))
         )
-        wanted = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says how many share one"
+        needed = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says how many share one"
     else:
-        wanted = _blocks.count(block, *shape)
-        is_right = scales.shape == wanted
+        needed = _blocks.count(block, *shape)
+        is_right = scales.shape == needed
     if not is_right:
-        raise ValueError(f"{where}: expected {wanted} for blocks {block}, got {scales.shape}")
+        raise ValueError(f"{where}: expected {needed} for blocks {block}, got {scales.shape}")
 
 
 def check_next(quantizer, state, next_state) -> None:
-    """Raises unless a quantizer's next state is like its state.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raise a TypeError unless the next state of a quantizer has the structure and shapes of its state."""
 
     def types(tree):
         return jax.tree.map(lambda leaf: jnp.shape(leaf), tree)

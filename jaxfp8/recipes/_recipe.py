@@ -1,5 +1,7 @@
-"""Recipe: what all recipes share."""
+"""Recipe: the options and checks that all recipes share."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,20 @@ from ._quantizer import Quantizer
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
+    """Say how the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
+
+    These options belong to every recipe and are given by keyword.
 
     Attributes:
         precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. On Ada and Hopper the
             others stay in accumulators of 13 bits along their whole contraction: ten times as far off with 4096 terms
             of mixed signs, a hundred times where all signs are alike (docs/numerics.md). Elsewhere it changes nothing.
         min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
-            launches of quantization cost more than FP8 saves (docs/performance.md). 0 means none. Their state is there
-            and not touched. Sizes are those of one call, under `vmap` of one member, in `shard_map` of one device.
+            launches of quantization cost more than FP8 saves (docs/performance.md). With 0 no product is too small.
+            Small products keep their state, untouched. Sizes are those of one call: under `vmap` of one example, in
+            `shard_map` of one device.
         pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
             `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
             needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
@@ -30,23 +36,25 @@ class Recipe:
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    # What the variables of the quantizers are called, in the order of `quantizers()`.
+    # Names of the quantizers' variables, in the order of `quantizers()`.
     operands = ("input", "kernel", "output_grad")
 
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of x, kernel and grad; a `CustomRecipe` has those of y and of the gradient of x after them.
-
-        None is no quantizer: high precision.
-        """
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y and of the gradient of x."""
         raise NotImplementedError(f"{type(self).__name__}: quantizers")
 
-    def expect(self, condition: bool, name: str, wanted: str, error: type[Exception] = ValueError) -> None:
-        """Raises unless the condition on the option `name` holds."""
-        if not condition:
-            raise error(f"{type(self).__name__}: {name}: expected {wanted}, got {getattr(self, name)!r}")
+    def for_formats(self, quantizer: Callable[[np.dtype], Quantizer]) -> tuple[Quantizer, ...]:
+        """Return `quantizer(dtype)` for x, kernel and grad, in the dtypes of `fp8_format`."""
+        forward = quantizer(self.fp8_format.dtype)
+        return forward, forward, quantizer(self.fp8_format.backward_dtype)
 
-    def check_options(self) -> None:
-        """Checks what all recipes share, and makes tuples of lists; for `__post_init__`.
+    def expect(self, condition: bool, name: str, needed: str, error: type[Exception] = ValueError) -> None:
+        """Raise unless the condition on the option `name` holds."""
+        if not condition:
+            raise error(f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}")
+
+    def __post_init__(self) -> None:
+        """Check the options that recipes share, and make tuples of lists.
 
         Raises:
             ValueError, TypeError: an option has a value it cannot have.
@@ -67,10 +75,10 @@ class Recipe:
 
 
 def checked(where: str, recipe: Any) -> Recipe:
-    """`recipe`; `where` is how the message calls it.
+    """Return `recipe`; `where` names the argument in the message.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `recipe` is not a Recipe.
     """
     if isinstance(recipe, Recipe):
         return recipe

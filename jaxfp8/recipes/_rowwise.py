@@ -3,7 +3,6 @@
 import dataclasses
 
 from ..numerics import HYBRID, Format
-from ._amax_reduction import NOT_SAID
 from ._blockwise import Float8RowwiseQuantizer
 from ._quantizer import Quantizer
 from ._recipe import Recipe
@@ -23,7 +22,7 @@ class Float8RowwiseScaling(Recipe):
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         power_2_scale: round scales down to a power of two; as of `Float8BlockScaling`, for Blackwell.
-        precise, min_size, pipeline_axes: see `Recipe`.
+        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -31,17 +30,7 @@ class Float8RowwiseScaling(Recipe):
 
     fp8_format: Format = HYBRID
     power_2_scale: bool = False
-    precise: tuple[str, ...] = ("dgrad", "wgrad")
-    min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
 
-    def __post_init__(self) -> None:
-        self.check_options()
-
-    def quantizers(self) -> tuple[Quantizer | None, ...]:
-        """The quantizers of `x`, `kernel` and `grad`."""
-        forward, backward = (
-            Float8RowwiseQuantizer(dtype, self.power_2_scale)
-            for dtype in (self.fp8_format.dtype, self.fp8_format.backward_dtype)
-        )
-        return forward, forward, backward
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: Float8RowwiseQuantizer(dtype, self.power_2_scale))

@@ -14,7 +14,7 @@ from ._recipe import Recipe, checked
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizerState:
-    """What one quantizer remembers.
+    """The state of delayed scaling for one tensor.
 
     Attributes:
         amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
@@ -35,18 +35,19 @@ class Counting:
     """The counters of one quantizer in one step.
 
     Attributes:
-        steps: f32 `(1,)`, for how many steps the scale had not changed; then with this one.
-        stored: f32 `(1,)`, the scale of the step before; None once `steps` is of this one.
-        fractions: f32 `(2,)`, of elements that saturated and that became zero; None at first.
+        steps: f32 `(1,)`, for how many steps the scale has not changed; `after` counts the step that runs.
+        last_scale_inv: f32 `(1,)`, of the step before; None after the tensor was quantized.
+        fractions: f32 `(2,)`, of elements that saturated and that became zero; None before.
     """
 
     steps: jax.Array
-    stored: jax.Array | None
+    last_scale_inv: jax.Array | None
     fractions: jax.Array | None = None
 
-    def after(self, scale, fractions) -> "Counting":
-        """With a tensor that was quantized by `scale`, f32 `(1,)` in the sense of the stored one."""
-        steps = jnp.where(_bits(scale) == _bits(self.stored), self.steps + jnp.float32(1), jnp.zeros_like(self.steps))
+    def after(self, scale_inv, fractions) -> "Counting":
+        """Return the counters after a tensor was quantized with `scale_inv`, f32 `(1,)`."""
+        is_same = _bits(scale_inv) == _bits(self.last_scale_inv)
+        steps = jnp.where(is_same, self.steps + jnp.float32(1), jnp.zeros_like(self.steps))
         return Counting(steps, None, fractions)
 
 
@@ -56,33 +57,38 @@ def _bits(scale):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizerRun:
-    """One quantizer in one step: what its state said, and the amax it has seen so far.
+class QuantizerStep:
+    """Delayed scaling of one tensor in one step: the scale that its state gives, then the amax that it recorded.
 
     Attributes:
-        history: f32 `(H,)`, moved one step: the oldest entry is gone, slot 0 waits for the amax.
-        scale, scale_inv: f32 `(1,)`; scale is None where it is not needed any more.
-        amax: f32 `(1,)`, 0 at first.
-        is_empty: bool[], whether the history held nothing; None where that does not matter.
+        history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax.
+        amax: f32 `(1,)`; 0 before the tensor is quantized.
+        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, as the QTensor has them.
+        is_empty: bool[], whether the history was empty; None where `first_step` does not ask for it, and afterwards.
         counting: of a state that has counters, else None.
     """
 
     history: jax.Array
-    scale: jax.Array | None
-    scale_inv: jax.Array
     amax: jax.Array
+    scale: jax.Array | None
+    scale_inv: jax.Array | None
     is_empty: jax.Array | None
     counting: Counting | None = None
+
+    def after(self, scale_inv, amax, fractions) -> "QuantizerStep":
+        """Return the step after a tensor with this amax was quantized with `scale_inv`."""
+        counting = None if self.counting is None else self.counting.after(scale_inv, fractions)
+        return QuantizerStep(self.history, amax.reshape(1), None, None, None, counting)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DotGeneralState:
-    """The state of one FP8 product, by quantizer; None where one keeps none.
+    """The state of one FP8 product, by quantizer; None for a quantizer without state.
 
     Attributes:
-        input, kernel, output_grad: of x, the kernel and the gradient of the output. Of delayed scaling each is a
-            QuantizerState, of a user's quantizer what its `init` returns.
+        input, kernel, output_grad: of x, the kernel and the gradient of the output. Delayed scaling has a
+            QuantizerState for each, a user's quantizer the result of its `init`.
         output, input_grad: of the output and the gradient of x, which only a `CustomRecipe` quantizes.
     """
 
@@ -104,27 +110,29 @@ for _cls in (QuantizerState, DotGeneralState):
 
 
 def init_state(recipe: Recipe) -> DotGeneralState:
-    """State of a product that has not run: of delayed scaling empty histories and scale 1; empty where none is kept.
+    """Return the state of a product that has not run: for delayed scaling empty histories and scale 1.
+
+    The state of a recipe that keeps no state has no leaves.
 
     Raises:
-        TypeError: `recipe` is none.
+        TypeError: `recipe` is not a Recipe.
     """
-    quantizers = checked("init_state: recipe", recipe).quantizers()
-    return DotGeneralState(*(None if quantizer is None else quantizer.init() for quantizer in quantizers))
+    return DotGeneralState(*(quantizer.init() for quantizer in checked("init_state: recipe", recipe).quantizers()))
 
 
 def map_variables(
     recipe: Recipe, function: Callable[..., Any], has: Callable[[str], bool] = lambda name: False
 ) -> DotGeneralState:
-    """`init_state(recipe)` with `function(name, leaf)` in place of each leaf; names are those of Flax variables.
+    """Return `init_state(recipe)` with `function(name, leaf)` in place of each leaf, under the names of Flax variables.
 
     A leaf of the quantizer of `input` is called `input_<its name>`, in a custom recipe `linear_input_<its name>`; a
-    state that is an array alone `input_state`. A state of delayed scaling has counters where `has(name)` says so.
+    state that is an array alone is called `input_state`. A state of delayed scaling has counters where `has(name)`
+    says so.
     """
     initial = init_state(recipe)
     fields = [field.name for field in dataclasses.fields(initial)]
 
-    def of(operand, state):
+    def named(operand, state):
         def leaf(path, value):
             names = (str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
             return function("_".join((operand, *names)) if path else f"{operand}_state", value)
@@ -134,5 +142,5 @@ def map_variables(
         return jax.tree_util.tree_map_with_path(leaf, state)
 
     pairs = zip(fields, recipe.operands, strict=False)  # stock recipes have no quantizers of results
-    states = {field: of(operand, getattr(initial, field)) for field, operand in pairs}
+    states = {field: named(operand, getattr(initial, field)) for field, operand in pairs}
     return DotGeneralState(**dict.fromkeys(fields) | states)

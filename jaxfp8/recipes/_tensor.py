@@ -1,4 +1,4 @@
-"""QTensor: a quantized tensor and what undoes its scales."""
+"""QTensor: a quantized tensor, from codes to GEMM, and how it is dequantized."""
 
 import dataclasses
 import math
@@ -17,37 +17,38 @@ Block = tuple[int | None, int | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """A quantized tensor; a pytree.
+    """A quantized tensor; a pytree. Quantizers make it, products multiply it, and the backward keeps it.
 
     Attributes:
-        data: codes `[..., rows, cols]`: FP8, or any dtype that a user's quantizer chooses.
-        scale_inv: f32[1], or one a block, f32 or float8_e8m0fnu `[..., rows / r, cols / c]`, rounded up;
-            `data * scale_inv` approximates the original.
-        data_t: codes of the same tensor as `[..., cols, rows]`, or None. For GEMMs that contract over rows.
-        scale_inv_t: the scales of `data_t`, where that has its own: blocks along the rows are other blocks. Without
+        data: codes `[*batch, *rows, *cols]`: FP8, or any dtype that a user's quantizer chooses; or the tensor itself,
+            in high precision.
+        scale_inv: f32[1], or a scale for each block, f32 or float8_e8m0fnu `[*batch, rows / r, cols / c]`, rounded up;
+            `data * scale_inv` approximates the original. None in high precision.
+        data_t: codes of the same tensor as `[*batch, *cols, *rows]`, or None. GEMMs that contract the rows read it.
+        scale_inv_t: the scales of `data_t`, where it has its own: blocks along the rows are other blocks. Without
             them `data_t` holds the codes of `data`.
-        source: the tensor these are the codes of, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
-        run: of its quantizer, for the state that a product with these codes returns; or None.
-        block: `(r, c)`, the rows and columns that share a scale, in `data` as well as, with its own scales, in
-            `data_t`; None in place of a number is all of them. Without it scales are f32[1], or divide the codes
-            evenly.
+        source: the tensor that was quantized, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
+        step: of the quantizer, for the next state that a product returns; or None.
+        block: `(r, c)`, the rows and columns that share a scale, in `data` and, where that has scales of its own, in
+            `data_t`; None in place of a number means all of them. Without `block` scales are f32[1], or divide the
+            codes evenly.
         power_2_scale: whether scales for blocks are powers of two, whatever their dtype.
-        cols: how many of the last dimensions of `data` are its columns; all before them, but for those that scales for
-            blocks lead with, are its rows.
+        cols: how many of the last dimensions of `data` are its columns; all dimensions between them and the batch
+            dimensions are its rows.
     """
 
     data: jax.Array
-    scale_inv: jax.Array
+    scale_inv: jax.Array | None
     data_t: jax.Array | None = None
     scale_inv_t: jax.Array | None = None
     source: jax.Array | None = None
-    run: Any = None
+    step: Any = None
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
     cols: int = dataclasses.field(default=1, metadata={"static": True})
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_all_of(self, operand: jax.Array) -> bool:
-        """Whether `operand`, of a product that was given these codes, is the codes themselves and not their source."""
+        """Whether `operand`, of a product that was given this QTensor, is its codes and not its source."""
         return self.source is None and self.data is not None and self.data.dtype == operand.dtype
 
     @property
@@ -67,22 +68,30 @@ class QTensor:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the codes are FP8."""
-        return self.data.dtype in FP8_DTYPES
+        """Whether the tensor has codes, and these are FP8."""
+        return self.scale_inv is not None and self.data.dtype in FP8_DTYPES
 
-    def transposed(self) -> "QTensor":
-        """The transposed tensor, of a matrix."""
-        if self.scale_inv_t is None:
-            data_t = self.data.mT if self.data_t is None else self.data_t
-            scale_inv = self.scale_inv if self.has_one_scale else self.scale_inv.mT
-            block = None if self.block is None else self.block[::-1]
-            return dataclasses.replace(self, data=data_t, data_t=self.data, scale_inv=scale_inv, block=block)
-        return dataclasses.replace(
-            self, data=self.data_t, data_t=self.data, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv
-        )
+    def transposed(self, batch: int = 0) -> "QTensor":
+        """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
+        first = self.data.ndim - self.cols
+        data_t = self.data_t
+        if data_t is None:
+            order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
+            data_t = jnp.transpose(self.data, order)
+        turned = {"data": data_t, "data_t": self.data, "cols": first - batch}
+        if self.scale_inv_t is not None:
+            turned |= {"scale_inv": self.scale_inv_t, "scale_inv_t": self.scale_inv}
+        elif self.scale_inv is not None and not self.has_one_scale:
+            turned |= {"scale_inv": self.scale_inv.mT, "block": None if self.block is None else self.block[::-1]}
+        return dataclasses.replace(self, **turned)
+
+    def for_next_state(self) -> "QTensor":
+        """Return the QTensor without codes: the next state of its quantizer needs the step and, of one scale, that."""
+        scale_inv = self.scale_inv if self.has_one_scale and self.step is not None else None
+        return QTensor(None, scale_inv, step=self.step, cols=self.cols)
 
     def reshape(self, shape, batch: int, cols: int) -> "QTensor":
-        """The codes of matrices as those of a tensor `[*batch, *rows, *cols]`; scales stay as they are.
+        """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay as they are.
 
         Args:
             shape: of all dimensions.
@@ -93,12 +102,12 @@ class QTensor:
         return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, cols=cols)
 
     def map_scales(self, function) -> "QTensor":
-        """The same with scales as `function` gives them."""
+        """Return the QTensor with `function(scale)` in place of each array of scales."""
         scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
         return dataclasses.replace(self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t)
 
     def map(self, function) -> "QTensor":
-        """The codes and the source as `function` rearranges them: an `all_gather`, a slice, a transpose.
+        """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a transpose.
 
         Inside `shard_map`, codes then cross devices instead of kernels. The gradient goes back through `function`:
 
@@ -111,7 +120,7 @@ class QTensor:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has a scale for each block; where these would go `function` does not say.
+            ValueError: the tensor has a scale for each block; `function` does not say how these move.
         """
         if not self.has_one_scale:
             raise ValueError(
@@ -122,22 +131,24 @@ class QTensor:
             function(jax.lax.bitcast_convert_type(self.data, jnp.uint8)), self.data.dtype
         )
         source = None if self.source is None else function(self.source)
-        return QTensor(data, self.scale_inv, source=source, run=self.run)
+        return QTensor(data, self.scale_inv, source=source, step=self.step)
 
     def dequantize(self, dtype):
-        """`data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""
+        """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""
+        if self.scale_inv is None:
+            return self.data.astype(dtype)
         if self.has_one_scale and self.is_fp8:
             return ops.dequantize(self.data, self.scale_inv, dtype)
         return dequantized(self.data, self.scale_inv, self.block, self.cols).astype(dtype)
 
 
 def value_of(operand: jax.Array, codes: QTensor | None, dtype: Any) -> jax.Array:
-    """An operand of a product in high precision, dequantized where it is codes alone."""
+    """Return an operand of a product in high precision, dequantized where it has codes and no source."""
     return codes.dequantize(dtype) if codes is not None and codes.is_all_of(operand) else operand.astype(dtype)
 
 
 def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:
-    """`data * scale_inv` in f32; the last `cols` dimensions of data are its columns."""
+    """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its columns."""
     if scale_inv.ndim <= 1:
         return data.astype(jnp.float32) * scale_inv.astype(jnp.float32).reshape(())
     batch, first = scale_inv.ndim - 2, data.ndim - cols

@@ -11,92 +11,90 @@ from .. import ops
 from ..numerics import fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from ._quantizer import Quantizer, alone, column_sums, fp8_dtype
+from ._quantizer import Quantizer, fp8_dtype, no_reduction, sum_rows
 from ._tensor import QTensor
 
 
 class TensorwiseQuantizer(Quantizer):
-    """One scale for the whole tensor: codes and transposed codes are the same numbers, made in one pass.
+    """Quantize with one scale for the whole tensor; one pass writes the codes in both layouts.
 
     Attributes:
         fp8_dtype: of the codes.
         margin: headroom in powers of two.
     """
 
+    has_one_scale = True
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """`(QTensor, next state)` of a matrix; see `Quantizer`."""
+        """Quantize a matrix; return `(QTensor, next state)`."""
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
         self,
         x: jax.Array,
-        run: Any,
+        step: Any,
         *,
         rows: int = 1,
         cols: int = 1,
-        rowwise: bool = True,
         columnwise: bool = True,
-        sums: bool = False,
-        reduce: Callable[..., Any] = alone,
+        column_sums: bool = False,
+        reduce: Callable[..., Any] = no_reduction,
         contract_first: bool = False,
-    ) -> tuple[Any, Any, Any]:
-        """As `Quantizer.quantize_operand`."""
-        del rowwise, contract_first  # the codes are there anyway
-        scale, scale_inv, amax = self.scale(lambda: ops.amax(x), run, reduce)
+    ) -> tuple[QTensor, jax.Array | None]:
+        """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
+        del contract_first  # both layouts hold the same codes
+        scale, scale_inv, amax = self.choose_scale(lambda: ops.amax(x), step, reduce)
         options = {"amax": amax, "with_amax": amax is not None}
         if columnwise:
-            options |= {"rows": rows, "cols": cols, "column_sums": sums}
-            data, data_t, amax, *total = quantize_transpose_with(x, scale, self.fp8_dtype, **options)
+            options |= {"rows": rows, "cols": cols, "column_sums": column_sums}
+            data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **options)
         else:
             data, amax = quantize_with(x, scale, self.fp8_dtype, **options)
-            data_t, total = None, [column_sums(x, rows, cols)] if sums else []
-        counters = fractions(x, scale, self.fp8_dtype) if counts_in(run) else None
-        run = self.seen(run, scale, scale_inv, amax, counters)
-        return QTensor(data, scale_inv, data_t, cols=cols), run, *(total or [None])
+            data_t, sums = None, [sum_rows(x, rows, cols)] if column_sums else []
+        counts = fractions(x, scale, self.fp8_dtype) if has_counters(step) else None
+        step = self.record(step, scale_inv, amax, counts)
+        return QTensor(data, scale_inv, data_t, step=step, cols=cols), *(sums or [None])
 
-    def scale(
-        self, current: Callable[[], jax.Array], run: Any, reduce: Callable[..., Any] = alone
+    def choose_scale(
+        self, current_amax: Callable[[], jax.Array], step: Any, reduce: Callable[..., Any] = no_reduction
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """`(scale, scale_inv, amax so far)`, each f32[1]; None where the run keeps no amax.
+        """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
 
         Args:
-            current: gives the amax of the tensor; called, and inside a conditional, only where the scale may need it.
-            run, reduce: as of `quantize_operand`.
+            current_amax: gives the amax of the tensor; called, and inside a conditional, only where the scale may need
+                it.
+            step, reduce: see `quantize_operand`.
         """
-        del run
-        return *self.scale_of(reduce(current(), None), jnp.ones((1,), jnp.float32)), None
+        del step
+        return *self.scale_of(reduce(current_amax(), None), jnp.ones((1,), jnp.float32)), None
 
-    def scale_of(self, amax: jax.Array, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`(scale, scale_inv)` for an amax; `stored` is the scale_inv that counts where there is none."""
-        return ops.amax_to_scale(amax.reshape(1), stored, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+    def scale_of(self, amax: jax.Array, default: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `(scale, scale_inv)` for an amax; `default` is the scale_inv for an amax of 0."""
+        return ops.amax_to_scale(amax.reshape(1), default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
-    def seen(
-        self,
-        run: Any,
-        scale: jax.Array,
-        scale_inv: jax.Array,
-        amax: jax.Array | None,
-        fractions: jax.Array | None = None,
+    def record(
+        self, step: Any, scale_inv: jax.Array, amax: jax.Array | None, fractions: jax.Array | None = None
     ) -> Any:
-        """The run of a tensor that was quantized with this scale.
+        """Return the step after a tensor was quantized.
 
         Args:
-            run, scale, scale_inv: as of `scale`.
-            amax: of the tensor; None where `scale` gave None.
-            fractions: of saturated and flushed elements, where `counts_in` the run.
+            step: before it.
+            scale_inv: that the tensor was quantized with.
+            amax: of the tensor; None where `choose_scale` gave None.
+            fractions: of saturated and flushed elements, where the step has counters.
         """
-        del scale, scale_inv, amax, fractions
-        return run
+        del scale_inv, amax, fractions
+        return step
 
 
-def counts_in(run: Any) -> bool:
-    """Whether a run has counters, so that elements are to be counted."""
-    return getattr(run, "counting", None) is not None
+def has_counters(step: Any) -> bool:
+    """Tell whether the state of a step has counters, so that elements are to be counted."""
+    return getattr(step, "counting", None) is not None
 
 
 def fractions(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
+    """Return the fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
     return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ..dot import shared
-from ..recipes import AmaxReduction, DelayedScalingQuantizer, QuantizerState, _state_tree, checked, start
+from ..recipes import AmaxReduction, QuantizerState, _state_tree, checked, read_states
 
 
 def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
@@ -39,7 +39,7 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
     tree, found = _state_tree.flatten(params), _state_tree.flatten(state)
     where = {path: i for i, path in enumerate(tree.paths)}
     quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.of(recipe)
-    if not isinstance(quantizer, DelayedScalingQuantizer):
+    if not isinstance(quantizer.init(), QuantizerState):
         raise ValueError(
             f"quantize_params: recipe: expected DelayedScaling, got {recipe!r}, which keeps no state that says which "
             "parameters are kernels; its products quantize their kernels themselves"
@@ -54,9 +54,9 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
         kernel = tree.leaves[position]
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
         x, old = jax.lax.stop_gradient((kernel, shared(old)))
-        (run,) = start([quantizer], [old])
-        q, run, _ = quantizer.quantize_operand(x, run, rows=1, cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
-        values[position] = dataclasses.replace(q, source=kernel, run=run)
+        (step,) = read_states([quantizer], [old])
+        q, _ = quantizer.quantize_operand(x, step, cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
+        values[position] = dataclasses.replace(q, source=kernel)
     if not values:
         raise ValueError(
             "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "

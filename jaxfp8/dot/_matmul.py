@@ -1,0 +1,132 @@
+"""matmul: one product of two QTensors: FP8 with one scale or many, a user's codes, or high precision."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import ops
+from ..recipes import GEMMType, QTensor, dequantized
+from . import _scopes
+
+_SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
+
+
+def matmul(
+    a: QTensor,
+    b: QTensor,
+    *,
+    gemm_type: GEMMType,
+    qgemm,
+    out_dtype,
+    precise: bool,
+    batch: int,
+    bias=None,
+    swap: bool = False,
+):
+    """Multiply `a @ b.T`, or its transpose `b @ a.T`, of `out_dtype`.
+
+    Args:
+        a: `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads too.
+        b: `[*batch, *n, *k]`.
+        gemm_type: which product of a layer this is.
+        qgemm: of the quantizer that brings a product of its own, or None.
+        out_dtype: bfloat16, float16 or float32.
+        precise: turns fast accumulation off.
+        batch: how many dimensions lead.
+        bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
+        swap: whether to return the transpose.
+
+    Returns:
+        `[*batch, *m, *n]`; with swap `[*batch, *n, *m]`.
+    """
+    if qgemm is not None:
+        return _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap)
+    if swap:
+        a, b = b, a
+    options = {"bias": bias, "out_dtype": out_dtype, "precise": precise, "batch": batch, "contracting": a.cols}
+    operands = a.data, b.data, a.scale_inv, b.scale_inv
+    if _is_tensorwise(a) and _is_tensorwise(b):
+        return ops.scaled_matmul(*operands, a_t=a.data_t, b_t=b.data_t, **options)
+    if _is_blockwise(a) and _is_blockwise(b):
+        options |= {"a_block": a.block, "b_block": b.block, "power_2_scale": a.power_2_scale and b.power_2_scale}
+        return ops.block_scaled_matmul(*operands, **options)
+    return _dequantized(a, b, out_dtype, batch, bias)
+
+
+def _is_tensorwise(q: QTensor) -> bool:
+    """Tell whether q is FP8 with one scale."""
+    return q.is_fp8 and q.has_one_scale
+
+
+def _is_blockwise(q: QTensor) -> bool:
+    """Tell whether q is FP8 with a scale for each block; one scale is that of one block."""
+    return _is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
+
+
+def _dequantized(a, b, out_dtype, batch, bias):
+    """Multiply in float32; without any codes in the dtype of the operands, or of the result where that is wider."""
+    kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
+    dtype = jnp.float32
+    if len(kept) == 2:
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.result_type(*kept, out_dtype)
+    leading = tuple(range(batch))
+    contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
+    why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"
+    a, b = (
+        (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols)).astype(dtype)
+        for q in (a, b)
+    )
+    with _scopes.high_precision(why):
+        y = lax.dot_general(a, b, (contract, (leading, leading)))
+    return _plus(y, bias, batch, out_dtype)
+
+
+def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
+    """Multiply by a user's own product, of matrices."""
+    rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
+    leading = a.shape[:batch]
+    dtype = out_dtype if bias is None else jnp.dtype(jnp.float32)
+
+    def multiply(a, b):
+        scales, whole = {"sx": a.scale_inv, "sw": b.scale_inv}, {"qresult_x": a, "qresult_w": b}
+        y = qgemm(a.data, b.data, **scales, out_dtype=dtype, gemm_type=gemm_type, **whole)
+        shape = (a.shape[0], b.shape[0])
+        if getattr(y, "shape", None) != shape or y.dtype != dtype:
+            result = f"{y.dtype}{y.shape}" if hasattr(y, "dtype") else repr(y)
+            raise TypeError(f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, got {result}")
+        return y
+
+    def axes(q):
+        """Say which arrays of an operand have the batch dimensions."""
+        has_batch = q.scale_inv is not None and q.scale_inv.ndim > 1
+        return dataclasses.replace(q, data=0, scale_inv=0 if has_batch else None)
+
+    a, b = (_matrices(q, batch) for q in (a, b))
+    for _ in range(batch):
+        multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
+    with _scopes.high_precision("the recipe's qgemm multiplies something else than FP8"):
+        y = multiply(a, b)
+    y = y.mT if swap else y
+    first, second = reversed(rows) if swap else rows
+    return _plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
+
+
+def _matrices(q, batch: int) -> QTensor:
+    """Merge the rows and the columns of q to one dimension each."""
+    first = q.ndim - q.cols
+    shape = (*q.shape[:batch], math.prod(q.shape[batch:first]), math.prod(q.shape[first:]))
+    return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
+
+
+def _plus(y, bias, batch, out_dtype):
+    """Add a bias of the last dimensions to y, and round once."""
+    if bias is not None:
+        rows = (1,) * (y.ndim - bias.ndim)
+        bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])
+        y = y.astype(jnp.float32) + bias
+    return y.astype(out_dtype)

@@ -1,0 +1,42 @@
+"""Wrap every FP8 product while a program is traced, from outside: `jaxfp8.inspect.compare` does."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable
+
+import jax
+
+# A context that is part of jit's cache key, so that a wrapped product is traced anew.
+_wrapper = jax.make_user_context(None)
+_layer = contextvars.ContextVar("layer", default="")
+
+
+def wrapping(wrapper: Callable | None):
+    """Return a context in which `wrapper(fp8, f32, *operands)` stands for each product; None leaves products alone.
+
+    Args:
+        wrapper: takes the FP8 product of `*operands`, the product in float32 of the numbers that the operands stand
+            for, and the operands; must hash.
+    """
+    return _wrapper(wrapper)
+
+
+def wrapped(fp8: Callable, f32: Callable) -> Callable:
+    """Return `fp8`, or the wrapper of both where there is one."""
+    return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, fp8, f32)
+
+
+@contextlib.contextmanager
+def layer(name: str):
+    """Name the layer of the products that are traced inside."""
+    token = _layer.set(name)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
+
+
+def current_layer() -> str:
+    """Return the name of the innermost layer; "" outside of any layer."""
+    return _layer.get()
