@@ -1,6 +1,8 @@
-"""How much program a Dense layer's training step is, beside Flax's own FP8 class."""
+"""How much Python and how much program a Dense layer's training step is, beside Flax's own FP8 class."""
 
+import pathlib
 import re
+import runpy
 
 import flax.linen as nn
 import jax
@@ -50,3 +52,12 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
     assert ours <= (70 if platform == "cpu" else 60)  # on a CPU the products are written out
     assert ours < 0.55 * flax
+
+
+@pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling()])
+def test_frames_from_a_layer_to_an_op(recipe):
+    """What a reader of a traceback goes through: at most 9 frames of ours, the layer's and the op's included."""
+    tool = pathlib.Path(__file__).parents[1] / "tools" / "frames.py"
+    depths = {op: len(names) for op, names in runpy.run_path(str(tool))["frames"](recipe).items()}
+    assert any("matmul" in op for op in depths) and any("quantize" in op for op in depths), depths
+    assert 4 < max(depths.values()) <= 9, depths

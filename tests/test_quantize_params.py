@@ -91,8 +91,8 @@ def test_codes_are_those_of_the_oracle():
         oracle.assert_bitwise(q.data, codes, "data")
         oracle.assert_bitwise(q.data_t, codes.T, "data_t")
         oracle.assert_bitwise(q.scale_inv, (1 / scale).reshape(1), "scale_inv")
-        oracle.assert_bitwise(q.run.history[1:], next_state.amax_history[1:], "history")
-        oracle.assert_bitwise(q.run.amax, next_state.amax_history[:1], "amax")
+        oracle.assert_bitwise(q.step.history[1:], next_state.amax_history[1:], "history")
+        oracle.assert_bitwise(q.step.amax, next_state.amax_history[:1], "amax")
         assert q.source is params[name] and q.shape == params[name].shape
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.dot import _members, _ragged_dot
+from jaxfp8.dot import _ragged_dot
 
 M, K, N = 90, 24, 40
 HISTORY = 4
@@ -504,6 +504,8 @@ def test_a_sum_of_states_is_caught(monkeypatch):
 
 
 def test_a_sum_over_members_is_caught(monkeypatch):
-    monkeypatch.setattr(_members, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)))
+    monkeypatch.setattr(
+        _vmapped_state, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape))
+    )
     with pytest.raises(AssertionError, match="scale|amax_history"):
         test_vmap("rhs and state")

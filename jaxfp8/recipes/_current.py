@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
-from ..numerics import HYBRID, Format, _scaling
+from ..numerics import HYBRID, Format
 from ._quantizer import Quantizer
 from ._recipe import Recipe
 from ._tensorwise import TensorwiseQuantizer
@@ -51,9 +50,3 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
 
     fp8_dtype: np.dtype
     power_2_scale: bool = False
-    margin = 0
-
-    def scale_of(self, amax: jax.Array, default: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `(scale, scale_inv)` for an amax; see `TensorwiseQuantizer.scale_of`."""
-        scale, scale_inv = super().scale_of(amax, default)
-        return _scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)

@@ -157,7 +157,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if step.is_empty is not None:
 
             def current_scale():
-                return self.scale_of(reduce(current_amax(), step.history), step.scale_inv)
+                amax = reduce(current_amax(), step.history).reshape(1)
+                return ops.amax_to_scale(amax, step.scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
             scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
         return (*scales, step.amax)

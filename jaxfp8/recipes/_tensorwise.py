@@ -1,5 +1,6 @@
 """Quantizers with one scale for the whole tensor."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from ..numerics import fp8_max
+from ..numerics import _scaling, fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
 from ._quantizer import Quantizer, fp8_dtype, no_reduction, sum_rows
@@ -21,9 +22,12 @@ class TensorwiseQuantizer(Quantizer):
     Attributes:
         fp8_dtype: of the codes.
         margin: headroom in powers of two.
+        power_2_scale: whether the scale of the tensor at hand is rounded down to a power of two.
     """
 
     has_one_scale = True
+    margin = 0
+    power_2_scale = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
@@ -46,7 +50,7 @@ class TensorwiseQuantizer(Quantizer):
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         del contract_first  # both layouts hold the same codes
-        scale, scale_inv, amax = self.choose_scale(lambda: ops.amax(x), step, reduce)
+        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, reduce)
         options = {"amax": amax, "with_amax": amax is not None}
         if columnwise:
             options |= {"rows": rows, "cols": cols, "column_sums": column_sums}
@@ -69,11 +73,10 @@ class TensorwiseQuantizer(Quantizer):
             step, reduce: see `quantize_operand`.
         """
         del step
-        return *self.scale_of(reduce(current_amax(), None), jnp.ones((1,), jnp.float32)), None
-
-    def scale_of(self, amax: jax.Array, default: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return `(scale, scale_inv)` for an amax; `default` is the scale_inv for an amax of 0."""
-        return ops.amax_to_scale(amax.reshape(1), default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+        amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
+        options = {"fp8_max": fp8_max(self.fp8_dtype), "margin": self.margin}
+        scale, scale_inv = ops.amax_to_scale(amax, default, **options)
+        return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
     def record(
         self, step: Any, scale_inv: jax.Array, amax: jax.Array | None, fractions: jax.Array | None = None

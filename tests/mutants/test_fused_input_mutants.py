@@ -84,7 +84,7 @@ def change(**values):
 
 
 def forgets_the_amax(q):
-    return dataclasses.replace(q.run, amax=0 * q.run.amax)
+    return dataclasses.replace(q.step, amax=0 * q.step.amax)
 
 
 MUTANTS = {
@@ -96,8 +96,10 @@ MUTANTS = {
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
     "codes: no bias": attribute(_quantize_norm, "quantize_norm_with", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
-    "an amax is forgotten": attribute(_dot_general, "codes", change(run=forgets_the_amax)),
-    "codes have another scale": attribute(_dot_general, "codes", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
+    "an amax is forgotten": attribute(_dot_general, "quantize_fused", change(step=forgets_the_amax)),
+    "codes have another scale": attribute(
+        _dot_general, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)
+    ),
     "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
 }
 

@@ -74,28 +74,28 @@ def only(product, change):
     return matmul_mutant(lambda i, a, b: change(a, b) if i == product else (a, b))
 
 
-def start_mutant(change):
-    """What quantizers make of their states, changed: `change(run, state) -> run`."""
+def read_mutant(change):
+    """Change what is read of states: `change(step, state) -> step`."""
 
     def install(monkeypatch):
-        def mutant(quantizers, states, original=_gemms.start):
-            runs = zip(original(quantizers, states), states, strict=True)
-            return [None if run is None else change(run, state) for run, state in runs]
+        def mutant(quantizers, states, original=_gemms.read_states):
+            steps = zip(original(quantizers, states), states, strict=True)
+            return [None if step is None else change(step, state) for step, state in steps]
 
-        monkeypatch.setattr(_gemms, "start", mutant)
+        monkeypatch.setattr(_gemms, "read_states", mutant)
 
     return install
 
 
-def finish_mutant(change):
-    """The next states, changed: `change(next state, run) -> next state`."""
+def next_mutant(change):
+    """Change the next states: `change(next state, q) -> next state`."""
 
     def install(monkeypatch):
-        def mutant(runs, reduce, original=_gemms.finish):
-            states = zip(original(runs, reduce), runs, strict=True)
-            return [None if state is None else change(state, run) for state, run in states]
+        def mutant(quantized, reduce, original=_gemms.next_states):
+            states = zip(original(quantized, reduce), quantized, strict=True)
+            return [None if state is None else change(state, q) for state, q in states]
 
-        monkeypatch.setattr(_gemms, "finish", mutant)
+        monkeypatch.setattr(_gemms, "next_states", mutant)
 
     return install
 
@@ -163,8 +163,8 @@ def ones(*scales):
     return tuple(jnp.ones_like(scale) for scale in scales)
 
 
-def with_history(run, history):
-    return dataclasses.replace(run, history=history)
+def with_history(step, history):
+    return dataclasses.replace(step, history=history)
 
 
 STEP_MUTANTS = {
@@ -180,21 +180,21 @@ STEP_MUTANTS = {
     "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
     "e4m3 and e5m2 swapped": swapped_formats,
     "e4m3 for everything": e4m3_for_everything,
-    "stale scale_inv": start_mutant(lambda run, state: dataclasses.replace(run, scale_inv=state.scale)),
-    "scale not stored": finish_mutant(lambda nxt, run: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
-    "scale stored instead of scale_inv": finish_mutant(lambda nxt, run: dataclasses.replace(nxt, scale=1 / nxt.scale)),
-    "the roll forgotten": start_mutant(lambda run, state: with_history(run, state.amax_history.at[0].set(0))),
-    "rolled the other way": start_mutant(
-        lambda run, state: with_history(run, jnp.roll(state.amax_history, 1).at[0].set(0))
+    "stale scale_inv": read_mutant(lambda step, state: dataclasses.replace(step, scale_inv=state.scale)),
+    "scale not stored": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
+    "scale stored instead of scale_inv": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)),
+    "the roll forgotten": read_mutant(lambda step, state: with_history(step, state.amax_history.at[0].set(0))),
+    "rolled the other way": read_mutant(
+        lambda step, state: with_history(step, jnp.roll(state.amax_history, 1).at[0].set(0))
     ),
-    "newest in the last slot": finish_mutant(
-        lambda nxt, run: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
+    "newest in the last slot": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
     ),
-    "inf recorded in the history": finish_mutant(
-        lambda nxt, run: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(run.amax[0]))
+    "inf recorded in the history": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(q.step.amax[0]))
     ),
-    "the amax of a step lost": finish_mutant(
-        lambda nxt, run: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
+    "the amax of a step lost": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
     ),
     "amax of this step in this step's scale": op_mutant(
         lambda x, scale: (x, jnp.reshape(jnp.where(_scaling.abs_max(x) > 0, 448 / _scaling.abs_max(x), 1), scale.shape))
