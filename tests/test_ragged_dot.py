@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.dot import _ragged_dot
+from jaxfp8.dot import _ragged_dot, _vmapped_state
 
 M, K, N = 90, 24, 40
 HISTORY = 4

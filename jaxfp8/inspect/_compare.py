@@ -76,7 +76,7 @@ def compare(
     """
     fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
     loss = _mean_of_squares if loss is None else loss
-    exact, fp8 = _Look(runs_fp8=False), _Look(runs_fp8=True)
+    exact, fp8 = _Recorder(runs_fp8=False), _Recorder(runs_fp8=True)
     _run(fn, arrays, loss, exact)
     if not exact.names:
         raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
@@ -109,8 +109,8 @@ def _function(model, args, variables, kwargs):
     return nnx_inspect.of_arrays(fn, args, kwargs)
 
 
-def _run(fn, arrays, loss, look) -> None:
-    """One step forward and backward, in which `look` stands for each product; it takes down what comes by."""
+def _run(fn, arrays, loss, recorder) -> None:
+    """Run one step forward and backward, in which `recorder` stands for each product and records its tensors."""
     leaves, tree = jax.tree.flatten(arrays)
     leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
     is_float = [_is_float(leaf) for leaf in leaves]
@@ -118,7 +118,7 @@ def _run(fn, arrays, loss, look) -> None:
     def loss_of(floats):
         floats = iter(floats)
         values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
-        with linen_inspect.naming(), _wrapping.wrapping(look):
+        with linen_inspect.naming(), _wrapping.wrapping(recorder):
             return loss(fn(tree.unflatten(values)))
 
     floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
@@ -136,8 +136,8 @@ def _mean_of_squares(output):
     return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
 
 
-class _Look:
-    """What stands for each product in one run: the product, with a backward that hands its tensors to the host.
+class _Recorder:
+    """Stand for each product in one run: compute it, with a backward that hands its tensors to the host.
 
     Attributes:
         runs_fp8: whether the model gets the FP8 products; else those in float32, and each FP8 product is computed
@@ -197,10 +197,9 @@ class _Look:
         def backward(leaves, grad):
             found = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *of[:2])] for y, of in found]
-            take_down = functools.partial(self._take_down, site, grad.ndim)
-            zero = jax.pure_callback(
-                take_down, jax.ShapeDtypeStruct((), jnp.float32), tensors, vmap_method="broadcast_all"
-            )
+            record = functools.partial(self._record, site, grad.ndim)
+            scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
             return tuple(
                 _cotangent(leaf, None if i > 1 else ct, zero)
                 for i, (leaf, ct) in enumerate(zip(leaves, found[0][1], strict=True))
@@ -209,17 +208,17 @@ class _Look:
         run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
         return run(*leaves)
 
-    def _take_down(self, site, rank, tensors):
-        """Called back with `[[output, gradient of x, of kernel], ...]`; a batch has leading dimensions for members."""
-        tensors = [[None if x is None else np.asarray(x) for x in of] for of in tensors]
+    def _record(self, site, rank, tensors):
+        """Record `[[output, gradient of x, of kernel], ...]`; dimensions beyond `rank` are those of a batch."""
+        tensors = [[None if x is None else np.asarray(x) for x in run] for run in tensors]
         y = tensors[0][0]
-        members = y.shape[: y.ndim - rank]
-        self._by_site[site].append((members, tensors))
-        return np.zeros(members, np.float32)
+        batch = y.shape[: y.ndim - rank]
+        self._by_site[site].append((batch, tensors))
+        return np.zeros(batch, np.float32)
 
 
 def _cotangent(leaf, ct, zero):
-    """`ct` for a leaf, after the host has had its look; state and codes get zeros."""
+    """Return `ct` for a leaf, after the host has recorded it; state and codes get zeros."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return np.zeros(leaf.shape, jax.dtypes.float0)
     return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
@@ -231,12 +230,12 @@ def _label(key, calls: int) -> str:
 
 
 def _rows(layer: str, iteration: int | None, of_exact, of_fp8) -> list[dict]:
-    (members, (exact, alone)), (_, (whole,)) = of_exact, of_fp8
+    (batch, (exact, by_itself)), (_, (in_model,)) = of_exact, of_fp8
     rows = []
-    for index in np.ndindex(members):
+    for index in np.ndindex(batch):
         numbers = (() if iteration is None else (iteration,)) + index
         row = {"layer": layer + member(numbers)}
-        for prefix, got in (("", alone), ("model_", whole)):
+        for prefix, got in (("", by_itself), ("model_", in_model)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
                 row[prefix + name] = None if x is None else _sqnr(x[index], x_fp8[index])
         rows.append(row)

@@ -34,25 +34,25 @@ def test_a_wrong_scale(name):
 
 def test_the_scale_before_the_last_batch(monkeypatch):
     """Stored scales lag behind the history by a step."""
-    start = _frozen.start
+    read_states = _frozen.read_states
 
     def lagging(quantizers, states):
-        runs = start(quantizers, states)
-        return [dataclasses.replace(r, scale=1 / s.scale) for r, s in zip(runs, states, strict=True)]
+        steps = read_states(quantizers, states)
+        return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(steps, states, strict=True)]
 
-    monkeypatch.setattr(_frozen, "start", lagging)
+    monkeypatch.setattr(_frozen, "read_states", lagging)
     with pytest.raises(AssertionError, match="differ"):
         compare()
 
 
 def test_codes_that_are_not_transposed(monkeypatch):
-    codes = _frozen._codes
+    quantized = _frozen._quantized
 
     def as_stored(kernel, *args, **options):
-        last = codes(kernel, *args, **options)
-        return dataclasses.replace(last, codes=last.codes.mT.reshape(last.codes.shape))
+        q = quantized(kernel, *args, **options)
+        return dataclasses.replace(q, data=q.data.mT.reshape(q.data.shape))
 
-    monkeypatch.setattr(_frozen, "_codes", as_stored)
+    monkeypatch.setattr(_frozen, "_quantized", as_stored)
     with pytest.raises(AssertionError, match="differ"):
         compare()
 

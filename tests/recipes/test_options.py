@@ -76,6 +76,38 @@ def test_options_of_one(cls, options, error, name):
         cls(**options)
 
 
+def most_recent(history):
+    return history[0]
+
+
+POSITIONAL = {
+    jaxfp8.DelayedScaling: {
+        "margin": 1,
+        "amax_history_len": 16,
+        "amax_compute_algo": most_recent,
+        "fp8_format": jaxfp8.E4M3,
+        "first_step": "current",
+    },
+    **{cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]},
+    jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
+    jaxfp8.CustomRecipe: {"qfactory": most_recent},
+    jaxfp8.HighPrecision: {},
+}
+
+
+@pytest.mark.parametrize("cls", POSITIONAL)
+def test_positions_of_options(cls):
+    """Options of a recipe keep their positions; those that all recipes share are given by keyword."""
+    options = POSITIONAL[cls]
+    recipe = cls(*options.values())
+    assert {name: getattr(recipe, name) for name in options} == options
+    shared = {"precise": ("fprop",), "min_size": 3, "pipeline_axes": ("stage",)}
+    recipe = cls(*options.values(), **shared)
+    assert {name: getattr(recipe, name) for name in shared} == shared
+    with pytest.raises(TypeError, match="positional argument"):
+        cls(*options.values(), ("fprop",))
+
+
 @pytest.mark.parametrize("cls", STATELESS)
 def test_unknown_options(cls):
     """What a recipe does not have, it does not ignore."""
