@@ -1,8 +1,8 @@
 """Ops as JAX primitives: one set of rules for all of them, from the names of their dimensions.
 
 An op names the dimensions of its operands and results. What `vmap` does, what type a result has on a mesh, and how the
-op is partitioned (_partition.py) follow from the names. A batch becomes `members`: leading dimensions of every operand
-and result, each member with its own scale and amax.
+op is partitioned (_partition.py) follow from the names. `vmap` adds vmapped dimensions: leading dimensions of every
+operand and result, each index with its own scale and amax.
 
 What runs is chosen when the program is lowered, by platform: a custom call where a native library is loaded and nobody
 has disabled it, the jnp reference elsewhere.
