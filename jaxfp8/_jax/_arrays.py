@@ -4,7 +4,7 @@ import jax
 
 
 def split_arrays(tree):
-    """`(arrays, joined)`: the leaves with a shape and a dtype, and a function from such a list to a tree as it was."""
+    """Return `(arrays, joined)`: the leaves with a shape and a dtype, and the function that puts arrays back."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 

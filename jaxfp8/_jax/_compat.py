@@ -25,12 +25,12 @@ except (ImportError, AttributeError):
 
 
 def needs_devices(op: Primitive) -> None:
-    """Has JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
+    """Make JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
     _need_devices.add(op)
 
 
 def devices_of(ctx) -> str:
-    """What a program is lowered for: `"one"` device; a `"shard"`, one device of a `shard_map`; a `"mesh"`; `"unknown"`.
+    """Return what a program is lowered for: `"one"` device, a `"shard"` of a `shard_map`, a `"mesh"`; or `"unknown"`.
 
     Unknown is also what the older partitioner cuts, which takes no rules by name, and a program to be exported, since
     what `custom_partitioning` calls back cannot be written out.
@@ -47,7 +47,7 @@ def devices_of(ctx) -> str:
 
 
 def gpus_of(ctx) -> list:
-    """The GPUs that a program is lowered for, as far as JAX tells."""
+    """Return the GPUs that a program is lowered for, as far as JAX tells."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     devices = getattr(context, "device_assignment", None) or (
@@ -61,10 +61,10 @@ try:
     from jax._src.interpreters import pxla
 
     class _MaxType(jax.dtypes.extended):
-        """For `jax.dtypes.issubdtype`."""
+        """The kind of the dtype, for `jax.dtypes.issubdtype`."""
 
     class _MaxRules:
-        """What JAX asks an extended dtype. Values are stored as float32."""
+        """The rules that JAX asks of an extended dtype. Values are stored as float32."""
 
         allow_conversion = False
 
@@ -113,7 +113,7 @@ try:
     def _add_concrete(x, y):
         return _MaxRules.add(None, x, y) if x.dtype == MAX_DTYPE else _other_adder(x, y)
 
-    # What jax.debug_nans looks at.
+    # jax.debug_nans reads this attribute.
     earray.EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
     # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
     _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
@@ -147,6 +147,7 @@ class _MemoizedCast(_Cast):
         (x,) = args
         if not isinstance(x, jax.core.Tracer):
             return super().bind_with_trace(trace, args, *rest)
+        # Bind in the trace where x is from, so that every use of x has this one result.
         with set_current_trace(x._trace):
             memo = self._memo.setdefault(x._trace, {})
             source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
@@ -160,31 +161,26 @@ def _nothing():
     return None
 
 
-_from_max_p = _Cast(
-    "from_max",
-    jnp.dtype(jnp.float32),
-    lambda ctx, x: [x],
-    lambda ct, x: [to_max(ct)],
-)
+_from_max_p = _Cast("from_max", jnp.dtype(jnp.float32), lambda ctx, x: [x], lambda ct, x: [to_max(ct)])
 _to_max_p = _MemoizedCast(
     "to_max",
     MAX_DTYPE,
-    # Trainers may have cast the tree: what is stored in a narrower dtype is read as f32.
+    # Trainers may have cast the tree: state in a narrower dtype is read as f32.
     mlir.lower_fun(lambda x: x.astype(jnp.float32), multiple_results=False),
     lambda ct, x: [from_max(ct).astype(x.aval.dtype)],
 )
 
 
 def is_max(x) -> bool:
-    """Whether `x` is an array of the max dtype."""
+    """Return whether `x` is an array of the max dtype."""
     return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
 
 
 def to_max(x):
-    """A float array as the max dtype."""
+    """Convert a float array to the max dtype."""
     return _to_max_p.bind(x)
 
 
 def from_max(x):
-    """Back to float32."""
+    """Convert an array of the max dtype to float32."""
     return _from_max_p.bind(x)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Those among the parameters of an equation, open."""
+    """Yield the jaxprs among the parameters of an equation, open."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)  # closed ones

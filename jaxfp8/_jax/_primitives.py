@@ -8,7 +8,7 @@ from jax.extend.core import Primitive
 
 
 def compiled(op: Primitive) -> Callable:
-    """How a primitive runs outside of jit, and in `jax.disable_jit()`: jitted, once for each set of parameters."""
+    """Return how a primitive runs outside of jit and in `jax.disable_jit()`: jitted, once for each set of params."""
 
     @functools.lru_cache(maxsize=1024)
     def jitted(params):
@@ -22,7 +22,7 @@ def compiled(op: Primitive) -> Callable:
 
 
 def not_differentiable(name, primals, tangents, **params):
-    """Autodiff through an op raises, where a derivative of rounding would be silently wrong."""
+    """Raise where autodiff goes through an op: a derivative of rounding would be silently wrong."""
     del primals, tangents, params
     raise TypeError(
         f"jaxfp8.ops.{name} is not differentiable. Use jaxfp8.dot_general, which has the straight-through gradient; it "

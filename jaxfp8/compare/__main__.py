@@ -25,7 +25,7 @@ TINY = {"steps": 4, "batch": 2, "width": HEAD, "layers": 1, "length": 32}
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    """The command line; the program ends with a message where it makes no sense."""
+    """Read the command line; the program ends with a message where it makes no sense."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxfp8.compare",
         description=__doc__.split("\n\n")[0],
@@ -79,27 +79,27 @@ class Comparison:
 
     @property
     def steps(self) -> dict:
-        """name -> compiled training step."""
+        """Return name -> compiled training step."""
         return {name: program.step for name, program in self.programs.items()}
 
     def states(self, seed: int) -> dict:
-        """name -> first TrainState."""
+        """Return name -> first TrainState."""
         return {name: create_state(arm, self.models[name], seed, self.optimizer) for name, arm in self.arms.items()}
 
     def batches(self, seed: int, steps: int):
-        """The text of a seed, the same for all arms."""
+        """Yield the text of a seed, the same for all arms."""
         for windows in self.corpus.random_batches(seed, steps, self.args.batch, self.args.length):
             yield jnp.asarray(windows)
 
     def compile(self) -> None:
-        """Compiles the training step of every arm."""
+        """Compile the training step of every arm."""
         batch = next(self.batches(0, 1))
         for name, state in self.states(0).items():
             print(f"compiling {name}", file=sys.stderr, flush=True)
             self.programs[name] = compile_step(self.arms[name], state, batch)
 
     def train(self) -> list:
-        """For each seed name -> Run."""
+        """Train the arms: for each seed name -> Run."""
         limit = 2 if self.args.tiny else None
         validation = jnp.asarray(self.corpus.validation_batches(16, self.args.length, limit))
         seeds = []
@@ -112,7 +112,7 @@ class Comparison:
         return seeds
 
     def time(self) -> dict:
-        """name -> ms of each timed step; losses are compared first.
+        """Return name -> ms of each timed step; compare losses first.
 
         Raises:
             AssertionError: an arm does not compute what the others do.
@@ -144,7 +144,7 @@ class progress:
             self.bar.close()
 
     def show(self, runs: dict) -> None:
-        """One more turn, and the losses after it."""
+        """Show one more turn, and the losses after it."""
         self.done += 1
         losses = {name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()}
         if self.bar is not None:
@@ -156,7 +156,7 @@ class progress:
 
 
 def main(argv=None) -> int:
-    """Runs the command; 1 where the proof fails."""
+    """Run the command; return 1 where the proof fails."""
     args = parse_arguments(argv)
     comparison = Comparison(args, Corpus())
     comparison.compile()

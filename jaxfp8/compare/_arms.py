@@ -42,13 +42,13 @@ class Arm:
 
     @contextlib.contextmanager
     def region(self):
-        """What the model is initialized, differentiated and evaluated in: this alone selects the recipe."""
+        """Select the recipe for the code inside: initialization, differentiation and evaluation of the model."""
         with autocast(self.recipe, enabled=self.recipe is not None), jax.default_matmul_precision(self.precision):
             yield
 
 
 def current_and_mx(role):
-    """Scales of whole tensors forward, MX blocks for the gradient: what only a custom recipe mixes."""
+    """Quantize with tensor scales forward and MX blocks for the gradient: only a custom recipe mixes them."""
     if role in ("linear_input", "linear_weight"):
         return Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     return MXFP8Quantizer() if role == "linear_grad_output" else None
@@ -70,5 +70,5 @@ FP8_ARMS = tuple(name for name, arm in ARMS.items() if arm.recipe is not None)
 
 
 def has_tf32() -> bool:
-    """Whether the default device multiplies in TensorFloat-32."""
+    """Return whether the default device multiplies in TensorFloat-32."""
     return _support.capability(jax.devices()[0]) >= (8, 0)

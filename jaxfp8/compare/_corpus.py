@@ -22,14 +22,14 @@ class Corpus:
         self.train, self.validation = self.codes[:cut], self.codes[cut:]
 
     def random_batches(self, seed, steps, batch, length):
-        """Yields `steps` arrays `(batch, length + 1)`: inputs and, shifted by one, targets. The seed fixes them all."""
+        """Yield `steps` arrays `(batch, length + 1)`: inputs and, shifted by one, targets. The seed fixes them all."""
         rng = np.random.default_rng(seed)
         for _ in range(steps):
             starts = rng.integers(0, len(self.train) - length, batch)
             yield self.train[starts[:, None] + np.arange(length + 1)]
 
     def validation_batches(self, batch, length, limit=None):
-        """The validation text in order, `(batches, batch, length + 1)`; a last part that fills no batch is left out."""
+        """Return the validation text in order, `(batches, batch, length + 1)`, without a last incomplete batch."""
         windows = np.lib.stride_tricks.sliding_window_view(self.validation, length + 1)[::length]
         count = len(windows) // batch
         return windows[: count * batch].reshape(count, batch, length + 1)[:limit]

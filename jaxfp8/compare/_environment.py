@@ -6,7 +6,7 @@ from ..inspect._machine import processor, versions
 
 
 def environment() -> dict:
-    """The processor, the devices and the versions that times and losses depend on."""
+    """Return the processor, the devices and the versions that times and losses depend on."""
     return {
         "machine": {"cpu": processor(), "devices": [str(device) for device in jax.devices()]},
         "versions": versions(("jax", "jaxlib", "flax", "optax", "numpy")),
@@ -14,6 +14,6 @@ def environment() -> dict:
 
 
 def device_name() -> str:
-    """The device that programs run on, as its vendor calls it."""
+    """Return the device that programs run on, as its vendor calls it."""
     device = jax.devices()[0]
     return f"{processor()} (CPU)" if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"

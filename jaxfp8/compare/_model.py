@@ -13,7 +13,7 @@ HEAD = 32  # width of an attention head
 
 
 def attend(query, key, value):
-    """Causal attention, `[batch, length, heads, HEAD]`; scores and softmax in float32.
+    """Compute causal attention, `[batch, length, heads, HEAD]`; scores and softmax in float32.
 
     Not `jax.nn.dot_product_attention`: it has no float16 on CPUs.
     """
@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Logits, f32 `[batch, length, vocabulary]`, of the characters after `tokens`, int32 `[batch, length]`."""
+        """Return logits, f32 `[batch, length, vocabulary]`, of the characters after int32 `[batch, length]`."""
         embed = functools.partial(nn.Embed, features=self.width, dtype=self.dtype)
         x = embed(self.vocabulary, name="embed")(tokens)
         x = x + embed(self.length, name="position")(jnp.arange(tokens.shape[1]))

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen fir
 
 
 def plot(path, title: str, results: dict, seeds: list) -> None:
-    """Bars of time and memory; above them the curves, where there are any.
+    """Plot bars of time and memory; above them the curves, where there are any.
 
     Args:
         path: of the picture.

@@ -1,4 +1,4 @@
-"""What the compiled training step of an arm holds: its memory, and how its FP8 products run."""
+"""The compiled training step of an arm: its memory, and how its FP8 products run."""
 
 import collections
 import dataclasses
@@ -34,13 +34,13 @@ class Program:
 
     @property
     def peak_bytes(self) -> int | None:
-        """What the step needs: arguments, outputs that reuse none of them, temporaries."""
+        """Return the bytes that the step needs: arguments, outputs that reuse no argument, temporaries."""
         if self.memory is None:
             return None
         return sum(self.memory.values()) - 2 * self.memory["aliased"]
 
     def how(self) -> str:
-        """How products and quantizers of FP8 run here."""
+        """Describe how products and quantizers of FP8 run here."""
         fp8, platform = self.fp8, f"XLA:{jax.default_backend().upper()}"
         if not fp8["products"]:
             return "no FP8"
@@ -56,7 +56,7 @@ class Program:
         return f"{_parts(products)}; {_parts(quantizers)}"
 
     def record(self) -> dict:
-        """For JSON."""
+        """Return the record for JSON."""
         return {
             "memory_bytes": self.memory,
             "peak_bytes": self.peak_bytes,
@@ -67,7 +67,7 @@ class Program:
 
 
 def compile_step(arm: Arm, state: TrainState, batch) -> Program:
-    """Compiles the training step of an arm for a state and a batch of these shapes."""
+    """Compile the training step of an arm for a state and a batch of these shapes."""
     with arm.region():
         traced = train_step.trace(state, batch)
         compiled = traced.lower().compile()
@@ -77,7 +77,7 @@ def compile_step(arm: Arm, state: TrainState, batch) -> Program:
 
 
 def _parts(counts) -> str:
-    return ", ".join(f"{count} {what}" for count, what in counts if count)
+    return ", ".join(f"{count} {kind}" for count, kind in counts if count)
 
 
 def _memory(analysis) -> dict[str, int] | None:
@@ -108,7 +108,7 @@ def _fp8(jaxpr, hlo: str) -> dict[str, int]:
 
 
 def count_operations(jaxpr) -> collections.Counter:
-    """How often each primitive is in a jaxpr, and in those inside of it."""
+    """Count each primitive in a jaxpr and in those inside of it."""
     counts = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
     for eqn in jaxpr.eqns:
         for inner in inner_jaxprs(eqn):

@@ -15,12 +15,12 @@ PROOF_STEPS, PROOF_SEEDS = 1000, 3
 
 
 def reference_of(names) -> str | None:
-    """The arm that others are compared with: bf16, where it runs, else f32."""
+    """Return the arm that others are compared with: bf16, where it runs, else f32."""
     return next((name for name in ("bf16", "f32") if name in names), None)
 
 
 def results_of(seeds, programs) -> dict[str, dict]:
-    """Per arm what `summarize` and `Program.record` say, and the steps that each seed skipped."""
+    """Return for each arm what `summarize` and `Program.record` say, and the steps that each seed skipped."""
     results = summarize(seeds, reference_of(seeds[0]))
     for name, row in results.items():
         row |= programs[name].record() | {"skipped": [runs[name].skipped for runs in seeds]}
@@ -28,7 +28,7 @@ def results_of(seeds, programs) -> dict[str, dict]:
 
 
 def timed_results(times, programs) -> dict[str, dict]:
-    """Per arm the median of its times, in ms, and what `Program.record` says."""
+    """Return for each arm the median of its times, in ms, and what `Program.record` says."""
     return {
         name: {"median_ms_per_step": float(np.median(ms)), "step_ms": [round(t, 3) for t in ms]}
         | programs[name].record()
@@ -37,7 +37,7 @@ def timed_results(times, programs) -> dict[str, dict]:
 
 
 def table(results) -> str:
-    """One line an arm; without losses where none were measured."""
+    """Return a line for each arm; without losses where none were measured."""
     reference = reference_of(results)
     has_losses = all("mean_validation_loss" in row for row in results.values())
     head = ["arm", "ms/step", f"x {reference}" if reference else "", "peak MiB", "kept MiB"]
@@ -58,7 +58,7 @@ def table(results) -> str:
 
 
 def notes(programs) -> str:
-    """On which device this ran, and how the FP8 products of each arm did."""
+    """Describe on which device this ran, and how the FP8 products of each arm did."""
     lines = [f"device: {device_name()}", "how FP8 ran there, in one step:"]
     lines += [f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS]
     if len(lines) == 2:
@@ -69,12 +69,12 @@ def notes(programs) -> str:
 
 
 def is_proof(steps: int, seeds: int, names) -> bool:
-    """Whether a comparison is long and wide enough to judge every recipe."""
+    """Return whether a comparison is long and wide enough to judge every recipe."""
     return steps >= PROOF_STEPS and seeds >= PROOF_SEEDS and {"bf16", *FP8_ARMS} <= set(names)
 
 
 def judge(results) -> tuple[bool, str]:
-    """`(passed, one line)`. A loss that is not a number passes nothing, as no comparison with it holds."""
+    """Return `(passed, one line)`. A loss that is not a number does not pass: no comparison with it holds."""
     differences = {name: results[name]["mean_minus_bf16"] for name in FP8_ARMS}
     passed = all(difference <= MAX_LOSS for difference in differences.values())
     each = ", ".join(f"{name} {difference:+.4f}" for name, difference in differences.items())
@@ -82,7 +82,7 @@ def judge(results) -> tuple[bool, str]:
 
 
 def write_json(path, settings: dict, results: dict, seeds: list) -> None:
-    """Settings, where it ran, results, and the curves of each seed."""
+    """Write settings, the environment, results, and the curves of each seed."""
     written = {"settings": settings} | environment() | {"results": results, "seeds": record(seeds)}
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

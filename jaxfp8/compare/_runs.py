@@ -1,4 +1,4 @@
-"""What arms did with a seed, and the sums over seeds."""
+"""The runs of the arms with one seed, and the figures over seeds."""
 
 import dataclasses
 
@@ -23,12 +23,12 @@ class Run:
 
     @property
     def median_step_ms(self) -> float:
-        """Without the first step of a run: it may compile, and touches memory for the first time."""
+        """Return the median without the first step of a run, which may compile and touches new memory."""
         return float(np.median(self.step_ms[1:]))
 
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
-    """Per arm: final validation losses and paired differences to the reference, one a seed; their means; ms a step.
+    """Return for each arm the last validation losses and their differences to the reference, the means, ms a step.
 
     Args:
         seeds: for each seed name -> Run.
@@ -50,7 +50,7 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
 
 
 def record(seeds: list[dict[str, Run]]) -> list[dict]:
-    """Curves for JSON, one entry a seed."""
+    """Return curves for JSON, one entry a seed."""
     return [
         {
             name: {
@@ -65,13 +65,13 @@ def record(seeds: list[dict[str, Run]]) -> list[dict]:
 
 
 def smooth(losses, blocks: int = 100):
-    """Means over up to `blocks` stretches of equal length, and the step in the middle of each."""
+    """Return means over up to `blocks` stretches of equal length, and the step in the middle of each."""
     size = max(1, len(losses) // blocks)
     count = len(losses) // size
     return (np.arange(count) + 0.5) * size, np.reshape(losses[: count * size], (count, size)).mean(axis=1)
 
 
 def validation_of(seeds, name):
-    """Steps `(n,)` and validation losses `(seeds, n)` of an arm."""
+    """Return steps `(n,)` and validation losses `(seeds, n)` of an arm."""
     steps = [step for step, _ in seeds[0][name].validation]
     return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])

@@ -24,14 +24,14 @@ class TrainState(train_state.TrainState):
 
 
 def loss_fn(variables, apply_fn, batch):
-    """Mean cross entropy of the next character, in nat; `batch` int32 `[batch, length + 1]`."""
+    """Return the mean cross entropy of the next character, in nat; `batch` is int32 `[batch, length + 1]`."""
     logits = apply_fn(variables, batch[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch):
-    """`(state, loss, whether the step was made)`; one is skipped where scaled gradients overflow."""
+    """Return `(state, loss, whether the step was made)`; a step is skipped where scaled gradients overflow."""
     scale = state.loss_scale
     if scale is None:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
@@ -44,18 +44,18 @@ def train_step(state: TrainState, batch):
 
 @jax.jit
 def mean_loss(state: TrainState, batches):
-    """`batches` is `[batches, batch, length + 1]`; one batch at a time, to keep the memory small."""
+    """Return the mean loss of `[batches, batch, length + 1]`; one batch at a time, to keep the memory small."""
     return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
 
 
 def make_optimizer(steps: int):
-    """AdamW after clipping; warm-up over the first tenth of the run, then a cosine down to a tenth of the peak."""
+    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine to a tenth of the peak."""
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
 
 
 def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainState:
-    """The first state: the same parameters in every arm, and the FP8 state of the arm's recipe."""
+    """Create the first state: the same parameters in every arm, and the FP8 state of the arm's recipe."""
     with arm.region():
         variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, model.length), jnp.int32))
     scale = mixed_precision.DynamicLossScale() if arm.loss_scaled else None
@@ -63,7 +63,7 @@ def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainS
 
 
 def train(arms, steps, states, batches, validation, count, on_step=lambda runs: None):
-    """Trains all arms, step by step in turns, so that what slows the machine slows all of them alike.
+    """Train all arms, step by step in turns, so that what slows the machine slows all of them alike.
 
     Args:
         arms: name -> Arm.
@@ -94,7 +94,7 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
 
 
 def time_steps(steps, states, batch, turns: int) -> dict[str, list[float]]:
-    """name -> ms of `turns` steps. A turn is two steps, of which the second is timed: the first one warms the heap."""
+    """Return name -> ms of `turns` steps. A turn is two steps; the second is timed, the first warms the heap."""
     states, times = dict(states), {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():

@@ -13,7 +13,7 @@ _HISTORY = "amax_history"
 
 
 def resize_history(tree: Any, amax_history_len: int) -> Any:
-    """Every amax history of `tree` with another length; the newest entries are kept.
+    """Resize every amax history of `tree`; the newest entries are kept.
 
     Slot 0 is the newest entry, slot 1 the oldest and the last slot the second newest. So `[5, 2, 3, 4]` becomes
     `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six: what is new counts as older than the oldest, is the first
@@ -35,35 +35,31 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
     if amax_history_len < 1:
         raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
-    found = False
-
-    def resize(path, leaf):
-        nonlocal found
-        if not any(_name(key).endswith(_HISTORY) for key in path):
-            return leaf
-        found = True
-        return _resize(leaf, amax_history_len)
-
-    resized = jax.tree_util.tree_map_with_path(resize, tree)
-    if not found:
-        raise ValueError("resize_history: tree: expected arrays named ..._amax_history or .amax_history, found none")
-    return resized
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    if not any(map(_is_history, (path for path, _ in paths))):
+        raise ValueError(
+            "resize_history: tree: expected arrays named ..._amax_history or .amax_history, got a tree without any; "
+            "pass the variables, or the state of delayed scaling"
+        )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _resize(leaf, amax_history_len) if _is_history(path) else leaf, tree
+    )
 
 
 def _resize(history, length):
-    """`[..., H]` -> `[..., length]`."""
+    """Resize a history `[..., H]` to `[..., length]`."""
     kept = min(history.shape[-1], length) - 1  # beside the newest: the last slots
-    newest, others = history[..., :1], history[..., history.shape[-1] - kept :]
+    newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
     gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
-    return jnp.concatenate([newest, gap, others], axis=-1)
+    return jnp.concatenate([newest, gap, older], axis=-1)
 
 
-def _name(key) -> str:
-    return str(getattr(key, "key", getattr(key, "name", "")))
+def _is_history(path) -> bool:
+    return any(str(getattr(key, "key", getattr(key, "name", ""))).endswith(_HISTORY) for key in path)
 
 
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's variables with FP8 state that fits the model as it is now.
+    """Merge a checkpoint's variables with FP8 state that fits the model as it is now.
 
     Other collections are those of the checkpoint. Of the state, a module that the checkpoint lacks (a bfloat16
     checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized.

@@ -13,7 +13,7 @@ _OTHER_FORMATS = "NANOOFp8DotGeneralOp"
 
 
 def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
-    """State of `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for our classes of these names.
+    """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for our classes.
 
     Flax and we store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
     names of modules differ:
@@ -61,7 +61,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
 def to_flax(
     variables: Mapping[str, Any], *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The inverse of `from_flax`; counters, which Flax does not have, are left out.
+    """Convert our state for Flax's classes, the inverse of `from_flax`; counters, which Flax lacks, are left out.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
@@ -81,14 +81,14 @@ def to_flax(
     def rename(path):
         if not path:
             return path
-        ours, number = _split(path[-1])
-        return (*path[:-1], name + number) if ours == _OURS else path
+        module_name, number = _split(path[-1])
+        return (*path[:-1], name + number) if module_name == _OURS else path
 
     return _convert("to_flax", variables, rename, swapped)
 
 
 def _split(name: str) -> tuple[str, str]:
-    """`"Fp8DotGeneral_0"` -> `("Fp8DotGeneral", "_0")`."""
+    """Split `"Fp8DotGeneral_0"` into `("Fp8DotGeneral", "_0")`."""
     return re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")
 
 
@@ -96,18 +96,18 @@ def _convert(where, variables, rename, swapped):
     if isinstance(swapped, str):
         raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
 
-    def convert(modules: _tree.Modules) -> _tree.Modules:
+    def convert(modules: _tree.Modules) -> _tree.Modules | None:
         unused = set(swapped)
         converted: _tree.Modules = {}
-        found = False
+        has_state = False
         for path, module in modules.items():
             module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
-            others = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
-            if others:
-                _tree.insert(where, converted, path, others)
-            if len(others) == len(module):
+            kept = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
+            if kept:
+                _tree.insert(where, converted, path, kept)
+            if len(kept) == len(module):
                 continue
-            found = True
+            has_state = True
             state = {operand: _tree.quantizer(where, path, module, operand) for operand in _tree.OPERANDS}
             matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
             unused -= matching
@@ -119,11 +119,8 @@ def _convert(where, variables, rename, swapped):
                 for leaf, value in zip(_tree.LEAVES, pair, strict=True)
             }
             _tree.insert(where, converted, rename(path), flat)
-        if not found:
-            raise ValueError(
-                f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or that "
-                f"collection itself, got {sorted(variables)}"
-            )
+        if not has_state:
+            return None
         if unused:
             raise ValueError(
                 f"{where}: swapped: {sorted(unused)} match no module; there are "

@@ -14,7 +14,7 @@ def _to_state_dict(state) -> dict:
 
 
 def _names(state) -> list[str]:
-    """The fields, without counters that are not there: checkpoints are then as if nothing could be counted."""
+    """Return the fields, counters only where they exist: checkpoints without them are as if there were no counters."""
     names = [field.name for field in dataclasses.fields(state)]
     return [name for name in names if name != _COUNTERS or getattr(state, name) is not None]
 

@@ -30,7 +30,7 @@ _NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
 
 
 def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling | None = None) -> dict[str, Any]:
-    """State of TransformerEngine's Flax modules (2.4 and later, delayed scaling) for `Fp8DotGeneral`.
+    """Convert state of TransformerEngine's Flax modules (2.4 and later, delayed scaling) for `Fp8DotGeneral`.
 
         TransformerEngine                                   here, in `_overwrite_with_gradient`
         collection fp8_metas (its modules):
@@ -67,22 +67,19 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
     where = "from_transformer_engine"
     quantizers = _quantizers(where, recipe)
 
-    def convert(modules: _tree.Modules) -> _tree.Modules:
+    def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
         for path, module in modules.items():
             for postfix in _postfixes(where, path, module):
                 state = {}
-                for theirs, ours in _NAMES.items():
-                    history, scale = _tree.quantizer(where, path, module, theirs + postfix)
-                    _expect_rotated(_tree.at(path, theirs + postfix), history)
-                    state |= _named(ours, _before_rotation(quantizers[ours], jnp.asarray(history), jnp.asarray(scale)))
+                for name, operand in _NAMES.items():
+                    history, scale = _tree.quantizer(where, path, module, name + postfix)
+                    _expect_rotated(_tree.at(path, name + postfix), history)
+                    state |= _named(
+                        operand, _before_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
+                    )
                 _tree.insert(where, converted, _our_path(path, postfix), state)
-        if not converted:
-            raise ValueError(
-                f"{where}: variables: expected a collection {_FP8_METAS!r} or {OVERWRITE_WITH_GRADIENT!r} with FP8 "
-                f"state, or one of them itself, got {sorted(variables)}"
-            )
-        return converted
+        return converted or None
 
     sources = (_FP8_METAS, OVERWRITE_WITH_GRADIENT)
     return _tree.convert_state(where, variables, sources, OVERWRITE_WITH_GRADIENT, convert)
@@ -91,7 +88,7 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
 def to_transformer_engine(
     variables: Mapping[str, Any], recipe: DelayedScaling | None = None, *, collection: str = _FP8_METAS
 ) -> dict[str, Any]:
-    """The inverse of `from_transformer_engine`: its next step has the scale that ours would have.
+    """Convert our state for TransformerEngine: its next step has the scale that ours would have.
 
     Histories and scales that came from TransformerEngine go back to the bit, but for the exceptions named there.
 
@@ -115,7 +112,7 @@ def to_transformer_engine(
             f"{where}: collection: expected {_FP8_METAS!r} or {OVERWRITE_WITH_GRADIENT!r}, got {collection!r}"
         )
 
-    def convert(modules: _tree.Modules) -> _tree.Modules:
+    def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
@@ -129,18 +126,13 @@ def to_transformer_engine(
             # A layer with one product has no postfix, as DenseGeneral; with several they are _0, _1, as LayerNormMLP.
             is_wrapped = collection == OVERWRITE_WITH_GRADIENT
             postfix = "" if is_wrapped or layers.count(path[:-1]) == 1 else f"_{match[1]}"
-            for theirs, ours in _NAMES.items():
-                history, scale = _tree.quantizer(where, path, module, ours)
-                after = _after_rotation(quantizers[ours], jnp.asarray(history), jnp.asarray(scale))
-                state |= _named(theirs + postfix, after)
+            for name, operand in _NAMES.items():
+                history, scale = _tree.quantizer(where, path, module, operand)
+                after = _after_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
+                state |= _named(name + postfix, after)
             target = (*path[:-1], f"{_WRAPPER}_{match[1]}") if is_wrapped else path[:-1]
             _tree.insert(where, converted, target, state)
-        if not converted:
-            raise ValueError(
-                f"{where}: variables: expected a collection {OVERWRITE_WITH_GRADIENT!r} with FP8 state, or that "
-                f"collection itself, got {sorted(variables)}"
-            )
-        return converted
+        return converted or None
 
     return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), collection, convert)
 
@@ -159,7 +151,7 @@ def _quantizers(where, recipe) -> dict[str, DelayedScalingQuantizer]:
 
 
 def _postfixes(where, path, module) -> list[str]:
-    """The products of one module of TransformerEngine: `[""]`, or `["_0", "_1"]`."""
+    """Return the products of one module of TransformerEngine: `[""]`, or `["_0", "_1"]`."""
     postfixes = []
     for name in module:
         match = re.fullmatch(r"(?:x|kernel|grad)(|_\d+)_(?:scale|amax_history)", name)
@@ -197,7 +189,7 @@ def _expect_rotated(name, history):
 
 
 def _next_scale(quantizer, history, scale_inv):
-    """The scale `[..., 1]` of the next step, from our stored history `[..., H]` and scale `[..., 1]`."""
+    """Compute the scale `[..., 1]` of the next step, from our history `[..., H]` and scale `[..., 1]`."""
     algo = quantizer.amax_compute_algo
     history = _scaling.clean(history)
     if callable(algo):
@@ -213,14 +205,14 @@ def _numerator(quantizer):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
-    """Our `(history, scale_inv)` as TransformerEngine's `(history, scale)`."""
+    """Convert our `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
     rotated = jnp.roll(_scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
     return rotated, _next_scale(quantizer, history, scale_inv)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _before_rotation(quantizer, rotated, scale):
-    """TransformerEngine's `(history, scale)` as our `(history, scale_inv)`."""
+    """Convert TransformerEngine's `(history, scale)` to our `(history, scale_inv)`."""
     usable = _scaling.positive_finite(scale)
     scale = jnp.where(usable, jnp.clip(scale, _scaling.MIN_SCALE, _scaling.MAX_SCALE), jnp.float32(1))
     scale_inv = _scaling.round_quotient(jnp.ones_like(scale), scale)

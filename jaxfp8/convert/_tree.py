@@ -1,4 +1,4 @@
-"""Where quantizer state sits in a tree of variables: modules by path, and in a module its leaves by name.
+"""The quantizer state of a tree of variables: modules by path, and the leaves of a module by name.
 
 A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, a path being a tuple of names.
 """
@@ -19,9 +19,10 @@ Modules = dict[Path, dict[str, object]]
 
 
 def convert_state(where: str, variables: Mapping, sources: Iterable[str], target: str, convert: Callable) -> dict:
-    """Applies `convert(modules) -> modules` to the collections `sources` of `variables`, which become `target`.
+    """Apply `convert(modules) -> modules` to the collections `sources` of `variables`, which become `target`.
 
-    Other collections stay as they are. Without any of the sources, `variables` is the bare collection.
+    Other collections stay as they are. Without any of the sources, `variables` is the bare collection. Where the
+    modules hold no FP8 state, `convert` returns None and this function raises a ValueError.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -29,18 +30,23 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
             "of a TrainState pass `.params`"
         )
     present = [name for name in sources if name in variables]
-    if not present:
-        return nested(convert(modules_of(where, variables)))
-    modules: Modules = {}
+    modules: Modules = {} if present else modules_of(where, variables)
     for name in present:
         for path, module in modules_of(where, variables[name]).items():
             insert(where, modules, path, module)
+    converted = convert(modules)
+    if converted is None:
+        collections = " or ".join(map(repr, sources))
+        raise ValueError(
+            f"{where}: variables: expected a collection {collections} with FP8 state, or such a collection itself, got "
+            f"{sorted(variables)}"
+        )
     rest = {name: collection for name, collection in variables.items() if name not in present}
-    return {**rest, target: nested(convert(modules))}
+    return {**rest, target: nested(converted)} if present else nested(converted)
 
 
 def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
-    """The modules of a collection that hold arrays."""
+    """Return the modules of a collection that hold arrays."""
     leaves = {name: value for name, value in collection.items() if not isinstance(value, Mapping)}
     for name, leaf in leaves.items():
         if not hasattr(leaf, "dtype"):
@@ -53,7 +59,7 @@ def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
 
 
 def nested(modules: Modules) -> dict:
-    """The inverse of `modules_of`."""
+    """Nest modules to a tree, the inverse of `modules_of`."""
     tree: dict = {}
     for path, module in modules.items():
         node = tree
@@ -64,24 +70,24 @@ def nested(modules: Modules) -> dict:
 
 
 def is_counters(name: str, module: Iterable[str]) -> bool:
-    """Whether a leaf of a module, given by its names, is the counters of a quantizer, which only we have."""
+    """Return whether a leaf of a module, given by its names, is the counters of a quantizer, which only we have."""
     prefix = name.removesuffix("_counters")
     return prefix != name and f"{prefix}_amax_history" in module
 
 
 def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
-    """Adds leaves to the module at `path`; ValueError where one is there already."""
-    there = modules.setdefault(path, {})
+    """Add leaves to the module at `path`; raise a ValueError where a name is there already."""
+    leaves = modules.setdefault(path, {})
     for name in module:
-        if name in there:
+        if name in leaves:
             raise ValueError(
                 f"{where}: {at(path, name)}: two quantizers would get this name; rename one module before converting"
             )
-    there.update(module)
+    leaves.update(module)
 
 
 def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
-    """`(amax_history [..., H], scale [..., 1])` of one quantizer, checked and in float32."""
+    """Return `(amax_history [..., H], scale [..., 1])` of one quantizer, checked and in float32."""
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
     if history.ndim < 1 or history.shape[-1] < 1:
         raise ValueError(
@@ -111,5 +117,5 @@ def _leaf(where, path, module, name):
 
 
 def at(path: Path, name: str = "") -> str:
-    """A path as messages and patterns have it."""
+    """Join a path as messages and patterns have it."""
     return "/".join((*path, name) if name else path)

@@ -1,5 +1,6 @@
 """calibrate: amax histories from batches of data, without training."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ def calibrate(
     loss_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Fills amax histories from batches, as training on them would, and changes nothing else.
+    """Fill amax histories from batches, as training on them would, and change nothing else.
 
         variables = jaxfp8.calibrate(model, variables, batches)  # Linen
         jaxfp8.calibrate(model, batches)  # NNX: in place
@@ -53,9 +54,9 @@ def calibrate(
     """
     is_nnx = isinstance(model, nnx.Module)
     if len(variables_and_batches) != (1 if is_nnx else 2):
-        wanted = "calibrate(model, batches)" if is_nnx else "calibrate(model, variables, batches)"
+        expected = "calibrate(model, batches)" if is_nnx else "calibrate(model, variables, batches)"
         got = ", ".join(type(argument).__name__ for argument in (model, *variables_and_batches))
-        raise TypeError(f"calibrate: expected {wanted}, got ({got})")
+        raise TypeError(f"calibrate: expected {expected}, got ({got})")
     if loss_fn is not None and kwargs:
         raise TypeError(f"calibrate: expected no arguments of the model beside loss_fn, got {sorted(kwargs)}")
     *variables, batches = variables_and_batches
@@ -83,7 +84,7 @@ def calibrate(
             return model.apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
 
         variables = {**variables, **first_state(variables, first)}
-        batches = _again(first, batches)
+        batches = itertools.chain([first], batches)
     return _filled(function, variables, batches, loss_fn is not None)
 
 
@@ -100,32 +101,31 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
 
 
 def _filled(function, variables, batches, is_loss: bool):
-    """`variables` after a step of `function` for each batch."""
+    """Return `variables` after a step of `function` for each batch."""
     where = _state_tree.flatten(variables)
-    wanted = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
-    if not wanted:
+    positions = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
+    if not positions:
         raise ValueError(
             "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
             "none and need no calibration; frozen models have fixed scales"
         )
 
     @jax.jit
-    def seen(variables, batch):
+    def next_state(variables, batch):
         leaves, tree = jax.tree.flatten(variables)
 
         def total(state):
-            changed = tree.unflatten(
-                [dict(zip(wanted, state, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
-            )
+            by_position = dict(zip(positions, state, strict=True))
+            changed = tree.unflatten([by_position.get(i, leaf) for i, leaf in enumerate(leaves)])
             return _total(function(max_grad(changed), *batch), is_loss)
 
-        return jax.grad(total)([leaves[i] for i in wanted])
+        return jax.grad(total)([leaves[i] for i in positions])
 
     count = 0
     for batch in batches:
-        gradients = seen(variables, batch)
+        gradients = next_state(variables, batch)
         old = _state_tree.flatten(variables)
-        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(wanted, gradients, strict=True))
+        new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(positions, gradients, strict=True))
         variables, count = update_state(variables, old.replace(new)), count + 1
     if not count:
         raise _no_batches()
@@ -133,23 +133,18 @@ def _filled(function, variables, batches, is_loss: bool):
 
 
 def _is_of_backward(path) -> bool:
-    """Whether a leaf is of a quantizer of the backward: its name, or a field above it, says so."""
+    """Return whether a leaf belongs to a quantizer of the backward: its name, or a field above it, says so."""
     return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(tuple(f"{name}_" for name in _BACKWARD))
 
 
 def _total(outputs, is_loss: bool):
-    """A number that depends on all that the model returns; only that it does is of interest."""
+    """Return a number that depends on every result of the model; its value does not matter."""
     if is_loss:
         return outputs
     leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not leaves:
         raise TypeError("calibrate: model: expected a result with floating-point arrays, got none; pass loss_fn")
     return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))
-
-
-def _again(first, batches):
-    yield first
-    yield from batches
 
 
 def _no_batches():

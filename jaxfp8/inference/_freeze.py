@@ -9,7 +9,7 @@ from ..nnx import _freeze as of_nnx
 
 
 def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """A model for inference: kernels are FP8 codes, inputs have fixed scales, codes and scales are as in training.
+    """Freeze a model for inference: kernels become FP8 codes, inputs get fixed scales, all as in training.
 
         frozen = jaxfp8.freeze(model, variables, x)  # Linen: model.apply(frozen, x)
         jaxfp8.freeze(model, x)  # NNX: in place

@@ -1,4 +1,4 @@
-"""Which implementation of every op and recipe this machine runs, and why not a better one: from lowered programs."""
+"""Find from lowered programs which implementation of every op and recipe this machine runs, and why."""
 
 import re
 from collections import Counter
@@ -34,7 +34,7 @@ _TILE = (1, 128)
 # A call of each op, and its arguments.
 OPS: dict[str, tuple[Callable, tuple]] = {
     "amax": (ops.amax, (_X,)),
-    "amax_to_scale": (lambda amax, stored: ops.amax_to_scale(amax, stored, fp8_max=E4M3.max), (_ONE, _ONE)),
+    "amax_to_scale": (lambda amax, s: ops.amax_to_scale(amax, s, fp8_max=E4M3.max), (_ONE, _ONE)),
     "delayed_scales": (lambda h, s: ops.delayed_scales((h,), (s,), fp8_max=(E5M2.max,)), (_VECTOR, _ONE)),
     "push_amaxes": (lambda h, amax: ops.push_amaxes((h,), (amax,)), (_VECTOR, _ONE)),
     "quantize": (lambda x, s: ops.quantize(x, s, E4M3.dtype), (_X, _ONE)),
@@ -71,7 +71,7 @@ _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
-    """What each op is on a platform: `name`, `custom_call` (does it run as its own), `calls` and `why`.
+    """Return a row for each op on a platform: `name`, `custom_call` (whether it runs as its own), `calls` and `why`.
 
     `calls` are the custom calls in its program, `why` a clause where it does not run as its own.
     """
@@ -85,7 +85,7 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
 
 
 def active_recipes(platform: str) -> list[dict[str, Any]]:
-    """What forward and backward of a Dense layer hold: `name`, `fp8_products` of 3, `calls` by name, and `why`."""
+    """Return a row for each recipe, from a Dense step: `name`, `fp8_products` of 3, `calls` by name, and `why`."""
     rows = []
     for recipe in RECIPES:
 
@@ -101,16 +101,16 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
 
 
 def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
-    """The custom calls of a program, and what it would warn of."""
+    """Return the custom calls of a program, and the warnings that it would give."""
     with _support.listening() as reasons:
-        # A function of its own: what was lowered before would not ask again.
+        # A new function for each call: JAX does not lower a function again that it has lowered before.
         text = jax.jit(lambda *args: function(*args)).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     return dict(sorted(Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text)).items())), reasons
 
 
 def _why_not(platform: str, target: str) -> str:
-    """Why the custom call is not in a program that warns of nothing."""
-    library = next((found for found in _ffi.libraries() if found.platform == platform), None)
+    """Return why the custom call is not in a program that gives no warning."""
+    library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     if library is None:
         return f"no native library serves {platform}"
     if library.error:

@@ -51,7 +51,7 @@ class Gemms:
 
 
 def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Gemms:
-    """The matrix products of `fn(*args, **kwargs)`, which is traced and neither compiled nor run.
+    """List the matrix products of `fn(*args, **kwargs)`, which is traced and neither compiled nor run.
 
         print(jaxfp8.inspect.gemms(train_step, state, batch))
 
@@ -70,7 +70,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
         TypeError: `fn` is no function.
         ValueError: unknown platform.
     """
-    target = Target.of(platform)
+    target = Target.parse(platform)
     if not callable(fn):
         raise TypeError(
             f"gemms: fn: expected a function, its arguments after it, as in gemms(step, state, batch); got a "
@@ -84,7 +84,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
 def assert_fp8(
     fn: Callable[..., Any], *args: Any, platform: str | None = None, allow: str | Iterable[str] = (), **kwargs: Any
 ) -> None:
-    """Raises where a matrix product of `fn(*args, **kwargs)` would not run in FP8; says which, where and why.
+    """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8; say which, where and why.
 
         jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))
 
@@ -106,27 +106,27 @@ def assert_fp8(
         TypeError: `fn` is no function.
         ValueError: unknown platform.
     """
-    found = gemms(fn, *args, platform=platform, **kwargs)
+    products = gemms(fn, *args, platform=platform, **kwargs)
     allowed = [re.compile(pattern) for pattern in ([allow] if isinstance(allow, str) else allow)]
     missed = [
         row
-        for row in found.rows
+        for row in products.rows
         if not row["fp8"] and not any(regex.search(row["layer"]) or regex.search(row["line"]) for regex in allowed)
     ]
     name = getattr(fn, "__name__", repr(fn))
-    if not found.rows:
+    if not products.rows:
         raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
     if missed:
-        of = sum(row["times"] for row in found.rows)
-        count = sum(row["times"] for row in missed)
-        table = Gemms(missed, found.platform)
+        total, count = (sum(row["times"] for row in rows) for rows in (products.rows, missed))
+        table = Gemms(missed, products.platform)
         raise AssertionError(
-            f"assert_fp8: {count} of {of} matrix products of {name} would not run in FP8 on {found.platform}:\n{table}"
+            f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on "
+            f"{table.platform}:\n{table}"
         )
 
 
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
-    """The products of one equation, each as items of a row."""
+    """Return the products of one equation, each as items of a row."""
     name = eqn.primitive.name
     if name == "fp8_product":
         return [
@@ -158,7 +158,7 @@ def _why_plain(eqn, place, target) -> str | None:
 
 
 def _forward(eqn):
-    """The program of a product that nobody differentiates: a primitive that is still whole."""
+    """Trace the program of a product that nobody differentiates: a primitive that is still whole."""
     params = eqn.params
     product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)  # on one device
 

@@ -1,4 +1,4 @@
-"""What `jaxfp8.report` says of a Linen model: its layers, met while `init` is traced for shapes."""
+"""The report of a Linen model: its layers, recorded while `init` is traced for shapes."""
 
 import jax
 from flax import linen as nn
@@ -7,7 +7,7 @@ from .._jax._arrays import split_arrays
 from ..linen._quantize import decision, is_layer, regions
 from ..linen._state import Fp8Module
 from ..recipes import QTensor, first_match, relative
-from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
+from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped, why_no_product
 
 NO_PRODUCT = {
     nn.MultiHeadDotProductAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
@@ -19,13 +19,13 @@ NO_PRODUCT = {
 
 
 def rows(model, args, kwargs):
-    """`(rows, unused rules)`; None: not a Linen model."""
+    """Return `(rows, unused rules)` of a Linen model; None for any other object."""
     if not isinstance(model, nn.Module):
         return None
-    seen = _Seen()
-    with nn.intercept_methods(seen.record):
+    recorder = _Recorder()
+    with nn.intercept_methods(recorder.record):
         _trace_init(model, args, kwargs)
-    return list(seen.rows.values()), seen.unused()
+    return list(recorder.rows.values()), recorder.unused()
 
 
 def _trace_init(model, args, kwargs) -> None:
@@ -38,8 +38,8 @@ def _trace_init(model, args, kwargs) -> None:
     jax.eval_shape(init, arrays)
 
 
-class _Seen:
-    """What the calls of a model's methods said: a row for each layer, and which rules decided."""
+class _Recorder:
+    """The layers that a model's methods run: a row for each, and the rules that decided."""
 
     def __init__(self):
         self.rows, self.owners, self.regions, self.used = {}, {}, [], set()
@@ -53,7 +53,7 @@ class _Seen:
         ]
 
     def record(self, next_method, args, kwargs, context):
-        """Flax calls it in place of each method: runs it, then writes down what it was."""
+        """Run a method in Flax's place, and record the layer or product that it belongs to."""
         self.regions += [region for region in regions() if region not in self.regions]
         result = next_method(*args, **kwargs)
         module = context.module
@@ -65,7 +65,7 @@ class _Seen:
         return result
 
     def _product(self, product, args) -> None:
-        """An FP8 product; it stands for the layer that holds it, unless the code gave it a name."""
+        """Record an FP8 product in the name of the layer that holds it, unless the code gave the product a name."""
         kind, owner = type(product).__name__, "/".join(product.path[:-1])
         first = self.owners.setdefault(owner, product.path)  # scans call their body more than once
         is_named = not product.path or product.path[-1] != f"{kind}_0"
@@ -80,7 +80,7 @@ class _Seen:
         self.rows[path] = row(path, kind, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
 
     def _module(self, module, args) -> None:
-        """Any other module: a layer, or one whose parameters have no FP8 product."""
+        """Record any other module: a layer, or a module whose parameters have no FP8 product."""
         path, kind = "/".join(module.path), type(module).__name__
         if path in self.owners:
             if path in self.rows:
@@ -97,7 +97,7 @@ class _Seen:
                 why = self._use(decided.region, decided.index)
             self.rows[path] = row(path, kind, None, why, *shapes)
             return
-        reason = next((reason for of, reason in NO_PRODUCT.items() if isinstance(module, of)), None)
+        reason = why_no_product(NO_PRODUCT, module)
         if reason is None and kernel is None:
             return
         for region in regions():

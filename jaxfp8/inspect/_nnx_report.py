@@ -1,4 +1,4 @@
-"""What `jaxfp8.report` says of an NNX model: its layers, as they stand."""
+"""The report of an NNX model: its layers, as they stand."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,7 +8,7 @@ from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel
 from ..nnx._quantize import RULES, layers, names, operation, product
 from ..recipes import HighPrecision, first_match
-from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
+from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped, why_no_product
 
 NO_PRODUCT = {
     nnx.MultiHeadAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
@@ -21,7 +21,7 @@ NO_PRODUCT = {
 
 
 def rows(model, args, kwargs):
-    """`(rows, unused rules)`; None: not an NNX model."""
+    """Return `(rows, unused rules)` of an NNX model; None for any other object."""
     if not isinstance(model, nnx.Module):
         return None
     if args or kwargs:
@@ -33,13 +33,13 @@ def rows(model, args, kwargs):
         used.add(index)
         return index
 
-    found = layers(model)
-    for path, layer, _ in found:
+    model_layers = layers(model)
+    for path, layer, _ in model_layers:
         index = rule_of(names(path, layer), operation(layer))
         table.append(_row("/".join(map(str, path)), layer, None if index is None else (index, rules[index])))
-    known = {id(layer) for _, layer, _ in found}
+    known = {id(layer) for _, layer, _ in model_layers}
     for path, module in nnx.iter_modules(model):
-        reason = next((reason for of, reason in NO_PRODUCT.items() if isinstance(module, of)), None)
+        reason = why_no_product(NO_PRODUCT, module)
         kernel = _kernel(module)
         if id(module) in known or isinstance(module, _Fp8Product) or (reason is None and kernel is None):
             continue
@@ -52,7 +52,7 @@ def rows(model, args, kwargs):
 
 
 def _row(path: str, layer, decided):
-    """A layer; `decided` is the rule that says what it should run, which code may have changed since."""
+    """Return the row of a layer; `decided` is the rule for it, which code may have overridden since."""
     fp8, kind, kernel = product(layer), type(layer).__name__, _kernel(layer)
     rule = None if decided is None else rule_text(*decided)
     if fp8 is None:
@@ -71,7 +71,7 @@ def _without(layer) -> str:
 
 
 def _kernel(module):
-    """The shape of the module's kernel."""
+    """Return the shape of the module's kernel."""
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape

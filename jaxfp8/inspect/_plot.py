@@ -17,7 +17,7 @@ _OPERANDS = ("input", "kernel", "output_grad")
 
 
 def plot(histories: Mapping[str, ArrayLike] | Sequence[Any], path: str | os.PathLike | None = None) -> Any:
-    """A picture of amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
+    """Plot amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
 
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
 
@@ -64,7 +64,7 @@ def plot(histories: Mapping[str, ArrayLike] | Sequence[Any], path: str | os.Path
 
 
 def _lines_of_dict(histories) -> list[tuple]:
-    """`(group, is a scale, name, values (steps,), is dashed)` of each line."""
+    """Return `(group, is a scale, name, values (steps,), is dashed)` of each line."""
     lines = []
     for name, values in histories.items():
         values = np.asarray(jax.device_get(values), np.float64)
@@ -90,7 +90,7 @@ def _lines_of_trees(trees) -> list[tuple]:
     if not steps:
         raise ValueError("plot: histories: expected at least one tree, got an empty list")
     names = [[(arrays.name, arrays.stack) for arrays in step] for step in steps]
-    if any(of != names[0] for of in names):
+    if any(step_names != names[0] for step_names in names):
         raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
     lines = []
     for i, (name, stack) in enumerate(names[0]):

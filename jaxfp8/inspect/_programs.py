@@ -11,7 +11,7 @@ import jax
 from .._jax._jaxprs import inner_jaxprs
 from ..dot import _scopes
 
-# What transforms call their own: says nothing about the model.
+# Scopes that transforms add: they say nothing about the model.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")
 _OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
 _LIBRARIES = tuple(
@@ -41,26 +41,26 @@ class Place(NamedTuple):
 
 
 def equations(jaxpr, outer=()) -> Iterator[tuple]:
-    """`(equation, Place)` of every equation of a jaxpr that holds no other one."""
+    """Yield `(equation, Place)` for every equation of a jaxpr that holds no other equation."""
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
         inner = list(inner_jaxprs(eqn))
         if not inner:
             yield eqn, _place(stack, eqn)
-        for found in inner:
-            yield from equations(found, stack)
+        for inner_jaxpr in inner:
+            yield from equations(inner_jaxpr, stack)
 
 
 def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
     is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
-    reasons = [found for scope in scopes if (found := _scopes.reason(scope))]
+    reasons = [reason for scope in scopes if (reason := _scopes.reason(scope))]
     scopes = [scope for scope in scopes if scope not in _OF_TRANSFORMS and not _scopes.reason(scope)]
     return Place(_joined(scopes), is_backward, reasons[0] if reasons else None, _line(eqn.source_info.traceback))
 
 
 def _joined(scopes) -> str:
-    """One path. A transform in a transform repeats what is around it; NNX scopes are whole paths."""
+    """Join scopes to one path. A transform in a transform repeats the scopes around it; NNX scopes are whole paths."""
     path = []
     for scope in scopes:
         parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
@@ -82,7 +82,7 @@ def _line(traceback) -> str:
 
 
 def traced(fn, arrays):
-    """The jaxpr of `fn(arrays)`, which returns anything."""
+    """Return the jaxpr of `fn(arrays)`, whatever it returns."""
 
     def without_result(arrays):
         fn(arrays)

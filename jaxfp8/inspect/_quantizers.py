@@ -1,4 +1,4 @@
-"""The quantizers of a tree, as the functions of this package see them: their arrays and their names."""
+"""The quantizers of a tree, as the functions of this package read them: their arrays and their names."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from ..recipes import _state_tree
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """What is stored of one quantizer, or of a stack of them, along whatever axis a transform has stacked it.
+    """The state of one quantizer, or of a stack of them, along whatever axis a transform has stacked it.
 
     Attributes:
         name: its path below the state collection: `Dense_0/Fp8DotGeneral_0/input`.
@@ -27,12 +27,12 @@ class Arrays:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The leading dimensions, of the layers of a stack."""
+        """Return the leading dimensions, those of a stack of layers."""
         return self.amax_history.shape[:-1]
 
 
 def quantizers(where: str, tree) -> list[Arrays]:
-    """The quantizers of any tree with FP8 state in it, in its order. What an optimizer holds is no state.
+    """Return the quantizers of any tree with FP8 state in it, in its order, without those of an optimizer's state.
 
     Args:
         where: how messages call the tree.
@@ -41,12 +41,12 @@ def quantizers(where: str, tree) -> list[Arrays]:
     Raises:
         ValueError: there are none; a history and its scale do not fit.
     """
-    found = _state_tree.flatten(tree)
+    flat = _state_tree.flatten(tree)
     arrays = []
-    for quantizer in found.quantizers:
-        if "opt_state" in found.paths[quantizer.amax_history]:
+    for quantizer in flat.quantizers:
+        if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
-        leaves = [found.leaves[i] for i in quantizer.positions()]
+        leaves = [flat.leaves[i] for i in quantizer.positions()]
         axis = _state_tree.slot_axis(leaves[0].shape, leaves[1].shape)
         if axis is None:
             raise ValueError(

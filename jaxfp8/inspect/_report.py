@@ -31,7 +31,7 @@ class Report:
 
 
 def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Report:
-    """Prints which layer of a model runs which recipe, and why; also of models that were never given rules.
+    """Print which layer of a model runs which recipe, and why; also for models without rules.
 
         jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32))
 
@@ -51,13 +51,10 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
         TypeError: neither a Linen nor an NNX module; arguments for an NNX module.
         ValueError: with `strict`, a rule that decides nothing.
     """
-    for rows_of in (linen_report.rows, nnx_report.rows):
-        found = rows_of(model, args, kwargs)
-        if found is not None:
-            break
-    else:
+    reports = (rows_of(model, args, kwargs) for rows_of in (linen_report.rows, nnx_report.rows))
+    rows, unused = next((report for report in reports if report is not None), (None, None))
+    if rows is None:
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
-    rows, unused = found
     result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
@@ -69,7 +66,7 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
 
 
 def _text(value) -> str:
-    """A cell of the table; of a recipe its name and what differs from the defaults."""
+    """Return a cell of the table; for a recipe its name and the fields that differ from the defaults."""
     if value is None:
         return "-"
     if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The rows of a report: a layer, what it runs and the words for why."""
+"""The rows of a report: a layer, its recipe and the reason."""
 
 from typing import Any
 
@@ -8,34 +8,40 @@ COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 
 
 def rule_text(index: int, rule) -> str:
+    """Return how a report calls a rule."""
     ops = f" {'/'.join(rule.op_names)}" if rule.op_names else ""
     return f"rule {index} {rule.path!r}{ops}"
 
 
 def row(layer: str, kind: str, recipe, why: str, input=None, kernel=None) -> dict[str, Any]:
+    """Return a row, its columns in order."""
     recipe = None if isinstance(recipe, HighPrecision) else recipe
-    values = {"layer": layer, "kind": kind, "input": input, "kernel": kernel, "recipe": recipe, "why": why}
-    return {column: values[column] for column in COLUMNS}
+    return dict(zip(COLUMNS, (layer, kind, input, kernel, recipe, why), strict=True))
+
+
+def why_no_product(reasons, module) -> str | None:
+    """Return the reason, out of those by class, why a module has no FP8 product; or None."""
+    return next((reason for cls, reason in reasons.items() if isinstance(module, cls)), None)
 
 
 def first_matrix(params) -> tuple[int, ...] | None:
-    """The shape of a module's kernel, or else of its first parameter that is no vector."""
+    """Return the shape of a module's kernel, or else of its first parameter that is no vector."""
     shapes = {name: tuple(value.shape) for name, value in params.items() if len(getattr(value, "shape", ())) > 1}
     return shapes.get("kernel", next(iter(shapes.values()), None))
 
 
 def skipped(rule: str, matched, reason: str) -> str:
-    """Why a module that a rule matches runs in high precision; a rule that wants just that is honoured."""
+    """Return why a module that a rule matches runs in high precision; a rule that asks for just that is honoured."""
     return rule if matched.recipe is None else f"skipped: {reason} ({rule})"
 
 
 def recipe_and_reason(named, default, rule: str | None):
-    """`(recipe, why)` of an FP8 product that runs here and now.
+    """Return `(recipe, why)` of an FP8 product that runs here and now.
 
     Args:
-        named: the recipe that its rule, or its code, gives it; or None.
-        default: gives the recipe of one that has none, outside of `autocast`.
-        rule: the rule, where there is one.
+        named: the recipe from a rule, or from the code; or None.
+        default: gives the recipe of a product without one, outside of `autocast`.
+        rule: the text of the rule, where a rule decides.
     """
     if _autocast.resolve(DelayedScaling(), DelayedScaling) is None:
         return None, "autocast is off"

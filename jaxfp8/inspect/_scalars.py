@@ -30,7 +30,7 @@ class Measured:
 
 
 def measure(variables: Any) -> Measured:
-    """The figures of `scalars` as one f32 array; for the inside of a jitted step.
+    """Return the figures of `scalars` as one f32 array; for the inside of a jitted step.
 
         state = state.apply_gradients(grads=grads)
         return state, loss, jaxfp8.inspect.measure(state)  # nothing waits for it
@@ -64,7 +64,7 @@ def measure(variables: Any) -> Measured:
 
 
 def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
-    """A flat dict name -> float, as clu, tensorboard, wandb and the like write it.
+    """Return a flat dict name -> float, as clu, tensorboard, wandb and the like write it.
 
         writer.write_scalars(step, jaxfp8.inspect.scalars(measured))
 

@@ -1,4 +1,4 @@
-"""summary: what the state of every quantizer says of the step just run."""
+"""summary: the step just run, as the state of every quantizer records it."""
 
 import dataclasses
 from typing import Any
@@ -59,7 +59,7 @@ class Summary:
 
 
 def summary(variables: Any) -> Summary:
-    """What the FP8 state of a model says of the step just run: scale, amax window, and counters where they are kept.
+    """Summarize the FP8 state of a model after a step: scale, amax window, and counters where they are kept.
 
         print(jaxfp8.inspect.summary(state))
 
@@ -77,26 +77,26 @@ def summary(variables: Any) -> Summary:
         ValueError: there is no FP8 state of delayed scaling.
         TypeError: inside of jit; `jaxfp8.inspect.measure` works there.
     """
-    found = quantizers("summary: variables", variables)
-    if any(isinstance(leaf, jax.core.Tracer) for arrays in found for leaf in (arrays.amax_history, arrays.scale_inv)):
+    states = quantizers("summary: variables", variables)
+    if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
         raise TypeError(
             "summary: variables: expected concrete arrays, got traced ones; inside of jit use jaxfp8.inspect.measure"
         )
     rows = []
-    for arrays in found:
+    for arrays in states:
         on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
         history, scale_inv, counters = (None if x is None else np.asarray(x, np.float64) for x in on_host)
         for index in np.ndindex(arrays.stack):
             name = arrays.name + member(index)
-            of_member = None if counters is None else counters[index]
-            rows.append(_row(name, history[index], float(scale_inv[index][0]), of_member))
+            row_counters = None if counters is None else counters[index]
+            rows.append(_row(name, history[index], float(scale_inv[index][0]), row_counters))
     return Summary(rows)
 
 
 def _row(name, history, scale_inv, counters) -> dict[str, Any]:
-    seen = history[np.isfinite(history) & (history > 0)]
+    entries = history[np.isfinite(history) & (history > 0)]
     is_scale = np.isfinite(scale_inv) and scale_inv > 0
-    newest = float(history[0]) if seen.size else None
+    newest = float(history[0]) if entries.size else None
     scale = 1 / scale_inv if is_scale else None
     follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
     saturated, flushed, steps = (None, None, steps) if counters is None else map(float, counters)
@@ -105,9 +105,9 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
         "scale": scale,
         "scale_inv": scale_inv,
         "newest": newest,
-        "max": float(seen.max()) if seen.size else None,
-        "min": float(seen.min()) if seen.size else None,
-        "filled": int(seen.size),
+        "max": float(entries.max()) if entries.size else None,
+        "min": float(entries.min()) if entries.size else None,
+        "filled": int(entries.size),
         "length": int(history.size),
         "peak": None if newest is None or scale is None else newest * scale,
         "follows": follows,
@@ -118,18 +118,19 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
 
 
 def _origin(history, scale_inv) -> tuple[str | None, int | None]:
-    """`(follows, steps since the scale changed)` of a scale and the window after its step.
+    """Return `(follows, steps since the scale changed)` of a scale and the window after its step.
 
     The step just run wrote slot 0 and took its scale from the others: `by_age[0]` is what the step before it saw.
     """
     by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
     largest = by_age.max(initial=0)
     if largest == 0:
-        # With a window of one entry what the scale came from is gone.
-        return ("dropped", None) if history.size == 1 and history[0] > 0 and scale_inv != 1 else _unit(scale_inv)
+        # A window of one entry has dropped the amax of its scale.
+        if history.size == 1 and history[0] > 0 and scale_inv != 1:
+            return "dropped", None
+        return "unit" if scale_inv == 1 else None, None
     if _is_scale_of(largest, scale_inv):
-        steps = int(np.flatnonzero(by_age == largest)[-1])
-        return "max", steps
+        return "max", int(np.flatnonzero(by_age == largest)[-1])
     if _is_scale_of(by_age[0], scale_inv):
         return "most_recent", None
     if np.all(by_age > 0) and scale_inv * max(map(fp8_max, FP8_DTYPES)) > largest:
@@ -137,12 +138,8 @@ def _origin(history, scale_inv) -> tuple[str | None, int | None]:
     return None, None
 
 
-def _unit(scale_inv):
-    return ("unit" if scale_inv == 1 else None), None
-
-
 def _is_scale_of(amax, scale_inv) -> bool:
-    """Whether `scale_inv` is `amax / FP8_MAX * 2**margin` of one of the formats, margins being whole numbers."""
+    """Return whether `scale_inv` is `amax / FP8_MAX * 2**margin` of one of the formats, for a whole margin."""
     if amax == 0:
         return False
     ratios = [scale_inv * fp8_max(dtype) / amax for dtype in FP8_DTYPES]

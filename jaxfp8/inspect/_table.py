@@ -1,10 +1,10 @@
-"""Tables of text: cells in aligned columns, the order of their lines, and the names of members of a stack."""
+"""Tables of text: cells in aligned columns, the order of their lines, and the names of the layers of a stack."""
 
 import re
 
 
 def aligned(lines, right: int | None = None) -> str:
-    """Lines of cells as text, the first one the head.
+    """Align lines of cells as text, the first line the head.
 
     Args:
         lines: sequences of strings, all of one length.
@@ -23,12 +23,12 @@ def aligned(lines, right: int | None = None) -> str:
 
 
 def natural(path: str):
-    """The order of paths in which `layers_2` is before `layers_10`."""
+    """Return a sorting key for paths in which `layers_2` is before `layers_10`."""
     return [
         [int(piece) if piece.isdigit() else piece for piece in re.split(r"(\d+)", part)] for part in path.split("/")
     ]
 
 
 def member(index: tuple[int, ...]) -> str:
-    """`"[2,0]"`, what follows the name of a layer for one of a stack; "" where there is no stack."""
+    """Return `"[2,0]"`, the suffix of a layer's name for one layer of a stack; "" without a stack."""
     return f"[{','.join(map(str, index))}]" if index else ""

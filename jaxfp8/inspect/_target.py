@@ -1,4 +1,4 @@
-"""What a program is judged for: the FP8 GEMMs that a platform has."""
+"""The target of a program: the FP8 GEMMs that a platform has."""
 
 import dataclasses
 import re
@@ -24,8 +24,8 @@ class Target:
 
     Attributes:
         name: for messages.
-        gpus: the NVIDIA GPUs; where there are none, GPUs that have everything are assumed.
-        lacks: why it has no FP8 GEMM at all; or None.
+        gpus: the NVIDIA GPUs; without any, GPUs that have everything are assumed.
+        lacks: why the platform has no FP8 GEMM at all; or None.
     """
 
     name: str
@@ -33,8 +33,8 @@ class Target:
     lacks: str | None = None
 
     @staticmethod
-    def of(platform: str | None) -> "Target":
-        """The target that an argument `platform` of `gemms` and `assert_fp8` names.
+    def parse(platform: str | None) -> "Target":
+        """Return the target that an argument `platform` of `gemms` and `assert_fp8` names.
 
         Raises:
             ValueError: unknown platform.
@@ -57,7 +57,7 @@ class Target:
         )
 
     def why_not(self, eqn) -> str | None:
-        """Why an equation of one of our GEMMs does not run in FP8; None where it does."""
+        """Return why an equation of one of our GEMMs does not run in FP8; None where it does."""
         name, static = eqn.primitive.name.removeprefix("jaxfp8_"), eqn.params
         types = [var.aval for var in eqn.invars]
         if self.lacks:
@@ -70,13 +70,13 @@ class Target:
         if name == "scaled_matmul" and types[0].dtype == types[1].dtype == E5M2.dtype:
             return "no tensor core multiplies two float8_e5m2"
         if static["implementation"] == "xla":
-            is_rewritten = name == "scaled_matmul" and not static["members"]
+            is_rewritten = name == "scaled_matmul" and not static["vmap_dims"]
             return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
         capabilities = set(map(_support.capability, self.gpus)) - {()}
         return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
 
     def why_not_xla(self, a, b) -> str | None:
-        """The same of a plain product of two FP8 operands, which is left to XLA."""
+        """Return why a plain product of two FP8 operands, which is left to XLA, does not run in FP8."""
         if self.lacks:
             return self.lacks
         missing = _support.missing_on(self.gpus, cublaslt=False)
@@ -86,9 +86,10 @@ class Target:
 
 
 def is_gemm(eqn) -> bool:
-    """Whether an equation is an FP8 GEMM of `jaxfp8.ops`."""
+    """Return whether an equation is an FP8 GEMM of `jaxfp8.ops`."""
     return eqn.primitive.name in _GEMM_OPS
 
 
 def are_fp8(*dtypes) -> bool:
+    """Return whether all dtypes are FP8."""
     return all(dtype in FP8_DTYPES for dtype in dtypes)

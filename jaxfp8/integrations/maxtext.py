@@ -42,7 +42,7 @@ _installed = contextlib.ExitStack()
 
 
 def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
-    """Gives MaxText's `quantization=fp8` the products of this library, for models that are made from now on.
+    """Give MaxText's `quantization=fp8` the products of this library, for models that are made from now on.
 
     Dense layers get an `Fp8DotGeneral` and the experts' einsums an `Fp8Einsum`. State is where Flax's classes have it,
     under the same names, so checkpoints of a run with Flax's FP8 go on with ours. `gradient_accumulation_steps` may be
@@ -52,11 +52,11 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
         recipe: how operands become FP8; `jaxfp8.DelayedScaling()` without one.
 
     Returns:
-        What takes it back: `close()`, or the end of a `with` block. A second call takes back the first.
+        A context that undoes the call: by `close()`, or at the end of a `with` block. A second call undoes the first.
 
     Raises:
-        ImportError: MaxText is not there, or something that this changes is not in it; the message says what.
-        TypeError: recipe is none.
+        ImportError: MaxText is missing, or lacks something that `install` changes; the message names it.
+        TypeError: `recipe` is not a Recipe.
     """
     global _installed
     recipe = DelayedScaling() if recipe is None else checked("maxtext.install: recipe", recipe)
@@ -92,10 +92,10 @@ def _module(name: str):
 
 
 def _require(module, hook: str) -> None:
-    found = module
+    attribute = module
     for part in hook.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        attribute = getattr(attribute, part, None)
+    if not callable(attribute):
         try:
             version = importlib.metadata.version("maxtext")
         except importlib.metadata.PackageNotFoundError:
@@ -107,7 +107,7 @@ def _require(module, hook: str) -> None:
 
 
 def _importers(name: str, value) -> list:
-    """MaxText's modules that have `value` as their `name`: the one that defines it, and those that imported it."""
+    """Return MaxText's modules that have `value` as their `name`: the defining one, and those that import it."""
     modules = [module for key, module in sys.modules.items() if key.partition(".")[0] == "maxtext"]
     return [module for module in modules if vars(module).get(name) is value]
 
@@ -162,13 +162,13 @@ class _NextState(nnx.Variable):
 
 
 def _state(tree) -> dict:
-    """The FP8 state of an NNX model, or of gradients, as a tree of arrays that this library's functions know."""
+    """Return the FP8 state of an NNX model, or of gradients, as a tree of arrays that our functions know."""
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
 
 
 def _accumulate_with_state(original, module):
-    """MaxText's accumulation, which differentiates and adds up parameters, with the state beside them."""
+    """Wrap MaxText's accumulation, which adds up gradients of parameters, and keep the state beside them."""
 
     @functools.wraps(original)
     def accumulate(loss_fn, config, model, *args, **options):
@@ -196,14 +196,16 @@ def _accumulate_with_state(original, module):
 
 
 def _put(model, state: dict) -> None:
-    of = nnx.state(model, OverwriteWithGradient)
-    nnx.replace_by_pure_dict(of, state[OVERWRITE_WITH_GRADIENT])
-    nnx.update(model, of)
+    variables = nnx.state(model, OverwriteWithGradient)
+    nnx.replace_by_pure_dict(variables, state[OVERWRITE_WITH_GRADIENT])
+    nnx.update(model, variables)
 
 
 class _NnxWithState:
-    """`flax.nnx` for MaxText's accumulation: what it differentiates gives the gradients of parameters alone to MaxText,
-    and those of the state to the model's `fp8_next_state`."""
+    """`flax.nnx` for MaxText's accumulation.
+
+    `value_and_grad` gives the gradients of parameters to MaxText, and those of the state to `model.fp8_next_state`.
+    """
 
     def __getattr__(self, name):
         return getattr(nnx, name)
@@ -226,7 +228,7 @@ class _NnxWithState:
 
 
 def _parse_with_accumulation(original, types):
-    """MaxText's reading of its configuration, without its refusal of FP8 with gradient accumulation."""
+    """Wrap MaxText's parser of its configuration, without its refusal of FP8 with gradient accumulation."""
 
     @functools.wraps(original)
     def parse(argv=None, config_class=types.MaxTextConfig, **options):
@@ -259,7 +261,7 @@ def _accumulating(config_class):
 
 
 def _check_with_accumulation(original):
-    """MaxText's check of a training configuration, which asserts that FP8 does not accumulate."""
+    """Wrap MaxText's check of a training configuration, which asserts that FP8 does not accumulate."""
 
     @functools.wraps(original)
     def check(config):

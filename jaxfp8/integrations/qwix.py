@@ -1,4 +1,4 @@
-"""qwix: its rule lists, as ours.
+"""qwix: convert its rule lists to ours.
 
     from jaxfp8.integrations import qwix
 
@@ -17,14 +17,14 @@ from .. import linen, nnx as jaxfp8_nnx
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Rule
 
-# The operations that both know; our rules hold for layers of these two.
+# The operations for which qwix and jaxfp8 both have rules.
 OPERATIONS = ("dot_general", "einsum")
-# Ours, by the names of qwix's types of forward and backward.
+# Our formats by the names of qwix's forward and backward types.
 FORMATS = {(fmt.dtype.name, fmt.backward_dtype.name): fmt for fmt in (HYBRID, E4M3, E5M2)}
 
 
 def rules_from_qwix(rules: Any, *, bwd_qtype: Any = "float8_e5m2") -> list[Rule]:
-    """The rules of `linen.quantize` and `nnx.quantize` that say what a list of qwix rules says.
+    """Convert a list of qwix rules to rules of `linen.quantize` and `nnx.quantize`.
 
     | qwix | here |
     |---|---|
@@ -63,7 +63,7 @@ class QtProvider:
 
 
 def quantize_model(model: Any, provider: QtProvider, *model_inputs: Any, **model_kwargs: Any) -> Any:
-    """As `qwix.quantize_model`: a model with the provider's rules; the model itself is not changed.
+    """Give a model the provider's rules, as `qwix.quantize_model` does; the model itself is not changed.
 
     Args:
         model: a Linen or NNX module.
@@ -88,18 +88,18 @@ def quantize_model(model: Any, provider: QtProvider, *model_inputs: Any, **model
 
 def _rule(where: str, rule, bwd_qtype) -> Rule:
     operations = tuple(rule.op_names)
-    ours = tuple(operation for operation in OPERATIONS if operation in operations)
+    supported = tuple(operation for operation in OPERATIONS if operation in operations)
     weight, act = _type(rule.weight_qtype), _type(rule.act_qtype)
     if weight is None:
         if act is not None:
             raise ValueError(f"{where}: weight_qtype: expected the type of act_qtype, {act}, got None")
         # A rule for other operations must not win over the next one.
-        return Rule(rule.module_path, None, ours or operations)
-    if operations and not ours:
+        return Rule(rule.module_path, None, supported or operations)
+    if operations and not supported:
         raise ValueError(f"{where}: op_names: expected {' or '.join(OPERATIONS)} among them, got {operations}")
     backward = _type(getattr(rule, "bwd_qtype", None)) or _type(bwd_qtype)
     _refuse_options(where, rule)
-    return Rule(rule.module_path, _recipe(where, rule, weight, act, backward), ours)
+    return Rule(rule.module_path, _recipe(where, rule, weight, act, backward), supported)
 
 
 def _type(qtype) -> str | None:
@@ -129,7 +129,7 @@ def _recipe(where: str, rule, weight: str, act: str | None, backward: str):
 
 
 def _refuse_options(where: str, rule) -> None:
-    """Raises for an option that no recipe has; what qwix means by leaving it out is fine."""
+    """Raise for an option that no recipe has; an option that is left out as in qwix is fine."""
     allowed = {
         "act_static_scale": (None, False),
         "weight_calibration_method": ("absmax",),

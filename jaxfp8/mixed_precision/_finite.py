@@ -1,4 +1,4 @@
-"""Whether gradients are finite, the step that is skipped when they are not, and which layer it was."""
+"""Check whether gradients are finite, skip the step when they are not, and find the layer where it began."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from ._floats import is_inexact, outside_state
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether no gradient is Inf or NaN.
+    """Return whether no gradient is Inf or NaN.
 
-    FP8 state does not decide: an amax that was not finite is recorded as 0, so it would say nothing. The gradients of
-    parameters do, and there the Inf or NaN that a quantizer met is still to be seen.
+    FP8 state does not decide: an amax that was not finite is recorded as 0. The gradients of parameters decide; they
+    still hold the Inf or NaN that a quantizer met.
 
-    The answer is the same on all devices. Where XLA cuts the arrays of a program it is that of the whole arrays; inside
-    `shard_map` it is combined over every mesh axis on which gradients differ, pipeline stages included, with
-    `check_vma=False` over all its axes. So all devices must call it.
+    The answer is the same on all devices. Where XLA cuts the arrays of a program, the answer is that for the whole
+    arrays. Inside `shard_map` it is combined over every mesh axis on which gradients differ, pipeline stages included,
+    and with `check_vma=False` over all axes. So all devices must call this function.
 
     Args:
         tree: gradients, in float16 or wider: a variables dict, an NNX state, any tree.
@@ -34,9 +34,9 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
-    """`new` if `finite`, else `old`: a step, or nothing of it.
+    """Return `new` if `finite`, else `old`: the whole step, or nothing of it.
 
-    Give it everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
+    Pass everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
     state together, a whole TrainState.
 
     Args:
@@ -45,7 +45,7 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         old: a tree of the same structure, shapes and dtypes.
 
     Returns:
-        The one or the other, to the bit.
+        `new` or `old`, to the bit.
 
     Raises:
         ValueError: the trees differ in structure, or two leaves in shape or dtype; they are the same arrays, as two
@@ -75,7 +75,7 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
 
 
 def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
-    """The paths of the leaves that `all_finite` looks at, in the order in which `first_nonfinite_index` counts them.
+    """Return the paths of the leaves that `all_finite` reads, in the order of `first_nonfinite_index`.
 
     Args:
         tree: gradients.
@@ -91,7 +91,7 @@ def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
 
 
 def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
-    """`first_nonfinite` for use under `jit`: an index into `leaf_names(tree, order)`, or -1.
+    """Find the first gradient with an Inf or NaN under `jit`: an index into `leaf_names(tree, order)`, or -1.
 
     Args:
         tree: gradients.
@@ -108,7 +108,7 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
 
 
 def first_nonfinite(tree: Any, order: Any = None) -> str | None:
-    """The path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
+    """Return the path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
 
     A NaN that arises in one layer's backward is in the gradients of all layers before it, and not in those after it.
     So the layer nearest to the loss is the one to look at; give `order`, or the answer is merely the first in the tree.
@@ -123,7 +123,7 @@ def first_nonfinite(tree: Any, order: Any = None) -> str | None:
 
 
 def _nonfinite(tree):
-    """bool[n]: for each float leaf that is not state whether it holds an Inf or NaN, on any device."""
+    """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or NaN on any device."""
     leaves = _gradients(tree)[1]
     bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
     bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
@@ -132,7 +132,7 @@ def _nonfinite(tree):
 
 
 def _differing_axes(x) -> tuple[str, ...]:
-    """The mesh axes of a `shard_map` over which `x` may differ."""
+    """Return the mesh axes of a `shard_map` over which `x` may differ."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual or not _mesh.varying(lax.axis_index(manual[0])):
         return tuple(manual)  # no map, or one whose types do not tell
@@ -140,14 +140,14 @@ def _differing_axes(x) -> tuple[str, ...]:
 
 
 def _gradients(tree) -> tuple[list[str], list]:
-    found = _state_tree.flatten(tree)
+    flat = _state_tree.flatten(tree)
     is_outside = jax.tree.leaves(outside_state(tree))
-    kept = [i for i, leaf in enumerate(found.leaves) if is_outside[i] and is_inexact(leaf)]
-    return [found.name(i) for i in kept], [found.leaves[i] for i in kept]
+    kept = [i for i, leaf in enumerate(flat.leaves) if is_outside[i] and is_inexact(leaf)]
+    return [flat.name(i) for i in kept], [flat.leaves[i] for i in kept]
 
 
 def _ordered(tree, order) -> tuple[list[str], list[int]]:
-    """Names, and their positions in the order of the tree."""
+    """Return the names, and their positions in the order of the tree."""
     names = _gradients(tree)[0]
     layers = list(order or ())
     unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
@@ -162,5 +162,5 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
 
 
 def _is_below(name, layer) -> bool:
-    """Whether the parts of `layer` stand in `name`, one after the other: `Dense_0` in `params/Dense_0/kernel`."""
+    """Return whether the parts of `layer` stand in `name` one after the other: `Dense_0` in `params/Dense_0/kernel`."""
     return f"/{layer.strip('/')}/" in f"/{name}/"

@@ -1,4 +1,4 @@
-"""The floats of a tree that mixed precision may touch: not FP8 codes and their scales, not integers, not keys."""
+"""The floats of a tree that mixed precision may cast: not FP8 codes and their scales, not integers, not keys."""
 
 import dataclasses
 
@@ -14,24 +14,24 @@ _COMPLEX = {np.dtype(t) for t in (np.complex64, np.complex128)}
 
 
 def is_float(leaf) -> bool:
-    """Whether `leaf` is an array of float16, bfloat16, float32 or float64."""
+    """Return whether `leaf` is an array of float16, bfloat16, float32 or float64."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype in _FLOATS
 
 
 def is_inexact(leaf) -> bool:
-    """Whether `leaf` is a Python float, or an array of floats or complex numbers."""
+    """Return whether `leaf` is a Python float, or an array of floats or complex numbers."""
     return isinstance(leaf, (float, complex)) or is_float(leaf) or getattr(leaf, "dtype", None) in _COMPLEX
 
 
 def outside_state(tree):
-    """The tree with True for what is neither FP8 state nor codes: for all parameters, and the `source` of QTensors.
+    """Return the tree with True for leaves that are neither FP8 state nor codes: parameters, `source` of QTensors.
 
-    Codes and scales of frozen products are no parameters either.
+    The codes and scales of frozen products get False too.
     """
-    found = _state_tree.flatten(tree)
-    frozen = {path[:-1] for path in found.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
-    state = set(found.positions())
-    kept = [i in state or path[:-1] in frozen for i, path in enumerate(found.paths)]
+    flat = _state_tree.flatten(tree)
+    frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
+    state = set(flat.positions())
+    kept = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
 
     def visit(leaf, is_kept):
         if not isinstance(leaf, QTensor):
@@ -39,15 +39,15 @@ def outside_state(tree):
         nothing = jax.tree.map(lambda _: False, leaf)
         return dataclasses.replace(nothing, source=jax.tree.map(lambda _: True, leaf.source))
 
-    return jax.tree.map(visit, tree, found.treedef.unflatten(kept), is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(visit, tree, flat.treedef.unflatten(kept), is_leaf=lambda x: isinstance(x, QTensor))
 
 
 def map_outside_state(function, tree):
-    """`function` of all leaves that are neither FP8 state nor codes; those stay as they are."""
+    """Apply `function` to all leaves that are neither FP8 state nor codes; those stay as they are."""
     return jax.tree.map(lambda leaf, is_outside: function(leaf) if is_outside else leaf, tree, outside_state(tree))
 
 
 def widest(*dtypes) -> np.dtype:
-    """What the dtypes promote to, whatever promotion the session has set."""
+    """Return the promoted dtype, whatever promotion the session has set."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)

@@ -75,7 +75,7 @@ class DynamicLossScale:
         _check(interval >= 1 and interval == int(interval), "growth_interval", "a positive integer", interval)
 
     def scale(self, tree):
-        """`tree * value` in f32, or wider where the tree is: for the loss, before the gradient is taken.
+        """Multiply `tree` by `value`, in f32 or wider: for the loss, before the gradient is taken.
 
         Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss starts as `value` in float16,
         which is infinite from 65520 on. FP8 state, and what is not a float, is returned as it is.
@@ -86,7 +86,7 @@ class DynamicLossScale:
         return self._times(self.value, tree)
 
     def unscale(self, tree):
-        """`tree / value` in f32, or wider where the tree is: for gradients, before clipping and the optimizer.
+        """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and the optimizer.
 
         f32, because what loss scaling saved in float16 would be lost in it again. It is the product with `1 / value`
         rounded to f32. FP8 state, and what is not a float, is returned as it is: state is not a gradient.
@@ -98,7 +98,7 @@ class DynamicLossScale:
         return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
     def adjust(self, finite) -> "DynamicLossScale":
-        """The loss scale for the next step.
+        """Return the loss scale for the next step.
 
         Call it once for each step of the optimizer, not for each microbatch.
 
@@ -138,7 +138,7 @@ class DynamicLossScale:
 def value_and_grad(
     loss_fn: Callable[..., Any], loss_scale: DynamicLossScale, argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`jaxfp8.value_and_grad` with the loss scaled on the way in and the gradients unscaled on the way out.
+    """Differentiate as `jaxfp8.value_and_grad` does, scaling the loss and unscaling the gradients.
 
     Args:
         loss_fn: returns a scalar loss, or `(loss, aux)` with `has_aux`.

@@ -65,7 +65,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """The policy that `text` names.
+        """Parse the policy that `text` names.
 
             "params=float32,compute=bfloat16,output=float32"
             "p=f32,c=f16"       what is not said: params are float32, compute is as params, output as compute
@@ -94,19 +94,19 @@ class Policy:
         return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """`tree` with its floats in `param_dtype`."""
+        """Cast the floats of `tree` to `param_dtype`."""
         return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """`tree` with its floats in `compute_dtype`."""
+        """Cast the floats of `tree` to `compute_dtype`."""
         return _cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """`tree` with its floats in `output_dtype`."""
+        """Cast the floats of `tree` to `output_dtype`."""
         return _cast(tree, self.output_dtype)
 
     def dtype_of(self, operation: str) -> np.dtype | None:
-        """The dtype in which an operation runs.
+        """Return the dtype in which an operation runs.
 
         | operations | dtype |
         |---|---|
@@ -128,7 +128,7 @@ class Policy:
         return max(self.compute_dtype, np.dtype(np.float32), key=lambda d: d.itemsize) if kind == _FLOAT32 else None
 
     def op(self, function: Callable[..., Any], like: str | None = None) -> Callable[..., Any]:
-        """`function` in the dtype that the table has for it.
+        """Return `function` in the dtype that the table has for it.
 
             policy.op(jnp.matmul)(a, b)                      # in compute_dtype
             policy.op(jax.nn.softmax)(scores)                # in float32

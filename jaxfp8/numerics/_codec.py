@@ -23,14 +23,14 @@ def _float(bits):
 
 
 def _shift_exponent(x, exponent):
-    """`x * 2**exponent` for x = 0, inf or a positive normal float; 0 where the result would be subnormal."""
+    """Return `x * 2**exponent` for x = 0, inf or a positive normal float; 0 where the result would be subnormal."""
     bits = _bits(x) + (exponent << 23)
     shifted = jnp.where(bits < _MIN_NORMAL_BITS, jnp.float32(0), _float(bits))
     return jnp.where((x == 0) | jnp.isinf(x), x, shifted)
 
 
 def _normalize(magnitude_bits):
-    """`(m, e)` with `|v| == m * 2**e` and m no subnormal: what a multiplication can take under flush-to-zero.
+    """Return `(m, e)` with `|v| == m * 2**e` and m no subnormal, which flush-to-zero does not change.
 
     A subnormal v is an integer below 2**23 times 2**-149. m is that integer times 2**-64, so that a product with any
     other m overflows only where the true product does.
@@ -42,7 +42,7 @@ def _normalize(magnitude_bits):
 
 
 def _round_shift(x, shift):
-    """`x / 2**shift` to the nearest integer, ties to even, for 0 <= x < 2**30 and 0 <= shift <= 31."""
+    """Round `x / 2**shift` to the nearest integer, ties to even, for 0 <= x < 2**30 and 0 <= shift <= 31."""
     rest = x & ((1 << shift) - 1)
     half = jnp.where(shift > 0, 1 << (shift - 1), 1)
     quotient = x >> shift
@@ -50,7 +50,7 @@ def _round_shift(x, shift):
 
 
 def _abs_product(x_bits, scale_bits):
-    """`|x * scale|` in f32; 0 or itself where it is subnormal."""
+    """Compute `|x * scale|` in f32; a subnormal result is 0 or itself."""
     x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     x_power, scale_power = (_float((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
@@ -58,7 +58,7 @@ def _abs_product(x_bits, scale_bits):
 
 
 def is_saturated_or_flushed(x, scale, dtype):
-    """Whether the product of each element is above the largest number, and whether it rounds to zero and is not."""
+    """Return whether each product is above the largest number, and whether it rounds to zero without being zero."""
     info = jnp.finfo(dtype)
     x_bits = _bits(x.astype(jnp.float32))
     product = _abs_product(x_bits, _bits(scale))
@@ -68,7 +68,7 @@ def is_saturated_or_flushed(x, scale, dtype):
 
 
 def encode(x, scale, dtype):
-    """The FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
+    """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
     info = jnp.finfo(dtype)
     shift = 23 - info.nmant
     bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
@@ -93,7 +93,7 @@ def encode(x, scale, dtype):
 
 
 def decode(data, scale_inv, dtype):
-    """The values of `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN as the quiet NaN without sign."""
+    """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
     value = data.astype(jnp.float32)  # exact
     value_bits, scale_bits = _bits(value), _bits(scale_inv)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)

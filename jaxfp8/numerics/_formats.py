@@ -23,7 +23,7 @@ class Format:
 
     @property
     def max(self) -> float:
-        """Largest finite value of `dtype`: 448 for float8_e4m3fn, 57344 for float8_e5m2."""
+        """Return the largest finite value of `dtype`: 448 for float8_e4m3fn, 57344 for float8_e5m2."""
         return fp8_max(self.dtype)
 
     def __repr__(self) -> str:
@@ -43,5 +43,5 @@ HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 
 
 def fp8_max(dtype: DTypeLike) -> float:
-    """Largest finite value of an FP8 dtype."""
+    """Return the largest finite value of an FP8 dtype."""
     return float(jnp.finfo(dtype).max)

@@ -30,20 +30,20 @@ def _bits(x):
 
 
 def positive_finite(x: jax.Array) -> jax.Array:
-    """`0 < x < inf`, subnormals included."""
+    """Return whether `0 < x < inf`, subnormals included."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
     below_zero = bits - np.full(bits.shape, 1, np.uint32)  # 0 wraps around
     return lax.lt(below_zero, np.full(bits.shape, _INF_BITS - 1, np.uint32))
 
 
 def clean(x: jax.Array) -> jax.Array:
-    """f32 view of stored state in which an entry that is negative or not finite is 0."""
+    """Return state as f32, with 0 in place of an entry that is negative or not finite."""
     x = x.astype(jnp.float32)
     return lax.select(positive_finite(x), x, np.zeros(x.shape, np.float32))
 
 
 def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
-    """Max of |x| as f32 where NaN counts as +inf; 0 where there is nothing to reduce.
+    """Compute the max of |x| as f32, where NaN counts as +inf; 0 for an empty array.
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for n >= 4096).
     """
@@ -53,7 +53,7 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
 
 
 def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] = lax.div) -> jax.Array:
-    """`x / y` correctly rounded for positive normal f32 x and y with a normal quotient.
+    """Divide x by y, correctly rounded, for positive normal f32 x and y with a normal quotient.
 
     `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
     of 24 bits, up to rounding. With an estimate of it, the remainder is a small integer that 32 bits hold although the
@@ -78,14 +78,14 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
 
 
 def scale_numerator(fp8_max: float, margin: float) -> np.float32:
-    """`fp8_max / 2**margin`: with the power of two in the numerator a scale takes one division and one rounding."""
+    """Return `fp8_max / 2**margin`: with the power of two in the numerator a scale takes one division and rounding."""
     return np.float32(fp8_max * 2.0**-margin)
 
 
-def amax_to_scale(amax: jax.Array, stored: jax.Array, numerator: np.float32) -> tuple[jax.Array, jax.Array]:
-    """`(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or the one that `stored` stands for.
+def amax_to_scale(amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32) -> tuple[jax.Array, jax.Array]:
+    """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or that of `old_scale_inv`.
 
-    `numerator / amax` if `0 < amax < inf`, else `1 / stored` if `0 < stored < inf`, else 1; clamped to
+    `numerator / amax` if `0 < amax < inf`, else `1 / old_scale_inv` if that is positive and finite, else 1; clamped to
     [2**-126, 2**126].
     """
     # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
@@ -93,8 +93,8 @@ def amax_to_scale(amax: jax.Array, stored: jax.Array, numerator: np.float32) -> 
     smallest = max(float(numerator) / MAX_SCALE, float(np.finfo(np.float32).tiny))
     largest = min(float(numerator) / MIN_SCALE, float(np.finfo(np.float32).max))
     amax_in_range = jnp.clip(amax, jnp.float32(smallest), jnp.float32(largest))
-    stored_in_range = jnp.clip(stored, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
-    stored_in_range = jnp.where(positive_finite(stored), stored_in_range, jnp.float32(1))
+    stored_in_range = jnp.clip(old_scale_inv, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
+    stored_in_range = jnp.where(positive_finite(old_scale_inv), stored_in_range, jnp.float32(1))
 
     has_amax = positive_finite(amax)
     scale = round_quotient(
@@ -104,7 +104,7 @@ def amax_to_scale(amax: jax.Array, stored: jax.Array, numerator: np.float32) -> 
 
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`(scale, scale_inv)`, f32: the scale rounded down to a power of two, in [2**-126, 2**126] as scales are."""
+    """Round an f32 scale in [2**-126, 2**126] down to a power of two: `(scale, scale_inv)`."""
     bits = _bits(scale) & _INF_BITS
     inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
     return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)

@@ -1,5 +1,6 @@
-"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each with a jnp reference of the same signature and the same
-bits. `scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
+"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each with a jnp reference of the same bits.
+
+`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
 """
 
 from ._amax import amax as amax

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from . import _checks, _ffi, _shapes
@@ -10,7 +9,7 @@ from ._primitive import ONE, dims, tensor_op
 
 
 def amax(x: ArrayLike) -> jax.Array:
-    """Max of `|x|`.
+    """Compute the largest magnitude, the max of `|x|`.
 
     Equivalent to `jnp.max(jnp.abs(x.astype(f32)), initial=0)`, with NaN counted as +inf before the reduction.
 
@@ -26,14 +25,14 @@ def amax(x: ArrayLike) -> jax.Array:
     return _amax(_checks.high_precision("amax", "x", x))[0].reshape(())
 
 
-def _reference(x, members):
-    return (_shapes.abs_max(x, members),)
+def _reference(x, vmap_dims):
+    return (_shapes.abs_max(x, vmap_dims),)
 
 
-def _custom_call(x, members):
-    groups = _shapes.merge(x, members)
-    (top,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
-    return (_shapes.member_amaxes(top, x.shape[:members]),)
+def _custom_call(x, vmap_dims):
+    groups = _shapes.merge(x, vmap_dims)
+    (amaxes,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
+    return (_shapes.vmapped_amaxes(amaxes, x.shape[:vmap_dims]),)
 
 
 _amax = tensor_op(
@@ -42,6 +41,4 @@ _amax = tensor_op(
     dtypes=lambda x: [jnp.float32],
     reference=_reference,
     cpu=_custom_call,
-    cuda=_custom_call,
-    combine=lambda **_: lax.pmax,
 )

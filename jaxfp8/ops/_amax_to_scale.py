@@ -1,9 +1,8 @@
-"""amax_to_scale: the scale of a tensor, and its inverse, from an amax or from what is stored."""
+"""amax_to_scale: the scale of a tensor and its inverse, from an amax or from the scale_inv of the last step."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling
@@ -14,7 +13,7 @@ from ._primitive import ONE, tensor_op
 def amax_to_scale(
     amax: ArrayLike, stored: ArrayLike, *, fp8_max: float, margin: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """The scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
+    """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
     Equivalent to, in f32, each division rounded correctly and the scale clamped to [2**-126, 2**126]:
 
@@ -25,7 +24,7 @@ def amax_to_scale(
 
     Args:
         amax: f32[] or f32[1].
-        stored: f32[] or f32[1], a `scale_inv`; what counts where there is no amax.
+        stored: f32[] or f32[1], a `scale_inv`; it decides where `amax` is 0 or not finite.
         fp8_max: largest value of the FP8 format, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
 
@@ -41,13 +40,13 @@ def amax_to_scale(
     return tuple(_amax_to_scale(amax, stored, numerator=_scaling.scale_numerator(fp8_max, margin)))
 
 
-def _reference(amax, stored, members, numerator):
-    del members
+def _reference(amax, stored, vmap_dims, numerator):
+    del vmap_dims
     return _scaling.amax_to_scale(amax, stored, numerator)
 
 
-def _custom_call(amax, stored, members, numerator):
-    del members
+def _custom_call(amax, stored, vmap_dims, numerator):
+    del vmap_dims
     flat = amax.reshape(-1), stored.reshape(-1)
     results = [(flat[0].shape, jnp.float32)] * 2
     scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(numerator))
@@ -60,6 +59,4 @@ _amax_to_scale = tensor_op(
     dtypes=lambda amax, stored, numerator: [jnp.float32] * 2,
     reference=_reference,
     cpu=_custom_call,
-    cuda=_custom_call,
-    combine=lambda **_: lax.pmax,  # nothing is reduced
 )

@@ -11,7 +11,8 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
-from ._primitive import ONE, dims, tensor_op
+from ._primitive import ONE, tensor_op
+from ._product import ProductSpec, spec_fields
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
 
@@ -30,7 +31,7 @@ def block_scaled_matmul(
     batch: int | None = None,
     contracting: int = 1,
 ) -> jax.Array:
-    """Product of two FP8 matrices, each scaled back block by block.
+    """Multiply two FP8 matrices and scale each back block by block.
 
     Equivalent to, in f32 and rounded once at the end, with the scale of its block for each element:
 
@@ -80,24 +81,10 @@ def block_scaled_matmul(
             block = _blocks.checked(op, f"{name}_block", block)
         scales.append((_checked_scale(op, f"{name}_scale_inv", scale, block, leading, rows, k), block))
     (a_scale_inv, a_block), (b_scale_inv, b_block) = scales
-    operands = [a, b, a_scale_inv, b_scale_inv]
-    if bias is not None:
-        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
-    for name, value in (("precise", precise), ("power_2_scale", power_2_scale)):
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
-    spec = _Spec(
-        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=bool(precise),
-        power_2_scale=bool(power_2_scale),
-        has_bias=bias is not None,
-        a_block=a_block,
-        b_block=b_block,
-        batch=len(leading),
-        rows=len(m),
-        contracting=contracting,
-    )
-    return _block_scaled_matmul(*operands, spec=spec)[0]
+    bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
+    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
+    spec = _Spec(**fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block)
+    return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *bias_operands, spec=spec)[0]
 
 
 def _checked_scale(op, name, scale, block, leading, rows, cols):
@@ -112,28 +99,24 @@ def _checked_scale(op, name, scale, block, leading, rows, cols):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
-    """What is static about one product; operands: a, b, a_scale_inv, b_scale_inv, bias if any.
+class _Spec(ProductSpec):
+    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv, and bias if `has_bias`.
 
-    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k. `as_mx`: the GPUs multiply float32
-    scales as E8M0; known when a program is lowered.
+    Attributes:
+        power_2_scale: whether float32 scales of blocks are powers of two.
+        a_block, b_block: `(rows, columns)` of a block, or None: one scale.
+        as_mx: whether the GPUs multiply float32 scales as E8M0; known when a program is lowered.
     """
 
-    out_dtype: np.dtype
-    precise: bool
     power_2_scale: bool
-    has_bias: bool
     a_block: tuple | None
     b_block: tuple | None
-    batch: int
-    rows: int
-    contracting: int
     as_mx: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, its scales and their block."""
+    """One operand of a product in jnp: data `[*leading, *rows, *k]`, its scales and their block."""
 
     codes: object
     scales: object
@@ -143,22 +126,22 @@ class _Side:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The size of the merged matrix."""
+        """Return the size of the merged matrix."""
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
         return math.prod(rows), math.prod(self.codes.shape[self.codes.ndim - self.contracting :])
 
     @property
     def scales_rows(self) -> bool:
-        """Whether a scale is one number along the whole contraction."""
+        """Return whether a scale is one number along the whole contraction."""
         return self.block is None or (_blocks.count(self.block, *self.matrix)[1] <= 1 and not self.is_exact)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the product of a code and its scale is exact in bfloat16."""
+        """Return whether the product of a code and its scale is exact in bfloat16."""
         return self.scales.dtype == _blocks.E8M0
 
     def widened(self, dtype):
-        """The codes in a wider dtype; with their scales, unless these come after the product."""
+        """Widen the codes; multiply them by their scales, unless these come after the product."""
         values = self.codes.astype(dtype)
         if self.scales_rows:
             return values
@@ -166,74 +149,64 @@ class _Side:
             values = values * _blocks.spread(factor, self.block, *self.matrix).reshape(self.codes.shape)
         return values
 
-    def of_rows(self):
-        """The scale of each row, f32 `[*leading, *rows]`; or `[*leading, 1, ...]`; None where they are applied."""
+    def row_scales(self):
+        """Return the scale of each row, f32 `[*leading, *rows]` or `[*leading, 1, ...]`; None if codes have them."""
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
         if not self.scales_rows:
             return None
         if self.block is None:
-            members = self.scales.shape[:-1]
-            return self.scales.reshape(*members, *[1] * (self.leading - len(members) + len(rows)))
+            vmapped = self.scales.shape[:-1]
+            return self.scales.reshape(*vmapped, *[1] * (self.leading - len(vmapped) + len(rows)))
         spread = _blocks.spread(self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1])
         # No column at all: an empty contraction, whose sum is zero whatever its scale.
         spread = spread[..., 0] if spread.shape[-1] else jnp.ones(spread.shape[:-1], jnp.float32)
         return spread.reshape(*self.codes.shape[: self.leading], *rows)
 
 
-def _reference(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
-    """One product of whole tensors, which XLA can partition."""
-    leading = members + spec.batch
+def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+    """Multiply whole tensors, so that XLA can partition the product."""
+    leading = vmap_dims + spec.batch
     sides = [
         _Side(codes, scales, block, leading, spec.contracting)
         for codes, scales, block in ((a, a_scale_inv, spec.a_block), (b, b_scale_inv, spec.b_block))
     ]
     exact = all(side.is_exact or side.scales_rows for side in sides)
     operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
-    batch = tuple(range(leading))
-    contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
     # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
     precision = None if exact else lax.Precision.HIGHEST
 
     def product(*operands, dtype):
-        dimensions = contracting, (batch, batch)
-        return lax.dot_general(*operands, dimensions, preferred_element_type=dtype, precision=precision)
+        return spec.dot(*operands, vmap_dims, preferred_element_type=dtype, precision=precision)
 
     def in_f32(*operands):
         # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
-        as_they_are = functools.partial(product, dtype=jnp.float32)
-        return lax.platform_dependent(
-            *operands, cpu=lambda *operands: as_they_are(*lax.optimization_barrier(operands)), default=as_they_are
-        )
+        plain = functools.partial(product, dtype=jnp.float32)
+        on_cpu = lambda *operands: plain(*lax.optimization_barrier(operands))  # noqa: E731
+        return lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
 
     if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
         # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
         rounded = functools.partial(product, dtype=spec.out_dtype)
-        return (
-            lax.platform_dependent(
-                *operands, cuda=rounded, default=lambda *operands: in_f32(*operands).astype(spec.out_dtype)
-            ),
-        )
+        in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
+        return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
     out = in_f32(*operands)
     factors = []
     for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
-        scale = side.of_rows()
+        scale = side.row_scales()
         if scale is not None:
-            axes = (*batch, *range(first, first + scale.ndim - leading))
-            rank = [1] * out.ndim
+            axes = (*range(leading), *range(first, first + scale.ndim - leading))
+            shape = [1] * out.ndim
             for axis, size in zip(axes, scale.shape, strict=True):
-                rank[axis] = size
-            factors.append(scale.reshape(rank))
+                shape[axis] = size
+            factors.append(scale.reshape(shape))
     if factors:
         out = out * jnp.broadcast_to(math.prod(factors[1:], start=factors[0]), out.shape)
-    if spec.has_bias:
-        columns = (*batch, *range(leading + spec.rows, out.ndim))
-        out = out + lax.broadcast_in_dim(bias[0].astype(jnp.float32), out.shape, columns)
-    return (out.astype(spec.out_dtype),)
+    return (spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),)
 
 
 def _names(a, b, *_, spec):
-    leading, k = dims("batch", spec.batch), dims("k", spec.contracting)
-    m, n = dims("m", a - spec.batch - spec.contracting), dims("n", b - spec.batch - spec.contracting)
+    del a
+    leading, m, n, k = spec.names(b)
     scales = [
         ONE if block is None else (*leading, f"{name}_rows", f"{name}_cols")
         for name, block in (("a", spec.a_block), ("b", spec.b_block))
@@ -242,13 +215,13 @@ def _names(a, b, *_, spec):
 
 
 def _modes(a_scale_inv, b_scale_inv, spec):
-    """cuBLASLt's modes for the scales of both operands; None where it has none."""
+    """Return cuBLASLt's modes for the scales of both operands; None where it has no mode."""
     pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
     return tuple(_scale_layouts.mode(block, scale.dtype) for scale, block in pairs)
 
 
 def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-    """Why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
+    """Return why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
     if a.dtype == b.dtype == E5M2:
         return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
     reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
@@ -259,22 +232,22 @@ def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
 
 
 def _for_gpus(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-    """The static arguments of `_cublaslt` on GPUs of these compute capabilities."""
+    """Return the static arguments of `_cublaslt` on GPUs of these compute capabilities."""
     modes = _modes(a_scale_inv, b_scale_inv, spec)
     as_mx = _scale_layouts.runs_as_mx(modes, capabilities, spec.power_2_scale)
     return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
 
 
-def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
-    """One custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
-    leading = members + spec.batch
+def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+    """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
+    leading = vmap_dims + spec.batch
     shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
     modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
     rows = spec.rows, b.ndim - leading - spec.contracting
     codes = [_shapes.merge(x, leading, count) for x, count in zip((a, b), rows, strict=True)]
     (g, m, k), n = codes[0].shape, codes[1].shape[1]
     if 0 in (g, m, n, k):
-        return _reference(a, b, a_scale_inv, b_scale_inv, *bias, members=members, spec=spec)
+        return _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
     scales = [_shapes.merge(scale, leading, 1) for scale in (a_scale_inv, b_scale_inv)]
     if spec.as_mx:
         scales = [
@@ -284,7 +257,7 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
     depth = -k % max(map(_scale_layouts.depth, modes))
     codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
     scales = [
-        _scale_layouts.stored(scale, mode, x.shape[1]) for scale, mode, x in zip(scales, modes, codes, strict=True)
+        _scale_layouts.to_stored(scale, mode, x.shape[1]) for scale, mode, x in zip(scales, modes, codes, strict=True)
     ]
     out, _ = _ffi.call(
         "block_scaled_matmul",
@@ -299,10 +272,7 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, members, spec):
         a_scales=modes[0],
         b_scales=modes[1],
     )
-    out = out[:, :m, :n].reshape(shape)
-    if spec.has_bias:
-        columns = (*range(leading), *range(leading + spec.rows, out.ndim))
-        out = out + lax.broadcast_in_dim(bias[0].astype(jnp.float32), shape, columns)
+    out = spec.add_bias(out[:, :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
     return (out.astype(spec.out_dtype),)
 
 
@@ -316,7 +286,6 @@ _RULES = {
     "names": _names,
     "dtypes": lambda *_, spec: [spec.out_dtype],
     "reference": _reference,
-    "combine": lambda **_: lax.psum,
     "added": lambda spec: range(4, 4 + spec.has_bias),
     "align": _align,
 }

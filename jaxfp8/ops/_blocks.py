@@ -1,4 +1,4 @@
-"""Blocks of a matrix that have a scale each: how a matrix is cut, and the arithmetic of E8M0 scales.
+"""Blocks of a matrix that have a scale each: how they cut the matrix, and the arithmetic of E8M0 scales.
 
 A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all of them. The last block of a
 dimension may be smaller. Scales are `[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
@@ -21,7 +21,7 @@ _BIAS = 127
 
 
 def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
-    """A block as a tuple of Python integers of at least 1, or None."""
+    """Return a block as a tuple of Python integers of at least 1, or None."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
     if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
         raise ValueError(
@@ -31,17 +31,17 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
-    """The size of a block in a matrix `[m, n]`."""
+    """Return the size of a block in a matrix `[m, n]`."""
     return tuple(max(size, 1) if b is None else b for b, size in zip(block, (m, n), strict=True))
 
 
 def count(block, m: int, n: int) -> tuple[int, int]:
-    """How many blocks a matrix `[m, n]` has along its rows and columns."""
+    """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
     return tuple(math.ceil(size / b) for b, size in zip(shape(block, m, n), (m, n), strict=True))
 
 
 def cut(x, block):
-    """`[..., m, n]` as `[..., R, r, C, c]`; the last block of a dimension is filled up with zeros."""
+    """Cut `[..., m, n]` into `[..., R, r, C, c]`; zeros fill up the last block of a dimension."""
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
     widths = [(0, 0)] * len(leading) + [(0, rows * r - m), (0, cols * c - n)]
@@ -51,13 +51,13 @@ def cut(x, block):
 
 
 def uncut(x, m: int, n: int):
-    """The inverse of `cut`."""
+    """Undo `cut`."""
     *leading, rows, r, cols, c = x.shape
     return x.reshape(*leading, rows * r, cols * c)[..., :m, :n]
 
 
 def spread(scales, block, m: int, n: int):
-    """Scales `[..., R, C]` for each element of a matrix `[m, n]`."""
+    """Repeat scales `[..., R, C]` for each element of a matrix `[m, n]`."""
     r, c = shape(block, m, n)
     *leading, rows, cols = scales.shape
     axes = (*range(len(leading)), len(leading), len(leading) + 2)
@@ -65,18 +65,18 @@ def spread(scales, block, m: int, n: int):
 
 
 def e8m0(exponent, is_nan):
-    """The scales `2**exponent`, int32 in [-127, 127]; NaN where `is_nan`."""
+    """Return the scales `2**exponent`, int32 in [-127, 127]; NaN where `is_nan`."""
     codes = jnp.where(is_nan, NAN_CODE, exponent + _BIAS)
     return lax.bitcast_convert_type(codes.astype(jnp.uint8), E8M0)
 
 
 def power_of_two(exponent, is_nan):
-    """f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
+    """Return f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
     return lax.bitcast_convert_type(jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32)
 
 
 def e8m0_factors(scales, dtype):
-    """Two normal numbers of `dtype` whose product is the scale: each is about its square root."""
+    """Return two normal numbers of `dtype` whose product is the scale: each is about its square root."""
     codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
     first = exponent >> 1
@@ -84,26 +84,28 @@ def e8m0_factors(scales, dtype):
 
 
 def aligned(axes, sizes, shards, followers):
-    """`align` of a `tensor_op` with scales: they are cut as their blocks are.
+    """Cut scales as their blocks are cut; the `align` of a `tensor_op` with scales.
 
     A matrix whose blocks would lie on two devices is not cut there.
 
     Args:
         axes, sizes, shards: by the names of dimensions, as `align` gets them.
         followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
-            that count its blocks, and their size; None is one block, which has no cut.
+            that count its blocks, and the size of a block; None means one block, which has no cut.
     """
-    counted = {name for of_kind in followers.values() for name in of_kind}
-    axes = {name: of for name, of in axes.items() if name not in counted}
-    for kind, of_kind in followers.items():
+    # 1. Forget how the scales are cut: they follow the matrix.
+    counts = {name for sizes_of_blocks in followers.values() for name in sizes_of_blocks}
+    axes = {name: entry for name, entry in axes.items() if name not in counts}
+    for kind, sizes_of_blocks in followers.items():
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
         cut = [name for name in names if name in axes]
         if not cut:
             continue
-        # Scales count merged dimensions: a cut of the first is a cut of them.
+        # 2. Scales count merged dimensions: only a cut of the first dimension is a cut of the scales.
         size = math.prod(sizes[name] for name in names) // shards[cut[0]]
-        if cut == names[:1] and all(b is None or size % b == 0 for b in of_kind.values()):
-            axes |= {name: axes[cut[0]] for name, b in of_kind.items() if b is not None and name in sizes}
+        if cut == names[:1] and all(b is None or size % b == 0 for b in sizes_of_blocks.values()):
+            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None and name in sizes}
         else:
-            axes = {name: of for name, of in axes.items() if name not in cut}
+            # 3. A block would lie on two devices: do not cut here.
+            axes = {name: entry for name, entry in axes.items() if name not in cut}
     return axes

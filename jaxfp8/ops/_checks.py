@@ -1,4 +1,4 @@
-"""Checks of the ops' arguments: the message names the op and the argument, what was needed and what came."""
+"""Checks of the ops' arguments: a message names the op and the argument, what was needed, what came and what to do."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ def _describe(x) -> str:
 
 
 def array(op: str, name: str, x):
-    """`x` as an array; TypeError where it is not one."""
+    """Return `x` as an array; raise a TypeError where it is not one."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -21,7 +21,7 @@ def array(op: str, name: str, x):
 
 
 def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example with .astype(jnp.float32)"):
-    """An array of bfloat16, float16 or float32."""
+    """Return an array of bfloat16, float16 or float32."""
     if hasattr(x, "dtype") and x.dtype == np.float64:
         # Before asarray, which would round to f32 without a word: codes must come from one rounding.
         raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
@@ -32,15 +32,15 @@ def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example wi
 
 
 def fp8(op: str, name: str, x):
-    """An array of float8_e4m3fn or float8_e5m2."""
+    """Return an array of float8_e4m3fn or float8_e5m2."""
     x = array(op, name, x)
     if x.dtype not in FP8_DTYPES:
-        raise TypeError(f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}")
+        raise TypeError(f"{op}: {name}: expected float8_e4m3fn or float8_e5m2, got {_describe(x)}; quantize it first")
     return x
 
 
 def scale(op: str, name: str, x):
-    """A scale, f32[] or f32[1], as f32[1]. Python numbers are taken as f32."""
+    """Return a scale, f32[] or f32[1], as f32[1]. Python numbers are taken as f32."""
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         x = jnp.float32(x)
     x = array(op, name, x)
@@ -51,20 +51,22 @@ def scale(op: str, name: str, x):
     return x.reshape(1)
 
 
-def amax_so_far(op: str, x):
-    """The argument `amax`, f32[] or f32[1], as f32[1]; 0 where it is None."""
-    return jnp.zeros((1,), jnp.float32) if x is None else scale(op, "amax", x)
+def quantizer_operands(op: str, scale_value, amax) -> list:
+    """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
+    return [
+        scale(op, name, x) for name, x in (("scale", scale_value), ("amax", amax)) if name == "scale" or x is not None
+    ]
 
 
 def flag(op: str, name: str, value) -> bool:
-    """A bool."""
+    """Return a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{op}: {name}: expected a bool, got {value!r}")
     return bool(value)
 
 
 def history(op: str, name: str, x):
-    """An amax history, f32 `[H]` with at least one slot."""
+    """Return an amax history, f32 `[H]` with at least one slot."""
     x = array(op, name, x)
     if x.dtype != np.float32:
         raise TypeError(f"{op}: {name}: expected f32[H], got {_describe(x)}; cast it with .astype(jnp.float32)")
@@ -74,20 +76,21 @@ def history(op: str, name: str, x):
 
 
 def rank(op: str, name: str, x, least: int):
-    """An array of rank `least` or more."""
+    """Return an array of rank `least` or more."""
     if x.ndim < least:
         raise ValueError(f"{op}: {name}: expected rank {least} or more, got {_describe(x)}")
     return x
 
 
-def shape(op: str, name: str, x, wanted: tuple[int, ...]):
-    if x.shape != wanted:
-        raise ValueError(f"{op}: {name}: expected shape {wanted}, got {_describe(x)}")
+def shape(op: str, name: str, x, expected: tuple[int, ...]):
+    """Return an array of shape `expected`."""
+    if x.shape != expected:
+        raise ValueError(f"{op}: {name}: expected shape {expected}, got {_describe(x)}")
     return x
 
 
 def dtype(op: str, name: str, value, allowed) -> np.dtype:
-    """A dtype out of `allowed`."""
+    """Return a dtype out of `allowed`."""
     try:
         result = np.dtype(jnp.dtype(value))
     except TypeError as error:
@@ -99,7 +102,9 @@ def dtype(op: str, name: str, value, allowed) -> np.dtype:
 
 
 def product(op: str, a, b, batch: int | None, contracting: int):
-    """`(a, b, batch, m, n, k)` of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`: FP8 arrays, then sizes.
+    """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return `(a, b, batch, m, n, k)`.
+
+    The operands are FP8 arrays, the others tuples of sizes.
 
     Args:
         batch: how many leading dimensions a and b share; None where m and n are one each.

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, is_saturated_or_flushed
@@ -40,18 +39,18 @@ def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike
     return _count(x, scale, dtype=dtype)[0]
 
 
-def _reference(x, scale, members, dtype):
+def _reference(x, scale, vmap_dims, dtype):
     saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
     # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every element
     # to memory first. A row adds up both counts as the halves of one word.
     words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
-    rows = _shapes.merge(_row_sums(words if x.ndim > members else words[..., None]), *[1] * members)
+    rows = _shapes.merge(_row_sums(words if x.ndim > vmap_dims else words[..., None]), *[1] * vmap_dims)
     counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
     return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
 
 def _row_sums(words):
-    """The sums over the last dimension, cut into rows that `_MAX_ROW` allows."""
+    """Sum over the last dimension, cut into rows that `_MAX_ROW` allows."""
     size = words.shape[-1]
     pieces = -(-size // _MAX_ROW)
     if pieces > 1:
@@ -60,9 +59,9 @@ def _row_sums(words):
     return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 
-def _count_shards(x, scale, members, dtype):
+def _count_shards(*operands, **static):
     """Run the reference on each shard: 32 bits hold the counts of a device, not those of a mesh."""
-    return _reference(x, scale, members, dtype)
+    return _reference(*operands, **static)
 
 
 _count = tensor_op(
@@ -71,7 +70,5 @@ _count = tensor_op(
     dtypes=lambda *_, **__: [jnp.float32],
     reference=_reference,
     cpu=_count_shards,
-    cuda=_count_shards,
-    combine=lambda **_: lax.psum,
     sizes=lambda *_, **__: {_COUNTS[0]: 2},
 )

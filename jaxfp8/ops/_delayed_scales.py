@@ -1,8 +1,9 @@
-"""delayed_scales and push_amaxes: delayed scaling's state, for all quantizers of a layer in one launch each.
+"""delayed_scales and push_amaxes: the state of delayed scaling, for all quantizers of a layer in one launch each.
 
 A step reads the state once (scales from the histories, which move one slot) and writes it once (the new amaxes).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,13 +15,14 @@ from jax.typing import ArrayLike
 
 from ..numerics import _scaling
 from . import _checks, _ffi, _shapes
+from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 
 MAX_QUANTIZERS = 16  # common/histories.h
 
 
 class DelayedScale(NamedTuple):
-    """What one quantizer needs for a step.
+    """The operands of one quantizer in one step.
 
     Attributes:
         history: f32 `[H]`, one step later: without its oldest entry, and with 0 in slot 0, where `push_amaxes` puts
@@ -43,7 +45,7 @@ def delayed_scales(
     margin: float = 0.0,
     algo: str = "max",
 ) -> list[DelayedScale]:
-    """The scales of several quantizers from their amax histories, which move one step.
+    """Compute the scales of several quantizers from their amax histories, which move one step.
 
     Equivalent to, for each quantizer:
 
@@ -56,7 +58,7 @@ def delayed_scales(
 
     Args:
         histories: k arrays f32 `[H]`; H may differ.
-        stored: k arrays f32[] or f32[1]: `scale_inv`s, which count where there is no amax.
+        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step, which decide where there is no amax.
         fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
         algo: `"max"` or `"most_recent"`.
@@ -81,10 +83,10 @@ def delayed_scales(
 
 
 def push_amaxes(histories: Sequence[ArrayLike], amaxes: Sequence[ArrayLike]) -> list[jax.Array]:
-    """Records the amaxes of a step: slot 0 of each history becomes the amax, or 0 where that is not finite.
+    """Record the amaxes of a step: slot 0 of each history becomes the amax, or 0 where that is not finite.
 
-    Equivalent to `history.at[0].set(jnp.where(amax < inf, amax, 0))` for each quantizer. In place where the histories
-    are not needed otherwise.
+    Equivalent to `history.at[0].set(jnp.where(amax < inf, amax, 0))` for each quantizer. The op works in place
+    where nothing else reads the histories.
 
     Args:
         histories: k arrays f32 `[H]`, as `delayed_scales` gives them.
@@ -103,7 +105,9 @@ def push_amaxes(histories: Sequence[ArrayLike], amaxes: Sequence[ArrayLike]) -> 
 
 def _histories(op, histories):
     if not 1 <= len(histories) <= MAX_QUANTIZERS:
-        raise ValueError(f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; call it for parts")
+        raise ValueError(
+            f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; split them over several calls"
+        )
     return [_checks.history(op, f"histories[{i}]", history) for i, history in enumerate(histories)]
 
 
@@ -114,7 +118,8 @@ def _one_each(op, name, values, count):
 
 
 def _slots(count):
-    return [(f"slot{i}",) for i in range(count)]
+    """Name the dimensions of histories. No mesh cuts a history: the maximum of a part is no scale."""
+    return [(f"{WHOLE}_slot{i}",) for i in range(count)]
 
 
 def _halves(operands):
@@ -122,37 +127,31 @@ def _halves(operands):
     return operands[:count], operands[count:]
 
 
-def _batch_apart(run, operands, batch_dims, members, **static):
-    """Where only some quantizers are batched, the others keep one state: a call for either."""
+def _batch_apart(run, operands, batch_dims, vmap_dims, **static):
+    """Make one call for the batched quantizers and one for the rest, whose state stays one state."""
     count = len(operands) // 2
     is_batched = [batch_dims[i] is not None or batch_dims[count + i] is not None for i in range(count)]
     if all(is_batched):
-        return None
+        return None  # the rule of all ops does
     results, dims = {}, {}
     for batched in (False, True):
         chosen = [i for i in range(count) if is_batched[i] == batched]
         places = chosen + [count + i for i in chosen]
-        own = {name: _pick(value, chosen) for name, value in static.items()}
-
-        def some(*operands, own=own):
-            return run(*operands, members=members, **own)
-
+        # A parameter that is a tuple has a value for each quantizer.
+        chosen_static = {k: tuple(v[i] for i in chosen) if isinstance(v, tuple) else v for k, v in static.items()}
+        call = functools.partial(run, vmap_dims=vmap_dims, **chosen_static)
         if batched:
-            some = jax.vmap(some, in_axes=tuple(batch_dims[i] for i in places))
-        outputs = some(*(operands[i] for i in places))
+            call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
+        outputs = call(*(operands[i] for i in places))
+        # Put each result back at the place that it has among the results of all quantizers.
         for position, output in enumerate(outputs):
             place = position // len(chosen) * count + chosen[position % len(chosen)]
             results[place], dims[place] = output, 0 if batched else None
     return [results[i] for i in range(len(results))], [dims[i] for i in range(len(dims))]
 
 
-def _pick(value, chosen):
-    """Of a parameter that has a value for each quantizer."""
-    return tuple(value[i] for i in chosen) if isinstance(value, tuple) else value
-
-
-def _scales_reference(*operands, members, numerators, most_recent):
-    del members
+def _scales_reference(*operands, vmap_dims, numerators, most_recent):
+    del vmap_dims
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
         history = _scaling.clean(history)
@@ -163,9 +162,9 @@ def _scales_reference(*operands, members, numerators, most_recent):
     return [part for parts in zip(*results, strict=True) for part in parts]
 
 
-def _scales_custom_call(*operands, members, numerators, most_recent):
+def _scales_custom_call(*operands, vmap_dims, numerators, most_recent):
     histories, stored = _halves(operands)
-    histories, stored = [_shapes.merge(h, members) for h in histories], [s.reshape(-1) for s in stored]
+    histories, stored = [_shapes.merge(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
     shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
     attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
     results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
@@ -182,21 +181,19 @@ _delayed_scales = tensor_op(
     dtypes=lambda *operands, **_: [jnp.float32] * (2 * len(operands)),
     reference=_scales_reference,
     cpu=_scales_custom_call,
-    cuda=_scales_custom_call,
-    combine=lambda **_: None,  # a history is never cut: the maximum of a part is no scale
     batch_first=_batch_apart,
 )
 
 
-def _push_reference(*operands, members):
-    del members
+def _push_reference(*operands, vmap_dims):
+    del vmap_dims
     pairs = zip(*_halves(operands), strict=True)
     return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
 
 
-def _push_custom_call(*operands, members):
+def _push_custom_call(*operands, vmap_dims):
     histories, amaxes = _halves(operands)
-    flat = [_shapes.merge(h, members) for h in histories]
+    flat = [_shapes.merge(h, vmap_dims) for h in histories]
     aliases = {i: i for i in range(len(flat))}
     results = [(h.shape, jnp.float32) for h in flat]
     pushed = _ffi.call("push_amaxes", results, *flat, *(a.reshape(-1) for a in amaxes), aliases=aliases)
@@ -209,11 +206,7 @@ _push_amaxes = tensor_op(
     dtypes=lambda *operands: [jnp.float32] * (len(operands) // 2),
     reference=_push_reference,
     cpu=_push_custom_call,
-    cuda=_push_custom_call,
-    combine=lambda **_: None,
     batch_first=_batch_apart,
-    on_one_device_only=(
-        "cpu",
-        "cuda",
-    ),  # in jnp XLA can move the reduction of an amax over devices out of a loop over layers
+    # In jnp XLA can move the reduction of an amax over devices out of a loop over layers.
+    on_one_device_only=("cpu", "cuda"),
 )

@@ -1,7 +1,6 @@
-"""dequantize: from FP8, times the inverse scale."""
+"""dequantize: the values of FP8 codes, times scale_inv."""
 
 import jax
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import decode
@@ -10,7 +9,7 @@ from ._primitive import ONE, dims, tensor_op
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Values of FP8 codes.
+    """Compute the values of FP8 codes.
 
     Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`: one multiplication in f32, one rounding.
 
@@ -32,14 +31,14 @@ def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.A
     return _dequantize(data, scale_inv, dtype=dtype)[0]
 
 
-def _reference(data, scale_inv, members, dtype):
-    del members
+def _reference(data, scale_inv, vmap_dims, dtype):
+    del vmap_dims
     return (decode(data, _shapes.stretch(scale_inv, data), dtype),)
 
 
-def _custom_call(data, scale_inv, members, dtype):
-    groups = _shapes.merge(data, members) if members or data.ndim < 2 else data  # one scale serves any groups
-    (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, members))
+def _custom_call(data, scale_inv, vmap_dims, dtype):
+    groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data  # one scale serves any groups
+    (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, vmap_dims))
     return (out.reshape(data.shape),)
 
 
@@ -49,6 +48,4 @@ _dequantize = tensor_op(
     dtypes=lambda data, _, dtype: [dtype],
     reference=_reference,
     cpu=_custom_call,
-    cuda=_custom_call,
-    combine=lambda **_: lax.pmax,  # nothing is reduced
 )

@@ -1,4 +1,4 @@
-"""Which implementation of the ops runs: custom calls, the jnp reference, or XLA's own FP8 rewriting."""
+"""Select the implementation of the ops: custom calls, the jnp reference, or XLA's own FP8 rewriting."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ _context = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def implementation(name: str):
-    """Selects the implementation of `jaxfp8.ops` for what is traced inside.
+    """Select the implementation of `jaxfp8.ops` for what is traced inside.
 
     Outside of this context custom calls run where a native library serves the platform, the jnp reference elsewhere.
 
@@ -38,10 +38,10 @@ def implementation(name: str):
 
 
 def using(name: str | None):
-    """A context in which `selected()` is `name`: for what is lowered later than it was traced."""
+    """Return a context in which `selected()` is `name`: for a program that is lowered later than it was traced."""
     return _context(name)
 
 
 def selected() -> str | None:
-    """The name given to the innermost `implementation`, or None."""
+    """Return the name given to the innermost `implementation`, or None."""
     return _context.value

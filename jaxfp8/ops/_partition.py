@@ -1,14 +1,16 @@
-"""How an op runs on a mesh: each device works on its shards, whatever the dimensions they are cut along.
+"""Partition an op on a mesh: each device works on its shards, whatever the dimensions they are cut along.
 
 XLA knows nothing of a custom call and would gather its operands. `custom_partitioning` tells it two things: which
 dimensions belong together (a Shardy rule, from their names), and the program of one device. A dimension that a result
-lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns). One whose
-name begins with `WHOLE` is never cut.
+lacks was reduced: over its shards the results combine by max (amaxes) or by sum (products, sums of columns). A
+dimension whose name begins with `WHOLE` is never cut.
 """
 
 import functools
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,60 +23,60 @@ from .._jax import _compat, _mesh
 from ..numerics import FP8_DTYPES
 
 WHOLE = "whole"
+ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each index of the vmapped dimensions
 
 
-def lower(
-    run,
-    jnp_program,
-    operand_names,
-    result_names,
-    *,
-    combine,
-    other_layouts,
-    added,
-    on_one_device_only,
-    align,
-    as_bytes,
-    ctx,
-    operands,
-):
-    """The lowering rule of an op.
+class Dimensions(NamedTuple):
+    """How the dimensions of an op's operands and results belong together; `tensor_op` explains each part.
+
+    Attributes:
+        operands, results: the names of the dimensions of each tensor.
+        second_layouts: position of an operand -> position of the same tensor in another order. These come last.
+        added: positions of the operands that are added to the first result.
+        align: `(axes, sizes, shards) -> axes`, by the names of dimensions.
+    """
+
+    operands: tuple
+    results: tuple
+    second_layouts: dict[int, int]
+    added: Iterable[int]
+    align: Callable
+
+
+def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands):
+    """Lower an op for the devices of its program: one device, a mesh, or one device of a `shard_map`.
 
     Args:
         run: the op on the operands of one device.
         jnp_program: the same in jnp, which XLA can partition by itself.
-        operand_names, result_names: the names of the dimensions.
-        combine: `lax.pmax`, `lax.psum` or None; or one of them for each result.
-        other_layouts: position of an operand -> position of the same in another order; these come last.
-        added: positions of operands that are added to the first result: once, where parts of it are summed.
-        on_one_device_only: whether anywhere else `jnp_program` runs.
-        align: `(axes, sizes, shards) -> axes`, by the names of dimensions: a last word on how they are cut.
+        dimensions: of the op.
+        on_one_device_only: whether `jnp_program` runs anywhere but on one device.
         as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
-            it stays what it is, and what several ops gather is gathered once.
-        ctx, operands: of the rule.
+            FP8 stays FP8, and XLA gathers a tensor once for several ops.
+        ctx, operands: of the lowering rule.
     """
-    # On types without mesh axes: this is the inside of an op, whose own types say where its results are.
+    # The rule lowers types without mesh axes: this is the inside of an op, whose own types say where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
-    devices, count = _compat.devices_of(ctx), len(operands) - len(other_layouts)
-    if on_one_device_only and devices != "one":
+    devices, count = _compat.devices_of(ctx), len(operands) - len(dimensions.second_layouts)
+    if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
     elif devices == "mesh" and run.func is not jnp_program.func:
-        dtypes = [aval.dtype for aval in plain]
-        run = _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, align, as_bytes)
-        count = len(operands)
-    elif devices == "unknown":
-        run = jnp_program
+        run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
     with use_abstract_mesh(AbstractMesh((), ())):
         rule = mlir.lower_fun(lambda *x: list(run(*x)), multiple_results=True)
         return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
 
 
-def _partitioned(run, dtypes, operand_names, result_names, combine, other_layouts, added, align, as_bytes):
-    """`run` for any shards."""
-    operand_names, result_names = tuple(operand_names), tuple(result_names)
-    count = len(operand_names) - len(other_layouts)
-    combines = combine if isinstance(combine, (list, tuple)) else [combine] * len(result_names)
-    complete = [named for named, by in zip(result_names, combines, strict=True) if by is None]
+def combine_of(names) -> Callable:
+    """Return how shards of a result combine: amaxes by max; products and sums of columns by sum."""
+    return lax.pmax if names[-1:] == ONE else lax.psum
+
+
+def _partitioned(run, dtypes, dimensions, as_bytes):
+    """Return `run` as a function that XLA may give any shards."""
+    operand_names, result_names, second_layouts, added, align = dimensions
+    count = len(operand_names) - len(second_layouts)
+    combines = list(map(combine_of, result_names))
     raw = _as_bytes if as_bytes else lambda x: x
 
     def op(*operands):
@@ -85,108 +87,118 @@ def _partitioned(run, dtypes, operand_names, result_names, combine, other_layout
             return list(map(raw, typed(*operands)))
 
         def partition(mesh, operands, results):
+            # 1. Give each dimension its mesh axes: those that most tensors have there already, ...
             tensors = list(zip((*operands[:count], *results), operand_names[:count] + result_names, strict=True))
-            axes = _assign(mesh, [(x.shape, x.sharding.spec, named) for x, named in tensors])
-            sizes = {name: size for x, named in tensors for name, size in zip(named, x.shape, strict=True)}
-            shards = {name: math.prod(mesh.shape[axis] for axis in of) for name, of in axes.items()}
-            axes = align(axes, sizes, shards)
-            axes = {name: of for name, of in axes.items() if all(name in named for named in complete)}
-            # One layout crosses devices, for all products that read the tensor; here it is put in order afterwards.
-            moved = {
+            axes = _assign(mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors])
+            # ... where the op can be cut there.
+            sizes = {name: size for x, names in tensors for name, size in zip(names, x.shape, strict=True)}
+            axes = align(axes, sizes, {name: _shards(mesh, entry) for name, entry in axes.items()})
+            # 2. Gather one layout, for all products that read the tensor; transpose it locally to get the first.
+            gathered = {
                 i: j
-                for i, j in other_layouts.items()
+                for i, j in second_layouts.items()
                 if _is_gathered(operands[i].sharding.spec, operand_names[i], axes)
             }
+            # 3. Find the mesh axes over which the shards of each result combine.
             reduced = [_reduced_over(mesh, axes, *result) for result in zip(result_names, combines, strict=True)]
 
-            def of_one_device(*shards):
+            def on_one_device(*shards):
                 shards = list(shards)
                 with use_abstract_mesh(_manual(mesh)):
-                    for i, j in moved.items():
+                    for i, j in gathered.items():
                         order = [operand_names[j].index(name) for name in operand_names[i]]
                         shards[i] = lax.transpose(shards[j], order)
                     if reduced[0]:
+                        # The first result is a sum over devices: one device adds the bias to its part of it.
                         for i in added:
                             is_first = lax.axis_index(reduced[0]) == 0
                             shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
                     outputs = zip(untyped(*shards), combines, reduced, strict=True)
-                    return [by(x, over) if over else x for x, by, over in outputs]
+                    return [combine(x, over) if over else x for x, combine, over in outputs]
 
-            def shardings(names):
-                specs = (PartitionSpec(*(axes.get(name) for name in named)) for named in names)
+            def shardings(tensors):
+                specs = (PartitionSpec(*(axes.get(name) for name in names)) for names in tensors)
                 return [NamedSharding(mesh, spec) for spec in specs]
 
-            wanted = shardings(operand_names)
-            for i, j in other_layouts.items():
-                unread = i if i in moved else j
-                wanted[unread] = operands[unread].sharding
-            return mesh, of_one_device, shardings(result_names), tuple(wanted)
+            # 4. Ask for operands that are cut so. Of two layouts, leave the one that is not read where it is.
+            operand_shardings = shardings(operand_names)
+            for i, j in second_layouts.items():
+                unread = i if i in gathered else j
+                operand_shardings[unread] = operands[unread].sharding
+            return mesh, on_one_device, shardings(result_names), tuple(operand_shardings)
 
-        of_all_devices = custom_partitioning(untyped)
-        # In the order in which the rule has them, which Shardy expects.
-        names = list(dict.fromkeys(name for named in operand_names for name in named))
-        uncut = tuple(name for name in names if name.startswith(WHOLE))
+        on_all_devices = custom_partitioning(untyped)
+        # Shardy expects factors in the order in which the rule has them.
+        factors = list(dict.fromkeys(name for names in operand_names for name in names))
+        uncut = tuple(name for name in factors if name.startswith(WHOLE))
         kept = set(uncut).union(*result_names)
-        of_all_devices.def_partition(
+        on_all_devices.def_partition(
             partition=partition,
-            sharding_rule=" -> ".join(", ".join(map(" ".join, named)) for named in (operand_names, result_names)),
-            reduction_factors=tuple(name for name in names if name not in kept),
+            sharding_rule=" -> ".join(", ".join(map(" ".join, tensors)) for tensors in (operand_names, result_names)),
+            reduction_factors=tuple(name for name in factors if name not in kept),
             need_replication_factors=uncut,
         )
         out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands)]
-        return list(map(lax.bitcast_convert_type, of_all_devices(*map(raw, operands)), out_dtypes))
+        return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
 
     return op
 
 
-def _is_gathered(spec, named, axes) -> bool:
-    """Whether a tensor of that sharding has to be gathered along a dimension."""
-    return any(
-        set(entry if isinstance(entry, tuple) else (entry,)) - set(axes.get(name, ()))
-        for entry, name in zip(spec, named, strict=False)
-        if entry is not None
-    )
+def _shards(mesh, axes) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _entry_axes(entry) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a PartitionSpec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _is_gathered(spec, names, axes) -> bool:
+    """Return whether a tensor of that sharding has to be gathered along a dimension."""
+    return any(set(_entry_axes(entry)) - set(axes.get(name, ())) for entry, name in zip(spec, names, strict=False))
 
 
 def _as_bytes(x):
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype in FP8_DTYPES else x
 
 
-def _assign(mesh, wanted) -> dict:
-    """The mesh axes of each dimension.
+def _assign(mesh, tensors) -> dict:
+    """Return the mesh axes of each dimension.
 
-    An axis that is wanted for several dimensions serves the one that most tensors want it for: so a product keeps the
-    shards of a contracted dimension that both operands have, and gathers the FP8 codes of a kernel that is cut along
-    another one than the activations.
+    A mesh axis that cuts several dimensions serves the one that most tensors have it for: so a product keeps the shards
+    of a contracted dimension that both operands have, and gathers the FP8 codes of a kernel that is cut along another
+    one than the activations.
 
     Args:
         mesh: the mesh.
-        wanted: `(shape, spec, names)` of each operand, then of each result.
+        tensors: `(shape, spec, names)` of each operand, then of each result.
     """
+    # 1. Let every tensor vote for the axes that it has.
     votes, sizes = Counter(), {}
-    for shape, spec, named in wanted:
-        sizes.update(zip(named, shape, strict=True))
-        for entry, name in zip(spec, named, strict=False):
+    for shape, spec, names in tensors:
+        sizes.update(zip(names, shape, strict=True))
+        for entry, name in zip(spec, names, strict=False):
             if entry is not None and not name.startswith(WHOLE):
-                votes[name, entry if isinstance(entry, tuple) else (entry,)] += 1
+                votes[name, _entry_axes(entry)] += 1
+    # 2. Serve the dimensions by their votes, and in the order of `tensors` where votes are equal.
     axes, used = {}, set()
-    for (name, of), _ in votes.most_common():  # in the order of `wanted` where votes are equal
-        shards = math.prod(mesh.shape[axis] for axis in of)
-        # Shards of unequal size would be padded, and the padding would enter an amax.
-        if name not in axes and not used & set(of) and sizes[name] % shards == 0:
-            axes[name] = of
-            used |= set(of)
+    for (name, entry), _ in votes.most_common():
+        shards = _shards(mesh, entry)
+        # XLA would pad shards of unequal size, and the padding would enter an amax.
+        if name not in axes and not used & set(entry) and sizes[name] % shards == 0:
+            axes[name] = entry
+            used |= set(entry)
     return axes
 
 
-def _reduced_over(mesh, axes, named, combine) -> tuple[str, ...]:
-    """The mesh axes over which a result is combined: those of the dimensions it lacks.
+def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
+    """Return the mesh axes over which a result is combined: those of the dimensions it lacks.
 
-    For a max that is every axis but those of the dimensions it has: more devices change nothing, and reductions over
+    For a max these are all axes but those of the dimensions it has: more devices change nothing, and reductions over
     the same devices become one collective.
     """
-    kept = {axis for name in named for axis in axes.get(name, ())}
-    lost = list(dict.fromkeys(axis for of in axes.values() for axis in of if axis not in kept))
+    kept = {axis for name in names for axis in axes.get(name, ())}
+    lost = list(dict.fromkeys(axis for entry in axes.values() for axis in entry if axis not in kept))
     if lost and combine is lax.pmax:
         lost = [axis for axis in mesh.axis_names if axis not in kept and mesh.shape[axis] > 1]
     return tuple(lost)
@@ -194,5 +206,5 @@ def _reduced_over(mesh, axes, named, combine) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _manual(mesh):
-    """Inside of a device's program."""
+    """Return the mesh as a device's program sees it."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))

@@ -1,4 +1,4 @@
-"""Which algorithm a product uses on GPUs: the terms in which a measurement is kept."""
+"""The plan of a GEMM on GPUs: the terms in which a measurement is kept."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ DTYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 
 class Gemm(NamedTuple):
-    """What decides which algorithm is best: `jaxfp8_gemm` of cuda/kernels/gemm_c_api.h, field by field."""
+    """The properties of a GEMM that decide its plan: `jaxfp8_gemm` of cuda/kernels/gemm_c_api.h, field by field."""
 
     batch: int
     m: int
@@ -30,7 +30,7 @@ class Gemm(NamedTuple):
 
 
 class Platform(NamedTuple):
-    """Where a measurement holds: one model of device, one version of cuBLASLt."""
+    """The validity of a measurement: one model of device, one version of cuBLASLt."""
 
     device_name: str
     capability: int  # 90 for sm_90
@@ -38,7 +38,7 @@ class Platform(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A measurement."""
+    """The measured plan of one GEMM."""
 
     algorithm: str  # cublasLtMatmulAlgo_t: its eight words, as 128 hexadecimal digits
     microseconds: float

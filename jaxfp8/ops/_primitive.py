@@ -1,8 +1,8 @@
 """Ops as JAX primitives: one set of rules for all of them, from the names of their dimensions.
 
 An op names the dimensions of its operands and results. What `vmap` does, what type a result has on a mesh, and how the
-op is partitioned (_partition.py) follow from the names. A batch becomes `members`: leading dimensions of every operand
-and result, each member with its own scale and amax.
+op is partitioned (_partition.py) follow from the names. `vmap` adds vmapped dimensions: leading dimensions of every
+operand and result, each index with its own scale and amax.
 
 What runs is chosen when the program is lowered, by platform: a custom call where a native library is loaded and nobody
 has disabled it, the jnp reference elsewhere.
@@ -17,23 +17,21 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
-from . import _disabled, _ffi, _partition, _support
+from . import _disabled, _ffi, _support
 from ._implementation import selected
-
-ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each member
-
+from ._partition import ONE as ONE, Dimensions, lower_partitioned
 
 _NOT_ON = {}
 
 
-def not_on(op: Primitive, capabilities: set, *types, implementation, members, **static) -> str | None:
-    """Why no kernel of the CUDA library runs an equation of `op` on GPUs of these compute capabilities; or None."""
-    del implementation, members
+def not_on(op: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
+    """Return why no kernel of the CUDA library runs an equation of `op` on GPUs of these compute capabilities."""
+    del implementation, vmap_dims
     return _NOT_ON[op](capabilities, *types, **static)
 
 
 def dims(name: str, count: int) -> tuple[str, ...]:
-    """The names of `count` dimensions."""
+    """Return the names of `count` dimensions."""
     return tuple(f"{name}{i}" for i in range(count))
 
 
@@ -44,12 +42,11 @@ def tensor_op(
     dtypes: Callable,
     reference: Callable,
     cpu: Callable,
-    cuda: Callable,
-    combine: Callable,
+    cuda: Callable | None = None,
     custom_call: str | None = None,
     sizes: Callable = lambda *shapes, **static: {},
     batch_first: Callable | None = None,
-    other_layouts: Callable = lambda **static: {},
+    second_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
     on_one_device_only: tuple[str, ...] = (),
     by_xla: Callable | None = None,
@@ -57,98 +54,106 @@ def tensor_op(
     for_gpus: Callable = lambda capabilities, *types, **static: static,
     align: Callable = lambda axes, sizes, shards, **static: axes,
 ) -> Callable:
-    """A primitive `op(*operands, members=0, **static) -> list of arrays`.
+    """Make a primitive and return its call, `op(*operands, vmap_dims=0, **static) -> list of arrays`.
 
     Args:
-        name: of the op; messages and programs show it.
-        names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without members. A name
-            stands for one size; one that a result lacks was reduced.
+        name: the op's name in messages and programs.
+        names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without the vmapped
+            ones. A name stands for one size. A dimension that a result lacks was reduced: by max for a result named
+            `ONE` (an amax), by sum for any other.
         dtypes: `(*operands, **static) -> dtypes of the results`.
-        reference, cpu, cuda: `(*operands, members, **static) -> sequence of arrays`.
-        custom_call: the one that `cpu` and `cuda` make, where it has another op's name.
-        other_layouts: `(**static) -> {position: position}`: operands, the last ones, that hold the same as another one,
-            with its dimensions in another order. A mesh may move them in its place; no implementation sees them.
+        reference, cpu, cuda: `(*operands, vmap_dims, **static) -> sequence of arrays`, where `vmap_dims` counts the
+            vmapped dimensions. `cuda` is `cpu` by default.
+        custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
+        sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
+            without the vmapped dimensions.
+        batch_first: a batching rule to try first, `(run, operands, dims, vmap_dims, **static) -> (results, dims)`; it
+            returns None where it does not apply.
+        second_layouts: `(**static) -> {position: position}`: an operand, and the trailing operand that holds the same
+            tensor with its dimensions in another order. A mesh may gather the second in place of the first; no
+            implementation reads it.
         added: `(**static) -> positions` of operands that are added to the first result: once, where a mesh sums parts
             of it.
-        combine: `(**static) -> lax.pmax or lax.psum`, the reduction over the shards of dimensions that a result lacks;
-            None where there is none, so that these dimensions cannot be cut. Or one of them for each result.
-        sizes: `(*shapes, **static) -> {name: size}`: of the names that results alone have, from the shapes of the
-            operands without members.
-        batch_first: a batching rule to try first, `(run, operands, dims, members, **static) -> (results, dims)`; it
-            returns None where it does not apply.
         on_one_device_only: the platforms on which the reference runs on a mesh and in a `shard_map`.
-        by_xla: jnp as XLA's GPU compiler wants it, to call cuBLASLt itself: what runs where it is selected, and where a
-            GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs none.
-        not_on: `(capabilities, *types, **static) -> reason`: why `cuda` has nothing for these operands on GPUs of these
+        by_xla: jnp as XLA's GPU compiler wants it, to call cuBLASLt itself. It runs where it is selected, and where a
+            GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs no cuBLASLt.
+        not_on: `(capabilities, *types, **static) -> reason` why `cuda` cannot take these operands on GPUs of these
             compute capabilities, so that the reference runs; or None.
-        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
-            capabilities.
-        align: `(axes, sizes, shards, **static) -> axes`: a last word on how dimensions are cut on a mesh, where not
-            every cut is one of the op. All by the names of dimensions: the mesh axes, sizes and numbers of shards.
+        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on such GPUs.
+        align: `(axes, sizes, shards, **static) -> axes`, by the names of dimensions: the last change to how they are
+            cut on a mesh, where not every cut is a cut of the op.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
-    custom_call = custom_call or name
+    custom_call, cuda = custom_call or name, cuda or cpu
 
-    def call(*operands, members=0, **static):
-        return op.bind(*operands, implementation=selected(), members=members, **static)
+    def call(*operands, vmap_dims=0, **static):
+        return op.bind(*operands, implementation=selected(), vmap_dims=vmap_dims, **static)
 
-    def all_names(operands, members, static):
-        leading = dims("member", members)
-        return ([leading + part for part in parts] for parts in names(*(x.ndim - members for x in operands), **static))
+    def all_names(operands, vmap_dims, static):
+        leading = dims("vmapped", vmap_dims)
+        sides = names(*(x.ndim - vmap_dims for x in operands), **static)
+        return (tuple(leading + tuple(tensor) for tensor in side) for side in sides)
 
-    def abstract(*operands, implementation, members, **static):
+    def abstract(*operands, implementation, vmap_dims, **static):
         del implementation
-        operand_names, result_names = all_names(operands, members, static)
-        new = sizes(*(x.shape[members:] for x in operands), **static)
+        operand_names, result_names = all_names(operands, vmap_dims, static)
+        new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
         return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
 
-    def batch(operands, batch_dims, *, implementation, members, **static):
+    def batch(operands, batch_dims, *, implementation, vmap_dims, **static):
         run = functools.partial(op.bind, implementation=implementation, **static)
+        # 1. Try the op's own rule: it may make one larger product of a batch, without a vmapped dimension.
         if batch_first is not None:
-            results = batch_first(run, operands, batch_dims, members, **static)
+            results = batch_first(run, operands, batch_dims, vmap_dims, **static)
             if results is not None:
                 return results
+        # 2. Move the batch dimension of every operand to the front; repeat an operand that has none.
         size = next(x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None)
         operands = [
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, batch_dims, strict=True)
         ]
-        outputs = run(*operands, members=members + 1)
+        # 3. Bind the same op with one vmapped dimension more, which every result has in front.
+        outputs = run(*operands, vmap_dims=vmap_dims + 1)
         return outputs, [0] * len(outputs)
 
-    def lower(platform, native, loaded, ctx, *operands, implementation, members, **static):
-        run, run_static = reference, static
+    def choose(platform, native, loaded, ctx, implementation, static):
+        """Return the implementation that runs, and its static arguments."""
         if implementation == "ffi" and not loaded():
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and by_xla is not None:
-            run = by_xla
-        elif implementation in (None, "ffi") and loaded():
-            run = native
-            lacks = _disabled.missing(custom_call)
-            if lacks is None and platform == "cuda":
-                lacks = _support.missing(ctx, cublaslt=by_xla is not None)
-                capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
-                reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
-                lacks = lacks if reason is None else _support.Missing(reason, True)
-                run_static = for_gpus(capabilities, *ctx.avals_in, **static)
-            if lacks is not None:
-                if implementation == "ffi":
-                    raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
-                _support.warn(lacks.reason, lacks.instead)
-                run = reference if lacks.hardware else by_xla
-        run = functools.partial(run, members=members, **run_static)
-        jnp_program = functools.partial(reference, members=members, **static)
-        named = all_names(ctx.avals_in, members, static)
-        return _partition.lower(
-            run,
-            jnp_program,
-            *named,
-            combine=combine(**static),
-            other_layouts=other_layouts(**static),
-            added=added(**static),
+            return by_xla, static
+        if implementation not in (None, "ffi") or not loaded():
+            return reference, static
+        # The native library serves this platform. Find what keeps its kernel from running: the user's wish, ...
+        lacks, native_static = _disabled.missing(custom_call), static
+        if lacks is None and platform == "cuda":
+            # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
+            lacks = _support.missing(ctx, cublaslt=by_xla is not None)
+            capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
+            reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
+            lacks = lacks if reason is None else _support.Missing(reason, True)
+            native_static = for_gpus(capabilities, *ctx.avals_in, **static)
+        if lacks is None:
+            return native, native_static
+        if implementation == "ffi":
+            raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
+        _support.warn(lacks.reason, lacks.instead)
+        return reference if lacks.hardware else by_xla, native_static
+
+    def lower(platform, native, loaded, ctx, *operands, implementation, vmap_dims, **static):
+        run, run_static = choose(platform, native, loaded, ctx, implementation, static)
+        return lower_partitioned(
+            functools.partial(run, vmap_dims=vmap_dims, **run_static),
+            functools.partial(reference, vmap_dims=vmap_dims, **static),
+            Dimensions(
+                *all_names(ctx.avals_in, vmap_dims, static),
+                second_layouts(**static),
+                added(**static),
+                functools.partial(align, **static),
+            ),
             on_one_device_only=platform in on_one_device_only,
-            align=functools.partial(align, **static),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,

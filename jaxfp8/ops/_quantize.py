@@ -1,8 +1,7 @@
-"""quantize: to FP8 with a given scale, and the amax, in one read."""
+"""quantize: FP8 codes at a given scale, and the amax, in one read."""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, encode
@@ -13,7 +12,7 @@ from ._primitive import ONE, dims, tensor_op
 def quantize(
     x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes `x` and raises an amax to that of `x`, with one read of `x`.
+    """Quantize `x` and raise an amax to that of `x`, with one read of `x`.
 
     Equivalent to, with `y = x.astype(f32) * scale`:
 
@@ -27,8 +26,8 @@ def quantize(
         x: bfloat16, float16 or float32, any shape.
         scale: f32[] or f32[1]; multiplies.
         dtype: float8_e4m3fn or float8_e5m2.
-        amax: f32[] or f32[1], not negative: the amax so far; 0 where it is left out. It is raised in place, so that a
-            zero out of another op (`ops.delayed_scales` gives one) makes this a single launch on a GPU.
+        amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op raises it in place, so that a zero
+            out of another op (`ops.delayed_scales` gives one) makes this a single launch on a GPU.
 
     Returns:
         `(data, amax)`: data of `dtype` with the shape of x, amax f32[].
@@ -41,28 +40,57 @@ def quantize(
 
 
 def quantize_with(x, scale, dtype, *, amax, with_amax):
-    """`quantize`, with None in place of the amax unless `with_amax`: nothing then runs before or after the kernel."""
+    """Quantize as `quantize` does; without `with_amax` the amax is None and the program is the kernel alone."""
     x = _checks.high_precision("quantize", "x", x)
-    scale = _checks.scale("quantize", "scale", scale)
+    operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    so_far = [] if amax is None else [_checks.scale("quantize", "amax", amax)]
-    data, *top = _quantize(x, scale, *so_far, dtype=dtype, with_amax=with_amax)
-    return data, top[0].reshape(()) if with_amax else None
+    data, *amax = _quantize(x, *operands, dtype=dtype, with_amax=with_amax)
+    return data, amax[0].reshape(()) if with_amax else None
 
 
-def _reference(x, scale, *so_far, members, dtype, with_amax):
-    data = encode(x, _shapes.stretch(scale, x), dtype)
-    return (data, _shapes.raise_amax(_shapes.abs_max(x, members), *so_far)) if with_amax else (data,)
+def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, rows=None, cols=0):
+    """Quantize in jnp: `[data, data_t, amax]`, data_t if `rows` is given, amax if `with_amax`."""
+    results = [encode(x, _shapes.stretch(scale, x), dtype)]
+    if rows is not None:
+        results.append(_shapes.transpose(results[0], rows, cols))
+    if with_amax:
+        results.append(_shapes.raise_amax(_shapes.abs_max(x, vmap_dims), *amax_so_far))
+    return results
 
 
-def _custom_call(x, scale, *so_far, members, dtype, with_amax):
-    groups = _shapes.merge(x, members)
-    operand, result = _shapes.amax_buffers(so_far, with_amax, groups.shape[0])
-    operands = groups, _shapes.group_scales(scale, members), operand
-    aliases = {2: 1} if so_far else None
-    data, top = _ffi.call("quantize", [(groups.shape, dtype), result], *operands, aliases=aliases)
-    data = data.reshape(x.shape)
-    return (data, _shapes.member_amaxes(top, x.shape[:members])) if with_amax else (data,)
+def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, **attributes):
+    """Make one custom call that quantizes groups `[g, ...]` and raises amaxes in place.
+
+    Args:
+        name: of the custom call.
+        groups: the tensor in canonical form.
+        scale: f32 `[*vmapped, 1]`.
+        amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where there is none.
+        *more: further operands of the custom call.
+        vmapped: the sizes of the vmapped dimensions.
+        with_amax: whether the amax is a result.
+        data, after: `(shape, dtype)` of the results before and after the amax.
+        batch: how many groups each index of the vmapped dimensions has.
+        **attributes: of the custom call.
+
+    Returns:
+        `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if `with_amax`.
+    """
+    # The canonical form has f32 [0] where no amax comes in, or none is a result.
+    operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
+    result = ((groups.shape[0] if with_amax else 0,), jnp.float32)
+    operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
+    aliases = {2: len(data)} if amax_so_far else None
+    results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **attributes)
+    amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []
+    return results[: len(data)], amaxes, results[len(data) + 1 :]
+
+
+def _custom_call(x, scale, *amax_so_far, vmap_dims, dtype, with_amax):
+    groups = _shapes.merge(x, vmap_dims)
+    options = {"vmapped": x.shape[:vmap_dims], "with_amax": with_amax, "data": [(groups.shape, dtype)]}
+    (data,), amax, _ = call("quantize", groups, scale, amax_so_far, **options)
+    return [data.reshape(x.shape), *amax]
 
 
 _quantize = tensor_op(
@@ -72,8 +100,6 @@ _quantize = tensor_op(
         [dims("x", x), *[ONE] * with_amax],
     ),
     dtypes=lambda *_, dtype, with_amax: [dtype, *[jnp.float32] * with_amax],
-    reference=_reference,
+    reference=reference,
     cpu=_custom_call,
-    cuda=_custom_call,
-    combine=lambda **_: lax.pmax,
 )

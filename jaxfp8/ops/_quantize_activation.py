@@ -1,4 +1,4 @@
-"""quantize_activation: an activation function on the way to FP8, so that its result never is in memory."""
+"""quantize_activation: an activation function and its quantization in one pass, without its result in memory."""
 
 import math
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
 from ._produced import produced, producer_op
@@ -31,19 +30,19 @@ def _full(x, value):
     return lax.full_like(x, value)
 
 
-# Of the value, or of the gate that multiplies the other half.
+# A gated activation applies its function to the gate, which multiplies the other half.
 _FUNCTIONS = {"gelu": _gelu, "silu": _silu, "relu": _relu, "silu_gated": _silu, "gelu_gated": _gelu}
-# What `quantize_activation` and `activate` know; `_gated` ones take the gate and what it multiplies.
+# The names that `quantize_activation` and `activate` take.
 ACTIVATIONS = tuple(_FUNCTIONS)
 
 
 def is_gated(activation: str) -> bool:
-    """Whether x holds the gate and what it multiplies: `[..., 2, n]`."""
+    """Return whether x holds the gate and the values that it multiplies: `[..., 2, n]`."""
     return activation.endswith("_gated")
 
 
 def activate(x: ArrayLike, activation: str) -> jax.Array:
-    """The activation functions of `quantize_activation`, in f32 and rounded once to x's dtype; differentiable.
+    """Apply an activation function of `quantize_activation`, in f32 and rounded once to x's dtype; differentiable.
 
     With `s(z) = 1 / (1 + exp(-z))` and `z(x) = 2 * sqrt(2 / pi) * (x + 0.044715 * x**3)`:
 
@@ -90,7 +89,7 @@ def quantize_activation(
     amax: ArrayLike | None = None,
     rows: int = 1,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Quantizes `activate(x, activation)`, kept in f32, with one read of `x`.
+    """Quantize `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
 
@@ -115,26 +114,23 @@ def quantize_activation(
 
     Raises:
         TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, or there is no such activation.
+        ValueError: an argument has another shape, or `activation` is not known.
     """
     options = {"activation": activation, "transpose": transpose, "rows": rows}
     return quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
 
 
 def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, rows, amax, with_amax):
-    """`quantize_activation`, with None in place of the amax unless `with_amax`."""
+    """Quantize as `quantize_activation` does, with None in place of the amax unless `with_amax`."""
     op = "quantize_activation"
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)
-    scale = _checks.scale(op, "scale", scale)
-    options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "activation": activation, "rows": rows}
-    options |= {"transpose": bool(transpose), "with_amax": with_amax}
-    amax = None if amax is None else _checks.scale(op, "amax", amax)
-    return produced(_quantize_activation, x, scale, (), amax, **options)
+    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
+    return produced(_quantize_activation, op, x, scale, (), amax, **options)
 
 
 def check(op, x, activation, rows):
-    """Raises unless `activation` is one and x has a shape for it."""
+    """Raise unless `activation` is known and x has a shape for it."""
     if activation not in _FUNCTIONS:
         raise ValueError(f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
     _checks.rank(op, "x", x, rows + (2 if is_gated(activation) else bool(rows)))
@@ -142,8 +138,8 @@ def check(op, x, activation, rows):
         raise ValueError(f"{op}: x: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}")
 
 
-def _canonical(x, *, members, rows, activation):
-    del members
+def _canonical(x, *, vmap_dims, rows, activation):
+    del vmap_dims
     pair = int(is_gated(activation))
     first = x.ndim - rows - pair - 1
     g, m = math.prod(x.shape[:first]), math.prod(x.shape[first : first + rows])
@@ -152,7 +148,7 @@ def _canonical(x, *, members, rows, activation):
 
 _quantize_activation = producer_op(
     "quantize_activation",
-    produce=lambda x, members, activation: _activate(x, activation),
+    produce=lambda x, vmap_dims, activation: _activate(x, activation),
     names=lambda batch, row, col, activation: [batch + row + dims("whole_pair", is_gated(activation)) + col],
     canonical=_canonical,
 )

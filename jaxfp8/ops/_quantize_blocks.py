@@ -1,5 +1,6 @@
-"""quantize_blocks: to FP8 with a scale for each block, found from the block itself."""
+"""quantize_blocks: FP8 codes with a scale for each block, from the amax of the block itself."""
 
+import functools
 import math
 
 import jax
@@ -31,7 +32,7 @@ def quantize_blocks(
     rows: int = 1,
     cols: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantizes each block of a matrix with a scale of its own.
+    """Quantize each block of a matrix with its own scale.
 
     For each block, with `amax = max |x|` of it:
 
@@ -53,7 +54,7 @@ def quantize_blocks(
         dtype: float8_e4m3fn or float8_e5m2.
         block: `(r, c)`: rows and columns of a block, None for all. (1, 32) is MX, (1, 128) and (128, 128) are block
             scaling, (1, None) row-wise scaling. The last block of a dimension may be smaller.
-        scale: "f32" or "e8m0": what scales are.
+        scale: "f32" or "e8m0", the kind of the scales.
         rounding: "ceil" or "floor", of E8M0 exponents.
         power_2_scale: makes f32 scales powers of two.
         rows, cols: how many dimensions m and n stand for; blocks count them merged.
@@ -64,23 +65,22 @@ def quantize_blocks(
 
     Raises:
         TypeError: x or dtype has another dtype, power_2_scale is no bool; or the op is differentiated.
-        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is none of these; or an option
-            does not go with this kind of scale.
+        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or an
+            option does not go with this kind of scale.
     """
     x, options = checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv = _quantize_blocks[is_of_lines(options["block"])](x, **options)
+    data, scale_inv = _quantize_blocks[has_long_blocks(options["block"])](x, **options)
     return data, scale_inv
 
 
 def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
-    """x as an array, and the rest as the static arguments of the primitive."""
+    """Check the arguments, and return x and the static arguments of the primitive."""
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     for name, value, allowed in (("scale", scale, SCALES), ("rounding", rounding, ROUNDINGS)):
         if value not in allowed:
             raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
-    if not isinstance(power_2_scale, (bool, np.bool_)):
-        raise TypeError(f"{op}: power_2_scale: expected a bool, got {power_2_scale!r}")
+    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     if scale == "e8m0" and power_2_scale:
         raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out with scale="e8m0"')
     if scale == "f32" and rounding != "ceil":
@@ -90,20 +90,20 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
         "block": _blocks.checked(op, "block", block),
         "scale": scale,
         "rounding": rounding,
-        "power_2_scale": bool(power_2_scale),
+        "power_2_scale": power_2_scale,
         "rows": int(rows),
         "cols": int(cols),
     }
 
 
 def _f32_scales(amax, dtype, power_2_scale):
-    """`(scale, scale_inv)` of each block."""
+    """Return `(scale, scale_inv)` of each block."""
     scale, scale_inv = _scaling.amax_to_scale(amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0))
     return _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
 
 
 def _e8m0_scales(amax, dtype, rounding):
-    """`(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
+    """Return `(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
 
     FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
     difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
@@ -119,12 +119,12 @@ def _e8m0_scales(amax, dtype, rounding):
 
 
 def _amaxes(blocks):
-    """The amax `[..., R, C]` of each block of `[..., R, r, C, c]`."""
+    """Return the amax `[..., R, C]` of each block of `[..., R, r, C, c]`."""
     return _scaling.abs_max(blocks, axis=(-3, -1))
 
 
 def _amaxes_by_lanes(blocks):
-    """The same where XLA:CPU reduces the last dimension number by number: first over vectors of that many numbers."""
+    """Return the amaxes, reduced over vectors first: XLA:CPU reduces the last dimension number by number."""
     *leading, r, count, c = blocks.shape
     if r != 1 or c % _LANES or c == _LANES:
         return _amaxes(blocks)
@@ -132,9 +132,9 @@ def _amaxes_by_lanes(blocks):
     return _scaling.abs_max(lanes, axis=-1)
 
 
-def reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
-    """`quantize_blocks` in jnp."""
-    del members  # leading dimensions like any other
+def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
+    """Quantize blocks in jnp."""
+    del vmap_dims  # leading dimensions like any other
     leading = x.shape[: x.ndim - rows - cols]
     matrix = _shapes.merge(x, *[1] * len(leading), rows)
     m, n = matrix.shape[-2:]
@@ -149,98 +149,103 @@ def reference(x, members, dtype, block, scale, rounding, power_2_scale, rows, co
 
 
 def on_cpu(x, **static):
-    """The reference as XLA:CPU has it fast, on one device."""
+    """Run the reference in the form that XLA:CPU makes fast, on one device."""
     return reference(x, **static, amaxes=_amaxes_by_lanes)
 
 
-def has_custom_call(block) -> bool:
-    """Whether the custom call has such blocks."""
-    return block in _scale_layouts.NAMES
-
-
 def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
-    """`[data, scale_inv]`, and with transpose also `[data_t, scale_inv_t]`, in one launch."""
+    """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     first = x.ndim - rows - cols
     leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
     groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
     g, m, n = groups.shape
-    of_scales = jnp.uint8 if scale == "e8m0" else jnp.float32
-    sides = [(m, n), (n, m)][: 1 + transpose]
-    layouts = [[((g, *side), dtype), ((g, *_scale_layouts.stored_shape(block, *side)), of_scales)] for side in sides]
-    lines = (m + n if transpose else m) if is_of_lines(block) else 0
+    scales_dtype = jnp.uint8 if scale == "e8m0" else jnp.float32
+    # The custom call gives (data, scale_inv) of each layout; between them the amaxes of lines, which it alone reads.
+    matrices = [(m, n), (n, m)][: 1 + transpose]
+    results = [
+        [((g, *shape), dtype), ((g, *_scale_layouts.stored_shape(block, *shape)), scales_dtype)] for shape in matrices
+    ]
+    lines = (m + n if transpose else m) if has_long_blocks(block) else 0
     kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
-    results = [*layouts[0], ((g, lines), jnp.float32), *(layouts[1] if transpose else [])]
-    data, scale_inv, _, *more = _ffi.call(
-        "quantize_blocks_transpose", results, groups, block=_scale_layouts.NAMES[block], scaling=kind
+    data, scale_inv, _, *transposed = _ffi.call(
+        "quantize_blocks_transpose",
+        [*results[0], ((g, lines), jnp.float32), *sum(results[1:], [])],
+        groups,
+        block=_scale_layouts.NAMES[block],
+        scaling=kind,
     )
-    found = []
-    for side, shape, codes, scales in zip(
-        sides, (row + col, col + row), (data, *more[:1]), (scale_inv, *more[1:]), strict=False
+    outputs = []
+    for matrix, shape, codes, scales in zip(
+        matrices, (row + col, col + row), (data, *transposed[:1]), (scale_inv, *transposed[1:]), strict=False
     ):
-        scales = _scale_layouts.by_block(scales, block, *side)
+        scales = _scale_layouts.by_block(scales, block, *matrix)
         scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if scale == "e8m0" else scales
-        found += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
-    return found
+        outputs += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
+    return outputs
 
 
-def _cuda(x, members, **static):
-    if not has_custom_call(static["block"]):
-        return reference(x, members, **static)
-    return custom_call(x, transpose=False, **static)
+def has_long_blocks(block) -> bool:
+    """Return whether a block is as long as the matrix.
 
-
-def is_of_lines(block) -> bool:
-    """Whether a block is as long as the matrix: a mesh that cuts it reduces an amax, which XLA does with the reference.
-
-    Of other blocks, each device quantizes those it has.
+    A mesh that cuts such a block reduces an amax, which XLA does with the reference. Of other blocks, each device
+    quantizes those it has.
     """
     return None in block
 
 
-def _names(x, *, rows, cols, **_):
-    leading = dims("batch", x - rows - cols)
-    matrix = leading + dims("row", rows) + dims("col", cols)
-    return [matrix], [matrix, (*leading, "row_blocks", "col_blocks")]
+def _names(x, *, transpose, rows, cols, **_):
+    leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
+    results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
+    return [leading + row + col], results + results_t * transpose
 
 
 def _sizes(x, *, block, rows, cols, **_):
     m, n = _shapes.merged(x[len(x) - rows - cols :], rows)
-    return dict(zip(("row_blocks", "col_blocks"), _blocks.count(block, m, n), strict=True))
+    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
+    return dict(zip(names, _blocks.count(block, m, n) + _blocks.count(block, n, m), strict=True))
 
 
-def scale_dtype(scale):
-    """What scales are."""
-    return _blocks.E8M0 if scale == "e8m0" else jnp.float32
-
-
-def align(axes, sizes, shards, *, block, **_):
-    """As of a `tensor_op`; of both layouts."""
+def _align(axes, sizes, shards, *, block, **_):
+    """Cut the scales of both layouts together with their blocks."""
     down, across = block
     rows = {"row_blocks": down, "row_blocks_t": across}
     cols = {"col_blocks": across, "col_blocks_t": down}
     return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
 
 
-def not_on_meshes(of_lines: bool, is_native: bool) -> tuple[str, ...]:
-    """Where XLA cuts the reference on a mesh by itself, also where a block lies on two devices."""
-    return ("cpu", "cuda") if of_lines else () if is_native else ("cpu",)
+def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
+    """Make the op for blocks that are not long, and for blocks that are; `cpu` is a custom call, where there is one."""
+
+    def names(x, **static):
+        return _names(x, transpose=transpose, **static)
+
+    def dtypes(_, *, dtype, scale, **static):
+        return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
+
+    return [
+        tensor_op(
+            name,
+            custom_call="quantize_blocks_transpose",
+            names=names,
+            sizes=_sizes,
+            dtypes=dtypes,
+            reference=reference,
+            cpu=cpu or on_cpu,
+            cuda=cuda,
+            # XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
+            on_one_device_only=("cpu", "cuda") if is_long else () if cpu else ("cpu",),
+            align=_align,
+        )
+        for is_long in (False, True)
+    ]
 
 
-def variant(of_lines: bool, cpu=None):
-    """The op for blocks that are whole lines, or for others; `cpu` is a custom call, where there is one."""
-    return tensor_op(
-        "quantize_blocks",
-        custom_call="quantize_blocks_transpose",
-        names=_names,
-        sizes=_sizes,
-        dtypes=lambda _, *, dtype, scale, **__: [dtype, scale_dtype(scale)],
-        reference=reference,
-        cpu=cpu or on_cpu,
-        cuda=_cuda,
-        combine=lambda **_: lax.psum,  # of nothing: `align` cuts scales with their blocks
-        on_one_device_only=not_on_meshes(of_lines, cpu is not None),
-        align=align,
-    )
+def _cuda(x, vmap_dims, **static):
+    if static["block"] not in _scale_layouts.NAMES:
+        return reference(x, vmap_dims, **static)
+    return custom_call(x, transpose=False, **static)
 
 
-_quantize_blocks = [variant(of_lines) for of_lines in (False, True)]
+_variants = functools.partial(variants, "quantize_blocks", reference, on_cpu, _cuda, False)
+_quantize_blocks = _variants()

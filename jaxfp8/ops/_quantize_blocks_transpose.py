@@ -1,23 +1,12 @@
 """quantize_blocks_transpose: blocks with a scale each, in both layouts, in one read."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _blocks, _shapes
-from ._primitive import dims, tensor_op
-from ._quantize_blocks import (
-    align,
-    checked,
-    custom_call,
-    has_custom_call,
-    is_of_lines,
-    not_on_meshes,
-    on_cpu,
-    reference,
-    scale_dtype,
-)
+from . import _scale_layouts, _shapes
+from ._quantize_blocks import checked, custom_call, has_long_blocks, on_cpu, reference, variants
 
 
 def quantize_blocks_transpose(
@@ -31,7 +20,7 @@ def quantize_blocks_transpose(
     rows: int = 1,
     cols: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """As `quantize_blocks`, and also of the transpose, for the product that contracts the other dimension.
+    """Quantize the blocks of `x` and those of its transpose, for the product that contracts the other dimension.
 
     Equivalent to, with one read of `x` (two where blocks are whole rows):
 
@@ -43,7 +32,7 @@ def quantize_blocks_transpose(
     Args:
         x: bfloat16, float16 or float32 `[..., *m, *n]`.
         dtype: float8_e4m3fn or float8_e5m2.
-        block, scale, rounding, power_2_scale: as of `quantize_blocks`.
+        block, scale, rounding, power_2_scale: see `quantize_blocks`.
         rows, cols: how many dimensions m and n stand for; blocks count them merged.
 
     Returns:
@@ -51,59 +40,30 @@ def quantize_blocks_transpose(
         `[..., ceil(m / r), ceil(n / c)]` and scale_inv_t `[..., ceil(n / r), ceil(m / c)]`, float32 or float8_e8m0fnu.
 
     Raises:
-        TypeError, ValueError: as of `quantize_blocks`.
+        TypeError, ValueError: see `quantize_blocks`.
     """
     x, options = checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose[is_of_lines(options["block"])](x, **options)
+    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose[has_long_blocks(options["block"])](x, **options)
     return data, scale_inv, data_t, scale_inv_t
 
 
-def _reference(x, members, block, rows, cols, quantize=reference, **static):
-    static |= {"members": members, "rows": rows, "cols": cols}
-    data, scale_inv = codes, scales = quantize(x, block=block, **static)
-    if block[0] != block[1]:  # blocks down the columns: transposing codes moves half the bytes that x has, or less
-        codes, scales = quantize(x, block=block[::-1], **static)
-    first = x.ndim - rows - cols
-    order = (*range(first), *range(first + rows, x.ndim), *range(first, first + rows))
-    return data, scale_inv, jnp.transpose(codes, order), scales.mT
+def _reference(x, vmap_dims, block, rows, cols, quantize=reference, **static):
+    static |= {"vmap_dims": vmap_dims, "rows": rows, "cols": cols}
+    data, scale_inv = quantize(x, block=block, **static)
+    # Blocks of the transpose lie down the columns. Transposing codes moves half the bytes that x has, or less.
+    columnwise = (data, scale_inv) if block[0] == block[1] else quantize(x, block=block[::-1], **static)
+    return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
 
 
 def _on_cpu(x, **static):
     return _reference(x, quantize=on_cpu, **static)
 
 
-def _cuda(x, members, **static):
-    if not has_custom_call(static["block"]):
-        return _reference(x, members, **static)
+def _cuda(x, vmap_dims, **static):
+    if static["block"] not in _scale_layouts.NAMES:
+        return _reference(x, vmap_dims, **static)
     return custom_call(x, transpose=True, **static)
 
 
-def _names(x, *, rows, cols, **_):
-    leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    scales = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
-    return [leading + row + col], [leading + row + col, scales[0], leading + col + row, scales[1]]
-
-
-def _sizes(x, *, block, rows, cols, **_):
-    m, n = _shapes.merged(x[len(x) - rows - cols :], rows)
-    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
-    return dict(zip(names, _blocks.count(block, m, n) + _blocks.count(block, n, m), strict=True))
-
-
-def variant(of_lines: bool, cpu=None):
-    """The op for blocks that are whole lines, or for others; `cpu` is a custom call, where there is one."""
-    return tensor_op(
-        "quantize_blocks_transpose",
-        names=_names,
-        sizes=_sizes,
-        dtypes=lambda _, *, dtype, scale, **__: [dtype, scale_dtype(scale)] * 2,
-        reference=_reference,
-        cpu=cpu or _on_cpu,
-        cuda=_cuda,
-        combine=lambda **_: lax.psum,  # of nothing: `align` cuts scales with their blocks
-        on_one_device_only=not_on_meshes(of_lines, cpu is not None),
-        align=align,
-    )
-
-
-_quantize_blocks_transpose = [variant(of_lines) for of_lines in (False, True)]
+_variants = functools.partial(variants, "quantize_blocks_transpose", _reference, _on_cpu, _cuda, True)
+_quantize_blocks_transpose = _variants()

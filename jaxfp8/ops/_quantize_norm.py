@@ -1,4 +1,4 @@
-"""quantize_norm: RMSNorm or LayerNorm on the way to FP8, so that its result never is in memory."""
+"""quantize_norm: RMSNorm or LayerNorm and its quantization in one pass, without its result in memory."""
 
 import math
 
@@ -8,7 +8,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES
 from . import _checks
 from ._primitive import dims
 from ._produced import produced, producer_op
@@ -17,7 +16,7 @@ KINDS = ("rms", "layer")
 
 
 def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str, epsilon: float) -> jax.Array:
-    """RMSNorm or LayerNorm over the last dimension, in f32 and rounded once to x's dtype; differentiable.
+    """Normalize the last dimension by RMSNorm or LayerNorm, in f32 and rounded once to x's dtype; differentiable.
 
         "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
         "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma) + beta
@@ -29,7 +28,7 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
     Args:
         x: bfloat16, float16 or float32 `[..., n]`.
         gamma: bfloat16, float16 or float32 `[n]`.
-        beta: as gamma, or None.
+        beta: like gamma, or None.
         kind: "rms" (without beta) or "layer".
         epsilon: added to the variance.
 
@@ -38,21 +37,16 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
 
     Raises:
         TypeError: x, gamma or beta has another dtype.
-        ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
+        ValueError: an argument has another shape, `kind` is not known, or beta is given with "rms".
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon, 0)
     shape = (1,) * (x.ndim - 1) + gamma.shape
     gamma, beta = (None if p is None else p.astype(jnp.float32).reshape(shape) for p in (gamma, beta))
-    return _normalize(x, gamma, beta, kind, epsilon).astype(x.dtype)
-
-
-def _normalize(x, gamma, beta, kind, epsilon):
-    """Of f32 gamma and beta that broadcast with x."""
-    return _affine(x, *_statistics(x, kind, epsilon), gamma, beta)
+    return _affine(x, *_statistics(x, kind, epsilon), gamma, beta).astype(x.dtype)
 
 
 def _statistics(x, kind, epsilon):
-    """`(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for "rms"."""
+    """Return `(rstd, mean)` of each row, f32 `[..., 1]`; None in place of the mean for "rms"."""
     x, mean = x.astype(jnp.float32), None
     if kind == "layer":
         mean = _mean(x)
@@ -65,7 +59,7 @@ def _mean(x):
 
 
 def _affine(x, rstd, mean, gamma, beta):
-    """`(x - mean) * (rstd * gamma) + beta`, in f32."""
+    """Compute `(x - mean) * (rstd * gamma) + beta` in f32."""
     x = x.astype(jnp.float32)
     y = (x if mean is None else x - mean) * (rstd * gamma)
     return y if beta is None else y + beta
@@ -84,7 +78,7 @@ def quantize_norm(
     amax: ArrayLike | None = None,
     rows: int = 1,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Quantizes `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
+    """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
     On a GPU XLA reads x for the statistics of its rows, where it can in the pass that writes x. The kernel reads x
     once.
@@ -102,7 +96,7 @@ def quantize_norm(
     Args:
         x: bfloat16, float16 or float32 `[..., m, n]`.
         gamma: bfloat16, float16 or float32 `[n]`.
-        beta: as gamma, or None.
+        beta: like gamma, or None.
         scale: f32[] or f32[1]; multiplies.
         dtype: float8_e4m3fn or float8_e5m2.
         kind: "rms" (without beta) or "layer".
@@ -116,29 +110,26 @@ def quantize_norm(
 
     Raises:
         TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, there is no such kind, or beta is given with "rms".
+        ValueError: an argument has another shape, `kind` is not known, or beta is given with "rms".
     """
     options = {"kind": kind, "epsilon": epsilon, "transpose": transpose, "rows": rows}
     return quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
 
 
 def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax):
-    """`quantize_norm`, with None in place of the amax unless `with_amax`."""
+    """Quantize as `quantize_norm` does, with None in place of the amax unless `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
-    scale = _checks.scale(op, "scale", scale)
-    options = {"dtype": _checks.dtype(op, "dtype", dtype, FP8_DTYPES), "rows": rows}
-    options |= {"transpose": bool(transpose), "with_amax": with_amax}
-    amax = None if amax is None else _checks.scale(op, "amax", amax)
     # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that
     # writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
-    return produced(_quantize_norm, x, scale, more, amax, has_beta=beta is not None, **options)
+    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "rows": rows}
+    return produced(_quantize_norm, op, x, scale, more, amax, has_beta=beta is not None, **options)
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
-    """The arguments as arrays and an epsilon of f32; `names` are those of gamma and beta in messages."""
+    """Check the arguments: arrays, and an epsilon of f32. Messages call gamma and beta by `names`."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + 1)
@@ -152,19 +143,19 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
     return x, gamma, beta, float(np.float32(epsilon))
 
 
-def _produce(x, statistics, *parameters, members, has_beta):
-    del members, has_beta
+def _produce(x, statistics, *parameters, vmap_dims, has_beta):
+    del vmap_dims, has_beta
     rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
     gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
     return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
 
-def _canonical(x, statistics, *parameters, members, rows, has_beta):
-    """Parameters of each group, `[g, n]`; outside of vmap one for all, `[1, n]`. A beta of `[0]` is none."""
+def _canonical(x, statistics, *parameters, vmap_dims, rows, has_beta):
+    """Give the parameters of each group, `[g, n]`; outside of vmap `[1, n]`, for all. A beta of `[0]` means no beta."""
     leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
-    g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[members:]))
+    g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[vmap_dims:]))
     parameters = [p.reshape(-1, n) for p in parameters]
-    if members and batch != 1:
+    if vmap_dims and batch != 1:
         parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
     beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
     return (x.reshape(g, m, n), statistics.reshape(g, m, statistics.shape[-1]), *parameters, *beta), {}

@@ -30,7 +30,7 @@ def ragged_matmul(
     out_dtype: DTypeLike = jnp.bfloat16,
     precise: bool = False,
 ) -> jax.Array:
-    """Products of consecutive groups of rows, each with a matrix of its own, scaled back.
+    """Multiply consecutive groups of rows, each by its own matrix, and scale back.
 
     With `begin, end` the rows of group e, the first of which starts at row 0, and in f32 rounded once at the end:
 
@@ -70,23 +70,14 @@ def ragged_matmul(
     if a.ndim != 2:
         raise ValueError(f"{op}: a: expected rank 2, got {a.shape}")
     if ragged == "rows":
-        expected, fits = (
-            f"[{group_sizes.size}, n, {a.shape[1]}]",
-            b.ndim == 3
-            and b.shape[::2]
-            == (
-                group_sizes.size,
-                a.shape[1],
-            ),
-        )
+        expected = f"[{group_sizes.size}, n, {a.shape[1]}]"
+        fits = b.ndim == 3 and b.shape[::2] == (group_sizes.size, a.shape[1])
     else:
         expected, fits = f"[n, {a.shape[1]}]", b.ndim == 2 and b.shape[1] == a.shape[1]
     if not fits:
         raise ValueError(
             f"{op}: b: expected {expected} to go with a{list(a.shape)} and {group_sizes.size} groups, got {b.shape}"
         )
-    if not isinstance(precise, (bool, np.bool_)):
-        raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
     return _ragged_matmul(
         a,
         b,
@@ -95,12 +86,12 @@ def ragged_matmul(
         group_sizes,
         ragged=ragged,
         out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=bool(precise),
+        precise=_checks.flag(op, "precise", precise),
     )[0]
 
 
 def sizes_of_groups(op: str, group_sizes):
-    """The argument `group_sizes` of `op`: int32 `[g]`."""
+    """Return the argument `group_sizes` of `op`: int32 `[g]`."""
     group_sizes = _checks.array(op, "group_sizes", group_sizes)
     if group_sizes.dtype != np.int32:
         raise TypeError(f"{op}: group_sizes: expected int32, got {group_sizes.dtype}; cast it with .astype(jnp.int32)")
@@ -111,7 +102,7 @@ def sizes_of_groups(op: str, group_sizes):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks:
-    """Groups of rows, cut into chunks of at most `rows`: what the loops go over. No chunk has rows of two groups.
+    """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has rows of two groups.
 
     Attributes:
         rows: how many a chunk has at most; the same for all, so that the loops' shapes are static.
@@ -127,7 +118,8 @@ class _Chunks:
     chunks: jax.Array
 
     @staticmethod
-    def of(group_sizes, m: int) -> "_Chunks":
+    def cut(group_sizes, m: int) -> "_Chunks":
+        """Cut groups of these sizes, of `m` rows in all."""
         groups = group_sizes.shape[0]
         average = max(m // groups, 1)
         rows = min(m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length())))
@@ -137,7 +129,7 @@ class _Chunks:
         return _Chunks(rows, m, sizes, ends, chunks)
 
     def loop(self, body, out):
-        """`out = body(out, group, begin, inside)` for every chunk.
+        """Run `out = body(out, group, begin, inside)` for every chunk.
 
         `inside` is bool `[rows]`, which rows from `begin` on are of the chunk: near the end the window moves up instead
         of reaching beyond the last row.
@@ -162,8 +154,8 @@ def _dot(a, b):
 
 
 def _ragged_rows(a, b, group_sizes):
-    """f32 `[m, n]` of a `[m, k]` and b `[g, n, k]`."""
-    chunks = _Chunks.of(group_sizes, a.shape[0])
+    """Multiply a `[m, k]` by b `[g, n, k]`: f32 `[m, n]`."""
+    chunks = _Chunks.cut(group_sizes, a.shape[0])
 
     def body(out, group, begin, inside):
         rows = lax.dynamic_slice_in_dim(a, begin, chunks.rows, axis=0)
@@ -175,8 +167,8 @@ def _ragged_rows(a, b, group_sizes):
 
 
 def _ragged_contraction(a, b, group_sizes):
-    """f32 `[g, p, n]` of a `[p, m]` and b `[n, m]`."""
-    chunks = _Chunks.of(group_sizes, a.shape[1])
+    """Multiply a `[p, m]` by b `[n, m]`: f32 `[g, p, n]`."""
+    chunks = _Chunks.cut(group_sizes, a.shape[1])
 
     def body(out, group, begin, inside):
         def columns(x):
@@ -190,48 +182,45 @@ def _ragged_contraction(a, b, group_sizes):
     return chunks.loop(body, lax.full(shape, 0, jnp.float32))
 
 
-def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, members, ragged, out_dtype, precise, widen=None):
-    """Codes in a wider dtype, exact, and a loop of products with f32 accumulation."""
+def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise, widen=None):
+    """Widen the codes, which is exact, and multiply with f32 accumulation in a loop."""
     del precise
     scale_inv = a_scale_inv * b_scale_inv
-    shape = _out_shape(a, b, group_sizes, members, ragged)
+    shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
     if 0 in a.shape or 0 in b.shape:
         return (lax.full(shape, 0, out_dtype),)
     a, b = (x.astype(jnp.float32) if widen is None else widen(x) for x in (a, b))
     product = _ragged_rows if ragged == "rows" else _ragged_contraction
-    if members == 0:
+    if vmap_dims == 0:
         out = product(a, b, group_sizes)
-    else:  # one after the other: as one batch, each step of the loop would touch every member
-        flat = (x.reshape(-1, *x.shape[members:]) for x in (a, b, group_sizes))
+    else:  # one after the other: as one batch, each step of the loop would touch the product of every vmapped index
+        flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
         out = lax.map(lambda operands: product(*operands), tuple(flat)).reshape(shape)
     return ((out * _shapes.spread(scale_inv, shape)).astype(out_dtype),)
 
 
 def _on_cpu(*operands, **static):
-    """In bfloat16, as scaled_matmul on CPUs."""
-    one = lax.full((1,), 1.0, np.float32)
-    return _reference(*operands, **static, widen=lambda codes: dequantize(codes, one, np.dtype(jnp.bfloat16)))
+    """Widen to bfloat16, as scaled_matmul does on CPUs."""
+    unit = lax.full((1,), 1.0, np.float32)
+    return _reference(*operands, **static, widen=lambda codes: dequantize(codes, unit, np.dtype(jnp.bfloat16)))
 
 
-def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, members, ragged, out_dtype, precise):
-    shape = _out_shape(a, b, group_sizes, members, ragged)
-    count = math.prod(a.shape[:members])
-    a, b, group_sizes = (x.reshape(count, *x.shape[members:]) for x in (a, b, group_sizes))
-    scales = (_shapes.group_scales(scale, members) for scale in (a_scale_inv, b_scale_inv))
+def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise):
+    shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
+    count = math.prod(a.shape[:vmap_dims])
+    a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
+    scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
     (out,) = _ffi.call(
         "ragged_matmul",
-        [((count, *shape[members:]), out_dtype)],
-        a,
-        b,
-        *scales,
-        group_sizes,
+        [((count, *shape[vmap_dims:]), out_dtype)],
+        *(a, b, *scales, group_sizes),
         precise=precise,
     )
     return (out.reshape(shape),)
 
 
-def _out_shape(a, b, group_sizes, members, ragged):
-    leading, n = a.shape[:members], b.shape[-2]
+def _out_shape(a, b, group_sizes, vmap_dims, ragged):
+    leading, n = a.shape[:vmap_dims], b.shape[-2]
     return (*leading, a.shape[-2], n) if ragged == "rows" else (*leading, group_sizes.shape[-1], a.shape[-2], n)
 
 
@@ -250,5 +239,4 @@ _ragged_matmul = tensor_op(
     reference=_reference,
     cpu=_on_cpu,
     cuda=_custom_call,
-    combine=lambda **_: lax.psum,
 )

@@ -1,8 +1,8 @@
-"""Scales of rows and blocks in the layouts that cuBLASLt reads, and which GPUs have it multiply them.
+"""Scales of rows and blocks in the layouts that cuBLASLt reads, and the GPUs on which it multiplies them.
 
 The layouts are those of cuda/kernels/scale_mode.h, on groups: a matrix `[g, rows, k]` with scales `[g, R, C]`. The
 custom call that quantizes stores them so, and hands them on by `by_block`; the one that multiplies takes them by
-`stored`. Where both are in one program and sizes are whole tiles, XLA cancels the two: no launch lies between.
+`to_stored`. Where both are in one program and sizes are whole tiles, XLA cancels the two: no launch lies between.
 """
 
 import jax.numpy as jnp
@@ -13,23 +13,23 @@ from . import _blocks, _shapes
 
 # Blocks by their names in the attributes of custom calls.
 NAMES = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
-# What cuBLASLt multiplies, and where: compute capability 9.0 alone, or from 10.0 on.
+# The pairs that cuBLASLt multiplies, by GPU: compute capability 9.0 alone, or from 10.0 on.
 _ON_HOPPER = {("rows", "rows"), ("1x128", "1x128"), ("1x128", "128x128"), ("128x128", "1x128")}
 _ON_BLACKWELL = {("1x32", "1x32")}
 
 
 def mode(block, dtype) -> str | None:
-    """The name of cuBLASLt's mode for scales of these blocks; None where it has none."""
+    """Return the name of cuBLASLt's mode for scales of these blocks; None where it has no mode."""
     is_e8m0 = np.dtype(dtype) == _blocks.E8M0
     return NAMES.get(block) if is_e8m0 == (block == (1, 32)) else None
 
 
 def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
-    """Why cuBLASLt has no product of operands with these two modes on all of these GPUs; None where it has one.
+    """Return why cuBLASLt has no product of operands with these two modes on all of these GPUs; or None.
 
     Args:
         modes: as `mode` gives them.
-        capabilities: `(major, minor)` of GPUs. Where none are known, those that have it are assumed.
+        capabilities: `(major, minor)` of GPUs; empty where not known: GPUs that have the product are assumed.
         power_2_scale: whether all scales are powers of two.
     """
     if runs_as_mx(modes, capabilities, power_2_scale):
@@ -49,19 +49,19 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
 
 
 def runs_as_mx(modes, capabilities, power_2_scale: bool) -> bool:
-    """Whether a product of operands with float32 scales is one of E8M0 scales on these GPUs; see `as_mx`."""
+    """Return whether a product with float32 scales runs as a product with E8M0 scales on these GPUs; see `as_mx`."""
     return power_2_scale and modes in _ON_HOPPER and bool(capabilities) and min(capabilities) >= (10, 0)
 
 
 def depth(mode: str) -> int:
-    """A multiple of which k is padded to, so that blocks along it are whole and rows are 16-byte pieces."""
+    """Return the multiple to which k is padded, so that blocks along it are whole and rows are 16-byte pieces."""
     return {"rows": 16, "1x32": 32}.get(mode, 128)
 
 
 def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
-    """The shape of the scales of one matrix `[rows, k]` as custom calls write and read them.
+    """Return the shape of the scales of one matrix `[rows, k]` as custom calls write and read them.
 
-    They lie in tiles of 128 by 128 elements; what those have beyond the matrix has scales too.
+    They lie in tiles of 128 by 128 elements. The part of a tile beyond the matrix has scales too.
     """
     row_tiles, tiles = -(-rows // 128), -(-k // 128)
     return {
@@ -72,21 +72,21 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
     }[NAMES[block]]
 
 
-def by_block(stored, block, rows: int, k: int):
-    """Scales `[g, R, C]` of stored ones `[g, *stored_shape]`; where nothing is cut off, XLA undoes it in `stored`."""
+def by_block(scales, block, rows: int, k: int):
+    """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off, XLA undoes it in `to_stored`."""
     if block == (1, 128):
-        return jnp.swapaxes(stored, 1, 2)
+        return jnp.swapaxes(scales, 1, 2)
     if block == (1, 32):
         # In a tile of 128 rows by 4 blocks, row r and block b are at [r % 32, r // 32, b].
-        g, row_tiles, tiles, _ = stored.shape
-        stored = stored.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
-        stored = stored.reshape(g, row_tiles * 128, tiles * 4)
+        g, row_tiles, tiles, _ = scales.shape
+        scales = scales.reshape(g, row_tiles, tiles, 32, 4, 4).transpose(0, 1, 4, 3, 2, 5)
+        scales = scales.reshape(g, row_tiles * 128, tiles * 4)
     r, c = _blocks.count(block, rows, k)
-    return stored[:, :r, :c]
+    return scales[:, :r, :c]
 
 
-def stored(scales, mode: str, rows: int):
-    """The inverse for a matrix that was padded to so many rows; the scales of what was added are 0."""
+def to_stored(scales, mode: str, rows: int):
+    """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has scales of 0 in the padding."""
     missing_rows = rows - scales.shape[1] if mode in ("rows", "1x128") else 0
     if mode == "rows":
         return _shapes.pad(scales[:, :, 0], 0, missing_rows)
@@ -102,7 +102,7 @@ def stored(scales, mode: str, rows: int):
 
 
 def as_mx(scales, block, rows: int, k: int):
-    """The E8M0 scales `[g, rows, ceil(k / 32)]` of blocks of 32 that mean what powers of two of larger blocks mean.
+    """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32, `[g, rows, ceil(k / 32)]`.
 
     Every block here lies in one block of `block`, whose columns are a multiple of 32 or all of them, and takes its
     scale. The codes stay. That is exact: an E8M0 code is the biased exponent of a float32, so a power of two from

@@ -11,10 +11,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
 from ._dequantize import dequantize
-from ._primitive import ONE, dims, tensor_op
+from ._primitive import ONE, tensor_op
+from ._product import ProductSpec, spec_fields
 
-# What cuBLASLt may use while it multiplies: its advice for Hopper, more than it asks for on Ada. XLA lends the memory
-# to other steps of the program.
+# The workspace of cuBLASLt: its advice for Hopper, more than it asks for on Ada. XLA lends the memory to other steps of
+# the program.
 WORKSPACE_BYTES = 32 * 2**20
 # cuBLASLt wants 16-byte rows in FP8.
 ALIGNMENT = 16
@@ -37,7 +38,7 @@ def scaled_matmul(
     a_t: ArrayLike | None = None,
     b_t: ArrayLike | None = None,
 ) -> jax.Array:
-    """Product of two FP8 matrices, scaled back.
+    """Multiply two FP8 matrices and scale back.
 
     Equivalent to, in f32 and rounded once at the end:
 
@@ -74,48 +75,27 @@ def scaled_matmul(
     op = "scaled_matmul"
     a, b, leading, m, n, _ = _checks.product(op, a, b, batch, contracting)
     operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
-    if bias is not None:
-        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
+    bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
+    operands += bias_operands
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
-            raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}")
+            raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first")
         operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
-    if not isinstance(precise, (bool, np.bool_)):
-        raise TypeError(f"{op}: precise: expected a bool, got {precise!r}")
-    spec = _Spec(
-        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=bool(precise),
-        has_bias=bias is not None,
-        has_accumulator=accumulator is not None,
-        batch=len(leading),
-        rows=len(m),
-        contracting=contracting,
-        has_a_t=a_t is not None,
-        has_b_t=b_t is not None,
-    )
+    spec = _Spec(**fields, has_accumulator=accumulator is not None, has_a_t=a_t is not None, has_b_t=b_t is not None)
     return _scaled_matmul(*operands, *(x for x in (a_t, b_t) if x is not None), spec=spec)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Spec:
-    """What is static about one product; operands: a, b, a_scale_inv, b_scale_inv, bias, accumulator, a_t, b_t if any.
+class _Spec(ProductSpec):
+    """The static part of one product: which of the operands bias, accumulator, a_t and b_t follow the first four."""
 
-    `batch`, `rows` and `contracting` say how many dimensions of a are g, m and k.
-    """
-
-    out_dtype: np.dtype
-    precise: bool
-    has_bias: bool
     has_accumulator: bool
-    batch: int
-    rows: int
-    contracting: int
     has_a_t: bool
     has_b_t: bool
 
     def split(self, operands):
-        """`(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
+        """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
         rest = list(operands[4:])
         bias = rest.pop(0) if self.has_bias else None
         accumulator = rest.pop(0) if self.has_accumulator else None
@@ -123,20 +103,20 @@ class _Spec:
 
 
 def _grouped(matmul):
-    """An implementation on groups: a `[g, m, k]`, b `[g, n, k]`, bias `[g, n]`, and so on.
+    """Wrap an implementation on groups: a `[g, m, k]`, b `[g, n, k]`, bias `[g, n]`, and so on.
 
     Scales are `[1]` for all groups, or `[s]`, one for `g / s` groups in a row.
     """
 
-    def run(*operands, members, spec):
+    def run(*operands, vmap_dims, spec):
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-        leading = members + spec.batch
+        leading = vmap_dims + spec.batch
         out = matmul(
             spec,
             _shapes.merge(a, leading, spec.rows),
             _shapes.merge(b, leading, b.ndim - leading - spec.contracting),
-            _shapes.group_scales(a_scale_inv, members),
-            _shapes.group_scales(b_scale_inv, members),
+            _shapes.group_scales(a_scale_inv, vmap_dims),
+            _shapes.group_scales(b_scale_inv, vmap_dims),
             None if bias is None else _shapes.merge(bias, leading),
             None if accumulator is None else _shapes.merge(accumulator, leading, spec.rows),
         )
@@ -147,7 +127,7 @@ def _grouped(matmul):
 
 
 def _finish(spec, out, scale_inv, bias, accumulator):
-    """Scales (None: that is done), adds and rounds an f32 product `[g, m, n]`."""
+    """Scale, add to and round an f32 product `[g, m, n]`; a scale_inv of None means that it is scaled."""
     if scale_inv is not None:
         out = out * lax.broadcast_in_dim(scale_inv, (scale_inv.shape[0], *out.shape[1:]), (0,))
     if bias is not None:
@@ -158,7 +138,7 @@ def _finish(spec, out, scale_inv, bias, accumulator):
 
 
 def _dot(a, b):
-    """`[g, m, k]` by `[g, n, k]` in f32."""
+    """Multiply `[g, m, k]` by `[g, n, k]` in f32."""
     if a.shape[0] > 1:
         return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     # Not a batch of one: XLA:CPU multiplies matrices faster.
@@ -167,12 +147,12 @@ def _dot(a, b):
 
 
 def _to_f32(codes):
-    """By a cast: on most platforms XLA fuses it. Not to bfloat16, whose transposed products XLA:CPU does not have."""
+    """Widen by a cast, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
     return codes.astype(jnp.float32)
 
 
 def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
-    """One custom call; what cuBLASLt does not take is padded, or added afterwards."""
+    """Make one custom call; pad sizes that cuBLASLt does not take, and add the terms that it does not add."""
     g, m, k = a.shape
     n = b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
@@ -219,77 +199,67 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
 
 
 def _spaced(scale):
-    """Scales `[s]` as `[s, 4]`: cuBLASLt reads each at a multiple of 16 bytes. `[1]` stays: XLA aligns buffers."""
+    """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA aligns buffers."""
     return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
-def _reference(*operands, members, spec, widen=_to_f32):
-    """Codes in a wider dtype, exact, and a dot of whole tensors with f32 accumulation. XLA can partition it."""
+def _reference(*operands, vmap_dims, spec, widen=_to_f32):
+    """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    out = _dot_of_tensors(widen(a), widen(b), members, spec, preferred_element_type=jnp.float32)
+    out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
     out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-    return (_with_terms(out, bias, accumulator, members, spec).astype(spec.out_dtype),)
+    return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
 
 
-def _dot_of_tensors(a, b, members, spec, **options):
-    leading = tuple(range(members + spec.batch))
-    contracting = [tuple(range(x.ndim - spec.contracting, x.ndim)) for x in (a, b)]
-    return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
+def _finish_tensor(spec, out, bias, accumulator, vmap_dims):
+    """Add and round a scaled product of whole tensors."""
+    out = spec.add_bias(out, bias, vmap_dims)
+    return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
 
 
-def _with_terms(out, bias, accumulator, members, spec):
-    if bias is not None:
-        columns = (*range(members + spec.batch), *range(members + spec.batch + spec.rows, out.ndim))
-        out = out + lax.broadcast_in_dim(bias.astype(out.dtype), out.shape, columns)
-    return out if accumulator is None else out + accumulator
+def _on_cpu(*operands, vmap_dims, spec):
+    """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
+    unit = lax.full((1,), 1.0, np.float32)
+    widen = functools.partial(dequantize, scale_inv=unit, dtype=np.dtype(jnp.bfloat16))
+    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widen)
 
 
-def _on_cpu(*operands, members, spec):
-    """In bfloat16: half of f32's bytes, and newer processors multiply it natively."""
-    one = lax.full((1,), 1.0, np.float32)
-
-    def widen(codes):
-        return dequantize(codes, one, np.dtype(jnp.bfloat16))
-
-    return _reference(*operands, members=members, spec=spec, widen=widen)
-
-
-def _by_xla(*operands, members, spec):
-    """The pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
+def _by_xla(*operands, vmap_dims, spec):
+    """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
 
     The product is rewritten in the dtype of its operands. In float32 a bfloat16 result would be converted in another
     pass over it, and a bias added there; so on GPUs the pattern is in bfloat16 where the result is. Elsewhere, where
     operands in bfloat16 would round, it stays in float32.
     """
-    in_f32 = functools.partial(_pattern, members=members, spec=spec, dtype=jnp.float32)
+    in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
     narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
-    if not (narrow and _is_rewritten(operands[0], operands[1], members)):
+    if not (narrow and _is_rewritten(operands[0], operands[1], vmap_dims)):
         return in_f32(*operands)
-    in_bf16 = functools.partial(_pattern, members=members, spec=spec, dtype=jnp.bfloat16)
+    in_bf16 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16)
     return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
 
-def _is_rewritten(a, b, members) -> bool:
-    """Whether there is an FP8 product of these: one pair of scales, and not E5M2 twice."""
-    return members == 0 and not a.dtype == b.dtype == E5M2
+def _is_rewritten(a, b, vmap_dims) -> bool:
+    """Return whether XLA has an FP8 product of these operands: one pair of scales, and not E5M2 twice."""
+    return vmap_dims == 0 and not a.dtype == b.dtype == E5M2
 
 
-def _pattern(*operands, members, spec, dtype):
+def _pattern(*operands, vmap_dims, spec, dtype):
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     wide = a.astype(dtype), b.astype(dtype)
-    scales_inside = _is_rewritten(a, b, members)
+    scales_inside = _is_rewritten(a, b, vmap_dims)
     if scales_inside:
         wide = (x * lax.broadcast(_scalar(scale, dtype), x.shape) for x, scale in zip(wide, operands[2:4], strict=True))
     # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
-    out = _dot_of_tensors(*wide, members, spec, precision=precision, preferred_element_type=dtype)
+    out = spec.dot(*wide, vmap_dims, precision=precision, preferred_element_type=dtype)
     if not scales_inside:
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-    return (_with_terms(out, bias, accumulator, members, spec).astype(spec.out_dtype),)
+    return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
 
 
 def _scalar(scale, dtype):
-    """An f32[1] scale as XLA wants it in the pattern.
+    """Convert an f32[1] scale as XLA needs it in the pattern.
 
     XLA hands cuBLASLt the f32 again that was converted to bfloat16 here, unrounded, if the two conversions meet. The
     barrier keeps a reshape from coming between them. (`xla_allow_excess_precision`, which is on by default.)
@@ -298,58 +268,61 @@ def _scalar(scale, dtype):
 
 
 def _names(a, b, *rest, spec):
-    del rest
-    leading, k = dims("batch", spec.batch), dims("k", spec.contracting)
-    m, n = dims("m", spec.rows), dims("n", b - spec.batch - spec.contracting)
+    del a, rest
+    leading, m, n, k = spec.names(b)
     operands = [leading + m + k, leading + n + k, ONE, ONE]
     operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
     operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
     return operands, [leading + m + n]
 
 
-def _other_layouts(spec):
+def _second_layouts(spec):
     first = 4 + spec.has_bias + spec.has_accumulator
     positions = [position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has]
     return {position: first + i for i, position in enumerate(positions)}
 
 
-def _batch(run, operands, batch_dims, members, *, spec):
-    """A batch of a alone, or of b alone, is one larger product; one with shared scales is a batch dimension more."""
+def _batch(run, operands, batch_dims, vmap_dims, *, spec):
+    """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
+    # 1. Find the operand that alone is batched, its second layout beside it.
     batched = {i for i, d in enumerate(batch_dims) if d is not None}
-    other = _other_layouts(spec)
-    position = next((i for i in (0, 1) if batched == {i} | ({other[i]} if i in other else set())), None)
+    second = _second_layouts(spec)
+    position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
+    # 2. Terms that are added have no room for more rows. Batched scales need the rule of all ops.
     if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
-        return None if batched & {2, 3} else _batch_with_shared_scales(run, operands, batch_dims, members, spec)
-    leading, operands = members + spec.batch, list(operands)
+        return None if batched & {2, 3} else _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec)
+    # 3. Make the batch the first dimension of m, or of n, in both layouts.
+    leading, operands = vmap_dims + spec.batch, list(operands)
     operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
-    if position in other:
-        i = other[position]
+    if position in second:
+        i = second[position]
         operands[i] = jnp.moveaxis(operands[i], batch_dims[i], leading + spec.contracting)
+    # 4. The result has the batch before m, or before n.
     if position == 0:
         spec = dataclasses.replace(spec, rows=spec.rows + 1)
-    return run(*operands, members=members, spec=spec), [leading + (spec.rows if position == 1 else 0)]
+    return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + (spec.rows if position == 1 else 0)]
 
 
-def _batch_with_shared_scales(run, operands, batch_dims, members, spec):
+def _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec):
     (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
 
     def with_batch(x, d):
         if d is None:
             x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
-        return jnp.moveaxis(x, d, members)
+        return jnp.moveaxis(x, d, vmap_dims)
 
-    pairs = list(zip(operands, batch_dims, strict=True))
-    operands = [*(with_batch(*pair) for pair in pairs[:2]), *operands[2:4], *(with_batch(*pair) for pair in pairs[4:])]
-    return run(*operands, members=members, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [members]
+    operands = [
+        x if i in (2, 3) else with_batch(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
+    ]
+    return run(*operands, vmap_dims=vmap_dims, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [vmap_dims]
 
 
 _RULES = {
     "names": _names,
     "dtypes": lambda *_, spec: [spec.out_dtype],
     "reference": _reference,
-    "combine": lambda **_: lax.psum,
     "added": lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
     "batch_first": _batch,
-    "other_layouts": _other_layouts,
+    "second_layouts": _second_layouts,
 }
 _scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_grouped(_cublaslt), by_xla=_by_xla, **_RULES)

@@ -43,11 +43,11 @@ def machine(about: dict) -> dict:
     """Return the row that says what this machine is."""
 
     def part(name, text):
-        found = about.get(name, {})
-        return found["error"] if "error" in found else text(found)
+        section = about.get(name, {})
+        return section["error"] if "error" in section else text(section)
 
     devices = part("devices", lambda rows: ", ".join(f"{row['count']} x {row['kind']}" for row in rows))
-    versions = part("versions", lambda of: ", ".join(f"{name} {of.get(name)}" for name in ("jaxfp8", "jax")))
+    versions = part("versions", lambda row: ", ".join(f"{name} {row.get(name)}" for name in ("jaxfp8", "jax")))
     is_broken = "error" in about or "error" in about.get("devices", {})
     detail = about.get("error") or f"{devices}; {versions}"
     return {"check": "machine", "status": "failed" if is_broken else "passed", "detail": detail}
@@ -83,10 +83,12 @@ def table(rows: list[dict]) -> str:
         row = by_name.get(f"values:{op}", {})
         runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
         lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
-    others = [f"{name}: {by_name[name]['status']}, {by_name[name]['detail']}" for name in by_name if ":" not in name]
+    machine_rows = [
+        f"{name}: {by_name[name]['status']}, {by_name[name]['detail']}" for name in by_name if ":" not in name
+    ]
     whys = [f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}" for row in rows if row.get("why")]
     failed = [f"FAILED {row['check']}: {row['detail']}" for row in rows if row["status"] == "failed"]
-    return "\n".join([aligned(lines, right=4), *others, *whys, *failed])
+    return "\n".join([aligned(lines, right=4), *machine_rows, *whys, *failed])
 
 
 def remedy(rows: list[dict]) -> str:
@@ -107,11 +109,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     start = time.perf_counter()
     about = environment()
-    together, alone = checks(args.only, on_gpu=about.get("platform") == "cuda")
+    parallel, serial = checks(args.only, on_gpu=about.get("platform") == "cuda")
     rows = [machine(about)]
-    rows += _workers.finish(together, args.timeout, args.quick, min(12, os.cpu_count() or 1))
+    rows += _workers.finish(parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1))
     if not args.no_speed:
-        rows += _workers.finish([alone], args.timeout, args.quick, 1)
+        rows += _workers.finish([serial], args.timeout, args.quick, 1)
     passed = all(row["status"] == "passed" for row in rows)
     report = {"passed": passed, "seconds": time.perf_counter() - start, "quick": args.quick, "rows": rows}
     if args.json:

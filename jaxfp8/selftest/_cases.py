@@ -1,4 +1,4 @@
-"""What is checked: each op at several shapes, dtypes and formats."""
+"""The cases: each op at several shapes, dtypes and formats."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -162,14 +162,14 @@ def _dequantize(kind, rng):
 
 
 def _amax_to_scale(kind, rng):
-    function = jax.vmap(lambda amax, stored: ops.amax_to_scale(amax, stored, fp8_max=kind.form.max))
+    function = jax.vmap(lambda amax, scale_inv: ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max))
     return function, [_history(kind, rng), _history(kind, rng)]
 
 
 def _delayed_scales(kind, rng):
-    def function(history, stored):
+    def function(history, scale_inv):
         options = {"fp8_max": [kind.form.max] * 2, "algo": kind.turn(("max", "most_recent"))}
-        return ops.delayed_scales([history, history[:1]], [stored] * 2, **options)
+        return ops.delayed_scales([history, history[:1]], [scale_inv] * 2, **options)
 
     return function, [_history(kind, rng), _values.factors(rng, 1)]
 
@@ -262,7 +262,7 @@ def _wide(x, factor=1.0):
         return x.astype(np.float64) * factor
 
 
-# By the name of the custom call.
+# The cases of each op, by the name of its custom call.
 OPS = {
     "amax": _amax,
     "amax_to_scale": _amax_to_scale,
@@ -279,5 +279,5 @@ OPS = {
     "ragged_matmul": _ragged_matmul,
 }
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")
-# Of values that the op computes itself, with rounding errors of their own.
+# The ops that compute values themselves, with rounding errors of their own.
 COMPUTED = ("quantize_activation", "quantize_norm")

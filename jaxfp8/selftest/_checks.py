@@ -21,18 +21,18 @@ from . import _cases, _comparisons
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 _BF16 = np.dtype(jnp.bfloat16)
-# What bounds the speed of ops: a function, how many arguments it has, and their dtype.
+# The bounds of the speed of ops: a function, how many arguments it has, and their dtype.
 BASELINES = {"copy": (jnp.invert, 1, np.uint32), "bf16 product": (jnp.matmul, 2, jnp.bfloat16)}
 
 
 def library() -> dict[str, Any]:
     """Check that the native library of this platform is loaded and has code for its devices."""
     platform = _support.backend()
-    found = next((row for row in _ffi.libraries() if row.platform == platform), None)
+    library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     missing = _support.missing_on(_support.local_gpus(), cublaslt=True) if platform == "cuda" else None
-    if found is None:
+    if library is None:
         return _passed(f"{platform} has none, jnp runs")
-    return _row(found.error or (missing and missing.reason), found.built_for)
+    return _row(library.error or (missing and missing.reason), library.built_for)
 
 
 def values(op: str, *, quick: bool = False) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def training() -> dict[str, Any]:
 
 
 def speed(op: str) -> dict[str, Any]:
-    """Measure an op on large arrays, in place of it for "copy" and "bf16 product" what bounds it."""
+    """Measure an op on large arrays, or for "copy" and "bf16 product" the bound of the machine."""
     n = 1024 if _support.backend() == "cpu" else 8192
     if op in BASELINES:
         function, count, dtype = BASELINES[op]

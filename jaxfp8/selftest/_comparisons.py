@@ -49,7 +49,7 @@ def _bit_problem(results, expected):
 
 
 def _changed(results, change):
-    """Results with `change(bits, middle)` applied to the unsigned view of the largest one."""
+    """Apply `change(bits, middle)` to the unsigned view of the largest result."""
     copies = [np.array(x) for x in results]
     largest = max(copies, key=np.size)
     if not largest.size:
@@ -66,7 +66,7 @@ BITS = Comparison(_bit_problem, lambda results: _changed(results, _flip_a_bit))
 
 
 def _order(codes):
-    """FP8 codes as integers in the order of their values."""
+    """Map FP8 codes to integers in the order of their values."""
     bits = _bits(codes).astype(np.int16)
     return np.where(bits & 0x80, -(bits & 0x7F), bits)
 
@@ -143,7 +143,7 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
 
 
 def _piece(a, b, tensor_cores):
-    """The exact product, what the sum may be off by, and what the last step adds."""
+    """Return the exact product, the error that the sum may have, and the terms that the last step adds."""
     k = a.shape[-1]
     steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
     sums = np.cumsum(steps, axis=0)

@@ -11,7 +11,7 @@ from ..recipes import _state_tree
 
 
 def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = None) -> Tree:
-    """Adds the gradients of one more microbatch.
+    """Add the gradients of one more microbatch.
 
         acc = jaxfp8.accumulate_gradients(acc, grads)                # None or zeros at the start
         acc = jaxfp8.accumulate_gradients(acc, grads, weight=1 / n)  # the mean of n microbatches
@@ -21,8 +21,8 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
     divide the state too; `weight` multiplies the gradients of parameters alone.
 
     Args:
-        acc: the sum so far, in the structure of `grads`; None or zeros (`jax.tree.map(jnp.zeros_like, ...)`, to carry
-            it through `lax.scan`) for none. Its dtypes are kept.
+        acc: the sum so far, in the structure of `grads`; at the start None, or zeros (`jax.tree.map(jnp.zeros_like,
+            ...)`) to carry through `lax.scan`. Its dtypes are kept.
         grads: gradients of one microbatch: a dict with `params` and `_overwrite_with_gradient`, an NNX state, or any
             tree that mixes parameters with `DotGeneralState`. State entries that are negative or not finite count as 0.
         weight: a number or scalar array.
@@ -33,24 +33,24 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
     Raises:
         ValueError: the structures differ.
     """
-    found = _state_tree.flatten(grads)
+    new = _state_tree.flatten(grads)
     if acc is None:
-        so_far = [jnp.zeros_like(leaf) for leaf in found.leaves]
+        so_far = [jnp.zeros_like(leaf) for leaf in new.leaves]
     else:
         before = _state_tree.flatten(acc)
-        if before.paths != found.paths:
-            odd = sorted({"/".join(path) for path in set(before.paths) ^ set(found.paths)})
+        if before.paths != new.paths:
+            odd = sorted({"/".join(path) for path in set(before.paths) ^ set(new.paths)})
             raise ValueError(
                 f"accumulate_gradients: acc: expected the structure of grads, got a tree that differs at {odd[:3]}; "
                 "start with None, or with zeros like the gradients"
             )
         so_far = before.leaves
-    state = set(found.positions())
+    state = set(new.positions())
     total = [
         maximum(a, g) if i in state else _add(a, g, weight)
-        for i, (a, g) in enumerate(zip(so_far, found.leaves, strict=True))
+        for i, (a, g) in enumerate(zip(so_far, new.leaves, strict=True))
     ]
-    return found.treedef.unflatten(total)
+    return new.treedef.unflatten(total)
 
 
 def _add(acc, grad, weight):
@@ -63,7 +63,7 @@ def _add(acc, grad, weight):
 
 
 def maximum(acc, grad):
-    """Elementwise max of non-negative floats; as integers, because XLA's CPU threads take subnormal floats for 0."""
+    """Return the elementwise max of non-negative floats; as integers, because XLA's CPU threads flush subnormals."""
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
     dtype = jnp.result_type(acc)

@@ -15,7 +15,7 @@ from . import _steps
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `tx` for parameter trees that hold FP8 state.
+    """Wrap `tx` for parameter trees that hold FP8 state.
 
         tx = jaxfp8.train.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
         opt_state = tx.init(variables)
@@ -27,9 +27,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     the state, bit by bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and is stored in
     the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
 
-    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. What those before it do
-    to state is found and undone as `update_state` says; those after it must not change the updates of state, and
-    `apply_updates` raises where they did, except that an update of all zeros leaves the state as it was.
+    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` undoes what
+    a transformation before this one does to state. A transformation after it must not change the updates of state:
+    `apply_updates` raises where one did, except that an update of all zeros leaves the state as it was.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
@@ -59,7 +59,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def apply_updates(params: Tree, updates: Any) -> Tree:
-    """`optax.apply_updates` for Equinox modules: None, in the place of a leaf that does not train, changes nothing.
+    """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
 
     Args:
         params: any tree, with leaves that are not arrays.
@@ -78,7 +78,7 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Overwrite:
-    """An update that replaces: `leaf + Overwrite.of(value)` is `value`, where `leaf + (value - leaf)` would round.
+    """An update that replaces: `leaf + Overwrite.by(value)` is `value`, where `leaf + (value - leaf)` would round.
 
     Attributes:
         bits: the value's bits as unsigned integers with the sign flipped. Integers, because arithmetic of
@@ -95,7 +95,8 @@ class Overwrite:
     __array_ufunc__ = None
 
     @classmethod
-    def of(cls, value) -> "Overwrite":
+    def by(cls, value) -> "Overwrite":
+        """Return the update that replaces a leaf by `value`."""
         value = jnp.asarray(value)
         bits = lax.bitcast_convert_type(value, _unsigned(value.dtype))
         return cls(bits ^ _sign(value.dtype), value.dtype)
@@ -122,15 +123,15 @@ def _sign(dtype):
 
 
 def _without_state(tree) -> Any:
-    """`tree` with an empty node in the place of each leaf of state."""
-    found = _state_tree.flatten(tree)
-    return found.replace({i: optax.MaskedNode() for i in found.positions()})
+    """Return `tree` with an empty node in the place of each leaf of state."""
+    flat = _state_tree.flatten(tree)
+    return flat.replace({i: optax.MaskedNode() for i in flat.positions()})
 
 
 def _with_state(updates, tree) -> Any:
-    """`updates` of the parameters, and an `Overwrite` for each leaf of state in `tree`."""
-    found = _state_tree.flatten(tree)
+    """Add to the `updates` of parameters an `Overwrite` for each leaf of state in `tree`."""
+    flat = _state_tree.flatten(tree)
     leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    for i in found.positions():
-        leaves[i] = Overwrite.of(found.leaves[i])
+    for i in flat.positions():
+        leaves[i] = Overwrite.by(flat.leaves[i])
     return treedef.unflatten(leaves)

@@ -1,4 +1,4 @@
-"""quantize_params: kernels quantized once a step, for every microbatch, remat and pipeline tick that uses them."""
+"""quantize_params: quantize kernels once a step, for every microbatch, remat and pipeline tick that uses them."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from ..recipes import AmaxReduction, QuantizerState, _state_tree, checked, read_
 
 
 def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
-    """Parameters whose kernels are FP8 codes already: `dot_general` and our layers take them as they are.
+    """Quantize the kernels of `params` once: `dot_general` and our layers take the codes as they are.
 
     A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is
     quantized once. The gradient still arrives for the kernel in its own dtype, and the next state at the state:
@@ -34,9 +34,9 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
         it; kernels that no state belongs to stay as they are.
 
     Raises:
-        ValueError: no kernel was found for any state; a state does not fit the recipe, or the recipe has none.
+        ValueError: no state belongs to a kernel of `params`; a state does not fit the recipe, or the recipe keeps none.
     """
-    tree, found = _state_tree.flatten(params), _state_tree.flatten(state)
+    tree, states = _state_tree.flatten(params), _state_tree.flatten(state)
     where = {path: i for i, path in enumerate(tree.paths)}
     quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.of(recipe)
     if not isinstance(quantizer.init(), QuantizerState):
@@ -45,11 +45,11 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
             "parameters are kernels; its products quantize their kernels themselves"
         )
     values = {}
-    for pair in found.quantizers:
-        position = next((where[path] for path in _kernel_paths(found.paths[pair.amax_history]) if path in where), None)
+    for pair in states.quantizers:
+        position = next((where[path] for path in _kernel_paths(states.paths[pair.amax_history]) if path in where), None)
         if position is None:
             continue
-        old = QuantizerState(*(found.leaves[i] for i in pair.positions()))
+        old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
         quantizer.check_state(f"quantize_params: state: {pair.name}", old)
         kernel = tree.leaves[position]
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
@@ -66,7 +66,7 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
 
 
 def _kernel_paths(history_path):
-    """Where the kernel may be whose history is at a path, best first; nothing for other quantizers."""
+    """Yield the paths where the kernel of a history may be, best first; nothing for other quantizers."""
     *parent, leaf = history_path
     if leaf == "amax_history":  # a field of a QuantizerState
         if not parent or parent.pop() != "kernel":

@@ -14,7 +14,7 @@ from ..recipes import partition
 
 
 def max_grad(tree: Tree) -> Tree:
-    """Casts FP8 state so that autodiff combines its cotangents by max, not by sum; for the top of a loss function.
+    """Cast FP8 state so that autodiff combines its cotangents by max, not by sum; for the top of a loss function.
 
     `dot_general` does this by itself for values that a scan, a branch or a rematerialized function closes over. The
     cast at the top also covers state that goes through function boundaries as an argument, where autodiff would add
@@ -30,13 +30,13 @@ def max_grad(tree: Tree) -> Tree:
 
     Args:
         tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
-            inside. Other leaves are not touched, and neither is what is not being differentiated.
+            inside. Other leaves, and state that is not being differentiated, stay as they are.
 
     Returns:
         The same tree.
 
     Raises:
-        NotImplementedError: this JAX version lacks what it takes; use `jaxfp8.fork` and the carry.
+        NotImplementedError: this JAX version lacks the dtype hook; use `jaxfp8.fork` and the carry.
     """
     if _compat.MAX_DTYPE is None:
         raise NotImplementedError(
@@ -53,7 +53,7 @@ def max_grad(tree: Tree) -> Tree:
 
 
 def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """`jax.value_and_grad` for arguments with FP8 state inside: state is right in any loop.
+    """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
     Inside the loss state is as `max_grad` leaves it. State that must not move (a target network) is an argument of its
     own: `jax.lax.stop_gradient` does nothing to it here.
@@ -70,16 +70,16 @@ def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool 
 
     @functools.wraps(loss_fn)
     def loss_with_shared_state(*args, **kwargs):
-        wanted = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        wanted = {n % len(args) for n in wanted}
-        out = loss_fn(*(max_grad(arg) if i in wanted else arg for i, arg in enumerate(args)), **kwargs)
+        positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        positions = {n % len(args) for n in positions}
+        out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
         return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
 
     return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux)
 
 
 def grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """`jax.grad` for arguments with FP8 state inside; see `jaxfp8.value_and_grad`."""
+    """Differentiate as `jax.grad` does, with right FP8 state in any loop; see `jaxfp8.value_and_grad`."""
     value_and_gradients = value_and_grad(loss_fn, argnums, has_aux)
 
     @functools.wraps(loss_fn)
@@ -91,7 +91,7 @@ def grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -
 
 
 def fork(state: Any) -> Any:
-    """Two handles of one state whose cotangents combine by max; for programs that thread their state by hand.
+    """Return two handles of one state whose cotangents combine by max; for programs that thread state by hand.
 
         def body(carry, x):
             state, total = carry

@@ -1,4 +1,4 @@
-"""What the wrapped optimizer did with a step: applied it, skipped it, or kept it to accumulate. State does the same."""
+"""Follow the wrapped optimizer: state is stored, skipped or accumulated in the steps in which parameters are."""
 
 from typing import Any, NamedTuple
 
@@ -24,51 +24,55 @@ class Accumulating(NamedTuple):
 
 
 def begin(opt_state, tree):
-    """`opt_state` itself, with room for the state of mini-steps where it holds a `MultiStepsState`."""
-    found = _state_tree.flatten(tree)
-    if not _all(optax.MultiStepsState, opt_state) or not found.positions():
+    """Return `opt_state`, with room for the state of mini-steps where it holds a `MultiStepsState`."""
+    flat = _state_tree.flatten(tree)
+    if not _all(optax.MultiStepsState, opt_state) or not flat.positions():
         return opt_state
-    return Accumulating(opt_state, tuple(jnp.zeros_like(found.leaves[i]) for i in found.positions()))
+    return Accumulating(opt_state, tuple(jnp.zeros_like(flat.leaves[i]) for i in flat.positions()))
 
 
 def inner(opt_state):
-    """The state of the wrapped transformation."""
+    """Return the state of the wrapped transformation."""
     return opt_state.inner if isinstance(opt_state, Accumulating) else opt_state
 
 
 def keep(before, after):
-    """The optimizer state to keep after a step that had no gradient of the state."""
+    """Return the optimizer state to keep after a step that had no gradient of the state."""
     return before._replace(inner=after) if isinstance(before, Accumulating) else after
 
 
 def finish(old, grads, before, after, updates):
-    """The next quantizer state after one step of the wrapped optimizer.
+    """Return the next quantizer state after one step of the wrapped optimizer.
 
     Args:
         old: the tree that holds the state of this step; parameters in it are left alone.
         grads: the gradient with respect to `old`.
         before: the optimizer state before the step, as `begin` or `finish` gave it.
         after: the state of the wrapped transformation after it.
-        updates: what the transformation made of the parameters' gradients.
+        updates: the updates of the parameters that the transformation gave.
 
     Returns:
         `old` with the next state, and the optimizer state to keep.
     """
+    # 1. See whether the wrapped optimizer rejected the step. Without MultiSteps, every other step stores its state.
     rejected = _rejected(_all(optax.ApplyIfFiniteState, inner(before)), _all(optax.ApplyIfFiniteState, after), updates)
-    found = _state_tree.flatten(old)
+    tree = _state_tree.flatten(old)
     if not isinstance(before, Accumulating):
-        return _where(~rejected, found, update_state(old, grads)), after
+        return _where(~rejected, tree, update_state(old, grads)), after
 
+    # 2. See whether MultiSteps counted this mini-step, and whether it emitted an update.
     was, now = _all(optax.MultiStepsState, inner(before)), _all(optax.MultiStepsState, after)
     emitted = _any_differs("gradient_step", was, now)
     counted = (emitted | _any_differs("mini_step", was, now)) & ~rejected
-    positions, gradient = found.positions(), _state_tree.flatten(grads).by_path()
+    # 3. Take the max with the state of the mini-steps so far.
+    positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
     totals = [
-        maximum(so_far, gradient.get(found.paths[i], jnp.zeros_like(so_far)))
+        maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far)))
         for i, so_far in zip(positions, before.state, strict=True)
     ]
-    new = found.replace(dict(zip(positions, totals, strict=True)))
-    state = _where(emitted & ~rejected, found, update_state(old, new))
+    # 4. Store the max in a step that emits an update; carry it on in a mini-step; forget a step that did not count.
+    new = tree.replace(dict(zip(positions, totals, strict=True)))
+    state = _where(emitted & ~rejected, tree, update_state(old, new))
     pending = (
         jnp.where(emitted, jnp.zeros_like(total), jnp.where(counted, total, so_far))
         for total, so_far in zip(totals, before.state, strict=True)
@@ -77,9 +81,9 @@ def finish(old, grads, before, after, updates):
 
 
 def _rejected(was, now, updates):
-    """Whether `optax.apply_if_finite` met gradients that are not finite and made nothing of them.
+    """Return whether `optax.apply_if_finite` met gradients that are not finite and dropped the step.
 
-    After some rejections in a row it gives up and lets them through: the updates are not finite then.
+    After some rejections in a row `apply_if_finite` lets such gradients through: then the updates are not finite.
     """
     all_finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates)], bool))
     return _any_differs("total_notfinite", was, now) & all_finite
@@ -95,7 +99,7 @@ def _any_differs(field, was, now):
     return jnp.any(jnp.array(differ, bool))
 
 
-def _where(condition, found, tree):
-    """`tree` where the condition holds, else the state that was `found`."""
+def _where(condition, old, tree):
+    """Select `tree` where the condition holds, else the state of `old`, a flat tree."""
     new = _state_tree.flatten(tree).leaves
-    return found.replace({i: jnp.where(condition, new[i], found.leaves[i]) for i in found.positions()})
+    return old.replace({i: jnp.where(condition, new[i], old.leaves[i]) for i in old.positions()})

@@ -1,7 +1,8 @@
-"""update_state: the next state from the old one and what the gradient returned, with a check of what happened to it.
+"""update_state: the next state from the old state and its cotangent, with a check of what happened to that.
 
-Only one number per quantizer is new in a step, the amax in slot 0. The rest of the history is the old one, rolled; so
-whatever multiplied the state on its way (a sum over uses, a mean, clipping, unscaling) shows in it and can be undone.
+Only one number per quantizer is new in a step, the amax in slot 0. The rest of the history is the old history, rolled;
+so whatever multiplied the state on its way (a sum over uses, a mean, clipping, unscaling) shows there and can be
+undone.
 """
 
 from typing import Any
@@ -22,15 +23,15 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def update_state(old: Tree, new: Any) -> Tree:
-    """The state to use in the next step.
+    """Return the state for the next step.
 
     For each quantizer, and for each row where state is stacked (layers of a scan, experts, ensemble members):
 
         h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax is slot 0 of `new`
         s' = the scale of `new`
 
-    A row that was not touched (the new scale is 0) or is not finite keeps its old value. The state returned is clean:
-    old history entries that are negative or not finite become 0, an old scale that cannot be becomes 1.
+    A row that was not touched (its new scale is 0) or is not finite keeps its old value. The returned state is clean:
+    old history entries that are negative or not finite become 0, an old scale that is not positive becomes 1.
 
     The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
     1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
@@ -60,6 +61,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
             "a tree without them; take the gradient with respect to the state as well"
         )
+    # 1. Collect the quantizers whose leaves have the same types: each group is one call.
     alike, values, factors, least = {}, {}, {}, {}
     for q in before.quantizers:
         positions = [i for i in q.positions() if gradient.get(before.paths[i]) is not None]
@@ -70,46 +72,44 @@ def update_state(old: Tree, new: Any) -> Tree:
         _check_shapes(q.name, now, then)
         kind = tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then)
         alike.setdefault(kind, []).append((q.name, positions, now + then))
+    # 2. Compute the next state of each group, and the factors by which the gradients were multiplied on their way.
     for group in alike.values():
-        results = _next_quantizers([of for *_, of in group])
+        results = _next_quantizers([leaves for *_, leaves in group])
         for (name, positions, _), (*leaves, factor) in zip(group, results, strict=True):
             values |= dict(zip(positions, leaves, strict=True))
             factors[name] = factor
+    # 3. Overwrite the state of users' own quantizers.
     for i in before.others:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             values[i] = _next_other(before.leaves[i], leaf)
             least[before.name(i)] = jnp.min(leaf, initial=0)
+    # 4. Report whatever has changed the state on its way.
     _check_factors(factors)
     _check_not_negative(least)
     return before.replace(values)
 
 
 def _check_shapes(name, old, new):
-    for which, (history, scale, *_) in (("old", old), ("new", new)):
+    for argument, (history, scale, *_) in (("old", old), ("new", new)):
         if _state_tree.slot_axis(history.shape, scale.shape) is None:
             raise ValueError(
-                f"update_state: {which}: {name}: expected a history (..., H) and a scale (..., 1), got shapes "
+                f"update_state: {argument}: {name}: expected a history (..., H) and a scale (..., 1), got shapes "
                 f"{history.shape} and {scale.shape}"
             )
-    shapes, wanted = ([leaf.shape for leaf in leaves] for leaves in (new, old))
-    if shapes != wanted:
+    shapes, expected = ([str(leaf.shape) for leaf in leaves] for leaves in (new, old))
+    if shapes != expected:
         raise ValueError(
-            f"update_state: new: {name}: expected the shapes of old, {_listed(wanted)}, got {_listed(shapes)}; pass "
-            "the gradient with respect to old"
+            f"update_state: new: {name}: expected the shapes of old, {' and '.join(expected)}, got "
+            f"{' and '.join(shapes)}; pass the gradient with respect to old"
         )
-
-
-def _listed(shapes) -> str:
-    return " and ".join(map(str, shapes))
 
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """`(history, scale, factors)` of each quantizer, counters before the factors; all have the same shapes and dtypes.
+    """Return `(history, scale, factors)` of each quantizer, counters before the factors; all have the same types.
 
-    They are stacked, so that the arithmetic on a whole model's state takes the launches of one
-    quantizer's; only the slices of the results are one each.
+    The quantizers are stacked, so that the arithmetic on a whole model's state takes the launches of one quantizer.
 
     Args:
         quantizers: for each the old leaves, in the order of `QuantizerState`, then the new ones.
@@ -121,52 +121,57 @@ def _next_quantizers(quantizers):
 
 
 def _next_quantizer(*leaves):
-    """The next state of all rows of one quantizer.
+    """Return the next state of all rows of one quantizer.
 
     Returns:
-        (history, scale, factors), counters before the factors: these are what each row was multiplied by on its way.
+        `(history, scale, factors)`, counters before the factors. The factors are the numbers by which each row was
+        multiplied on its way.
     """
+    # 1. Move the slots of history and scale to the last axis, clean the old state and roll it.
     old, new = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
     (old_history, old_scale, *old_counters), (new_history, new_scale, *new_counters) = old, new
     axis = _state_tree.slot_axis(old_history.shape, old_scale.shape)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
-    history, stored, new_history, new_scale = rows  # [..., H] and [..., 1]
+    history, old_scale, new_history, new_scale = rows  # [..., H] and [..., 1]
     history = _scaling.clean(history)
-    stored = jnp.where(_scaling.positive_finite(stored), stored, jnp.float32(1))
+    old_scale = jnp.where(_scaling.positive_finite(old_scale), old_scale, jnp.float32(1))
     rolled = jnp.roll(history, -1, axis=-1)
     amax = new_history[..., :1]
 
-    # Two reductions of one shape, which is all that does not fuse into one kernel.
-    expected, found = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
-    touched = jnp.isfinite(found) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
+    # 2. Find the factor of each row: from the tail of the history, which must be the old one rolled, or while the
+    # history is empty from the scale. The two reductions have one shape; all else fuses into one kernel.
+    expected, tail = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
+    touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
     amax = _scaling.clean(amax)
     is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
-    by_scale = jnp.where(is_empty, _factor_of_scale(stored, new_scale, amax), jnp.float32(1))
-    by_tail = jnp.sign(new_scale) * found / jnp.maximum(expected, _TINY)
+    by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
+    by_tail = jnp.sign(new_scale) * tail / jnp.maximum(expected, _TINY)
     factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
 
+    # 3. Undo the factor in amax and scale, unless it is 1: a division by 1 may flush a subnormal.
     as_made = jnp.abs(factor - 1) <= _TOLERANCE
     usable = touched & (factor > 0) & jnp.isfinite(factor)
     divisor = jnp.where(usable & ~as_made, factor, jnp.float32(1))
     # A sum of amaxes is already above each of them.
     bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
-    amax = jnp.where(as_made, amax, bound)  # a division by 1 may flush a subnormal
+    amax = jnp.where(as_made, amax, bound)
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
-    scale = jnp.where(usable & _scaling.positive_finite(scale), scale, stored)
+    scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
 
+    # 4. Keep the old state of a row that was not touched, or that cannot be used.
     results = [jnp.where(usable, rolled.at[..., :1].set(amax), history), scale]
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
         results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
     moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
-    return *(_cast(leaf, of.dtype) for leaf, of in zip(moved, old, strict=True)), factor
+    return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor
 
 
 def _factor_of_scale(old, new, amax):
-    """What the scale of a quantizer with an empty history was multiplied by, where that is beyond doubt; else 1.
+    """Return the factor in the scale of a quantizer with an empty history, where it is beyond doubt; else 1.
 
-    Beyond doubt are whole numbers (uses that were summed) and small powers of two (loss scaling that was undone). Any
-    other scale may be what the recipe meant: `first_step="current"` takes it from the tensor and a callable
+    Beyond doubt are whole numbers (uses that were summed) and small powers of two (loss scaling that was undone). The
+    recipe may have meant any other scale: `first_step="current"` takes it from the tensor and a callable
     `amax_compute_algo` may have a floor. A current scale may look like one of these factors too, but then `amax / new`
     is an FP8_MAX over `2**margin`: 7 times a power of two, or of its root.
     """
@@ -179,13 +184,13 @@ def _factor_of_scale(old, new, amax):
 
 
 def _next_other(old, new):
-    """State of a user's own quantizer: overwritten unless the gradient is all zero, or none that a state can have."""
+    """Overwrite the state of a user's own quantizer, unless the gradient is all zero or cannot be a state."""
     is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
     return jnp.where(is_touched, _cast(new, jnp.asarray(old).dtype), old)
 
 
 def _cast(x, dtype):
-    """`x` in a dtype of stored state; numbers that a narrow one does not hold become its largest."""
+    """Cast `x` to a dtype of state; numbers that a narrow dtype cannot hold become its largest."""
     if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
         return x.astype(dtype)
     return jnp.minimum(x, jnp.asarray(jnp.finfo(dtype).max, x.dtype)).astype(dtype)
@@ -201,7 +206,7 @@ _REMEDIES = (
 
 
 def _check_factors(factors):
-    """Raises for a factor that is not 1, or leaves a check for checkify where there is no value to look at.
+    """Raise for a factor that is not 1; under a trace, leave a check for checkify.
 
     Args:
         factors: for each quantizer's name the factors of its rows.
@@ -233,7 +238,7 @@ _NEGATIVE = (
 
 
 def _check_not_negative(least):
-    """Raises for state of a user's quantizer with negative numbers, or leaves a check for checkify.
+    """Raise for state of a user's quantizer with negative numbers; under a trace, leave a check for checkify.
 
     Args:
         least: the smallest number of each leaf, or 0.

@@ -66,7 +66,7 @@ def test_resize_finds_histories_in_any_tree():
     [
         ({"input_amax_history": np.zeros(3)}, 0, ValueError, "at least 1, got 0"),
         ({"input_amax_history": np.zeros(3)}, 2.0, TypeError, "expected an int"),
-        ({"kernel": np.zeros(3)}, 2, ValueError, "found none"),
+        ({"kernel": np.zeros(3)}, 2, ValueError, "without any"),
     ],
 )
 def test_errors_of_resize_history(tree, length, error, match):

@@ -24,8 +24,7 @@ def blocks_over_handlers(monkeypatch):
         (_quantize_blocks, "quantize_blocks"),
         (_quantize_blocks_transpose, "quantize_blocks_transpose"),
     ):
-        variants = [module.variant(of_lines, cpu=module._cuda) for of_lines in (False, True)]
-        monkeypatch.setattr(module, f"_{name}", variants)
+        monkeypatch.setattr(module, f"_{name}", module._variants(cpu=module._cuda))
 
 
 BLOCK_KINDS = {
@@ -196,7 +195,7 @@ def test_layouts_of_scales(block, rows, k):
     is_mx = block == (1, 32)
     scales = codes.view(oracle_blocks.E8M0) if is_mx else codes.astype(F32)
     mode = _scale_layouts.mode(block, scales.dtype)
-    got = np.asarray(_scale_layouts.stored(scales, mode, rows))
+    got = np.asarray(_scale_layouts.to_stored(scales, mode, rows))
     padded = np.zeros((2, counts[0] if block[0] == 128 else rows, counts[1]), scales.dtype)
     padded.view(np.uint8 if is_mx else F32)[:, : counts[0]] = scales.view(np.uint8 if is_mx else F32)
     for i in range(2):

@@ -107,7 +107,7 @@ def test_vmap_over_x_is_one_product(name):
     bound = 2 * len(flat) * oracle.PRECISE * 1.125**2 * (np.abs(h).T @ np.abs(flat))
     oracle.Product(np.asarray(expected[1], np.float64), bound).check(got[1], "gradient of kernel")
     text = str(jax.make_jaxpr(batched)(x, kernel, state))
-    assert "members=0" in text and "members=1" not in text
+    assert "vmap_dims=0" in text and "vmap_dims=1" not in text
 
 
 @pytest.mark.parametrize("way", ["scan", "vmap"])

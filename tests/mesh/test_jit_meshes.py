@@ -257,17 +257,7 @@ def test_an_amax_over_some_of_the_axes_is_caught(monkeypatch):
 
 
 def test_a_sum_of_amaxes_is_caught(monkeypatch):
-    partitioned = _partition._partitioned
-
-    def as_sums(option):
-        if isinstance(option, list):
-            return [as_sums(one) for one in option]
-        return lax.psum if option is lax.pmax else option
-
-    def summed(*options):
-        return partitioned(*map(as_sums, options))
-
-    monkeypatch.setattr(_partition, "_partitioned", summed)
+    monkeypatch.setattr(_partition, "combine_of", lambda names: lax.psum)
     assert_caught("auto", "all")
 
 

@@ -200,8 +200,8 @@ def _no_last_chunk(chunks):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mutate", [_no_offset, _no_last_chunk])
 def test_mutants_are_caught(monkeypatch, kind, mutate):
-    original = module._Chunks.of
-    monkeypatch.setattr(module._Chunks, "of", staticmethod(lambda *args: mutate(original(*args))))
+    original = module._Chunks.cut
+    monkeypatch.setattr(module._Chunks, "cut", staticmethod(lambda *args: mutate(original(*args))))
     jax.clear_caches()
     with pytest.raises(AssertionError, match="out of bound"):
         check("reference", kind, SIZES["all rows"], *operands(kind, 3))
