@@ -24,6 +24,23 @@ except (ImportError, AttributeError):
     _need_devices = set()
 
 
+try:
+    from jax._src.interpreters.ad import primitive_linearizations as _linearizations
+except ImportError:
+    _linearizations = {}
+
+
+def linearizes_by(op: Primitive, rule) -> None:
+    """Have JAX linearize `op` by a rule, where it knows such rules; else it derives one from the jvp, at each use.
+
+    Args:
+        op: a primitive that has a jvp as well.
+        rule: `(is_vjp, nonzeros, *primals, **params) -> (results, nonzeros of the results, residuals, function)`; the
+            linear function takes the residuals and the tangents of all operands.
+    """
+    _linearizations[op] = rule
+
+
 def needs_devices(op: Primitive) -> None:
     """Make JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
     _need_devices.add(op)
@@ -131,6 +148,7 @@ class _Cast(Primitive):
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
+        linearizes_by(self, lambda is_vjp, nonzeros, x: (self.bind(x), True, (), lambda residuals, t: self.bind(t)))
         batching.defvectorized(self)
 
 

@@ -117,7 +117,7 @@ def dot_general(
     product = Product(
         quantizers=quantizers,
         dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),
-        vmapped=0,
+        vmap_dims=0,
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,

@@ -27,7 +27,7 @@ class Product:
     Attributes:
         quantizers: of x, kernel, grad, y and the gradient of x.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
-        vmapped: how many leading dimensions of x, kernel and every leaf of the state enumerate independent products.
+        vmap_dims: how many leading dimensions of x, kernel and every leaf of the state enumerate independent products.
         x_dtype, kernel_dtype: of the operands, and so of their gradients.
         out_dtype: of the result.
         out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
@@ -38,7 +38,7 @@ class Product:
 
     quantizers: tuple
     dimension_numbers: tuple
-    vmapped: int
+    vmap_dims: int
     x_dtype: np.dtype
     kernel_dtype: np.dtype
     out_dtype: np.dtype
@@ -56,9 +56,9 @@ class Product:
         """Whether the state of x, if there is one, has a next state."""
         return self.quantizers[0].updates_state
 
-    def with_vmapped(self, more: int) -> "Product":
+    def with_vmap_dims(self, more: int) -> "Product":
         """Return the product with `more` vmapped dimensions."""
-        return dataclasses.replace(self, vmapped=self.vmapped + more)
+        return dataclasses.replace(self, vmap_dims=self.vmap_dims + more)
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`."""
@@ -92,10 +92,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         `(y, residuals)`. The residuals are named for remat. They hold the amaxes of x and kernel too: a remat policy
         that keeps the codes then has no reason to quantize again.
     """
-    if product.vmapped:
+    if product.vmap_dims:
 
         def without_vmap(*operands):
-            return forward(product.with_vmapped(-1), *operands, differentiated)
+            return forward(product.with_vmap_dims(-1), *operands, differentiated)
 
         return jax.vmap(without_vmap)(x, kernel, bias, state, codes)
 
@@ -132,10 +132,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
 
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad):
     """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated."""
-    if product.vmapped:
+    if product.vmap_dims:
 
         def without_vmap(residuals, grad):
-            return backward(product.with_vmapped(-1), x_shape[1:], kernel_shape[1:], differentiated, residuals, grad)
+            return backward(product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated, residuals, grad)
 
         return jax.vmap(without_vmap)(residuals, grad)
 

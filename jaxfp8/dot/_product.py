@@ -57,12 +57,12 @@ def _primal(x, kernel, *leaves, product, tree, implementation):
 def _abstract(x, kernel, *leaves, product, tree, implementation):
     """Type the result as `lax.dot_general` does: shape and sharding. It varies over every axis that an operand does."""
     del tree, implementation
-    vmapped = tuple(range(product.vmapped))
+    vmapped = tuple(range(product.vmap_dims))
     contract, batch = ([tuple(d + len(vmapped) for d in dims) for dims in pair] for pair in product.dimension_numbers)
     dimension_numbers = (tuple(contract), tuple(vmapped + dims for dims in batch))
     out_sharding = product.out_sharding
     if out_sharding is not None:
-        spec = PartitionSpec(*x.sharding.spec[: product.vmapped], *out_sharding)
+        spec = PartitionSpec(*x.sharding.spec[: product.vmap_dims], *out_sharding)
         out_sharding = NamedSharding(x.sharding.mesh, spec)
     varying = _mesh.varying(x, kernel, *leaves)
     dot, _ = lax.dot_general_p.abstract_eval(
@@ -93,7 +93,7 @@ def _batch(args, dims, *, product, **params):
     *_, (x_codes, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
     batched = {i for i, d in enumerate(leaf_dims) if d is not None}
     if batched and kernel_dim is None and x_codes is not None and batched <= {x_codes.data, x_codes.data_t}:
-        for i, position in ((x_codes.data, product.vmapped), (x_codes.data_t, product.vmapped + 1)):
+        for i, position in ((x_codes.data, product.vmap_dims), (x_codes.data_t, product.vmap_dims + 1)):
             if i in batched:
                 leaves[i] = jnp.moveaxis(leaves[i], leaf_dims[i], position)
         leaf_dims = []
@@ -111,11 +111,11 @@ def _batch(args, dims, *, product, **params):
             repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        return _product_p.bind(*leading, product=product.with_vmapped(1), **params), 0
+        return _product_p.bind(*leading, product=product.with_vmap_dims(1), **params), 0
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
-    first = product.vmapped
+    first = product.vmap_dims
     (x_contract, kernel_contract), (x_batch, kernel_batch) = product.dimension_numbers
     if x_dim is not None:
         x = jnp.moveaxis(x, x_dim, first)
@@ -163,10 +163,10 @@ NOT_UPDATED = (
 )
 
 
-def _jvp(primals, tangents, *, product, tree, implementation):
-    """Compute the forward now, and bind a linear primitive that is only ever transposed."""
+def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
+    """Compute the forward now, and return a linear function that binds a primitive which is only ever transposed."""
+    del is_vjp
     x, kernel, *leaves = primals
-    is_linear = tuple(type(t) is not ad.Zero for t in tangents)
     for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
         if operand.dtype in FP8_DTYPES and linear:
             raise TypeError(
@@ -183,18 +183,27 @@ def _jvp(primals, tangents, *, product, tree, implementation):
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
     residuals, residual_tree = jax.tree.flatten(residuals)
-    tangent = _linear_p.bind(
-        *(t for t, linear in zip(tangents, is_linear, strict=True) if linear),
-        *residuals,
-        product=product,
-        is_linear=is_linear,
-        residual_tree=residual_tree,
-        operands=tuple(jax.typeof(operand) for operand in primals[:plain]),
-        state_leaves=tuple(len(jax.tree.leaves(old)) for old in _by_field(state)),
-        implementation=implementation,
-        out=out,
-    )
-    return _mesh.placed_as(out, y), tangent
+    params = {
+        "product": product,
+        "is_linear": tuple(is_linear),
+        "residual_tree": residual_tree,
+        "operands": tuple(jax.typeof(operand) for operand in primals[:plain]),
+        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in _by_field(state)),
+        "implementation": implementation,
+        "out": out,
+    }
+
+    def linear(residuals, *tangents):
+        tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
+        return _linear_p.bind(*tangents, *residuals, **params)
+
+    return _mesh.placed_as(out, y), True, residuals, linear
+
+
+def _jvp(primals, tangents, **params):
+    is_linear = [type(t) is not ad.Zero for t in tangents]
+    y, _, residuals, linear = _linearize(False, is_linear, *primals, **params)
+    return y, linear(residuals, *tangents)
 
 
 def _by_field(state: DotGeneralState) -> list:
@@ -241,6 +250,7 @@ _compat.needs_devices(_product_p)
 mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=False))
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp
+_compat.linearizes_by(_product_p, _linearize)
 
 _linear_p = Primitive("fp8_product_linear")
 _linear_p.def_abstract_eval(lambda *args, out, **params: out)

@@ -62,9 +62,17 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
         run = jnp_program
     elif devices == "mesh" and run.func is not jnp_program.func:
         run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
+    else:
+        run = _traced_once(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
         rule = mlir.lower_fun(lambda *x: list(run(*x)), multiple_results=True)
         return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_once(run, static):
+    """Return `run` with its static arguments such that JAX keeps its jaxpr: equal products are not traced again."""
+    return jax.jit(functools.partial(run, **dict(static)), inline=True)
 
 
 def combine_of(names) -> Callable:

@@ -83,9 +83,9 @@ def producer_op(name: str, *, produce, names, canonical):
 
 
 def produced(op, name, x, scale, more, amax, *, dtype, transpose, with_amax, **static):
-    """Check what all producers take and call the primitive: `(data, data_t, amax)`, None for a result not asked for."""
+    """Check what all producers take and call the primitive: `(data, data_t, amax f32[1])`, None where not asked for."""
     scale, *amax_so_far = _checks.quantizer_operands(name, scale, amax)
     dtype, transpose = _checks.dtype(name, "dtype", dtype, FP8_DTYPES), bool(transpose)
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax}
     data, *rest = op(x, scale, *more, *amax_so_far, **options, **static)
-    return data, rest.pop(0) if transpose else None, rest[0].reshape(()) if with_amax else None
+    return data, rest.pop(0) if transpose else None, rest[0] if with_amax else None

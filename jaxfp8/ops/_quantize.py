@@ -36,16 +36,17 @@ def quantize(
         TypeError: x, scale, amax or dtype has another dtype; or the op is differentiated.
         ValueError: scale or amax has another shape.
     """
-    return quantize_with(x, scale, dtype, amax=amax, with_amax=True)
+    data, amax = quantize_with(x, scale, dtype, amax=amax, with_amax=True)
+    return data, amax.reshape(())
 
 
 def quantize_with(x, scale, dtype, *, amax, with_amax):
-    """Quantize as `quantize` does; without `with_amax` the amax is None and the program is the kernel alone."""
+    """Quantize as `quantize` does, with the amax as f32[1]; None, and nothing but the kernel, without `with_amax`."""
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
     data, *amax = _quantize(x, *operands, dtype=dtype, with_amax=with_amax)
-    return data, amax[0].reshape(()) if with_amax else None
+    return data, amax[0] if with_amax else None
 
 
 def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, rows=None, cols=0):

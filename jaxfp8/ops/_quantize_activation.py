@@ -117,11 +117,12 @@ def quantize_activation(
         ValueError: an argument has another shape, or `activation` is not known.
     """
     options = {"activation": activation, "transpose": transpose, "rows": rows}
-    return quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
+    data, data_t, amax = quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
+    return data, data_t, amax.reshape(())
 
 
 def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, rows, amax, with_amax):
-    """Quantize as `quantize_activation` does, with None in place of the amax unless `with_amax`."""
+    """Quantize as `quantize_activation` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_activation"
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)

@@ -113,11 +113,12 @@ def quantize_norm(
         ValueError: an argument has another shape, `kind` is not known, or beta is given with "rms".
     """
     options = {"kind": kind, "epsilon": epsilon, "transpose": transpose, "rows": rows}
-    return quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
+    data, data_t, amax = quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
+    return data, data_t, amax.reshape(())
 
 
 def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax):
-    """Quantize as `quantize_norm` does, with None in place of the amax unless `with_amax`."""
+    """Quantize as `quantize_norm` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
     # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that

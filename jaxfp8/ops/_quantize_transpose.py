@@ -46,11 +46,12 @@ def quantize_transpose(
         ValueError: x has fewer dimensions than `rows + cols`, or scale or amax has another shape.
     """
     options = {"rows": rows, "cols": cols, "column_sums": column_sums}
-    return quantize_transpose_with(x, scale, dtype, amax=amax, with_amax=True, **options)
+    data, data_t, amax, *sums = quantize_transpose_with(x, scale, dtype, amax=amax, with_amax=True, **options)
+    return data, data_t, amax.reshape(()), *sums
 
 
 def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, column_sums):
-    """Quantize as `quantize_transpose` does, with None in place of the amax unless `with_amax`."""
+    """Quantize as `quantize_transpose` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     operands = _checks.quantizer_operands(op, scale, amax)
@@ -58,7 +59,7 @@ def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, col
     column_sums = _checks.flag(op, "column_sums", column_sums)
     options = {"dtype": dtype, "rows": rows, "cols": cols, "with_amax": with_amax, "column_sums": column_sums}
     data, data_t, *more = _quantize_transpose(x, *operands, **options)
-    amax = more.pop(0).reshape(()) if with_amax else None
+    amax = more.pop(0) if with_amax else None
     return data, data_t, amax, *more
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
-from ._dequantize import dequantize
+from ._dequantize import widen_on_cpu
 from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 
@@ -201,8 +201,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, o
 
 def _on_cpu(*operands, **static):
     """Widen to bfloat16, as scaled_matmul does on CPUs."""
-    unit = lax.full((1,), 1.0, np.float32)
-    return _reference(*operands, **static, widen=lambda codes: dequantize(codes, unit, np.dtype(jnp.bfloat16)))
+    return _reference(*operands, **static, widen=widen_on_cpu)
 
 
 def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise):

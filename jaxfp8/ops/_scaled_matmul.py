@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
-from ._dequantize import dequantize
+from ._dequantize import widen_on_cpu
 from ._primitive import ONE, tensor_op
 from ._product import ProductSpec, spec_fields
 
@@ -219,9 +219,7 @@ def _finish_tensor(spec, out, bias, accumulator, vmap_dims):
 
 def _on_cpu(*operands, vmap_dims, spec):
     """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
-    unit = lax.full((1,), 1.0, np.float32)
-    widen = functools.partial(dequantize, scale_inv=unit, dtype=np.dtype(jnp.bfloat16))
-    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widen)
+    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widen_on_cpu)
 
 
 def _by_xla(*operands, vmap_dims, spec):

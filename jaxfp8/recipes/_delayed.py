@@ -224,7 +224,7 @@ def next_states(quantized: Sequence[QTensor | None], reduce: Callable[..., Any] 
     delayed = [i for i, step in enumerate(states) if isinstance(step, QuantizerStep)]
     if delayed:
         steps = [states[i] for i in delayed]
-        amaxes = [reduce(step.amax.reshape(()), step.history) for step in steps]
+        amaxes = [reduce(step.amax, step.history) for step in steps]
         histories = ops.push_amaxes([step.history for step in steps], amaxes)
         for i, step, history in zip(delayed, steps, histories, strict=True):
             states[i] = QuantizerState(history, quantized[i].scale_inv, _counters(step, reduce))

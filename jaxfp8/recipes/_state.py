@@ -78,7 +78,7 @@ class QuantizerStep:
     def after(self, scale_inv, amax, fractions) -> "QuantizerStep":
         """Return the step after a tensor with this amax was quantized with `scale_inv`."""
         counting = None if self.counting is None else self.counting.after(scale_inv, fractions)
-        return QuantizerStep(self.history, amax.reshape(1), None, None, None, counting)
+        return QuantizerStep(self.history, amax, None, None, None, counting)
 
 
 @jax.tree_util.register_dataclass
