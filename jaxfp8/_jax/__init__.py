@@ -1,1 +1,1 @@
-"""What JAX lacks: the max dtype, types on a mesh, helpers for primitives. Only here are private JAX names."""
+"""Additions to JAX: the max dtype, types on a mesh, helpers for primitives. Only here are private JAX names."""

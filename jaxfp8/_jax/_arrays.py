@@ -1,4 +1,4 @@
-"""The arrays of a tree apart from what else is in it, such as flags and functions, so that a function can be traced."""
+"""Split the arrays of a tree from its other leaves, such as flags and functions, so that a function can be traced."""
 
 import jax
 

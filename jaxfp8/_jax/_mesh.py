@@ -1,7 +1,7 @@
-"""What the types of values say about a mesh: the axes they vary over inside `shard_map`, their sharding outside.
+"""The mesh in the types of values: the axes they vary over inside `shard_map`, their sharding outside.
 
 Where XLA cuts the arrays of a program (`jit`), there is nothing to do: values are those of the whole mesh. Inside
-`shard_map` they are those of one device, and amaxes and the gradients of what is replicated have to be combined.
+`shard_map` values are those of one device, and amaxes and the cotangents of replicated operands have to be combined.
 """
 
 import jax

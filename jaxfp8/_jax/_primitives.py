@@ -1,4 +1,4 @@
-"""What all primitives here share: how one runs outside of jit, and that ops have no derivative."""
+"""Rules that all primitives share: how a primitive runs outside of jit, and that ops have no derivative."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Trains or times one small language model in every precision: time, memory and loss of each.
+"""Train or time one small language model in every precision: time, memory and loss of each.
 
 All arms start from the same weights, see the same text and take turns step by step. One model serves them all: an arm
 is a dtype, and a recipe that `jaxfp8.autocast` selects.
@@ -48,6 +48,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tiny:
         vars(args).update(TINY)
+    # Refuse options that make no sense before anything is compiled.
     if args.steps < 2:
         parser.error(f"--steps has to be 2 or more (the first one warms up), got {args.steps}")
     for option in ("seeds", "batch", "length", "layers"):
@@ -118,6 +119,7 @@ class Comparison:
             AssertionError: an arm does not compute what the others do.
         """
         states, runs = train(self.arms, self.steps, self.states(0), self.batches(0, CHECK_STEPS), None, CHECK_STEPS)
+        # An arm that computes something else may be fast for that reason: do not time it.
         losses = {name: run.train_losses[-1] for name, run in runs.items()}
         expected = losses[_report.reference_of(losses) or self.args.arms[0]]
         for name, loss in losses.items():

@@ -1,4 +1,4 @@
-"""Where a comparison ran."""
+"""The environment of a comparison: machine, devices and versions."""
 
 import jax
 

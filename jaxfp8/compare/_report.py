@@ -38,6 +38,7 @@ def timed_results(times, programs) -> dict[str, dict]:
 
 def table(results) -> str:
     """Return a line for each arm; without losses where none were measured."""
+    # Columns without figures are left out: of a reference that did not run, of losses that were not measured.
     reference = reference_of(results)
     has_losses = all("mean_validation_loss" in row for row in results.values())
     head = ["arm", "ms/step", f"x {reference}" if reference else "", "peak MiB", "kept MiB"]

@@ -18,7 +18,7 @@ PEAK_LEARNING_RATE = 3e-3
 
 
 class TrainState(train_state.TrainState):
-    """Flax's, and the loss scale of float16; None in the other arms."""
+    """Flax's TrainState with the loss scale of float16, which is None in the other arms."""
 
     loss_scale: Any = None
 
@@ -36,6 +36,7 @@ def train_step(state: TrainState, batch):
     if scale is None:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
         return state.apply_gradients(grads=grads), loss, True
+    # Scale the loss, and keep the old state where scaled gradients overflow.
     loss, grads = mixed_precision.value_and_grad(loss_fn, scale)(state.params, state.apply_fn, batch)
     finite = mixed_precision.all_finite(grads)
     next_state = mixed_precision.select(finite, state.apply_gradients(grads=grads), state)
@@ -85,6 +86,7 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
             run.step_ms.append(1e3 * (time.perf_counter() - start))
             run.train_losses.append(float(loss))
             run.skipped += not made
+        # Validate ten times in a run, and after its last step.
         if validation is not None and (i % max(1, count // 10) == 0 or i == count):
             for name, run in runs.items():
                 with arms[name].region():

@@ -21,7 +21,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
 
     Args:
         tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a variables dict, one collection of
-            it, a `DotGeneralState`, a whole TrainState. What has another name is kept as it is.
+            it, a `DotGeneralState`, a whole TrainState. Arrays of other names stay as they are.
         amax_history_len: the new length, at least 1. Give the recipe the same.
 
     Returns:
@@ -48,6 +48,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
 
 def _resize(history, length):
     """Resize a history `[..., H]` to `[..., length]`."""
+    # Slot 0 is the newest entry; the next newest are at the end.
     kept = min(history.shape[-1], length) - 1  # beside the newest: the last slots
     newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
     gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
@@ -61,7 +62,7 @@ def _is_history(path) -> bool:
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a checkpoint's variables with FP8 state that fits the model as it is now.
 
-    Other collections are those of the checkpoint. Of the state, a module that the checkpoint lacks (a bfloat16
+    Other collections are those of the checkpoint. A module whose state the checkpoint lacks (a bfloat16
     checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized.
     Counters that the model does not have are left out. Numbers are not judged: state is read such that what is not
     finite counts as absent.
@@ -81,9 +82,11 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
             raise TypeError(f"{where}: {name}: expected a dict of variables, got {type(value).__name__}")
+    # Begin with the state of the model, and put the checkpoint's state in its place, module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
         known = set(merged.get(path, {}))
+        # Counters that the model does not have are left out; any other state without a place is an error.
         module = {name: leaf for name, leaf in module.items() if name in known or not _tree.is_counters(name, module)}
         unknown = sorted(set(module) - known)
         if unknown:
@@ -104,6 +107,7 @@ def _fit(where, name, initial, leaf):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(f"{where}: restored: {name}: expected a floating dtype, got {leaf.dtype}")
         leaf = leaf.astype(initial.dtype)
+    # Only the length of a history may differ.
     is_history = name.endswith(_HISTORY)
     if is_history and leaf.shape[:-1] == initial.shape[:-1] and leaf.shape[-1:] != (0,):
         return leaf if leaf.shape == initial.shape else _resize(leaf, initial.shape[-1])

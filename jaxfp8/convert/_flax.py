@@ -101,6 +101,7 @@ def _convert(where, variables, rename, swapped):
         converted: _tree.Modules = {}
         has_state = False
         for path, module in modules.items():
+            # Flax has no counters. Leaves that are no state stay where they are.
             module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
             kept = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
             if kept:
@@ -109,6 +110,7 @@ def _convert(where, variables, rename, swapped):
                 continue
             has_state = True
             state = {operand: _tree.quantizer(where, path, module, operand) for operand in _tree.OPERANDS}
+            # Modules whose einsum exchanges its operands have x and kernel exchanged.
             matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
             unused -= matching
             if matching:

@@ -1,4 +1,4 @@
-"""Flax's msgpack checkpoints know the state of plain products, as they know dicts."""
+"""Register the state of plain products with Flax's msgpack checkpoints, which store it as a dict."""
 
 import dataclasses
 

@@ -213,15 +213,17 @@ def _after_rotation(quantizer, history, scale_inv):
 @functools.partial(jax.jit, static_argnums=0)
 def _before_rotation(quantizer, rotated, scale):
     """Convert TransformerEngine's `(history, scale)` to our `(history, scale_inv)`."""
+    # 1. Invert the scale, and undo the rotation: the slot of the dropped amax, the oldest, gets slot 0's zero.
     usable = _scaling.positive_finite(scale)
     scale = jnp.where(usable, jnp.clip(scale, _scaling.MIN_SCALE, _scaling.MAX_SCALE), jnp.float32(1))
     scale_inv = _scaling.round_quotient(jnp.ones_like(scale), scale)
-    history = jnp.roll(rotated, 1, axis=-1)  # the dropped amax's slot, the oldest, gets slot 0's zero
+    history = jnp.roll(rotated, 1, axis=-1)
 
-    # Where that does not give the scale, the dropped amax did, or another one with the same quotient: with f(a) for
-    # FP8_MAX / a / 2**margin rounded to float32, f(f(f(a))) = f(a) for every a, so f(scale) will do.
+    # 2. Where the history does not give the scale, the dropped amax did, or another amax with the same quotient: with
+    # f(a) for FP8_MAX / a / 2**margin rounded to float32, f(f(f(a))) = f(a) for every a, so f(scale) will do.
     dropped = _scaling.round_quotient(jnp.full_like(scale, _numerator(quantizer)), scale)
     candidate = history.at[..., 1 % history.shape[-1]].set(dropped[..., 0])
+    # 3. Take it only where it explains the scale and the history does not.
     unit = jnp.ones_like(scale)
     explained = _next_scale(quantizer, history, unit) == scale
     explains = usable & (_next_scale(quantizer, candidate, unit) == scale)

@@ -29,11 +29,11 @@ def calibrate(
         variables = jaxfp8.calibrate(function, variables, batches)  # function(variables, *batch)
 
     Each batch is one step: histories move by one, and slot 0 is the amax of the whole batch, of all devices and all
-    uses of a layer. What the last batch recorded acts in the next forward pass. A quantizer that has seen nothing has
+    uses of a layer. The amaxes of the last batch act in the next forward pass. A quantizer with an empty history has
     scale 1, so the first batch reaches the deeper layers through that: take a few.
 
     Without `loss_fn` the quantizers of inputs and kernels (and outputs, where a recipe has some) are filled, and no
-    gradient of a parameter is computed. What the results of the model do not depend on, such as what is behind
+    gradient of a parameter is computed. A layer on which no result of the model depends, such as a layer behind
     `stop_gradient`, records nothing, as in training.
 
     Args:
@@ -52,6 +52,7 @@ def calibrate(
         TypeError: the arguments do not fit the model.
         ValueError: no batches; no state to fill.
     """
+    # 1. Check how the arguments fit the kind of model.
     is_nnx = isinstance(model, nnx.Module)
     if len(variables_and_batches) != (1 if is_nnx else 2):
         expected = "calibrate(model, batches)" if is_nnx else "calibrate(model, variables, batches)"
@@ -64,6 +65,7 @@ def calibrate(
         got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
         raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
     batches = ((batch if isinstance(batch, tuple) else (batch,)) for batch in batches)
+    # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)
     (variables,) = variables
@@ -74,6 +76,7 @@ def calibrate(
         def function(variables, *batch):
             return apply(variables, *batch, **kwargs)
 
+    # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
         first = next(batches, None)
         if first is None:
@@ -114,6 +117,7 @@ def _filled(function, variables, batches, is_loss: bool):
     def next_state(variables, batch):
         leaves, tree = jax.tree.flatten(variables)
 
+        # The cotangent of the state is its next value, whatever the gradient of the outputs.
         def total(state):
             by_position = dict(zip(positions, state, strict=True))
             changed = tree.unflatten([by_position.get(i, leaf) for i, leaf in enumerate(leaves)])
@@ -125,6 +129,7 @@ def _filled(function, variables, batches, is_loss: bool):
     for batch in batches:
         gradients = next_state(variables, batch)
         old = _state_tree.flatten(variables)
+        # Zeros mean that a quantizer was not used: it keeps its state.
         new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(positions, gradients, strict=True))
         variables, count = update_state(variables, old.replace(new)), count + 1
     if not count:

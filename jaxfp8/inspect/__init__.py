@@ -1,4 +1,4 @@
-"""What runs in FP8 and why not, what it costs, what saturates and when scales change; what is installed."""
+"""Diagnostics: which products run in FP8 and why not, their error, saturation and scales; the installation."""
 
 from ._compare import Comparison as Comparison, compare as compare
 from ._counters import with_counters as with_counters, without_counters as without_counters

@@ -128,6 +128,7 @@ def assert_fp8(
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     """Return the products of one equation, each as items of a row."""
     name = eqn.primitive.name
+    # A product that nobody differentiates is one equation: look at the equations of its forward.
     if name == "fp8_product":
         return [
             row

@@ -67,10 +67,12 @@ class _Recorder:
     def _product(self, product, args) -> None:
         """Record an FP8 product in the name of the layer that holds it, unless the code gave the product a name."""
         kind, owner = type(product).__name__, "/".join(product.path[:-1])
-        first = self.owners.setdefault(owner, product.path)  # scans call their body more than once
+        # 1. Find the layer that the product stands for. Scans call their body more than once.
+        first = self.owners.setdefault(owner, product.path)
         is_named = not product.path or product.path[-1] != f"{kind}_0"
         path = "/".join(product.path) if is_named or first != product.path else owner
         arrays = [arg.data if isinstance(arg, QTensor) else arg for arg in args if hasattr(arg, "shape")]
+        # 2. Find the recipe, and the rule or the code that names it.
         decided = decision(product)
         if decided is None:
             named, why = product.named_recipe(), None
@@ -86,6 +88,7 @@ class _Recorder:
             if path in self.rows:
                 self.rows[path]["kind"] = kind
             return
+        # 1. A layer that takes rules, but whose product is not ours.
         kernel = first_matrix(nn.meta.unbox(module.variables.get("params", {})))
         shapes = (tuple(args[0].shape) if args and hasattr(args[0], "shape") else None, kernel)
         if is_layer(module):
@@ -97,6 +100,7 @@ class _Recorder:
                 why = self._use(decided.region, decided.index)
             self.rows[path] = row(path, kind, None, why, *shapes)
             return
+        # 2. A module without a product: report it where a rule matches it in vain.
         reason = why_no_product(NO_PRODUCT, module)
         if reason is None and kernel is None:
             return

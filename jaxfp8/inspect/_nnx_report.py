@@ -33,10 +33,12 @@ def rows(model, args, kwargs):
         used.add(index)
         return index
 
+    # 1. Layers that take rules.
     model_layers = layers(model)
     for path, layer, _ in model_layers:
         index = rule_of(names(path, layer), operation(layer))
         table.append(_row("/".join(map(str, path)), layer, None if index is None else (index, rules[index])))
+    # 2. Modules without a product, where a rule matches one in vain.
     known = {id(layer) for _, layer, _ in model_layers}
     for path, module in nnx.iter_modules(model):
         reason = why_no_product(NO_PRODUCT, module)

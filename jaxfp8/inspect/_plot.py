@@ -40,6 +40,7 @@ def plot(histories: Mapping[str, ArrayLike] | Sequence[Any], path: str | os.Path
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("inspect.plot: needs matplotlib; install it: pip install matplotlib") from error
+    # 1. Collect the lines. 2. Give each group a row of axes, and each name a color.
     lines = _lines_of_dict(histories) if isinstance(histories, dict) else _lines_of_trees(histories)
     groups = sorted({group for group, *_ in lines}, key=lambda group: (*_OPERANDS, group).index(group))
     figure = Figure(figsize=(12, 3.2 * len(groups) + 0.6), layout="constrained")

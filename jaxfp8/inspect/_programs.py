@@ -25,7 +25,7 @@ _LIBRARIES = tuple(
 
 
 class Place(NamedTuple):
-    """Where an equation came from.
+    """The place from which an equation came.
 
     Attributes:
         layer: the scopes around it, joined by `/`: the path of the module, where its library names them.
@@ -45,6 +45,7 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
         inner = list(inner_jaxprs(eqn))
+        # Calls, loops and branches are looked into; their own equation says nothing.
         if not inner:
             yield eqn, _place(stack, eqn)
         for inner_jaxpr in inner:
@@ -65,6 +66,7 @@ def _joined(scopes) -> str:
     for scope in scopes:
         parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
         path = parts if parts[: len(path)] == path else path + parts
+    # Drop a repeated prefix, and the names that our products add to the layer that holds them.
     for size in range(len(path) // 2, 0, -1):
         if path[:size] == path[size : 2 * size]:
             path = path[size:]

@@ -18,7 +18,7 @@ _COUNTERS = ("saturated", "flushed", "steps_since_change")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What `measure` gives: one small array, and what its numbers are called.
+    """The result of `measure`: one small array, and the names of its numbers.
 
     Attributes:
         values: f32 `[len(names)]`.

@@ -63,12 +63,12 @@ def summary(variables: Any) -> Summary:
 
         print(jaxfp8.inspect.summary(state))
 
-    It reads what is stored and costs nothing while training. Which of the fractions `saturated` and `flushed` there are
-    is up to `jaxfp8.inspect.with_counters`.
+    It reads the state and costs nothing while training. The fractions `saturated` and `flushed` need
+    `jaxfp8.inspect.with_counters`.
 
     Args:
         variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
-            inside; concrete arrays. What an optimizer keeps is left out.
+            inside; concrete arrays. The state of an optimizer is left out.
 
     Returns:
         The `Summary`, in the order of the tree.
@@ -122,6 +122,7 @@ def _origin(history, scale_inv) -> tuple[str | None, int | None]:
 
     The step just run wrote slot 0 and took its scale from the others: `by_age[0]` is what the step before it saw.
     """
+    # A scale that is amax / FP8_MAX of an entry follows that entry: the largest, or the newest before this step.
     by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
     largest = by_age.max(initial=0)
     if largest == 0:

@@ -12,7 +12,7 @@ _GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragge
 
 
 class _Gpu(NamedTuple):
-    """A GPU that is known by name alone."""
+    """A GPU that is known only by its compute capability."""
 
     device_kind: str
     compute_capability: str
@@ -60,11 +60,13 @@ class Target:
         """Return why an equation of one of our GEMMs does not run in FP8; None where it does."""
         name, static = eqn.primitive.name.removeprefix("jaxfp8_"), eqn.params
         types = [var.aval for var in eqn.invars]
+        # 1. The platform: no FP8 GEMM at all, GPUs without FP8, or no cuBLASLt.
         if self.lacks:
             return self.lacks
         missing = _support.missing_on(self.gpus, cublaslt=name != "ragged_matmul")
         if missing and (missing.hardware or static["implementation"] != "xla"):
             return missing.reason
+        # 2. The implementation that was selected while tracing.
         if static["implementation"] == "reference":
             return 'implementation("reference") is selected'
         if name == "scaled_matmul" and types[0].dtype == types[1].dtype == E5M2.dtype:
@@ -72,6 +74,7 @@ class Target:
         if static["implementation"] == "xla":
             is_rewritten = name == "scaled_matmul" and not static["vmap_dims"]
             return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
+        # 3. The operands on these GPUs, as the op itself judges them.
         capabilities = set(map(_support.capability, self.gpus)) - {()}
         return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
 

@@ -1,3 +1,3 @@
-"""Other libraries' ways to say what this one does. None of them is imported before it is asked for."""
+"""Integrations: jaxfp8 through the configuration of other libraries, imported only when they are asked for."""
 
 from . import maxtext as maxtext, qwix as qwix

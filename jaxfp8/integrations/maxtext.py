@@ -4,8 +4,8 @@
 
     maxtext.install()  # then train as ever; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
-Written after MaxText 0.2.5, whose FP8 is two methods of `layers/quantizations.py`, and tried with it. What `install`
-changes is looked up first: a MaxText that lacks any of it is refused, and stays as it was.
+This module was written after MaxText 0.2.5, whose FP8 is two methods of `layers/quantizations.py`, and tried with it.
+`install` first looks up whatever it changes: it refuses a MaxText that lacks any of it, and leaves it as it was.
 """
 
 import contextlib
@@ -60,10 +60,12 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     """
     global _installed
     recipe = DelayedScaling() if recipe is None else checked("maxtext.install: recipe", recipe)
+    # 1. Look up everything before the first change.
     modules = {name: _module(name) for name in _HOOKS}
     for name, hooks in _HOOKS.items():
         for hook in hooks:
             _require(modules[name], hook)
+    # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
         quantization = modules[_QUANTIZATIONS].Fp8Quantization
@@ -121,7 +123,7 @@ def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneral):
-    """MaxText names a layer's state after its class, and so do its checkpoints; this is the name of Flax's class."""
+    """An `Fp8DotGeneral` under the name of Flax's class, after which MaxText and its checkpoints name the state."""
 
 
 class _Fp8Einsum(nn.Module):

@@ -4,8 +4,8 @@
 
     model = qwix.quantize_model(model, qwix.QtProvider(rules))  # rules: [qwix.QtRule(...)] as for qwix itself
 
-Written after qwix 0.1.8 (`qconfig.py`, `providers/qt.py`, `model.py`), and tried with its own rule classes. qwix need
-not be installed: rules are read by their attributes.
+This module was written after qwix 0.1.8 (`qconfig.py`, `providers/qt.py`, `model.py`), and tried with its rule classes.
+qwix need not be installed: rules are read by their attributes.
 """
 
 from typing import Any
@@ -108,11 +108,13 @@ def _type(qtype) -> str | None:
 
 def _recipe(where: str, rule, weight: str, act: str | None, backward: str):
     tile_size = rule.tile_size
+    # 1. "mxfp8" is e4m3 in blocks of 32.
     if "mxfp8" in (weight, act):
         if tile_size not in (None, 32):
             raise ValueError(f"{where}: tile_size: expected None or 32 with mxfp8, got {tile_size}")
         tile_size = 32
     weight, act, backward = ("float8_e4m3fn" if name == "mxfp8" else name for name in (weight, act, backward))
+    # 2. The types name the format, the tile size the recipe.
     fp8_format = FORMATS.get((weight, backward))
     if weight != act or fp8_format is None:
         raise ValueError(

@@ -56,6 +56,7 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
             f"select: new: expected the structure of old, {jax.tree.structure(old)}, got {jax.tree.structure(new)}"
         )
     pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    # `nnx.state` gives references: after an in-place step both trees hold the new arrays.
     if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
         raise ValueError(
             "select: old: expected the arrays from before the step, got those of new; nnx.state is no copy, use "
@@ -124,6 +125,7 @@ def first_nonfinite(tree: Any, order: Any = None) -> str | None:
 
 def _nonfinite(tree):
     """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or NaN on any device."""
+    # One flag for each leaf, combined over the devices in one reduction.
     leaves = _gradients(tree)[1]
     bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
     bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
@@ -154,6 +156,7 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     if unknown:
         raise ValueError(f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}")
 
+    # The layer nearest to the loss comes first; leaves of no layer in `order` come last.
     def depth(position):
         return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
 

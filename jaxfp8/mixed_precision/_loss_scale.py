@@ -113,6 +113,7 @@ class DynamicLossScale:
                 f"DynamicLossScale.adjust: finite: expected a boolean, got {jnp.result_type(finite)}; pass "
                 "mixed_precision.all_finite(gradients)"
             )
+        # Grow after enough good steps, shrink at once; keep the value and its inverse normal floats.
         value, good_steps = jnp.asarray(self.value, jnp.float32), jnp.asarray(self.good_steps, jnp.int32) + 1
         grows = good_steps >= self.growth_interval
         grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE))
@@ -129,6 +130,7 @@ class DynamicLossScale:
             if not is_inexact(leaf):
                 return leaf
             leaf = jnp.asarray(leaf)
+            # In float16 the product would overflow, and the quotient would flush to zero again.
             dtype = widest(leaf.dtype, jnp.float32)
             return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
 

@@ -80,6 +80,7 @@ class Policy:
         where = f"Policy.parse: {text!r}"
         if "=" not in text:
             return cls(*3 * [_float_dtype(where, text.strip())])
+        # Each pair is given once. A dtype that is left out follows: compute is as params, output as compute.
         given = {}
         for part in text.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
@@ -114,7 +115,7 @@ class Policy:
         | softmax, norms, reductions, losses | float32 (float64 where `compute_dtype` is) |
         | add, multiply, concatenate and the like | None: the widest of the inputs |
 
-        None is what `dtype=None` means to Flax's layers too.
+        None means the same as `dtype=None` does in Flax's layers.
 
         Args:
             operation: `"softmax"`, `"matmul"`, ...; `LayerNorm` and `layer_norm` are the same.
@@ -146,6 +147,7 @@ class Policy:
             ValueError: the table has no such operation.
         """
         name = like or getattr(function, "__name__", repr(function))
+        # Only products and convolutions narrow their inputs: elsewhere wider floats stay.
         dtype, narrows = self.dtype_of(name), _kind_of(name) == _COMPUTE
 
         @functools.wraps(function)

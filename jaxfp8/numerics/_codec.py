@@ -73,10 +73,12 @@ def encode(x, scale, dtype):
     shift = 23 - info.nmant
     bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
 
+    # 1. Multiply in f32. The codes of values that are not finite are NaN.
     x_bits, scale_bits = _bits(x.astype(jnp.float32)), _bits(scale)
     product = _abs_product(x_bits, scale_bits)
     is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
 
+    # 2. Saturate, and round to the format.
     magnitude = jnp.minimum(product, jnp.float32(info.max))
     bits = _bits(magnitude)
     # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
@@ -87,6 +89,7 @@ def encode(x, scale, dtype):
     subnormal = _bits(magnitude + magic) - _bits(magic)
     code = jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
 
+    # 3. Put the sign on, and the NaNs in.
     code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
     nan_code = 0x7F if info.nmant == 3 else 0x7E
     return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
@@ -94,14 +97,15 @@ def encode(x, scale, dtype):
 
 def decode(data, scale_inv, dtype):
     """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
-    value = data.astype(jnp.float32)  # exact
+    # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
+    value = data.astype(jnp.float32)
     value_bits, scale_bits = _bits(value), _bits(scale_inv)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     product = jnp.abs(value) * scale_magnitude
     is_nan = jnp.isnan(product)
     bits = _bits(jnp.where(scale_exponent == 0, product, _shift_exponent(product, scale_exponent)))
 
-    # Results around the smallest normal float, where platforms may flush: the exact product as an integer (4 by 24
+    # 2. Results around the smallest normal float, where platforms may flush: the exact product as an integer (4 by 24
     # significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
     significand = significand * ((_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
@@ -111,6 +115,7 @@ def decode(data, scale_inv, dtype):
     is_tiny = (shift >= 0) & (multiple <= 2 * _MIN_NORMAL_BITS)
     bits = jnp.where(is_zero, 0, jnp.where(is_tiny, multiple, bits))
 
+    # 3. Put the sign on and the NaNs in, and round to the dtype.
     bits = bits | jnp.where((value_bits < 0) ^ (scale_bits < 0), _SIGN_BIT, 0)
     bits = jnp.where(is_nan, _QUIET_NAN_BITS, bits)
     if dtype == jnp.bfloat16:

@@ -60,11 +60,13 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     products do not: they wrap around and the difference is exact. A quotient of two floats is never halfway between two
     floats, so there are no ties.
     """
+    # 1. Split both numbers into significands, as integers, and exponents.
     x_bits, y_bits = _bits(x), _bits(y)
     x_int, y_int = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT for bits in (x_bits, y_bits))
     smaller = (x_int < y_int).astype(jnp.int32)
     shift = 23 + smaller
 
+    # 2. Estimate the quotient of the significands, 24 bits, and correct it by its remainder.
     x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
     unit = jnp.where(smaller == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
     quotient = (approximate(x_float, y_float) * unit).astype(jnp.int32)
@@ -73,6 +75,7 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     quotient, remainder = quotient + step, remainder - step * y_int
     quotient = quotient + (2 * remainder > y_int).astype(jnp.int32) - (2 * remainder < -y_int).astype(jnp.int32)
 
+    # 3. Put the quotient together.
     exponent = (x_bits >> 23) - (y_bits >> 23) + 127 - smaller
     return lax.bitcast_convert_type((exponent << 23) + (quotient - _HIDDEN_BIT), jnp.float32)
 

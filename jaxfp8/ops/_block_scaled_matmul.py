@@ -166,6 +166,7 @@ class _Side:
 def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     """Multiply whole tensors, so that XLA can partition the product."""
     leading = vmap_dims + spec.batch
+    # 1. Widen the codes, with the scales that change along the contraction.
     sides = [
         _Side(codes, scales, block, leading, spec.contracting)
         for codes, scales, block in ((a, a_scale_inv, spec.a_block), (b, b_scale_inv, spec.b_block))
@@ -189,6 +190,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
         rounded = functools.partial(product, dtype=spec.out_dtype)
         in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
         return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
+    # 2. Multiply. 3. Apply the scales that are one number along the contraction, as one factor for each element.
     out = in_f32(*operands)
     factors = []
     for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
@@ -242,6 +244,7 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
     leading = vmap_dims + spec.batch
     shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
+    # 1. Merge the dimensions to groups of matrices.
     modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
     rows = spec.rows, b.ndim - leading - spec.contracting
     codes = [_shapes.merge(x, leading, count) for x, count in zip((a, b), rows, strict=True)]
@@ -254,11 +257,13 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
             _scale_layouts.as_mx(scale, block, rows, k)
             for scale, block, rows in zip(scales, (spec.a_block, spec.b_block), (m, n), strict=True)
         ]
+    # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
     depth = -k % max(map(_scale_layouts.depth, modes))
     codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
     scales = [
         _scale_layouts.to_stored(scale, mode, x.shape[1]) for scale, mode, x in zip(scales, modes, codes, strict=True)
     ]
+    # 3. Multiply, cut off the padding and add the bias.
     out, _ = _ffi.call(
         "block_scaled_matmul",
         [

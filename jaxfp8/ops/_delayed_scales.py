@@ -154,6 +154,7 @@ def _scales_reference(*operands, vmap_dims, numerators, most_recent):
     del vmap_dims
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
+        # 1. Read the amax of the window. 2. Move the history: drop slot 1, the oldest, and free slot 0.
         history = _scaling.clean(history)
         newest, length = history[..., :1], history.shape[-1]
         amax = newest if most_recent else _scaling.abs_max(history, axis=-1).reshape(newest.shape)

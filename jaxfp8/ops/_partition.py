@@ -128,7 +128,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                 specs = (PartitionSpec(*(axes.get(name) for name in names)) for names in tensors)
                 return [NamedSharding(mesh, spec) for spec in specs]
 
-            # 4. Ask for operands that are cut so. Of two layouts, leave the one that is not read where it is.
+            # 4. Ask for operands that are cut so. Leave the layout that is not read where it is.
             operand_shardings = shardings(operand_names)
             for i, j in second_layouts.items():
                 unread = i if i in gathered else j

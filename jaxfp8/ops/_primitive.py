@@ -1,11 +1,11 @@
 """Ops as JAX primitives: one set of rules for all of them, from the names of their dimensions.
 
-An op names the dimensions of its operands and results. What `vmap` does, what type a result has on a mesh, and how the
-op is partitioned (_partition.py) follow from the names. `vmap` adds vmapped dimensions: leading dimensions of every
+An op names the dimensions of its operands and results. The names give the batching rule, the types of results on a
+mesh, and the partitioning of the op (_partition.py). `vmap` adds vmapped dimensions: leading dimensions of every
 operand and result, each index with its own scale and amax.
 
-What runs is chosen when the program is lowered, by platform: a custom call where a native library is loaded and nobody
-has disabled it, the jnp reference elsewhere.
+The lowering rule chooses by platform: a custom call where a native library is loaded and nobody has disabled it, the
+jnp reference elsewhere.
 """
 
 import functools

@@ -77,6 +77,7 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Check the arguments, and return x and the static arguments of the primitive."""
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
+    # Options that do not go together are refused: one of them would have no effect.
     for name, value, allowed in (("scale", scale, SCALES), ("rounding", rounding, ROUNDINGS)):
         if value not in allowed:
             raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
@@ -138,12 +139,14 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     leading = x.shape[: x.ndim - rows - cols]
     matrix = _shapes.merge(x, *[1] * len(leading), rows)
     m, n = matrix.shape[-2:]
+    # 1. Cut the matrix into blocks, and find a scale for each.
     blocks = _blocks.cut(matrix, block)
     amax = amaxes(blocks)
     if scale == "e8m0":
         factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
     else:
         factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
+    # 2. Quantize each block, and put the matrix together again.
     data = encode(blocks, factor[..., :, None, :, None], dtype)
     return _blocks.uncut(data, m, n).reshape(x.shape), scale_inv
 
@@ -155,12 +158,13 @@ def on_cpu(x, **static):
 
 def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
+    # 1. Merge the dimensions to groups of matrices.
     first = x.ndim - rows - cols
     leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
     groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
     g, m, n = groups.shape
     scales_dtype = jnp.uint8 if scale == "e8m0" else jnp.float32
-    # The custom call gives (data, scale_inv) of each layout; between them the amaxes of lines, which it alone reads.
+    # 2. The custom call gives (data, scale_inv) of each layout; between them the amaxes of lines, which only it reads.
     matrices = [(m, n), (n, m)][: 1 + transpose]
     results = [
         [((g, *shape), dtype), ((g, *_scale_layouts.stored_shape(block, *shape)), scales_dtype)] for shape in matrices
@@ -174,6 +178,7 @@ def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, r
         block=_scale_layouts.NAMES[block],
         scaling=kind,
     )
+    # 3. Order the scales by block. XLA cancels this with the product's `to_stored`.
     outputs = []
     for matrix, shape, codes, scales in zip(
         matrices, (row + col, col + row), (data, *transposed[:1]), (scale_inv, *transposed[1:]), strict=False
@@ -187,8 +192,8 @@ def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, r
 def has_long_blocks(block) -> bool:
     """Return whether a block is as long as the matrix.
 
-    A mesh that cuts such a block reduces an amax, which XLA does with the reference. Of other blocks, each device
-    quantizes those it has.
+    A mesh that cuts such a block reduces an amax, which XLA does with the reference. Each device quantizes the other
+    blocks that it has.
     """
     return None in block
 

@@ -153,6 +153,7 @@ def _produce(x, statistics, *parameters, vmap_dims, has_beta):
 
 def _canonical(x, statistics, *parameters, vmap_dims, rows, has_beta):
     """Give the parameters of each group, `[g, n]`; outside of vmap `[1, n]`, for all. A beta of `[0]` means no beta."""
+    # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
     leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
     g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[vmap_dims:]))
     parameters = [p.reshape(-1, n) for p in parameters]

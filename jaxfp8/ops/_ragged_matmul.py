@@ -121,8 +121,10 @@ class _Chunks:
     def cut(group_sizes, m: int) -> "_Chunks":
         """Cut groups of these sizes, of `m` rows in all."""
         groups = group_sizes.shape[0]
+        # A chunk has about as many rows as a group has on average, a power of two.
         average = max(m // groups, 1)
         rows = min(m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length())))
+        # Sizes below 0 count as 0, and groups end at the last row.
         ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, m), dtype=jnp.int32), m)
         sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
         chunks = jnp.cumsum((sizes + (rows - 1)) // rows, dtype=jnp.int32)
@@ -136,9 +138,11 @@ class _Chunks:
         """
 
         def step(i, out):
+            # 1. Find the group of chunk i, and the first row of the chunk.
             group = jnp.sum((self.chunks <= i).astype(jnp.int32))
             end = self.ends[group]
             first = end - self.sizes[group] + (i - (self.chunks[group] - self._count(group))) * self.rows
+            # 2. Keep the window inside the matrix, and mask its rows that are not of the chunk.
             begin = jnp.minimum(first, self.m - self.rows)
             row = begin + lax.iota(jnp.int32, self.rows)
             return body(out, group, begin, (row >= first) & (row < jnp.minimum(first + self.rows, end)))

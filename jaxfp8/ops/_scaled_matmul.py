@@ -155,19 +155,21 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     """Make one custom call; pad sizes that cuBLASLt does not take, and add the terms that it does not add."""
     g, m, k = a.shape
     n = b.shape[1]
+    # 1. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
         scale_inv = a_scale_inv * b_scale_inv
         if scale_inv.shape[0] > 1:
             scale_inv = jnp.repeat(scale_inv, g // scale_inv.shape[0])
         return _finish(spec, _dot(_to_f32(a), _to_f32(b)), scale_inv, bias, accumulator)
 
-    # The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32); and an f32 accumulator
-    # where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
+    # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
+    # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
     bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
     bias_inside = bias is not None and g == 1 and bias.dtype == bias_dtype and accumulator is None
     accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
     finished = (bias is None or bias_inside) and (accumulator is None or accumulator_inside)
 
+    # 3. Pad every size to the alignment; zeros add nothing to a sum.
     pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
     operands = [
         _shapes.pad(a, 0, pad_m, pad_k),
@@ -181,6 +183,7 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     if accumulator_inside:
         aliases = {len(operands): 0}
         operands.append(_shapes.pad(accumulator, 0, pad_m, pad_n))
+    # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
     out_dtype = spec.out_dtype if finished else jnp.float32
     out, _ = _ffi.call(
         "scaled_matmul",

@@ -1,4 +1,4 @@
-"""Checks every op on this machine against the reference, and measures it; writes a file to attach to a bug report.
+"""Check every op on this machine against the reference, and measure it; write a file to attach to a bug report.
 
 Every check runs in a process that may crash. An op that fails can be switched off: JAXFP8_DISABLE.
 """

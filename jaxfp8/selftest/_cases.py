@@ -38,7 +38,7 @@ MOST_OPTIONS = 5  # of any op
 
 
 class Kind(NamedTuple):
-    """Which call of an op.
+    """The variant of a call of an op.
 
     Attributes:
         shape: `(m, n)`, or `(m, n, k)` of a product.
@@ -96,6 +96,7 @@ def case(op: str, kind: Kind) -> Case:
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
     each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
+    # Expected results of groups are those of the calls one by one.
     (function, arguments, more), expected = each[0], None
     if more and op not in PRODUCTS:
         expected = [more(*arguments) for _, arguments, _ in each]

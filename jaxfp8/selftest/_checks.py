@@ -42,6 +42,7 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
         with _support.listening() as why:
             lowered = jax.jit(case.function).lower(*case.arguments)
         calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
+        # Compare with the reference, with numpy where it has the op, and refuse a wrong answer made of the right one.
         got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
         problem = comparison.problem(got, _reference(case, comparison))
         if not problem and case.expected is not None:

@@ -1,4 +1,4 @@
-"""When results are right: bit by bit, code by code, or within the bound of a product. Each has a control.
+"""Comparisons of results: bit by bit, code by code, or within the bound of a product. Each has a control.
 
 A control is a wrong answer made of a right one. A comparison that does not refuse its control proves nothing.
 """

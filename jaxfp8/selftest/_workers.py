@@ -53,6 +53,7 @@ def finish(jobs: list[list[str]], limit: int, quick: bool, at_once: int) -> list
 def _finish(names, limit, options):
     rows = []
     while len(rows) < len(names):
+        # A process that died leaves checks undone: blame the first of them, and start another for the rest.
         new, died = _start(names[len(rows) :], limit, options)
         rows += new
         if died and len(rows) == len(names):

@@ -45,6 +45,7 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
                 "start with None, or with zeros like the gradients"
             )
         so_far = before.leaves
+    # Uses of one state combine by max, gradients of parameters add.
     state = set(new.positions())
     total = [
         maximum(a, g) if i in state else _add(a, g, weight)

@@ -44,6 +44,7 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
             f"quantize_params: recipe: expected DelayedScaling, got {recipe!r}, which keeps no state that says which "
             "parameters are kernels; its products quantize their kernels themselves"
         )
+    # Quantize the kernel of each state; leave parameters that no state belongs to.
     values = {}
     for pair in states.quantizers:
         position = next((where[path] for path in _kernel_paths(states.paths[pair.amax_history]) if path in where), None)

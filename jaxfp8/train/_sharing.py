@@ -1,4 +1,4 @@
-"""Uses of one state combine by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
+"""Combine the uses of one state by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
 
 import functools
 from collections.abc import Callable
@@ -55,8 +55,8 @@ def max_grad(tree: Tree) -> Tree:
 def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
-    Inside the loss state is as `max_grad` leaves it. State that must not move (a target network) is an argument of its
-    own: `jax.lax.stop_gradient` does nothing to it here.
+    Inside the loss, state is as `max_grad` leaves it. Pass state that must not move (a target network) as another
+    argument: `jax.lax.stop_gradient` does nothing to it here.
 
     Args:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
@@ -98,7 +98,7 @@ def fork(state: Any) -> Any:
             state, used = jaxfp8.fork(state)
             return (state, total + f(x, used)), None
 
-    It needs nothing but public JAX and works where `max_grad` does not.
+    `fork` needs only public JAX, and works where `max_grad` does not.
 
     Args:
         state: a tree of float arrays.

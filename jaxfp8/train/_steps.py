@@ -12,7 +12,7 @@ from ._update import update_state
 
 
 class Accumulating(NamedTuple):
-    """Optimizer state where `optax.MultiSteps` is at work.
+    """Optimizer state that wraps an `optax.MultiSteps`.
 
     Attributes:
         inner: the state of the wrapped transformation.

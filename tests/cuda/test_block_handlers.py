@@ -132,8 +132,8 @@ def test_powers_of_two_as_mx(over_handlers, monkeypatch, pair, m, n, k):
     as_on_blackwell = _block_scaled_matmul._for_gpus
     run = _block_scaled_matmul._cublaslt
 
-    def on_blackwell(*operands, members, spec):
-        return run(*operands, members=members, **as_on_blackwell({(10, 0)}, *operands, spec=spec))
+    def on_blackwell(*operands, vmap_dims, spec):
+        return run(*operands, vmap_dims=vmap_dims, **as_on_blackwell({(10, 0)}, *operands, spec=spec))
 
     op = tensor_op("block_scaled_matmul", cpu=on_blackwell, cuda=run, **_block_scaled_matmul._RULES)
     monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jaxfp8 import ops
-from jaxfp8.ops import _produced, _quantize_activation, _quantize_norm
+from jaxfp8.ops import _quantize_activation, _quantize_norm, _shapes
 
 pytestmark = pytest.mark.slow
 
@@ -90,11 +90,11 @@ def parameters_swapped(x, rstd, mean, gamma, beta):
 def amax_of_codes(monkeypatch):
     """The amax after saturation."""
 
-    def clipped(x, members):
-        del members
+    def clipped(x, vmap_dims):
+        del vmap_dims
         return jnp.max(jnp.abs(jnp.clip(x, -2, 2))).reshape(1)
 
-    monkeypatch.setattr(_produced._shapes, "abs_max", clipped)
+    monkeypatch.setattr(_shapes, "abs_max", clipped)
 
 
 ACTIVATION_MUTANTS = {
