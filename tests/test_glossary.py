@@ -18,8 +18,8 @@ FORBIDDEN = {
 PUBLIC = {("ops/_amax_to_scale.py", "stored"), ("ops/_delayed_scales.py", "stored")}
 # Packages and files that still have them.
 TO_DO = (
-    *("autotune", "dot", "linen", "nnx", "recipes", "__main__.py"),
-    *("ops/_ffi.py", "ops/_support.py", "inspect/_compare.py", "inspect/_machine.py"),
+    *("autotune", "linen", "nnx", "__main__.py"),
+    *("ops/_ffi.py", "ops/_support.py", "inspect/_machine.py"),
 )
 
 

@@ -111,7 +111,7 @@ def dot_general(
             y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
         return _plus(y, bias, out_dtype)
 
-    state, reduce = shared(state), AmaxReduction.of(recipe)
+    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
         x_codes = quantize_fused(fused, quantizers[0], state.input, reduce)
     product = Product(

@@ -28,7 +28,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """`jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
+    """Compute `jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
 
     Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated
     labels (a diagonal) and dimensions of size 1 that broadcast.
@@ -66,7 +66,7 @@ def einsum(
 
 
 def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """`einsum` by a `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
+    """Compute `einsum` by a `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
@@ -106,7 +106,7 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
 
 
 def _permuted(out_sharding, out_labels, y_labels) -> PartitionSpec | None:
-    """The sharding of the product, whose dimensions are in the order of `y_labels`."""
+    """Return the sharding of the product, whose dimensions are in the order of `y_labels`."""
     spec = spec_of("einsum", out_sharding)
     if spec is None:
         return None
@@ -119,7 +119,7 @@ def _error(eqn, message):
 
 
 def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], list[str]]:
-    """The labels of x, kernel and the output, one a dimension; those of an ellipsis are `...1`, `...2` from its end."""
+    """Return the labels of x, kernel and the output; an ellipsis has the labels `...1`, `...2` from its end."""
     if not isinstance(eqn, str):
         raise TypeError(f"einsum: eqn: expected a string such as 'bk,kn->bn', got {type(eqn).__name__}")
     inputs, arrow, output = eqn.replace(" ", "").partition("->")
@@ -146,7 +146,7 @@ def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], li
 
 
 def _ellipsis(eqn, name, term, ndim) -> list[str]:
-    """The labels that the ellipsis of `term` stands for; none where it has no ellipsis."""
+    """Return the labels that the ellipsis of `term` stands for."""
     letters = len(term.replace("...", "", 1))
     if letters > ndim or (letters < ndim and "..." not in term):
         raise _error(eqn, f"expected a label for each of the {ndim} dimensions of {name}, {term!r} has {letters}")
@@ -162,7 +162,7 @@ def _expand(eqn, term, ellipsis: list[str]) -> list[str]:
 
 
 def _diagonals(eqn, name, value, labels):
-    """`value` with one dimension for each label: the diagonal over the dimensions that share one."""
+    """Take the diagonal of `value` over dimensions that share a label."""
     while repeated := [label for label in labels if labels.count(label) > 1]:
         first = labels.index(repeated[0])
         second = labels.index(repeated[0], first + 1)
@@ -176,7 +176,7 @@ def _diagonals(eqn, name, value, labels):
 
 
 def _broadcast_sizes(eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int]) -> dict[str, int]:
-    """The size of each label, after broadcasting."""
+    """Return the size of each label, after broadcasting."""
     sizes = {**x_sizes, **kernel_sizes}
     for label in x_sizes.keys() & kernel_sizes.keys():
         pair = (x_sizes[label], kernel_sizes[label])
@@ -187,7 +187,7 @@ def _broadcast_sizes(eqn, x_sizes: dict[str, int], kernel_sizes: dict[str, int])
 
 
 def _reduce(value, labels, sizes, kept):
-    """`value` without the dimensions that broadcast, and summed in f32 over the labels that are not `kept`."""
+    """Remove the dimensions that broadcast, and sum `value` in f32 over the labels that are not `kept`."""
     broadcast = [d for d, label in enumerate(labels) if value.shape[d] < sizes[label]]
     value = jnp.squeeze(value, axis=tuple(broadcast))
     labels = [label for d, label in enumerate(labels) if d not in broadcast]

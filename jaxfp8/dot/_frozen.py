@@ -58,8 +58,8 @@ class _FrozenRecipe(Recipe):
 
     def quantizers(self) -> tuple:
         """Return the quantizers of the recipe; that of a fixed input has a fixed scale."""
-        x, *others = self.recipe.quantizers()
-        return (FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *others)
+        x, *rest = self.recipe.quantizers()
+        return (FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
 
 
 def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
@@ -86,7 +86,7 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
     input_step, kernel_step = read_states(quantizers[:2], [state.input, state.kernel])
-    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=AmaxReduction.of(recipe))
+    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     scales = []

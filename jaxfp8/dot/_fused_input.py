@@ -171,8 +171,8 @@ def _quantize(dtype, counts):
     @quantize.def_vmap
     def batch(size, is_batched, fused, scale, amax):
         del size
-        x_is_batched, *others = jax.tree.leaves(is_batched)
-        if x_is_batched and not any(others):
+        x_is_batched, *rest = jax.tree.leaves(is_batched)
+        if x_is_batched and not any(rest):
             data, data_t, *shared = quantize(fused, scale, amax)
             batched = (True, True, *jax.tree.map(lambda _: False, shared))
             return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched

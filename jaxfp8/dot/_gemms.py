@@ -109,8 +109,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
     operands, kept = [], []
-    for i, (operand, layout, other) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
-        is_kept = other in (differentiated or ())
+    for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
+        is_kept = partner in (differentiated or ())
         options = layout.counts | {"columnwise": is_kept or layout.contract_first}
         if codes[i] is None:
             options |= {"contract_first": layout.contract_first, "reduce": product.reduce}

@@ -44,16 +44,16 @@ class Layout:
         return self.batch + (self.contract + self.free if self.contract_first else self.free + self.contract)
 
     def ordered(self, x):
-        """`x` as `[*batch, *rows, *cols]`."""
+        """Transpose `x` to `[*batch, *rows, *cols]`."""
         return jnp.transpose(x, self._order)
 
     def restored(self, x):
-        """What `ordered` was given."""
+        """Undo `ordered`."""
         return jnp.transpose(x, np.argsort(self._order))
 
 
 def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
-    """The layouts of both operands of `jax.lax.dot_general`.
+    """Return the layouts of both operands of `jax.lax.dot_general`.
 
     Raises:
         ValueError: the dimension numbers do not fit the shapes.
@@ -78,7 +78,7 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
 
 
 def out_shape(x: Layout, kernel: Layout) -> tuple[int, ...]:
-    """The shape of the result: batch dimensions, then those of x, then those of kernel."""
+    """Return the shape of the result: batch dimensions, then those of x, then those of kernel."""
     return tuple(layout.shape[d] for layout, dims in ((x, x.batch + x.free), (kernel, kernel.free)) for d in dims)
 
 

@@ -86,8 +86,8 @@ def ragged_dot(
             f"{group_sizes.size} group_sizes, got {rhs.shape}"
         )
     quantizers, state = checked_quantizers(op, recipe, state)
-    tensorwise, others = quantizers[:3], quantizers[3:]
-    if not all(quantizer.has_one_scale for quantizer in tensorwise) or set(others) != {HighPrecisionQuantizer()}:
+    tensorwise, results = quantizers[:3], quantizers[3:]
+    if not all(quantizer.has_one_scale for quantizer in tensorwise) or set(results) != {HighPrecisionQuantizer()}:
         raise ValueError(
             f"{op}: recipe: expected one scale for each tensor, DelayedScaling or Float8CurrentScaling, got {recipe!r}"
         )
@@ -98,7 +98,8 @@ def ragged_dot(
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), AmaxReduction.of(recipe), selected())
+    reduce = AmaxReduction.for_recipe(recipe)
+    product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), reduce, selected())
     state = vmapped_state(shared(state), lhs, rhs, group_sizes)
     multiply = wrapped(functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state), OUTPUT_NAME)

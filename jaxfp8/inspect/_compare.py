@@ -51,7 +51,7 @@ class Comparison:
 def compare(
     model: Any, batch: Any, variables: Any = None, *, loss: Callable[..., Any] | None = None, **kwargs: Any
 ) -> Comparison:
-    """Runs a model with its products in float32 and in FP8, forward and backward, and compares layer by layer.
+    """Run a model with its products in float32 and in FP8, forward and backward, and compare layer by layer.
 
         print(jaxfp8.inspect.compare(model, batch, variables))
 
@@ -94,7 +94,7 @@ def compare(
 
 
 def _function(model, args, variables, kwargs):
-    """`(function of a tree of arrays, the tree)`."""
+    """Return `(function of a tree of arrays, the tree)`."""
     if linen_inspect.is_model(model):
         variables = model.init(jax.random.key(0), *args, **kwargs) if variables is None else variables
         fn, args = model.apply, (variables, *args)
@@ -117,11 +117,11 @@ def _run(fn, arrays, loss, recorder) -> None:
 
     def loss_of(floats):
         floats = iter(floats)
-        values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
+        values = [next(floats) if is_wanted else leaf for leaf, is_wanted in zip(leaves, is_float, strict=True)]
         with linen_inspect.naming(), _wrapping.wrapping(recorder):
             return loss(fn(tree.unflatten(values)))
 
-    floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
+    floats = [leaf for leaf, is_wanted in zip(leaves, is_float, strict=True) if is_wanted]
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
 
 
@@ -151,19 +151,19 @@ class _Recorder:
     @functools.cached_property
     def records(self) -> dict:
         """(name, call) -> arrays of each time that it ran; calls are counted among those that ran."""
-        found, calls = {}, defaultdict(int)
+        records, calls = {}, defaultdict(int)
         for site in sorted(self._by_site):
             name = self.names[site]
-            found[name, calls[name]] = self._by_site[site]
+            records[name, calls[name]] = self._by_site[site]
             calls[name] += 1
-        return found
+        return records
 
     def executions(self, key) -> list:
         """In the order of the forward, which the backward goes through from behind."""
         return self.records[key][::-1]
 
     def calls(self, name: str) -> int:
-        return sum(name == other for other, _ in self.records)
+        return sum(name == recorded for recorded, _ in self.records)
 
     def __call__(self, fp8, f32, *operands):
         site = len(self.names)
@@ -175,18 +175,18 @@ class _Recorder:
             return function(*tree.unflatten(leaves))
 
         def gradients(function, leaves, grad):
-            """The output, and the gradients of all float leaves."""
+            """Compute the output, and the gradients of all float leaves."""
 
             def of_floats(floats):
                 floats = iter(floats)
-                values = [next(floats) if wanted else leaf for leaf, wanted in zip(leaves, is_float, strict=True)]
+                values = [next(floats) if is_wanted else leaf for leaf, is_wanted in zip(leaves, is_float, strict=True)]
                 return product(function, values)
 
-            floats = [leaf for leaf, wanted in zip(leaves, is_float, strict=True) if wanted]
+            floats = [leaf for leaf, is_wanted in zip(leaves, is_float, strict=True) if is_wanted]
             y, pullback = jax.vjp(of_floats, floats)
-            (found,) = pullback(grad.astype(y.dtype))
-            found = iter(found)
-            return y, [next(found) if wanted else None for wanted in is_float]
+            (cotangents,) = pullback(grad.astype(y.dtype))
+            cotangents = iter(cotangents)
+            return y, [next(cotangents) if is_wanted else None for is_wanted in is_float]
 
         out_dtype = jax.eval_shape(functools.partial(product, fp8), leaves).dtype
 
@@ -195,14 +195,14 @@ class _Recorder:
             return product(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
 
         def backward(leaves, grad):
-            found = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
-            tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *of[:2])] for y, of in found]
+            runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
+            tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
             record = functools.partial(self._record, site, grad.ndim)
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
             return tuple(
                 _cotangent(leaf, None if i > 1 else ct, zero)
-                for i, (leaf, ct) in enumerate(zip(leaves, found[0][1], strict=True))
+                for i, (leaf, ct) in enumerate(zip(leaves, runs[0][1], strict=True))
             )
 
         run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)

@@ -34,8 +34,8 @@ class AmaxReduction:
     pipeline_axes: tuple[str, ...]
 
     @staticmethod
-    def of(recipe) -> "AmaxReduction":
-        """The one for products of a recipe, at the place in a program where it is called."""
+    def for_recipe(recipe) -> "AmaxReduction":
+        """Return the reduction for products of a recipe, at this place in a program."""
         stages, manual = recipe.pipeline_axes, jax.sharding.get_abstract_mesh().manual_axes
         if not manual or varying(lax.axis_index(manual[0])):
             return AmaxReduction(None, stages)
@@ -55,10 +55,10 @@ class AmaxReduction:
         return AmaxReduction(axes, stages)
 
     def __call__(self, amax, state, combine=lax.pmax):
-        """`amax` of the whole tensor, as far as it shares `state` (None: all of it); or what `combine` makes of it.
+        """Reduce `amax` by `combine` over the devices that share `state`; None: over those that hold the tensor.
 
-        If there is anything to reduce it is done over all devices that share the state: more of them change nothing,
-        and reductions over the same devices become one collective.
+        A reduction goes over all devices that share the state: more devices do not change a maximum, and reductions
+        over the same devices become one collective.
 
         Raises:
             ValueError: an axis is called a pipeline axis, but the state is the same for all stages.
@@ -66,17 +66,17 @@ class AmaxReduction:
         if self.axes is not None:
             return combine(amax, self.axes) if self.axes else amax
         stages = set(self.pipeline_axes)
-        own = varying(amax) & stages if state is None else varying(*jax.tree.leaves(state))
-        one_state = (varying(amax) - own) & stages
+        state_axes = varying(amax) & stages if state is None else varying(*jax.tree.leaves(state))
+        one_state = (varying(amax) - state_axes) & stages
         if one_state:
             raise ValueError(
                 f"dot_general: recipe.pipeline_axes names {sorted(one_state)}, but the state does not vary over "
                 "it; give each stage its own: stack the states and pass them with that axis in in_specs"
             )
-        missing = tuple(sorted(own - varying(amax)))
+        missing = tuple(sorted(state_axes - varying(amax)))
         amax = lax.pcast(amax, missing, to="varying") if missing else amax
-        if varying(amax) <= own:
+        if varying(amax) <= state_axes:
             return amax
-        axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in own]
+        axes = [axis for axis in jax.sharding.get_abstract_mesh().manual_axes if axis not in state_axes]
         unlike = tuple(axis for axis in axes if axis not in varying(amax))
         return combine(lax.pcast(amax, unlike, to="varying") if unlike else amax, tuple(axes))

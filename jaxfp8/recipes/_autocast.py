@@ -1,4 +1,4 @@
-"""autocast: the recipe of layers that name none."""
+"""autocast: the recipe of layers that name no recipe."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ _region = jax.make_user_context(default_value=None)
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None = None, enabled: bool = True):
-    """The recipe of layers that name none, for what is traced inside.
+    """Set the recipe of layers that name no recipe, for everything that is traced inside.
 
         with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
             loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
@@ -52,7 +52,7 @@ def is_off() -> bool:
 
 
 def resolve(recipe: Recipe | None, default) -> Recipe | None:
-    """The recipe of a layer here and now; None is high precision.
+    """Return the recipe of a layer, here in the program; None is high precision.
 
     Args:
         recipe: what the layer names, or None.

@@ -35,7 +35,7 @@ Rules = Sequence[Rule | tuple[str, Recipe | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:
-    """The rules of a list of `(path_regex, recipe or None)`, an argument of `op`.
+    """Return the rules of a list of `(path_regex, recipe or None)`, an argument of `op`.
 
     Raises:
         TypeError: not a list of pairs; a path that is not a string; a recipe that is not one or does not hash.
@@ -69,12 +69,12 @@ def _checked(where: str, rule) -> Rule:
 
 
 def kind(value) -> str:
-    """What a message calls something that may be a whole model, whose repr is pages long."""
+    """Describe a value in a message; it may be a whole model, whose repr is pages long."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
 def first_match(rules, paths, op: str) -> int | None:
-    """The index of the first rule that matches one of `paths`, all names of one layer."""
+    """Return the index of the first rule that matches one of `paths`, all names of one layer."""
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
 
 

@@ -51,34 +51,34 @@ class StateTree:
         leaves: all leaves, parameters included, in the order of `jax.tree.leaves`.
         paths: a tuple of strings for each leaf, the same whether NNX variables are boxed or pure.
         quantizers: every pair, in the order of its history.
-        others: positions of the state leaves that belong to no pair.
+        unpaired: positions of the state leaves that belong to no pair.
     """
 
     treedef: Any
     leaves: list
     paths: list[tuple[str, ...]]
     quantizers: list[Quantizer]
-    others: list[int]
+    unpaired: list[int]
 
     def positions(self) -> list[int]:
-        """Positions of all state leaves, ascending."""
-        return sorted([*(i for q in self.quantizers for i in q.positions()), *self.others])
+        """Return the positions of all state leaves, ascending."""
+        return sorted([*(i for q in self.quantizers for i in q.positions()), *self.unpaired])
 
     def replace(self, values: dict[int, Any]):
-        """The tree with some leaves replaced; a value may be a subtree."""
+        """Return the tree with some leaves replaced; a value may be a subtree."""
         return self.treedef.unflatten([values.get(i, leaf) for i, leaf in enumerate(self.leaves)])
 
     def by_path(self) -> dict[tuple[str, ...], Any]:
-        """All leaves by their path."""
+        """Return all leaves by their path."""
         return dict(zip(self.paths, self.leaves, strict=True))
 
     def name(self, position: int) -> str:
-        """The path of a leaf, for messages."""
+        """Return the path of a leaf, for messages."""
         return "/".join(self.paths[position])
 
 
 def flatten(tree) -> StateTree:
-    """Flattens any pytree and finds its quantizer state.
+    """Flatten any pytree and find its quantizer state.
 
     Args:
         tree: a state collection, a variables dict, an NNX state or module, a `DotGeneralState`, or a pytree that mixes
@@ -93,29 +93,29 @@ def flatten(tree) -> StateTree:
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
     by_roles = _named_after_roles(paths)
-    others = [
+    unpaired = [
         i
         for i, path in enumerate(paths)
         if i not in paired and (in_product[i] or OVERWRITE_WITH_GRADIENT in path or path[:-1] in by_roles)
     ]
-    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, others)
+    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired)
 
 
 def partition(tree):
-    """The tree with True for every leaf that is quantizer state and False for every parameter."""
-    found = flatten(tree)
-    state = set(found.positions())
-    return found.treedef.unflatten([i in state for i in range(len(found.leaves))])
+    """Return the tree with True for every leaf that is quantizer state and False for every parameter."""
+    flat = flatten(tree)
+    state = set(flat.positions())
+    return flat.treedef.unflatten([i in state for i in range(len(flat.leaves))])
 
 
 def prefix_of(name: str) -> str | None:
-    """What the names of a quantizer's leaves begin with, if `name` is that of its history; else None."""
+    """Return the prefix of the names of a quantizer's leaves, if `name` is that of its history; else None."""
     prefix = name.removesuffix(_HISTORY)
     return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
 
 
 def slot_axis(history_shape, scale_shape) -> int | None:
-    """The axis of the slots of a history; all others are rows. None where the two shapes do not fit."""
+    """Return the axis of the slots of a history; all other axes are rows. None where the two shapes do not fit."""
     if len(history_shape) != len(scale_shape) or not history_shape:
         return None
     differ = [i for i, (h, s) in enumerate(zip(history_shape, scale_shape, strict=True)) if h != s]
@@ -137,7 +137,7 @@ def _names(path) -> tuple[str, ...]:
 
 def _pairs(paths) -> list[Quantizer]:
     where = {path: i for i, path in enumerate(paths)}
-    found = []
+    pairs = []
     for i, path in enumerate(paths):
         prefix = prefix_of(path[-1]) if path else None
         if prefix is None:
@@ -145,12 +145,12 @@ def _pairs(paths) -> list[Quantizer]:
         scale = where.get((*path[:-1], prefix + _SCALE))
         if scale is not None:
             name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
-            found.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
-    return found
+            pairs.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
+    return pairs
 
 
 def _named_after_roles(paths) -> set:
-    """The paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not say what is state."""
+    """Return the paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not say what is state."""
     if any(OVERWRITE_WITH_GRADIENT in path for path in paths):
         return set()
     prefixes = tuple(f"{role}_" for role in ROLES)

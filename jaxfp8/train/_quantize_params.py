@@ -38,7 +38,7 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
     """
     tree, states = _state_tree.flatten(params), _state_tree.flatten(state)
     where = {path: i for i, path in enumerate(tree.paths)}
-    quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.of(recipe)
+    quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.for_recipe(recipe)
     if not isinstance(quantizer.init(), QuantizerState):
         raise ValueError(
             f"quantize_params: recipe: expected DelayedScaling, got {recipe!r}, which keeps no state that says which "

@@ -79,7 +79,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             values |= dict(zip(positions, leaves, strict=True))
             factors[name] = factor
     # 3. Overwrite the state of users' own quantizers.
-    for i in before.others:
+    for i in before.unpaired:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             values[i] = _next_other(before.leaves[i], leaf)
