@@ -4,7 +4,8 @@ import jax
 from flax import linen as nn
 
 from .._jax._arrays import split_arrays
-from ..linen._quantize import decision, is_layer, regions
+from ..linen._quantize import decision, is_layer
+from ..linen._scopes import regions
 from ..linen._state import Fp8Module
 from ..recipes import QTensor, first_match, relative
 from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped
@@ -54,9 +55,9 @@ class _Seen:
 
     def record(self, next_method, args, kwargs, context):
         """Flax calls it in place of each method: runs it, then writes down what it was."""
-        self.regions += [region for region in regions() if region not in self.regions]
-        result = next_method(*args, **kwargs)
         module = context.module
+        self.regions += [region for region in regions(module.scope) if region not in self.regions]
+        result = next_method(*args, **kwargs)
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
                 self._product(module, args)
@@ -100,7 +101,7 @@ class _Seen:
         reason = next((reason for of, reason in NO_PRODUCT.items() if isinstance(module, of)), None)
         if reason is None and kernel is None:
             return
-        for region in regions():
+        for region in regions(module.scope):
             below = relative(module.path, region.root)
             index = None if below is None else first_match(region.rules, [below], None)
             if index is not None:

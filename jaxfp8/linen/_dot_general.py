@@ -29,9 +29,20 @@ class Fp8DotGeneral(Fp8Module):
             sets one names its recipe with it.
 
     Raises:
+        TypeError: a layer was given an instance as its `dot_general_cls`.
         ValueError: e4m3_dtype and e5m2_dtype are not a format of ours; first variables of a recipe with state inside an
             `nn.scan` or `nn.vmap` that does not carry its collection.
     """
+
+    def __post_init__(self) -> None:
+        # Flax makes a module in a field a submodule of that name. A layer calls what the field holds without arguments.
+        if (self.name or "").endswith("dot_general_cls"):
+            raise TypeError(
+                f"{type(self.parent).__name__}: {self.name}: expected a class or a function that makes a product, got "
+                f"an instance; pass {self.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
+                f"{self.name}=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)"
+            )
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -46,7 +57,7 @@ class Fp8DotGeneral(Fp8Module):
         bias: ArrayLike | None = None,
     ) -> jax.Array:
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return self.product(
+        return self.product()(
             x,
             kernel,
             dimension_numbers,

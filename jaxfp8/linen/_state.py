@@ -1,5 +1,7 @@
-"""What Linen modules with FP8 state share: Flax's fields, the recipe they name and the variables of one product."""
+"""Fp8Module: the base of Linen modules with FP8 state, with Flax's fields, a recipe and the state of one product."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,28 +24,32 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     @nn.nowrap
-    def product(self, x: Any, kernel: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
+    def product(self) -> Callable[..., jax.Array]:
         """`jaxfp8.dot_general` with this module's recipe and state; with its codes, where `jaxfp8.freeze` left some."""
+        codes = None
         if self.has_variable("params", _frozen.KERNEL):
-            frozen = {name: self.get_variable("params", name) for name in self.variables["params"]}
-            if _frozen.is_freezing():
-                self._note_another(frozen, x.shape, kernel, dimension_numbers)
-            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=frozen, recipe=self._recipe(), **options)
-        found = self.recipe_and_state()
-        if _frozen.is_freezing() and found["recipe"] is not None:
-            operands = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **found)
-            for name, leaf in (operands or {}).items():
-                self.put_variable("params", name, leaf)
-        return dot_general(x, kernel, dimension_numbers, **found, **options)
+            codes = {name: self.get_variable("params", name) for name in self.variables["params"]}
+        if codes is None or _frozen.is_freezing():
+            keywords = self.recipe_and_state()
+        if codes is None:
+            product = functools.partial(dot_general, **keywords)
+        else:
+            product = functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
+        return functools.partial(self._freeze, product, codes, keywords) if _frozen.is_freezing() else product
 
     @nn.nowrap
-    def _note_another(self, frozen, x_shape, kernel, dimension_numbers) -> None:
-        """In a later call of a product that was frozen in an earlier one: keeps whether it has another kernel."""
-        found = self.recipe_and_state()
-        if found["recipe"] is None:
-            return
-        differs = _frozen.is_another(frozen, x_shape, kernel, dimension_numbers, **found)
-        self.put_variable("params", _frozen.HAS_ANOTHER, differs | frozen.get(_frozen.HAS_ANOTHER, False))
+    def _freeze(self, product, codes, keywords, x, kernel, dimension_numbers, **options) -> jax.Array:
+        """Multiply, and store codes of the kernel; in a later call of a product, whether it has another kernel."""
+        if keywords["recipe"] is None:
+            frozen = {}
+        elif codes is None:
+            frozen = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **keywords) or {}
+        else:
+            differs = _frozen.is_another(codes, x.shape, kernel, dimension_numbers, **keywords)
+            frozen = {_frozen.HAS_ANOTHER: differs | codes.get(_frozen.HAS_ANOTHER, False)}
+        for name, leaf in frozen.items():
+            self.put_variable("params", name, leaf)
+        return product(x, kernel, dimension_numbers, **options)
 
     @nn.nowrap
     def recipe_and_state(self) -> dict[str, Any]:
