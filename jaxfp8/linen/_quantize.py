@@ -11,6 +11,7 @@ for, and takes it back afterwards. So layers that transforms, `setup` or other m
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -128,7 +129,10 @@ class _Quantized:
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
-    def __reduce_ex__(self, protocol):
+    def __copy__(self):
+        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
+
+    def __reduce_ex__(self, protocol):  # pickle and deepcopy
         return functools.partial(_with_rules, rules=self._fp8_rules), (_plain(self),)
 
     # Python asks the second method for what the first does not find: before `setup` has run, which the second runs.
@@ -194,9 +198,9 @@ def _plain(quantized: nn.Module) -> nn.Module:
 
 def _of_class(cls, module):
     """A shallow copy of a module that is an instance of `cls`."""
-    copy = object.__new__(cls)
-    vars(copy).update(vars(module))
-    return copy
+    other = object.__new__(cls)
+    vars(other).update(vars(module))
+    return other
 
 
 def _hand_out(model, name: str, value):
