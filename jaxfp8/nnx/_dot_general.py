@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -39,12 +40,12 @@ class _Fp8Product(nnx.Module):
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
         return {name: getattr(self, name).get_value() for name in names} or None
 
-    def _product(self, x, kernel, dimension_numbers, **options):
+    def _product(self) -> Callable[..., jax.Array]:
         """`jaxfp8.dot_general` with this object's recipe and state, or codes."""
         codes = self._codes()
         if codes is not None:
-            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=codes, recipe=self._recipe(), **options)
-        return dot_general(x, kernel, dimension_numbers, **self._recipe_and_state(), **options)
+            return functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
+        return functools.partial(dot_general, **self._recipe_and_state())
 
     def _recipe(self):
         return resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
@@ -99,7 +100,7 @@ class Fp8DotGeneral(_Fp8Product):
         bias: ArrayLike | None = None,
     ) -> jax.Array:
         """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return self._product(
+        return self._product()(
             x,
             kernel,
             dimension_numbers,
@@ -130,7 +131,7 @@ class Fp8Einsum(_Fp8Product):
     ) -> jax.Array:
         """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
         return einsum_by(
-            self._product,
+            self._product(),
             eqn,
             x,
             kernel,
