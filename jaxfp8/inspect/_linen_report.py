@@ -18,13 +18,16 @@ NO_PRODUCT = {
     nn.Embed: "an embedding is looked up, and attend has no FP8 product",
 }
 
+# A context of jit's cache key: blocks in nn.jit are traced anew for each report, else no method of theirs is met.
+_report = jax.make_user_context(None)
+
 
 def rows(model, args, kwargs):
     """`(rows, unused rules)`; None: not a Linen model."""
     if not isinstance(model, nn.Module):
         return None
     seen = _Seen()
-    with nn.intercept_methods(seen.record):
+    with _report(object()), nn.intercept_methods(seen.record):
         _trace_init(model, args, kwargs)
     return list(seen.rows.values()), seen.unused()
 

@@ -79,6 +79,23 @@ def test_bound_models():
     assert unbound == by_rules()
 
 
+def test_bound_submodules_in_containers():
+    class Towers(nn.Module):
+        def setup(self):
+            self.towers = {"a": nn.Dense(D), "b": (nn.Dense(D), 3)}
+
+        def __call__(self, x):
+            return self.towers["b"][0](self.towers["a"](x))
+
+    quantized = quantize(Towers(), [("towers_a", A), ("towers_b_0", B)])
+    variables = quantized.init(jax.random.key(0), x())
+    bound = quantized.bind(variables)
+    hidden = nn.Dense(D, dot_general_cls=fp8(A)).apply({name: tree["towers_a"] for name, tree in variables.items()}, x())
+    assert_same(bound.towers["a"](x()), hidden)
+    assert_same(bound.towers["b"][0](hidden), bound(x()))
+    assert bound.towers["b"][1] == 3
+
+
 def test_is_a_module_like_its_model():
     quantized = by_rules()
     assert isinstance(quantized, Model) and type(quantized).__name__ == "Model"
@@ -282,6 +299,19 @@ def test_state_of_training_is_the_oracles():
 def test_errors(bad, error, message):
     with pytest.raises(error, match=message):
         quantize(bad, RULES)
+
+
+@pytest.mark.parametrize(
+    ("layer", "argument"),
+    [
+        (nn.Dense(5, dot_general_cls=jaxfp8.Fp8DotGeneral()), "Dense: dot_general_cls"),
+        (nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral(recipe=A)),
+         "MultiHeadDotProductAttention: qkv_dot_general_cls"),
+    ],
+)  # fmt: skip
+def test_instance_in_place_of_a_class(layer, argument):
+    with pytest.raises(TypeError, match=rf"^{argument}: expected a class.* got an instance; pass .*functools.partial"):
+        layer.init(jax.random.key(0), x())
 
 
 def test_bound_model_is_an_error():

@@ -2,13 +2,11 @@
 
 import copy
 import functools
-import io
-import os
 import pickle
-import subprocess
 import sys
 import threading
 
+import another_process
 import flax.linen as nn
 import jax
 import numpy as np
@@ -162,39 +160,25 @@ import jax, numpy as np
 model, x = pickle.load(sys.stdin.buffer)
 from linen.quantized import step
 variables = model.init(jax.random.key(0), x)
-leaves = jax.tree.leaves((variables, step(model)(variables, x)))
-np.savez(sys.stdout.buffer, *map(np.asarray, leaves))
+pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variables, x))))), sys.stdout.buffer)
 """
-
-
-def in_another_process(pickled: bytes):
-    """Unpickle `(model, x)` in a new process, initialize and run a step there; return all leaves."""
-    tests = os.path.dirname(os.path.dirname(__file__))
-    path = os.pathsep.join([os.path.dirname(tests), tests, *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS],
-        input=pickled,
-        capture_output=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert run.returncode == 0, run.stderr.decode()
-    return list(np.load(io.BytesIO(run.stdout)).values())
 
 
 def assert_runs_in_another_process(quantized, pickled):
     variables = quantized.init(jax.random.key(0), x())
     wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
-    got = in_another_process(pickled)
-    assert len(got) == len(wanted)
-    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-        oracle.assert_bitwise(a, np.asarray(b), f"leaf {i}")
+    got = another_process.run(IN_ANOTHER_PROCESS, pickled)
+    for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
+        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
 
 
+@pytest.mark.slow
 def test_pickle_in_another_process():
     quantized = quantize(Block(), BLOCK_RULES)
     assert_runs_in_another_process(quantized, pickle.dumps((quantized, x())))
 
 
+@pytest.mark.slow
 @needs_cloudpickle
 def test_cloudpickle_in_another_process():
     """Of a class that only this function knows, and a recipe with a function of its own."""
