@@ -38,8 +38,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
     The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path as in `params`, joined
-    by `/`, from this model on). None is high precision, also for a layer whose code asks for FP8: state that it has is
-    left alone. A layer that no rule matches runs as its code says.
+    by `/`, from this model on). The recipe None is high precision, also for a layer whose code asks for FP8: state that
+    the layer has is left alone. A layer that no rule matches runs as its code says.
 
     Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral` and those inside attention),
     `nn.Einsum`, and whatever holds a `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as `jaxfp8.linen.Dense`: a rule
@@ -49,15 +49,17 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     `jaxfp8.report` names those that a rule matches.
 
     Args:
-        model: an unbound Linen module; it is not changed. One that has rules already: the new ones come first.
+        model: an unbound Linen module; it is not changed. If it has rules already, the new rules come first.
         rules: the list.
 
     Returns:
-        A module of the same name and fields. It equals another one made of an equal model and equal rules.
+        A module of the same name and fields. It equals a module made of an equal model and equal rules; it is pickled,
+        copied and hashed where the model is.
 
     Raises:
-        TypeError: not a Linen module, or rules that are not pairs of a string and a recipe.
-        ValueError: a bound module; a regex that does not compile. While tracing: a layer inside `nn.jit`.
+        TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
+        ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
+            module in another transform, which hides the path of the block.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
@@ -159,7 +161,7 @@ _classes_lock = threading.Lock()
 
 
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """The subclass for a class and rules: the same one whenever, and in whichever thread, it is asked for."""
+    """Get the subclass for a class and rules; it is one and the same for all threads while a model has it."""
     with _classes_lock:
         quantized = _classes.get((plain_class, rules))
         if quantized is None:
@@ -197,15 +199,15 @@ def _plain(quantized: nn.Module) -> nn.Module:
 
 
 def _of_class(cls, module):
-    """A shallow copy of a module that is an instance of `cls`."""
+    """Make a shallow copy of a module that is an instance of `cls`."""
     other = object.__new__(cls)
     vars(other).update(vars(module))
     return other
 
 
 def _hand_out(model, name: str, value):
-    """An attribute of a model as code outside of its methods gets it: bound modules in it run with the rules."""
-    if name.startswith("_") or name == "parent" or _thread.is_intercepting or vars(model).get("scope") is None:
+    """Return an attribute of a model to code outside of the model's methods: bound modules in it run with the rules."""
+    if name.startswith("_") or name == "parent" or _is_intercepting.value or vars(model).get("scope") is None:
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
         return value
@@ -220,34 +222,30 @@ def _with_interceptor(leaf):
     return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
 
 
-class _Thread(threading.local):
-    is_intercepting = False
-
-
-_thread = _Thread()  # Flax's stack of interceptors is of a thread too
+# Whether the interceptor is there already. Flax's stack of interceptors is of a thread, and so is a context of JAX.
+_is_intercepting = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
 def _intercepting():
-    """A context in which layers get the recipes of their rules."""
-    if _thread.is_intercepting:
+    """Enter a context in which layers get the recipes of their rules."""
+    if _is_intercepting.value:
         yield
         return
-    _thread.is_intercepting = True
-    try:
-        with nn.intercept_methods(_interceptor):
-            yield
-    finally:
-        _thread.is_intercepting = False
+    with _is_intercepting(True), nn.intercept_methods(_interceptor):
+        yield
 
 
 def _interceptor(next_method, args, kwargs, context):
     """Run a method of any module while a quantized model runs: Flax calls this in its place."""
     module = context.module
+    # 1. Lifted transforms have made a scope anew: blocks in nn.jit that this module makes need its path.
     object.__setattr__(module, "scope", restore_path(module.scope))
+    # 2. Only layers that a rule matches run in another way.
     decided = decision(module) if is_layer(module) else None
     if decided is None:
         return next_method(*args, **kwargs)
+    # 3. The fields that give the layer the recipe of the rule; the recipe None is high precision.
     rule = decided.rule
     if isinstance(module, Fp8Module):
         changes = {"recipe": rule.layer_recipe}
@@ -269,7 +267,7 @@ def _interceptor(next_method, args, kwargs, context):
 
 @contextlib.contextmanager
 def _changed(module, fields):
-    """A bound module with some fields changed for a while; it is a clone that Flax made for this call of `apply`."""
+    """Change fields of a bound module for a while; Flax made the module for this call of `apply`."""
     fields = {name: value for name, value in fields.items() if _has_field(module, name)}
     before = {name: getattr(module, name) for name in fields}
     try:
@@ -282,7 +280,7 @@ def _changed(module, fields):
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):
-    """`nn.Einsum.__call__` in FP8: that layer has no field for its product."""
+    """Compute `nn.Einsum.__call__` in FP8: that layer has no field for its product."""
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
         raise ValueError(f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}")

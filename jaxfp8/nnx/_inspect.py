@@ -1,4 +1,4 @@
-"""What jaxfp8.inspect needs of NNX: functions of modules as functions of arrays, and the names of layers."""
+"""NNX for jaxfp8.inspect: functions of modules as functions of arrays, and the names of layers."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ def is_model(x) -> bool:
 
 
 def of_arrays(fn, args, kwargs):
-    """`(function of a tree of arrays, the tree)` for `fn(*args, **kwargs)`; NNX modules in it name what they run."""
+    """Make `(function of a tree of arrays, the tree)` of `fn(*args, **kwargs)`; modules in it name what they run."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
     # nnx.merge makes the modules anew; it makes them of classes that name what they run.

@@ -90,7 +90,9 @@ def test_bound_submodules_in_containers():
     quantized = quantize(Towers(), [("towers_a", A), ("towers_b_0", B)])
     variables = quantized.init(jax.random.key(0), x())
     bound = quantized.bind(variables)
-    hidden = nn.Dense(D, dot_general_cls=fp8(A)).apply({name: tree["towers_a"] for name, tree in variables.items()}, x())
+    hidden = nn.Dense(D, dot_general_cls=fp8(A)).apply(
+        {name: tree["towers_a"] for name, tree in variables.items()}, x()
+    )
     assert_same(bound.towers["a"](x()), hidden)
     assert_same(bound.towers["b"][0](hidden), bound(x()))
     assert bound.towers["b"][1] == 3

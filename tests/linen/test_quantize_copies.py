@@ -1,5 +1,6 @@
 """A model with rules is pickled, copied, hashed and used in threads whenever the plain model is."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -258,8 +259,14 @@ def test_models_that_run_at_the_same_time():
 
 def test_mutants_in_threads_are_caught(monkeypatch):
     class OneForAll:
-        is_intercepting = False
+        value = False
 
-    monkeypatch.setattr(_quantize, "_thread", OneForAll())
+        @contextlib.contextmanager
+        def __call__(self, value):
+            self.value = value
+            yield
+            self.value = False
+
+    monkeypatch.setattr(_quantize, "_is_intercepting", OneForAll())
     with pytest.raises(AssertionError):
         test_models_that_run_at_the_same_time()
