@@ -4,8 +4,8 @@ import contextlib
 import copy
 import functools
 import pickle
-import sys
 import threading
+import time
 
 import another_process
 import flax.linen as nn
@@ -221,15 +221,14 @@ def in_threads(*functions):
 
 def test_equal_models_of_several_threads():
     class Fresh(nn.Module):
-        """A class that nobody has quantized."""
+        """A class that nobody has quantized, and whose subclasses take their time."""
 
-    barrier = threading.Barrier(8)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        models = in_threads(*[lambda: (barrier.wait(), quantize(Fresh(), RULES))[1]] * 8)
-    finally:
-        sys.setswitchinterval(interval)
+        def __init_subclass__(cls, **options):
+            time.sleep(0.05)
+            super().__init_subclass__(**options)
+
+    barrier = threading.Barrier(4)
+    models = in_threads(*[lambda: (barrier.wait(), quantize(Fresh(), RULES))[1]] * 4)
     assert len(set(map(type, models))) == 1 and all(model == models[0] for model in models)
 
 
