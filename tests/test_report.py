@@ -149,6 +149,21 @@ def test_scanned_layers_and_the_order_of_paths():
     assert [(row["layer"], row["recipe"]) for row in report.rows] == [("stack_9/dense", A), ("stack_10/dense", None)]
 
 
+def test_blocks_in_nn_jit():
+    """Flax runs a block whose program it has no more, and no method of it is met; a report traces it anew."""
+    block = nn.jit(nn.Dense)
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return block(8, name="b")(block(8, name="a")(x))
+
+    quantized = linen.quantize(Stack(), [("a", A), ("b", CURRENT)])
+    for _ in range(2):
+        rows = by_layer(jaxfp8.report(quantized, X))
+        assert {layer: row["recipe"] for layer, row in rows.items()} == {"a": A, "b": CURRENT}
+
+
 def test_errors():
     with pytest.raises(TypeError, match="report: model: expected a Linen or an NNX module"):
         jaxfp8.report(3)

@@ -28,7 +28,7 @@ def einsum(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """Compute `jnp.einsum(eqn, x, kernel)` with both operands, and the gradient of the output, in FP8: one `dot_general`.
+    """Compute `jnp.einsum(eqn, x, kernel)` by one `dot_general` with operands and output gradient in FP8.
 
     Equations mean what they mean to `jnp.einsum`: ellipses, an implicit output, any order of the output, repeated
     labels (a diagonal) and dimensions of size 1 that broadcast.
@@ -66,7 +66,7 @@ def einsum(
 
 
 def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """Compute `einsum` by a `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
+    """Compute `einsum` by `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:

@@ -4,7 +4,8 @@ import jax
 from flax import linen as nn
 
 from .._jax._arrays import split_arrays
-from ..linen._quantize import decision, is_layer, regions
+from ..linen._quantize import decision, is_layer
+from ..linen._scopes import regions
 from ..linen._state import Fp8Module
 from ..recipes import QTensor, first_match, relative
 from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped, why_no_product
@@ -17,13 +18,16 @@ NO_PRODUCT = {
     nn.Embed: "an embedding is looked up, and attend has no FP8 product",
 }
 
+# A context of jit's cache key: blocks in nn.jit are traced anew for each report, else no method of theirs is met.
+_report = jax.make_user_context(None)
+
 
 def rows(model, args, kwargs):
     """Return `(rows, unused rules)` of a Linen model; None for any other object."""
     if not isinstance(model, nn.Module):
         return None
     recorder = _Recorder()
-    with nn.intercept_methods(recorder.record):
+    with _report(object()), nn.intercept_methods(recorder.record):
         _trace_init(model, args, kwargs)
     return list(recorder.rows.values()), recorder.unused()
 
@@ -54,9 +58,9 @@ class _Recorder:
 
     def record(self, next_method, args, kwargs, context):
         """Run a method in Flax's place, and record the layer or product that it belongs to."""
-        self.regions += [region for region in regions() if region not in self.regions]
-        result = next_method(*args, **kwargs)
         module = context.module
+        self.regions += [region for region in regions(module.scope) if region not in self.regions]
+        result = next_method(*args, **kwargs)
         if isinstance(module, Fp8Module):
             if context.method_name == "__call__":
                 self._product(module, args)
@@ -104,7 +108,7 @@ class _Recorder:
         reason = why_no_product(NO_PRODUCT, module)
         if reason is None and kernel is None:
             return
-        for region in regions():
+        for region in regions(module.scope):
             below = relative(module.path, region.root)
             index = None if below is None else first_match(region.rules, [below], None)
             if index is not None:

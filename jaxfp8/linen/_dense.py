@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 from ..dot import Activated, FusedInput, Normalized, compute_dtype, to_compute
 from ._dot_general import Fp8DotGeneral
 
+_SHARED_FIELDS = ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
+
 
 class Dense(nn.Module):
     """A linear layer over the last dimension, in FP8: `y = x @ kernel + bias`.
@@ -18,21 +20,21 @@ class Dense(nn.Module):
         jaxfp8.linen.Dense(features, recipe=recipe, dtype=jnp.bfloat16)
 
     Parameters, their names and their first values are those of `nn.Dense`; state is under `Fp8DotGeneral_0`, as in
-    `nn.Dense(features, dot_general_cls=Fp8DotGeneral)`. The differences to that:
+    `nn.Dense(features, dot_general_cls=Fp8DotGeneral)`. The differences to that layer:
 
     - The kernel goes to the quantizer in `param_dtype`. A float32 kernel is rounded once, to FP8; there is no bfloat16
       copy of it, and its gradient comes from the product in float32.
     - The kernel may be a QTensor of `jaxfp8.quantize_params`, quantized once for all microbatches.
     - The bias is added in the product, in float32, before its only rounding; the gradient of the bias is summed in
       float32, in the pass that quantizes the gradient of y.
-    - x may be what `jaxfp8.activated` or `jaxfp8.normalized` gives.
+    - x may be the result of `jaxfp8.activated` or `jaxfp8.normalized`.
 
     Attributes:
-        features: the size of the output's last dimension; or the sizes of several, whose kernel is initialized as that
-            of one.
-        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, else `DelayedScaling()`.
+        features: the size of the output's last dimension, or the sizes of several dimensions, whose kernel is
+            initialized as if they were one.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `DelayedScaling()`.
         use_bias: whether to add a bias.
-        dtype: the compute dtype, in which x arrives at the quantizer and y leaves; without one, what x and the
+        dtype: the compute dtype, in which x arrives at the quantizer and y leaves; None is the dtype that x and the
             parameters promote to.
         param_dtype: the dtype of the parameters.
         precision: as in `jaxfp8.dot_general`.
@@ -50,7 +52,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
-        """`x` `[..., k]` to y `[..., features]`."""
+        """Compute y `[..., features]` of x `[..., k]`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
 
@@ -69,3 +71,8 @@ class Dense(nn.Module):
             precision=self.precision,
             preferred_element_type=dtype,
         )
+
+
+def dense_of(module: nn.Module, features: int | tuple[int, ...], name: str) -> Dense:
+    """Make the Dense layer `name` of a module that has Dense's fields."""
+    return Dense(features, name=name, **{field: getattr(module, field) for field in _SHARED_FIELDS})

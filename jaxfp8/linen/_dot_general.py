@@ -23,15 +23,26 @@ class Fp8DotGeneral(Fp8Module):
     Applied to variables without the collection, the module takes its scales from the tensors at hand.
 
     Attributes:
-        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, outside of it
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
             `DelayedScaling(amax_history_len=amax_history_length)` in the format that the two dtypes name.
-        amax_history_length, e4m3_dtype, e5m2_dtype: as Flax's class has them; for use without a recipe. A layer that
-            sets one names its recipe with it.
+        amax_history_length, e4m3_dtype, e5m2_dtype: the fields of Flax's class, for use without a recipe. A layer that
+            sets one of them names its recipe with it.
 
     Raises:
-        ValueError: e4m3_dtype and e5m2_dtype are not a format of ours; first variables of a recipe with state inside an
-            `nn.scan` or `nn.vmap` that does not carry its collection.
+        TypeError: a layer was given an instance as its `dot_general_cls`.
+        ValueError: `e4m3_dtype` and `e5m2_dtype` are no `jaxfp8.Format`; or `init` makes state inside an `nn.scan` or
+            `nn.vmap` that does not carry its collection.
     """
+
+    def __post_init__(self) -> None:
+        # Flax makes a module in a field a submodule of that name. A layer calls what the field holds without arguments.
+        if (self.name or "").endswith("dot_general_cls"):
+            raise TypeError(
+                f"{type(self.parent).__name__}: {self.name}: expected a class or a function that makes a product, got "
+                f"an instance; pass {self.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
+                f"{self.name}=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)"
+            )
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -45,8 +56,8 @@ class Fp8DotGeneral(Fp8Module):
         *,
         bias: ArrayLike | None = None,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return self.product(
+        """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
+        return self.product()(
             x,
             kernel,
             dimension_numbers,

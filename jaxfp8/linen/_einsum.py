@@ -28,6 +28,6 @@ class Fp8Einsum(Fp8Module):
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
-        """`jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
+        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return einsum_by(self.product, eqn, lhs, rhs, **options)
+        return einsum_by(self.product(), eqn, lhs, rhs, **options)

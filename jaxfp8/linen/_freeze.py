@@ -1,4 +1,4 @@
-"""What `jaxfp8.freeze` does to the variables of a Linen model: its products put their codes beside the parameters.
+"""`jaxfp8.freeze` for the variables of a Linen model: its products put their codes beside the parameters.
 
 The model runs once, for the codes alone. Each product has its kernel as it gets it, in the compute dtype of its layer,
 and stores what `_frozen` makes of it as parameters of its own; so a scan stacks them as it stacks kernels. Parameters
@@ -28,7 +28,7 @@ PARAMS = "params"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenKernel(meta.AxisMetadata):
-    """What is left of a kernel whose codes are in its product: shape and dtype, no array.
+    """Placeholder for a kernel whose codes are in its product: shape and dtype, no array.
 
     Layers get NaNs, which their product does not read, so that nothing of them is in a compiled program.
 
@@ -41,20 +41,20 @@ class FrozenKernel(meta.AxisMetadata):
     dtype: str = dataclasses.field(metadata={"static": True})
 
     def unbox(self):
-        """NaNs of this shape and dtype."""
+        """Return NaNs of this shape and dtype."""
         return _frozen.stand_in(self.shape, self.dtype)
 
     def replace_boxed(self, val):
-        """`val`: the box holds nothing."""
+        """Return `val`: the box holds nothing."""
         return val
 
     def add_axis(self, index: int, params):
-        """As Flax's: a transform stacks."""
+        """Insert an axis: a transform stacks."""
         size = params.get("axis_size", 1)
         return dataclasses.replace(self, shape=(*self.shape[:index], size, *self.shape[index:]))
 
     def remove_axis(self, index: int, params):
-        """As Flax's: a transform takes a slice."""
+        """Remove an axis: a transform takes a slice."""
         del params
         index %= len(self.shape)
         return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
@@ -70,7 +70,7 @@ export.register_pytree_node_serialization(
 
 
 def freeze(model: nn.Module, variables, args, kwargs):
-    """`variables` frozen; see `jaxfp8.freeze`."""
+    """Freeze `variables`; see `jaxfp8.freeze`."""
     others = dict(core.unfreeze(variables))
     if PARAMS not in others:
         raise ValueError(f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(others)}")
@@ -88,6 +88,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
             _, changed = apply(params, others, arrays, core.scope.union_filters(mutable, PARAMS))
         return {path: leaf for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items() if path not in params}
 
+    # 1. Find the parameters that codes are made of.
     try:
         made_of = _read(with_codes, params, others, arrays)
     except TypeError as error:
@@ -97,6 +98,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
             "freeze: model: products in the branches of nn.cond or nn.switch cannot be frozen: each branch would store "
             "codes of its own; take the branch outside of it, or leave such layers in high precision"
         ) from error
+    # 2. Make the codes.
     codes = jax.jit(with_codes)(params, others, arrays)
     several = {path[:-1]: codes.pop(path) for path in list(codes) if path[-1] == _frozen.HAS_ANOTHER}
     if not codes:
@@ -108,6 +110,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
             raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
     state = traverse_util.flatten_dict(others.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
+    # 3. Take away the parameters that nothing but their codes reads.
     read = _read(functools.partial(apply, mutable=mutable), params | codes, others, arrays)
     for path in made_of - read:
         (kernel,) = jax.tree.leaves(params[path])
@@ -125,7 +128,7 @@ def _variables(params, others):
 
 
 def _read(function, params: dict[Any, Any], *others) -> set:
-    """The parameters that the results of `function(params, *others)` depend on."""
+    """Find the parameters that the results of `function(params, *others)` depend on."""
     closed = jax.make_jaxpr(function)(params, *others)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     count = len(jax.tree.leaves(params))
@@ -134,7 +137,7 @@ def _read(function, params: dict[Any, Any], *others) -> set:
 
 
 def _refuse_untouched(products, state) -> None:
-    """Raises where delayed scaling has seen nothing: its fixed scale would be 1."""
+    """Raise where delayed scaling has seen nothing: its fixed scale would be 1."""
     for product in sorted(products):
         for operand in ("input", "kernel", "linear_input", "linear_weight"):
             history, scale = (state.get((*product, f"{operand}_{leaf}")) for leaf in ("amax_history", "scale"))

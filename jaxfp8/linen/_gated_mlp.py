@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.typing import ArrayLike
 
 from ..dot import activated
-from ._dense import Dense
+from ._dense import dense_of
 
 
 class GatedMLP(nn.Module):
@@ -23,12 +23,12 @@ class GatedMLP(nn.Module):
 
     Attributes:
         hidden_features: the size between the products.
-        features: the size of the output's last dimension; without one that of x.
+        features: the size of the output's last dimension; None is the size of x's.
         activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
         recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`, for both.
 
     Raises:
-        ValueError: unknown activation.
+        ValueError: `activation` is unknown.
     """
 
     hidden_features: int
@@ -44,18 +44,10 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike) -> jax.Array:
-        """`x` `[..., k]` to y `[..., features]`."""
+        """Compute y `[..., features]` of x `[..., k]`."""
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
         x = jnp.asarray(x)
-
-        def dense(features, name):
-            options = {
-                option: getattr(self, option)
-                for option in ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
-            }
-            return Dense(features, name=name, **options)
-
-        hidden = dense((2, self.hidden_features), "wi")(x)
+        hidden = dense_of(self, (2, self.hidden_features), "wi")(x)
         hidden = activated(hidden, f"{self.activation}_gated")
-        return dense(x.shape[-1] if self.features is None else self.features, "wo")(hidden)
+        return dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden)

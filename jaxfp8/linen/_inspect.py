@@ -7,11 +7,12 @@ from ._state import Fp8Module
 
 
 def is_model(x) -> bool:
+    """Whether `x` is a Linen module."""
     return isinstance(x, nn.Module)
 
 
 def naming():
-    """A context in which every FP8 product of a Linen module says the path of its layer."""
+    """Enter a context in which every FP8 product of a Linen module says the path of its layer."""
     return nn.intercept_methods(_name)
 
 
@@ -24,5 +25,5 @@ def _name(next_method, args, kwargs, context):
 
 
 def layer_path(product) -> tuple[str, ...]:
-    """The path of the layer that a bound product stands for: its module's, unless the code gave it a name."""
+    """Get the path of a bound product's layer: the module that holds the product, unless the code named the product."""
     return product.path[:-1] if product.path and product.path[-1] == f"{type(product).__name__}_0" else product.path

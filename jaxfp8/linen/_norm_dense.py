@@ -8,7 +8,7 @@ from flax import linen as nn
 from jax.typing import ArrayLike
 
 from ..dot import compute_dtype, normalized, to_compute
-from ._dense import Dense
+from ._dense import dense_of
 
 
 class NormDense(nn.Module):
@@ -17,7 +17,7 @@ class NormDense(nn.Module):
         jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)  # queries, keys and values
 
     Parameters: `scale` `[k]` and, with `kind="layer"`, `norm_bias` `[k]`; the `Dense` layer `dense` holds the others,
-    and the state. For the gradient of the norm x is kept, and nothing else.
+    and the state. The gradient of the norm keeps x, and nothing else.
 
     Attributes:
         features: as of `Dense`.
@@ -27,7 +27,7 @@ class NormDense(nn.Module):
         scale_init, norm_bias_init: initializers.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: `kind` is unknown.
     """
 
     features: int | tuple[int, ...]
@@ -45,7 +45,7 @@ class NormDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike) -> jax.Array:
-        """`x` `[..., k]` to y `[..., features]`."""
+        """Compute y `[..., features]` of x `[..., k]`."""
         if self.kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')
         x = jnp.asarray(x)
@@ -54,10 +54,6 @@ class NormDense(nn.Module):
         norm_bias = None
         if self.kind == "layer":
             norm_bias = self.param("norm_bias", self.norm_bias_init, size, self.param_dtype)
-        options = {
-            option: getattr(self, option)
-            for option in ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
-        }
         x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
         x = normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon)
-        return Dense(self.features, name="dense", **options)(x)
+        return dense_of(self, self.features, "dense")(x)

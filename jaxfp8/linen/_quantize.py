@@ -1,19 +1,26 @@
 """quantize: a Linen model whose layers take their recipes from rules, without an edit of its code.
 
-The model gets a subclass of its own class, with the same name and fields. While one of its methods runs, Flax's method
-interceptor hands each layer the `dot_general_cls` that its rule asks for, and takes it back afterwards. So layers that
-transforms, `setup` or other modules make are met where they run.
+The quantized model is an instance of a subclass of the model's class, with the same name and fields. `isinstance`,
+`method=Model.encode` and lifted transforms need the class of the model, and Flax makes every module anew from its class
+and its fields: so the rules can be in the class only, as in an attribute they would be lost, and in a field transforms
+would hand them to the class of the model. There is one subclass for each class and rules, so that equal models are
+equal; nobody finds it by its name, so a quantized model is pickled and copied as the plain model and its rules.
+
+While a method of the model runs, Flax's method interceptor hands each layer the `dot_general_cls` that its rule asks
+for, and takes it back afterwards. So layers that transforms, `setup` or other modules make are met where they run.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
-import sys
+import threading
+import weakref
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+from flax import core, linen as nn
 from jax import lax
 
 from .._jax._typing import Tree
@@ -21,6 +28,7 @@ from ..dot import _scopes
 from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
 from ._dot_general import Fp8DotGeneral
 from ._einsum import Fp8Einsum
+from ._scopes import Region, add_rules, regions, restore_path
 from ._state import Fp8Module
 
 
@@ -30,8 +38,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
     The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path as in `params`, joined
-    by `/`, from this model on). None is high precision, also for a layer whose code asks for FP8: state that it has is
-    left alone. A layer that no rule matches runs as its code says.
+    by `/`, from this model on). The recipe None is high precision, also for a layer whose code asks for FP8: state that
+    the layer has is left alone. A layer that no rule matches runs as its code says.
 
     Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral` and those inside attention),
     `nn.Einsum`, and whatever holds a `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as `jaxfp8.linen.Dense`: a rule
@@ -41,15 +49,17 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     `jaxfp8.report` names those that a rule matches.
 
     Args:
-        model: an unbound Linen module; it is not changed. One that has rules already: the new ones come first.
+        model: an unbound Linen module; it is not changed. If it has rules already, the new rules come first.
         rules: the list.
 
     Returns:
-        A module of the same name and fields. It equals another one made of an equal model and equal rules.
+        A module of the same name and fields. It equals a module made of an equal model and equal rules; it is pickled,
+        copied and hashed where the model is.
 
     Raises:
-        TypeError: not a Linen module, or rules that are not pairs of a string and a recipe.
-        ValueError: a bound module; a regex that does not compile. While tracing: a layer inside `nn.jit`.
+        TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
+        ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
+            module in another transform, which hides the path of the block.
     """
     rules = checked_rules("linen.quantize", rules)
     if isinstance(model, type) or not isinstance(model, nn.Module):
@@ -62,40 +72,26 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"linen.quantize: model: expected an unbound module, got a {type(model).__name__} with variables; call "
             "quantize outside of apply and of modules' methods, or make the module with parent=None"
         )
-    base = type(model)
-    if issubclass(base, _Quantized):
-        rules, base = rules + base._region.rules, base.__mro__[2]
-    quantized = model.clone()
-    object.__setattr__(quantized, "__class__", _quantized_class(base, _Region(rules)))
-    return quantized
-
-
-class _Region(NamedTuple):
-    """Rules, and the path of the model that they are for; None where that is the module that has the region."""
-
-    rules: tuple[Rule, ...]
-    root: tuple[str, ...] | None = None
-
-
-# The regions around the running method, outermost first. A context of jit's cache key: a program traced with other
-# rules, or with none, is traced again.
-_regions = jax.make_user_context(())
+    plain = model.clone()
+    if isinstance(model, _Quantized):
+        rules, plain = rules + model._fp8_rules, _plain(plain)
+    return _with_rules(plain, rules) if rules else plain
 
 
 class Decision(NamedTuple):
-    """What rules say of a layer: the rule, its index and the region it is of."""
+    """A rule that decides about a layer, its index and the region it is of."""
 
     rule: Rule
     index: int
-    region: _Region
+    region: Region
 
 
 def decision(module) -> Decision | None:
-    """The first match of a bound layer in the regions around it, the outermost region first; None: no rule."""
+    """Find the first rule that matches a bound layer, in the outermost region first; None where no rule does."""
     op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general"
-    for region in _regions.value:
+    for region in regions(module.scope):
         paths = [relative(module.path, region.root)]
-        if isinstance(module, Fp8Module) and module.path:  # the layer is the module that holds it
+        if isinstance(module, Fp8Module) and module.path:  # a product also answers to the path of the layer around it
             paths.append(relative(module.path[:-1], region.root))
         index = first_match(region.rules, [path for path in paths if path is not None], op)
         if index is not None:
@@ -108,103 +104,148 @@ def is_layer(module) -> bool:
     return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(module, "dot_general_cls")
 
 
-def regions() -> tuple[_Region, ...]:
-    return _regions.value
-
-
 def _has_field(module, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(module))
 
 
 class _Quantized:
-    """Mixed into a model's class: its methods run with its region around them."""
+    """Mixed into a model's class: the scope of the model has its rules, and its methods run with the interceptor.
 
-    def _call_wrapped_method(self, fun, args, kwargs):  # an unbound method of the plain class comes by here alone
-        with _inside(self):
+    A submodule of a bound model that is used outside of its methods (`model.bind(variables).encoder`) is handed out as
+    an instance of such a class without rules: its scope has the rules of the model.
+
+    Attributes:
+        _fp8_rules: the rules.
+        _fp8_class: the class of the plain model.
+    """
+
+    _fp8_rules: tuple[Rule, ...]
+    _fp8_class: type[nn.Module]
+
+    def _call_wrapped_method(self, fun, args, kwargs):  # Flax calls a method of the plain class by this alone
+        with _intercepting():
             return super()._call_wrapped_method(fun, args, kwargs)
 
     def clone(self, *, parent=None, **options):
-        """As Flax's; a submodule taken out of a bound model is, unbound, one of the model's own again."""
+        """Clone as Flax does; without a parent, a submodule that was handed out is of its plain class again."""
         module = super().clone(parent=parent, **options)
-        if parent is None and type(self)._region.root is not None:
-            object.__setattr__(module, "__class__", type(self).__mro__[2])
-        return module
+        return module if parent is not None or self._fp8_rules else _plain(module)
 
-    # A submodule that is taken out of a bound model (`model.bind(variables).encoder`) keeps the rules. Before `setup`
-    # has run Python asks the second method, which runs it.
+    def __copy__(self):
+        return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
+
+    def __reduce_ex__(self, protocol):  # pickle and deepcopy
+        return functools.partial(_with_rules, rules=self._fp8_rules), (_plain(self),)
+
+    # Python asks the second method for what the first does not find: before `setup` has run, which the second runs.
     def __getattribute__(self, name):
-        return _kept(self, name, super().__getattribute__(name))
+        return _hand_out(self, name, super().__getattribute__(name))
 
     def __getattr__(self, name):
-        return _kept(self, name, super().__getattr__(name))
+        return _hand_out(self, name, super().__getattr__(name))
 
 
-def _kept(module, name, value):
-    """An attribute of a quantized module; where no region is around, modules in it get the module's."""
-    if isinstance(value, (nn.Module, list, tuple, dict)) and not name.startswith("_") and name != "parent":
-        region = _region_of(module)
-        if region is not None and region not in _regions.value:
-            for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
-                if isinstance(leaf, nn.Module) and leaf.scope is not None and not isinstance(leaf, _Quantized):
-                    object.__setattr__(leaf, "__class__", _quantized_class(type(leaf), region))
-    return value
+class _Scope:
+    """The attribute `scope` of a quantized model: what Flax puts there gets the rules before any submodule is bound."""
+
+    def __get__(self, module, owner):
+        return None if module is None else vars(module).get("scope")
+
+    def __set__(self, module, scope):
+        rules = module._fp8_rules
+        vars(module)["scope"] = add_rules(scope, rules) if scope is not None and rules else scope
 
 
-@functools.cache
-def _quantized_class(base, region: _Region):
-    """The subclass of `base` for a region: one for each pair, so that equal models have equal classes."""
-    names = [name for name in dir(base) if hasattr(getattr(base, name, None), "method_handler_wrapped")]
-    same = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
-    return type(
-        base.__name__,
-        (_Quantized, base),
-        {name: getattr(base, name) for name in same}
-        | {name: _method(getattr(base, name)) for name in names if name != "setup"}
-        | {"_region": region},
-    )
+_classes = weakref.WeakValueDictionary()
+_classes_lock = threading.Lock()
+
+
+def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
+    """Get the subclass for a class and rules; it is one and the same for all threads while a model has it."""
+    with _classes_lock:
+        quantized = _classes.get((plain_class, rules))
+        if quantized is None:
+            names = [name for name in dir(plain_class) if hasattr(getattr(plain_class, name, None), _WRAPPED)]
+            same = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
+            namespace = {name: getattr(plain_class, name) for name in same}
+            namespace |= {name: _method(getattr(plain_class, name)) for name in names if name != "setup"}
+            namespace |= {"_fp8_rules": rules, "_fp8_class": plain_class}
+            quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
+            quantized.scope = _Scope()  # each module class has a `scope` of its own from Flax
+            _classes[plain_class, rules] = quantized
+        return quantized
+
+
+_WRAPPED = "method_handler_wrapped"  # Flax's mark of the methods that it manages
 
 
 def _method(method):
-    """A method with the region around it, and around the transform that it may be (`nn.remat(Block)`)."""
+    """Wrap a method, and the transform that it may be (`nn.remat(Block)`), in the interceptor."""
 
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
-        with _inside(self):
+        with _intercepting():
             return method(self, *args, **kwargs)
 
     return wrapped
 
 
-def _region_of(module) -> _Region | None:
-    """The region of a quantized module, with its root; None where it is not bound, and so has no path."""
-    region, scope = type(module)._region, object.__getattribute__(module, "scope")
-    if scope is None:
-        return None
-    return region._replace(root=scope.path) if region.root is None else region
+def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
+    return _of_class(_quantized_class(type(plain), rules), plain)
+
+
+def _plain(quantized: nn.Module) -> nn.Module:
+    return _of_class(quantized._fp8_class, quantized)
+
+
+def _of_class(cls, module):
+    """Make a shallow copy of a module that is an instance of `cls`."""
+    other = object.__new__(cls)
+    vars(other).update(vars(module))
+    return other
+
+
+def _hand_out(model, name: str, value):
+    """Return an attribute of a model to code outside of the model's methods: bound modules in it run with the rules."""
+    if name.startswith("_") or name == "parent" or _is_intercepting.value or vars(model).get("scope") is None:
+        return value
+    if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
+        return value
+    return jax.tree.map(_with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+
+
+def _with_interceptor(leaf):
+    if not isinstance(leaf, nn.Module) or leaf.scope is None or isinstance(leaf, _Quantized):
+        return leaf
+    fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
+    # The names that `setup` took in the scope are free in a rewound one: `setup` runs again.
+    return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
+
+
+# Whether the interceptor is there already. Flax's stack of interceptors is of a thread, and so is a context of JAX.
+_is_intercepting = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
-def _inside(module):
-    region = _region_of(module)
-    if region is None or region in _regions.value:
+def _intercepting():
+    """Enter a context in which layers get the recipes of their rules."""
+    if _is_intercepting.value:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        if not _regions.value:
-            stack.enter_context(nn.intercept_methods(_interceptor))
-        stack.enter_context(_regions((*_regions.value, region)))
+    with _is_intercepting(True), nn.intercept_methods(_interceptor):
         yield
 
 
 def _interceptor(next_method, args, kwargs, context):
-    """Flax calls it in place of each method of each module while a quantized model runs."""
+    """Run a method of any module while a quantized model runs: Flax calls this in its place."""
     module = context.module
-    if not is_layer(module):
-        return next_method(*args, **kwargs)
-    decided = decision(module)
-    _refuse_nn_jit(module)
+    # 1. Lifted transforms have made a scope anew: blocks in nn.jit that this module makes need its path.
+    object.__setattr__(module, "scope", restore_path(module.scope))
+    # 2. Only layers that a rule matches run in another way.
+    decided = decision(module) if is_layer(module) else None
     if decided is None:
         return next_method(*args, **kwargs)
+    # 3. The fields that give the layer the recipe of the rule; the recipe None is high precision.
     rule = decided.rule
     if isinstance(module, Fp8Module):
         changes = {"recipe": rule.layer_recipe}
@@ -226,7 +267,7 @@ def _interceptor(next_method, args, kwargs, context):
 
 @contextlib.contextmanager
 def _changed(module, fields):
-    """A bound module with some fields changed for a while; it is a clone that Flax made for this call of `apply`."""
+    """Change fields of a bound module for a while; Flax made the module for this call of `apply`."""
     fields = {name: value for name, value in fields.items() if _has_field(module, name)}
     before = {name: getattr(module, name) for name in fields}
     try:
@@ -239,7 +280,7 @@ def _changed(module, fields):
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):
-    """`nn.Einsum.__call__` in FP8: that layer has no field for its product."""
+    """Compute `nn.Einsum.__call__` in FP8: that layer has no field for its product."""
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
         raise ValueError(f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}")
@@ -253,15 +294,3 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
         eqn, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type
     )
     return y if bias is None else y + jnp.reshape(bias, broadcast)
-
-
-def _refuse_nn_jit(module):
-    """Rules are by path, but `nn.jit` runs what it traced for one block for all like it, wherever they are."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "jitted" and frame.f_globals.get("__name__") == "flax.core.lift":
-            raise ValueError(
-                f"linen.quantize: {'/'.join(module.path)} is inside nn.jit, which keeps one program for all equal "
-                "blocks, whatever their paths; take nn.jit away and use jax.jit around the step"
-            )
-        frame = frame.f_back

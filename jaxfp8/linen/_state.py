@@ -1,5 +1,7 @@
-"""What Linen modules with FP8 state share: Flax's fields, the recipe they name and the variables of one product."""
+"""Fp8Module: the base of Linen modules with FP8 state, with Flax's fields, a recipe and the state of one product."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ _FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody se
 
 
 class Fp8Module(nn.Module):
-    """A module that holds the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
+    """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
 
     recipe: Any = None
     amax_history_length: int = 1024
@@ -22,50 +24,54 @@ class Fp8Module(nn.Module):
     e5m2_dtype: Any = jnp.float8_e5m2
 
     @nn.nowrap
-    def product(self, x: Any, kernel: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
-        """`jaxfp8.dot_general` with this module's recipe and state; with its codes, where `jaxfp8.freeze` left some."""
+    def product(self) -> Callable[..., jax.Array]:
+        """Bind `jaxfp8.dot_general` to this module's recipe and state, or to the codes that `jaxfp8.freeze` made."""
+        codes = None
         if self.has_variable("params", _frozen.KERNEL):
-            frozen = {name: self.get_variable("params", name) for name in self.variables["params"]}
-            if _frozen.is_freezing():
-                self._note_another(frozen, x.shape, kernel, dimension_numbers)
-            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=frozen, recipe=self._recipe(), **options)
-        found = self.recipe_and_state()
-        if _frozen.is_freezing() and found["recipe"] is not None:
-            operands = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **found)
-            for name, leaf in (operands or {}).items():
-                self.put_variable("params", name, leaf)
-        return dot_general(x, kernel, dimension_numbers, **found, **options)
+            codes = {name: self.get_variable("params", name) for name in self.variables["params"]}
+        if codes is None or _frozen.is_freezing():
+            keywords = self.recipe_and_state()
+        if codes is None:
+            product = functools.partial(dot_general, **keywords)
+        else:
+            product = functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
+        return functools.partial(self._freeze, product, codes, keywords) if _frozen.is_freezing() else product
 
     @nn.nowrap
-    def _note_another(self, frozen, x_shape, kernel, dimension_numbers) -> None:
-        """In a later call of a product that was frozen in an earlier one: keeps whether it has another kernel."""
-        found = self.recipe_and_state()
-        if found["recipe"] is None:
-            return
-        differs = _frozen.is_another(frozen, x_shape, kernel, dimension_numbers, **found)
-        self.put_variable("params", _frozen.HAS_ANOTHER, differs | frozen.get(_frozen.HAS_ANOTHER, False))
+    def _freeze(self, product, codes, keywords, x, kernel, dimension_numbers, **options) -> jax.Array:
+        """Multiply, and store the codes of the kernel; a later call stores whether it has another kernel."""
+        if keywords["recipe"] is None:
+            frozen = {}
+        elif codes is None:
+            frozen = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **keywords) or {}
+        else:
+            differs = _frozen.is_another(codes, x.shape, kernel, dimension_numbers, **keywords)
+            frozen = {_frozen.HAS_ANOTHER: differs | codes.get(_frozen.HAS_ANOTHER, False)}
+        for name, leaf in frozen.items():
+            self.put_variable("params", name, leaf)
+        return product(x, kernel, dimension_numbers, **options)
 
     @nn.nowrap
     def recipe_and_state(self) -> dict[str, Any]:
-        """The keywords `recipe` and `state` of this module's product; recipe None where `autocast` turned FP8 off.
+        """Get the keywords `recipe` and `state` of the product; `recipe` is None where `autocast` turned FP8 off.
 
         Variables without state, as for inference, are fine: scales then come from the tensors at hand.
 
         Raises:
-            ValueError: state that cannot be made while variables are: the model would train without, and nobody know.
+            ValueError: `init` cannot write the state: the model would train without it, and nobody would know.
         """
         recipe = self._recipe()
         if recipe is None:
             return {"recipe": None, "state": None}
         missing = []
 
-        def stored(name, leaf):
+        def variable(name, leaf):
             if self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or self.has_variable(OVERWRITE_WITH_GRADIENT, name):
                 return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
             missing.append(name)
             return leaf
 
-        state = map_variables(recipe, stored, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
+        state = map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         if missing and self.is_initializing():
             raise ValueError(
                 f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "
@@ -76,7 +82,7 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def named_recipe(self) -> Any:
-        """The recipe that the code gives this product: one, or Flax's fields; None where it says nothing."""
+        """Get the recipe that the code names, by `recipe` or by Flax's fields; None where it names none."""
         return self._recipe_of_fields() if self.recipe is None and self._fields() != _FIELDS else self.recipe
 
     @nn.nowrap
@@ -89,11 +95,11 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def _recipe_of_fields(self) -> DelayedScaling:
-        _, *wanted = self._fields()
+        _, *dtypes = self._fields()
         for fp8_format in (HYBRID, E4M3, E5M2):
-            if [fp8_format.dtype, fp8_format.backward_dtype] == wanted:
+            if [fp8_format.dtype, fp8_format.backward_dtype] == dtypes:
                 return DelayedScaling(amax_history_len=self.amax_history_length, fp8_format=fp8_format)
         raise ValueError(
             f"{type(self).__name__}: e4m3_dtype, e5m2_dtype: expected float8_e4m3fn or float8_e5m2 forward and "
-            f"backward, got {wanted[0].name} and {wanted[1].name}"
+            f"backward, got {dtypes[0].name} and {dtypes[1].name}; use one of the two, or pass recipe="
         )

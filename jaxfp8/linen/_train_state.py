@@ -28,7 +28,7 @@ class TrainState(train_state.TrainState):
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """One step.
+        """Take one step.
 
         Args:
             grads: the gradient with respect to `params`, or to some of its collections, or to the parameters alone.
@@ -62,7 +62,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: Any, tx: optax.GradientTransformation, **kwargs: Any
     ) -> Self:
-        """A TrainState at step 0 with the optimizer state that `tx` makes of the parameters."""
+        """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters."""
         train = super().create(
             apply_fn=apply_fn, params=params["params"] if _is_variables(params) else params, tx=tx, **kwargs
         )

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -35,22 +36,22 @@ class _Fp8Product(nnx.Module):
         return leaf
 
     def _codes(self) -> dict | None:
-        """What `jaxfp8.freeze` left of the kernel; None where it is not frozen."""
+        """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
         return {name: getattr(self, name).get_value() for name in names} or None
 
-    def _product(self, x, kernel, dimension_numbers, **options):
-        """`jaxfp8.dot_general` with this object's recipe and state, or codes."""
+    def _product(self) -> Callable[..., jax.Array]:
+        """Bind `jaxfp8.dot_general` to this object's recipe and state, or codes."""
         codes = self._codes()
         if codes is not None:
-            return _frozen.dot_general(x, kernel, dimension_numbers, frozen=codes, recipe=self._recipe(), **options)
-        return dot_general(x, kernel, dimension_numbers, **self._recipe_and_state(), **options)
+            return functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
+        return functools.partial(dot_general, **self._recipe_and_state())
 
     def _recipe(self):
         return resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
 
     def _recipe_and_state(self) -> dict:
-        """The keywords `recipe` and `state` of the product; recipe None where `autocast` turned FP8 off."""
+        """Get the keywords `recipe` and `state` of the product; `recipe` is None where `autocast` turned FP8 off."""
         recipe = self._recipe()
         if recipe is None:
             return {"recipe": None, "state": None}
@@ -75,16 +76,16 @@ class Fp8DotGeneral(_Fp8Product):
         nnx.MultiHeadAttention(..., qkv_dot_general=Fp8DotGeneral(), out_dot_general=Fp8DotGeneral(), rngs=rngs)
 
     An instance holds the state of one product. Layers that share an instance share its scales: each amax is the
-    maximum over all of them. NNX calls a `dot_general_cls` anew in every forward pass, so an object made there could
-    keep nothing; it is refused. The state is in `OverwriteWithGradient` variables, which the forward pass only reads
-    and the training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
+    maximum over all of them. NNX calls a `dot_general_cls` anew in every forward pass, and an object made there could
+    keep nothing, so it is an error. The state is in `OverwriteWithGradient` variables, which the forward pass only
+    reads and the training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
 
     Args:
-        recipe: how operands become FP8; without one that of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`. State is
-            made for the recipe that holds where the object is made.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`. The
+            object makes state for the recipe that holds where it is made.
 
     Raises:
-        TypeError: made by a layer in its forward pass (`dot_general_cls=`); a layer was given the class.
+        TypeError: a layer makes the object in its forward pass (`dot_general_cls=`), or a layer was given the class.
     """
 
     def __call__(
@@ -98,8 +99,8 @@ class Fp8DotGeneral(_Fp8Product):
         *,
         bias: ArrayLike | None = None,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`; see `jaxfp8.dot_general`."""
-        return self._product(
+        """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
+        return self._product()(
             x,
             kernel,
             dimension_numbers,
@@ -128,9 +129,9 @@ class Fp8Einsum(_Fp8Product):
         preferred_element_type: DTypeLike | None = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """As `jnp.einsum` of two operands; see `jaxfp8.einsum`."""
+        """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         return einsum_by(
-            self._product,
+            self._product(),
             eqn,
             x,
             kernel,
@@ -144,9 +145,9 @@ _FORWARD = nnx.LinearGeneral.__call__.__code__
 
 
 def _not_inside_a_call(name):
-    """Refuses `dot_general_cls=Fp8DotGeneral`, which would train with scale 1 and an empty history for ever.
+    """Refuse `dot_general_cls=Fp8DotGeneral`, which would train with scale 1 and an empty history for ever.
 
-    The layer makes the object itself, without an argument that could tell, so the callers are asked.
+    The layer makes the object itself, and neither an argument nor a later call shows it: only the stack does.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""What `jaxfp8.freeze` does to an NNX model: products get the codes of their layers' kernels, the kernels go."""
+"""`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels, and the kernels go."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
 from ._variables import OverwriteWithGradient
 
-# What the tracing of a model calls the kernel that a product gets, with the number of the product.
+# The name of the kernel of a product while a model is traced, with the number of the product.
 _KERNEL_OF = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenKernel:
-    """What is left of a layer's kernel whose codes are in its product: shape and dtype, no array.
+    """Placeholder for the kernel of a layer whose codes are in its product: shape and dtype, no array.
 
     The layer reads NaNs, which the product does not, so that nothing of them is in a compiled program.
     """
@@ -32,7 +32,7 @@ class FrozenKernel:
     dtype: np.dtype
 
     def get_value(self):
-        """NaNs of this shape and dtype."""
+        """Return NaNs of this shape and dtype."""
         return _frozen.stand_in(self.shape, self.dtype)
 
     def __getitem__(self, index):
@@ -40,12 +40,12 @@ class FrozenKernel:
 
 
 def freeze(model, args, kwargs):
-    """Freezes the model in place; see `jaxfp8.freeze`."""
-    found = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
-    calls = _calls(model, found, args, kwargs)
+    """Freeze the model in place; see `jaxfp8.freeze`."""
+    candidates = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
+    calls = _calls(model, candidates, args, kwargs)
     frozen = [
         (layer, attribute, call, codes)
-        for (path, layer, attribute), call in zip(found, calls, strict=True)
+        for (path, layer, attribute), call in zip(candidates, calls, strict=True)
         if call is not None and (codes := _codes(path, layer, call)) is not None
     ]
     if not frozen:
@@ -75,11 +75,11 @@ def _has_kernel(layer, attribute) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """How a layer called its product.
+    """A layer's call of its product.
 
     Attributes:
-        run: `(product, x, kernel)` to the result, by a product as `einsum_by` takes it.
-        x, kernel: the types of what the layer gave it.
+        run: computes the result of `(product, x, kernel)`, with a product as `einsum_by` takes it.
+        x, kernel: the types of the operands that the layer gave its product.
     """
 
     run: functools.partial
@@ -88,7 +88,7 @@ class _Call:
 
 
 class _Recorder:
-    """In place of a product: notes what it was given, and multiplies in high precision."""
+    """Stands in for a product: records its operands, and multiplies in high precision."""
 
     def __init__(self, calls: list, i: int, is_einsum: bool):
         self.calls, self.i, self.is_einsum = calls, i, is_einsum
@@ -96,13 +96,13 @@ class _Recorder:
     def __call__(self, *args, **options):
         args, names = list(args), ("precision", "preferred_element_type", "out_sharding")
         static = args.pop(0) if self.is_einsum else args.pop(2)
-        (x, kernel, *more), by = args, _einsum if self.is_einsum else _plain
-        of_x, of_kernel = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, kernel))
-        call = _Call(functools.partial(by, static), of_x, of_kernel)
+        (x, kernel, *more), multiply = args, _einsum if self.is_einsum else _plain
+        types = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, kernel))
+        call = _Call(functools.partial(multiply, static), *types)
         self.calls[self.i] = self.calls[self.i] or call
         kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}")
         options |= dict(zip(names, more, strict=False))
-        return by(static, functools.partial(dot_general, recipe=None), x, kernel, **options)
+        return multiply(static, functools.partial(dot_general, recipe=None), x, kernel, **options)
 
 
 def _plain(dimension_numbers, product, x, kernel, **options):
@@ -113,11 +113,11 @@ def _einsum(eqn, product, x, kernel, **options):
     return einsum_by(product, eqn, x, kernel, **options)
 
 
-def _calls(model, found, args, kwargs) -> list:
-    """How each layer calls its product: the model is traced with recorders in their place. None: it does not."""
-    calls, before = [None] * len(found), [getattr(layer, attribute) for _, layer, attribute in found]
+def _calls(model, candidates, args, kwargs) -> list:
+    """Record how each layer calls its product, by a trace with recorders; None for a layer that does not."""
+    calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
     try:
-        for i, (_, layer, attribute) in enumerate(found):
+        for i, (_, layer, attribute) in enumerate(candidates):
             setattr(layer, attribute, nnx.static(_Recorder(calls, i, attribute == "einsum_op")))
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
@@ -128,18 +128,18 @@ def _calls(model, found, args, kwargs) -> list:
 
         program = jax.make_jaxpr(run)(state, arrays).jaxpr
     finally:
-        for (_, layer, attribute), value in zip(found, before, strict=True):
+        for (_, layer, attribute), value in zip(candidates, before, strict=True):
             setattr(layer, attribute, nnx.data(value))
     for i in _computed(program):
         raise ValueError(
-            f"freeze: {'/'.join(map(str, found[i][0]))}: expected a layer that gives its product its kernel as it is, "
-            "got one that computes another from it; leave that layer in high precision"
+            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that gives its product its kernel as it "
+            "is, got a layer that computes another kernel from it; leave that layer in high precision"
         )
     return calls
 
 
 def _computed(jaxpr) -> Iterator[int]:
-    """Which recorders got what an equation computes, other than a change of dtype, in place of a kernel."""
+    """Yield the recorders whose kernel is the result of an equation other than a change of dtype."""
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
         name = str(eqn.params.get("name", ""))
@@ -154,18 +154,17 @@ def _computed(jaxpr) -> Iterator[int]:
 
 
 def _codes(path, layer, call: _Call):
-    """What inference needs of a layer's product; stacked as its kernel is. None where it has no FP8 kernel."""
-    of = product(layer)
-    found = of._recipe_and_state() if of._codes() is None else {"recipe": None}
-    if found["recipe"] is None:
+    """Compute the codes and scales of a layer's product, stacked as its kernel is; None without an FP8 kernel."""
+    fp8_product = product(layer)
+    recipe, state = (None, None) if fp8_product._codes() is not None else fp8_product._recipe_and_state().values()
+    if recipe is None:
         return None
-    recipe, state = found["recipe"], found["state"]
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
         if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):
             _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, quantizer.scale)
 
-    def of_one(kernel, state):
+    def codes_of_kernel(kernel, state):
         kept = []
 
         def keep(x, kernel, dimension_numbers, **options):
@@ -176,5 +175,5 @@ def _codes(path, layer, call: _Call):
         return kept[0]
 
     for _ in _stacked("freeze", path, layer):
-        of_one = jax.vmap(of_one)
-    return jax.jit(of_one)(layer.kernel.get_value(), state)
+        codes_of_kernel = jax.vmap(codes_of_kernel)
+    return jax.jit(codes_of_kernel)(layer.kernel.get_value(), state)

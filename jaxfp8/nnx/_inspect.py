@@ -1,6 +1,7 @@
-"""What jaxfp8.inspect needs of NNX: functions of modules as functions of arrays, and the names of layers."""
+"""NNX for jaxfp8.inspect: functions of modules as functions of arrays, and the names of layers."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -14,20 +15,24 @@ from ._quantize import RULES, layers, names, operation, product
 
 
 def is_model(x) -> bool:
+    """Whether `x` is an NNX module."""
     return isinstance(x, nnx.Module)
 
 
 def of_arrays(fn, args, kwargs):
-    """`(function of a tree of arrays, the tree)` for `fn(*args, **kwargs)`; NNX modules in it name what they run."""
+    """Make `(function of a tree of arrays, the tree)` of `fn(*args, **kwargs)`; modules in it name what they run."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
-    objects = tuple(filter(_is_object, leaves))
-    graphdef, state = nnx.split(objects)
+    graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
+    # nnx.merge makes the modules anew; it makes them of classes that name what they run.
+    graphdef = dataclasses.replace(graphdef, nodes=list(map(_with_named_class, graphdef.nodes)))
     arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
     def run(state_and_arrays):
         state, arrays = state_and_arrays
         objects, others = nnx.merge(graphdef, state), iter(joined(arrays))
-        name_modules(objects)
+        for top in objects:
+            _set_names(top)
+            _set_rules(top)
         objects = iter(objects)
         args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(others) for leaf in leaves])
         return fn(*args, **kwargs)
@@ -39,38 +44,46 @@ def _is_object(x) -> bool:
     return isinstance(x, (nnx.Module, nnx.Optimizer))
 
 
-def name_modules(tree) -> None:
-    """Has every module in a tree say its path while it is called: its class becomes a subclass of itself."""
-    for top in filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)):
-        held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
-        _note_rules(top)
-        for path, module in list(nnx.iter_modules(top)):
-            if isinstance(module, _Fp8Product) and id(module) not in held:
-                continue  # the layer that holds it names it
-            if path and callable(module):
-                module.inspected_path = "/".join(map(str, path))
-                object.__setattr__(module, "__class__", _named(type(module)))
+def _with_named_class(node):
+    """Exchange the class of a module in an `nnx.GraphDef`; other nodes stay."""
+    cls = getattr(node, "type", None)
+    is_module = isinstance(cls, type) and issubclass(cls, nnx.Module)
+    if not is_module or not any("__call__" in vars(base) for base in cls.__mro__):
+        return node
+    return dataclasses.replace(node, type=_named(cls), metadata=_named(cls))
 
 
-def _note_rules(top) -> None:
-    """Has layers that run no FP8 because of a rule know its index."""
+@functools.cache
+def _named(base):
+    """The subclass of a module class whose instances say, while they are called, the path that `_set_names` set."""
+
+    def __call__(self, *args, **kwargs):
+        path, rule = getattr(self, "inspected_path", None), getattr(self, "inspected_rule", None)
+        with contextlib.ExitStack() as stack:
+            if path is not None:
+                stack.enter_context(jax.named_scope(path))
+                stack.enter_context(_wrapping.layer(path))
+            if rule is not None:
+                stack.enter_context(_scopes.high_precision(f"rule {rule} says None"))
+            return base.__call__(self, *args, **kwargs)
+
+    same = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base)(base.__name__, (base,), {"__call__": __call__, **same})
+
+
+def _set_names(top) -> None:
+    """Tell each module its path; a product that a layer holds is named by the layer."""
+    held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
+    for path, module in list(nnx.iter_modules(top)):
+        if path and callable(module) and (not isinstance(module, _Fp8Product) or id(module) in held):
+            module.inspected_path = "/".join(map(str, path))
+
+
+def _set_rules(top) -> None:
+    """Tell each layer that runs no FP8 because of a rule the index of the rule."""
     for _, model in list(nnx.iter_modules(top)):
         rules = getattr(model, RULES, ())
         for path, layer, _ in layers(model) if rules else ():
             index = first_match(rules, names(path, layer), operation(layer))
             if index is not None and rules[index].recipe is None and product(layer) is None:
                 layer.inspected_rule = index
-
-
-@functools.cache
-def _named(base):
-    def __call__(self, *args, **kwargs):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.named_scope(self.inspected_path))
-            stack.enter_context(_wrapping.layer(self.inspected_path))
-            if getattr(self, "inspected_rule", None) is not None:
-                stack.enter_context(_scopes.high_precision(f"rule {self.inspected_rule} says None"))
-            return base.__call__(self, *args, **kwargs)
-
-    same = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base)(base.__name__, (base,), {"__call__": __call__, **same})

@@ -26,7 +26,7 @@ class GatedMLP(nnx.Module):
         rngs: keys, `params` among them.
 
     Raises:
-        ValueError: unknown activation.
+        ValueError: `activation` is unknown.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GatedMLP(nnx.Module):
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
     def __call__(self, x: ArrayLike) -> jax.Array:
-        """`x` `[..., in_features]` to y `[..., out_features]`."""
+        """Compute y `[..., out_features]` of x `[..., in_features]`."""
         return self.wo(activated(self.wi(x), f"{self.activation}_gated"))
 
 
@@ -82,7 +82,7 @@ class NormDense(nnx.Module):
         rngs: keys, `params` among them.
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: `kind` is unknown.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class NormDense(nnx.Module):
         )
 
     def __call__(self, x: ArrayLike) -> jax.Array:
-        """`x` `[..., in_features]` to y `[..., *out_features]`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`."""
         x, scale = jnp.asarray(x), self.scale.get_value()
         norm_bias = None if self.norm_bias is None else self.norm_bias.get_value()
         x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))

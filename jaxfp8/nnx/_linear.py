@@ -26,9 +26,9 @@ class Linear(nnx.Module):
 
     Args:
         in_features: the size of x's last dimension.
-        out_features: the size of the output's last dimension; or the sizes of several, whose kernel is initialized as
-            that of one.
-        recipe: how operands become FP8; without one `jaxfp8.DelayedScaling()`.
+        out_features: the size of the output's last dimension, or the sizes of several dimensions, whose kernel is
+            initialized as if they were one.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`.
         use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `nnx.Linear`.
         rngs: keys, `params` among them.
     """
@@ -56,7 +56,7 @@ class Linear(nnx.Module):
         self.dtype, self.precision = dtype, precision
 
     def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
-        """`x` `[..., in_features]` to y `[..., *out_features]`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias.get_value()

@@ -1,10 +1,10 @@
-"""What holds the variables of an NNX object, as dicts of names, to edit the state in it."""
+"""edit_nodes: adds and removes members of the nodes of an NNX object."""
 
 from flax import nnx
 
 
 def edit_nodes(obj, edit) -> bool:
-    """Replaces the members of every node by `edit(members by name)`, in place; False where `obj` is of no such kind.
+    """Replace the members of every node by `edit(members by name)`, in place; False where `obj` is of no such kind.
 
     Args:
         obj: an `nnx.Module` or `nnx.Optimizer`.

@@ -16,14 +16,14 @@ RULES = "fp8_rules"
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """Puts the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
+    """Put the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
 
         jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
     The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path is the attributes that
-    lead to the layer from this model on, joined by `/`). None is high precision, also for a layer that runs FP8: its
-    state is gone then. A layer that no rule matches stays as it is; one that is shared is met once, by the first path
-    that `nnx.iter_modules` gives.
+    lead to the layer from this model on, joined by `/`). The recipe None is high precision, also for a layer that runs
+    FP8: its state is gone then. A layer that no rule matches stays as it is; a shared layer is met once, by the first
+    path that `nnx.iter_modules` gives.
 
     Layers are the modules with an attribute `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, those inside attention,
     `jaxfp8.nnx.Linear`) or `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its own, with new
@@ -32,16 +32,16 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those that a rule matches.
 
     Args:
-        model: an NNX module. One that has rules already: the new ones come first, and only they act now.
+        model: an NNX module. If it has rules already, the new rules come first, and only the new rules act now.
         rules: the list.
 
     Returns:
         The same object.
 
     Raises:
-        TypeError: not an NNX module, or rules that are not pairs of a string and a recipe.
-        ValueError: a regex that does not compile; a layer that is stacked along another axis than the first, or is
-            frozen. Nothing is changed then.
+        TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
+        ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
+            Nothing is changed then.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -65,24 +65,24 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
 
 def layers(model):
-    """`(path, layer, attribute)` of all layers; attribute holds the product, None where the layer is the product."""
+    """List `(path, layer, attribute)` of all layers; `attribute` is None where the layer itself is the product."""
     modules = [(path, module) for path, module in nnx.iter_modules(model)]
-    held, found = set(), []
+    held, found_layers = set(), []
     for path, module in modules:
         attribute = next((name for name in ("dot_general", "einsum_op") if name in vars(module)), None)
         if attribute is not None:
-            found.append((path, module, attribute))
+            found_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
         elif isinstance(module, nnx.MultiHeadAttention):  # keeps what it gave to its layers
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
-    found += [
+    found_layers += [
         (path, module, None) for path, module in modules if isinstance(module, _Fp8Product) and id(module) not in held
     ]
-    return found
+    return found_layers
 
 
 def names(path: tuple, layer) -> list[str]:
-    """The paths that a layer answers to."""
+    """List the paths that a layer answers to."""
     own = ["/".join(map(str, path))]
     return own + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else own
 
@@ -92,33 +92,33 @@ def operation(layer) -> str:
 
 
 def product(layer):
-    """The FP8 product of a layer; None where it runs another one."""
+    """Get the FP8 product of a layer; None where the layer runs another product."""
     if isinstance(layer, _Fp8Product):
         return layer
-    found = getattr(layer, "dot_general", None) if operation(layer) == "dot_general" else layer.einsum_op
+    value = getattr(layer, "dot_general", None) if operation(layer) == "dot_general" else layer.einsum_op
     has_class = getattr(layer, "dot_general_cls", None) is not None  # goes before dot_general
-    return found if isinstance(found, _Fp8Product) and not has_class else None
+    return value if isinstance(value, _Fp8Product) and not has_class else None
 
 
 def _stacked(where, path, layer) -> tuple[int, ...]:
-    """The leading dimensions that `nnx.vmap` has given to a layer's kernel."""
+    """Get the leading dimensions that `nnx.vmap` gave a layer's kernel."""
     if isinstance(layer, _Fp8Product):
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
     if isinstance(layer, (nnx.Linear, Linear)):
         out = layer.out_features if isinstance(layer.out_features, tuple) else (layer.out_features,)
-        wanted = (layer.in_features, *out)
+        expected = (layer.in_features, *out)
     elif isinstance(layer, nnx.LinearGeneral):
-        wanted = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+        expected = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     elif isinstance(layer, nnx.Einsum):
-        wanted = tuple(layer.kernel_shape)
+        expected = tuple(layer.kernel_shape)
     else:
         return ()
     shape = layer.kernel.get_value().shape
-    lead = shape[: len(shape) - len(wanted)]
-    if lead + wanted != shape:
+    lead = shape[: len(shape) - len(expected)]
+    if lead + expected != shape:
         raise ValueError(
-            f"{where}: {'/'.join(map(str, path))}: expected a kernel {list(wanted)}, or a stack of them along the "
+            f"{where}: {'/'.join(map(str, path))}: expected a kernel {list(expected)}, or a stack of them along the "
             f"first axis, got {list(shape)}"
         )
     return lead
@@ -143,8 +143,8 @@ def _change(layer, attribute, rule: Rule, stacked) -> None:
 
 
 def _refuse_frozen(path, layer) -> None:
-    found = product(layer)
-    if found is not None and found._codes() is not None:
+    fp8_product = product(layer)
+    if fp8_product is not None and fp8_product._codes() is not None:
         raise ValueError(
             f"nnx.quantize: {'/'.join(map(str, path))}: jaxfp8.freeze left codes of its kernel alone; give a model its "
             "rules before it is frozen"

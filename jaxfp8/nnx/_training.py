@@ -17,7 +17,7 @@ from ._variables import OverwriteWithGradient, trainable
 
 
 def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """`nnx.value_and_grad` that is right for FP8 models: of parameters and state, and shared state combines by max.
+    """Differentiate as `nnx.value_and_grad`, by parameters and FP8 state; shared state combines by max.
 
         loss, grads = jaxfp8.nnx.value_and_grad(loss_fn)(model, batch)
         optimizer.update(model, grads)  # a jaxfp8.nnx.Optimizer
@@ -36,13 +36,13 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """`value_and_grad` without the value."""
+    """Differentiate as `value_and_grad`, without the value."""
     return nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
 
 
 @contextlib.contextmanager
 def max_grad(*tree):
-    """While it lasts, all uses of the FP8 state in `tree` combine by max; for use at the top of a loss.
+    """Enter a context in which all uses of the FP8 state in `tree` combine by max; for the top of a loss.
 
     A layer that is called twice needs nothing. What needs this is state that enters an inner `nnx.remat`, `nnx.jit`,
     `nnx.cond` or `nnx.scan` with its module and is used again outside or in another call: JAX would add up what the
@@ -92,7 +92,7 @@ def _with_state(argnums):
 
 
 def update_state(model: Any, grads: Any) -> None:
-    """Stores the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
+    """Store the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
 
     State that was not used in this step, or whose gradient is not finite, stays as it is. Parameters are left alone,
     so this goes beside any optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
@@ -110,7 +110,7 @@ def update_state(model: Any, grads: Any) -> None:
 
 @contextlib.contextmanager
 def step_if(finite, *tree):
-    """Runs a step, and takes back all of it unless `finite`: parameters, optimizer state and FP8 state together.
+    """Run a step, and take back all of it unless `finite`: parameters, optimizer state and FP8 state together.
 
         finite = jaxfp8.mixed_precision.all_finite(grads)
         with jaxfp8.nnx.step_if(finite, model, optimizer):

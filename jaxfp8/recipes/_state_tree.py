@@ -150,7 +150,7 @@ def _pairs(paths) -> list[Quantizer]:
 
 
 def _named_after_roles(paths) -> set:
-    """Return the paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not say what is state."""
+    """Return the paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not mark state."""
     if any(OVERWRITE_WITH_GRADIENT in path for path in paths):
         return set()
     prefixes = tuple(f"{role}_" for role in ROLES)

@@ -1,13 +1,11 @@
-"""linen.quantize: the model edited by hand is the reference, and every comparison with it is bitwise."""
+"""linen.quantize: which layer runs which recipe; the model edited by hand is the reference, bit for bit."""
 
 import functools
-import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
 import jaxfp8
@@ -15,116 +13,24 @@ from jaxfp8.linen import quantize
 from jaxfp8.recipes import _rules
 
 from . import probes
-
-OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
-BATCH, D = 4, 8
-
-
-def fp8(recipe):
-    return None if recipe is None else functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
-
-
-class Block(nn.Module):
-    """Compact; with attention, whose projections are its own modules. `a` and `m` are the edit by hand."""
-
-    a: object = None
-    m: object = None
-
-    @nn.compact
-    def __call__(self, x):
-        attend = nn.MultiHeadDotProductAttention(
-            2, name="attn", qkv_dot_general_cls=fp8(self.a), out_dot_general_cls=fp8(self.a)
-        )
-        x = x + attend(x)
-        return x + nn.DenseGeneral(D, name="mlp", dot_general_cls=fp8(self.m))(x)
-
-
-class Model(nn.Module):
-    """setup; blocks in a list, the first under remat; a layer that comes from outside and runs twice."""
-
-    a: object = None
-    m: object = None
-    h: object = None
-    shared: nn.Module | None = None
-
-    def setup(self):
-        self.blocks = [nn.remat(Block)(self.a, self.m), Block(self.a, self.m)]
-        self.head = nn.Dense(5, dot_general_cls=fp8(self.h))
-
-    def encode(self, x):
-        for block in self.blocks:
-            x = self.shared(block(x))
-        return x
-
-    def __call__(self, x):
-        return self.head(self.encode(x))
-
-
-def model(a=None, m=None, h=None, shared=None):
-    return Model(a, m, h, nn.Dense(D, dot_general_cls=fp8(shared), parent=None))
-
-
-RULES = [("head", None), (r"blocks_\d/attn/.*", A), (r"blocks_\d/mlp", B), ("shared", A), (".*", B)]
-
-
-def by_rules():
-    return quantize(model(), RULES)
-
-
-def by_hand():
-    return model(A, B, None, A)
-
-
-def x(seed=0):
-    return np.random.default_rng(seed).standard_normal((BATCH, 3, D)).astype(np.float32)
-
-
-def assert_same(got, wanted, what=""):
-    """Trees of the same structure, dtypes and bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted), what
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        oracle.assert_bitwise(np.asarray(a), np.asarray(b), f"{what} {jax.tree_util.keystr(path)}")
-
-
-def step(module):
-    """`variables, x -> (y, gradients)`, jitted; gradients of state are the next state."""
-
-    @jax.jit
-    def run(variables, *x):
-        def loss(variables):
-            y = module.apply(variables, *x)
-            return jnp.sum(jnp.sin(y)), y
-
-        (_, y), gradients = jaxfp8.value_and_grad(loss, has_aux=True)(variables)
-        return y, gradients
-
-    return run
-
-
-def compare_training(quantized, hand, *x, steps=2):
-    """Variables, and some steps of training, of both: every bit."""
-    variables = quantized.init(jax.random.key(0), *x)
-    assert_same(variables, hand.init(jax.random.key(0), *x), "init")
-    run, run_hand = step(quantized), step(hand)
-    for i in range(steps):
-        got, wanted = run(variables, *x), run_hand(variables, *x)
-        assert_same(got, wanted, f"step {i}")
-        _, gradients = got
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables["params"], gradients["params"])
-        variables = {"params": params} | ({OWG: gradients[OWG]} if OWG in gradients else {})
-
-
-def compare_programs(quantized, hand, *x):
-    """The variables and the training step of both, traced: the same operations."""
-    variables = jax.eval_shape(quantized.init, jax.random.key(0), *x)
-    wanted = jax.eval_shape(hand.init, jax.random.key(0), *x)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), variables) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), wanted
-    )
-    programs = (str(jax.make_jaxpr(step(module))(variables, *x)) for module in (quantized, hand))
-    got, wanted = (re.sub(r"0x[0-9a-f]+", "0x", program) for program in programs)
-    assert got == wanted
+from .quantized import (
+    OWG,
+    RULES,
+    A,
+    B,
+    Block,
+    D,
+    Model,
+    assert_same,
+    by_hand,
+    by_rules,
+    compare_programs,
+    compare_training,
+    fp8,
+    model,
+    step,
+    x,
+)
 
 
 def test_trains_as_the_model_edited_by_hand():
@@ -171,6 +77,25 @@ def test_bound_models():
     assert_same(nn.apply(Model.encode, by_rules())(variables, x()), hand.encode(x()))
     unbound, _ = by_rules().bind(variables).unbind()
     assert unbound == by_rules()
+
+
+def test_bound_submodules_in_containers():
+    class Towers(nn.Module):
+        def setup(self):
+            self.towers = {"a": nn.Dense(D), "b": (nn.Dense(D), 3)}
+
+        def __call__(self, x):
+            return self.towers["b"][0](self.towers["a"](x))
+
+    quantized = quantize(Towers(), [("towers_a", A), ("towers_b_0", B)])
+    variables = quantized.init(jax.random.key(0), x())
+    bound = quantized.bind(variables)
+    hidden = nn.Dense(D, dot_general_cls=fp8(A)).apply(
+        {name: tree["towers_a"] for name, tree in variables.items()}, x()
+    )
+    assert_same(bound.towers["a"](x()), hidden)
+    assert_same(bound.towers["b"][0](hidden), bound(x()))
+    assert bound.towers["b"][1] == 3
 
 
 def test_is_a_module_like_its_model():
@@ -334,55 +259,6 @@ def test_products_that_modules_hold():
     compare_programs(quantize(Experts(), [("down", B), ("", A)]), Experts(A, B), x())
 
 
-def scanned(recipe=None, collections=("params", OWG)):
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.Dense(D, name="dense", dot_general_cls=fp8(recipe))(x), None
-
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            axes = dict.fromkeys(collections, 0)
-            scan = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
-            return scan(name="blocks")(x, None)[0]
-
-    return Scanned()
-
-
-def mapped(recipe=None):
-    class Mapped(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = nn.vmap(nn.Dense, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})
-            return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
-
-    return Mapped()
-
-
-def test_scan_and_vmap():
-    compare_training(quantize(scanned(), [("blocks/dense", A)]), scanned(A), x())
-    compare_programs(quantize(mapped(), [("heads", A)]), mapped(A), x())
-    compare_programs(quantize(nn.remat(nn.Dense)(5), [("", A)]), nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)), x())
-
-
-def test_scan_without_state():
-    """State that nothing carries is an error where it is made, with rules and without; some recipes have none."""
-    for model in (quantize(scanned(collections=("params",)), [("blocks/.*", A)]), scanned(A, ("params",))):
-        with pytest.raises(ValueError, match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes"):
-            model.init(jax.random.key(0), x())
-    current = jaxfp8.Float8CurrentScaling()
-    plain = scanned(collections=("params",))
-    compare_training(quantize(plain, [(".*", current)]), scanned(current, ("params",)), x())
-
-
-def test_nn_jit_is_refused():
-    jitted = nn.Sequential([nn.jit(Block)(), nn.jit(Block)()])
-    jitted.init(jax.random.key(0), x())  # the program that a cache could find
-    with pytest.raises(ValueError, match="layers_0/attn/query is inside nn.jit"):
-        quantize(jitted, [("layers_1/.*", A)]).init(jax.random.key(0), x())
-
-
 class OldLayer(nn.Module, kw_only=True):
     """Any module with a field `dot_general_cls` is a layer."""
 
@@ -425,6 +301,19 @@ def test_state_of_training_is_the_oracles():
 def test_errors(bad, error, message):
     with pytest.raises(error, match=message):
         quantize(bad, RULES)
+
+
+@pytest.mark.parametrize(
+    ("layer", "argument"),
+    [
+        (nn.Dense(5, dot_general_cls=jaxfp8.Fp8DotGeneral()), "Dense: dot_general_cls"),
+        (nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral(recipe=A)),
+         "MultiHeadDotProductAttention: qkv_dot_general_cls"),
+    ],
+)  # fmt: skip
+def test_instance_in_place_of_a_class(layer, argument):
+    with pytest.raises(TypeError, match=rf"^{argument}: expected a class.* got an instance; pass .*functools.partial"):
+        layer.init(jax.random.key(0), x())
 
 
 def test_bound_model_is_an_error():

@@ -1,5 +1,9 @@
 """nnx.quantize: the model edited by hand is the reference, and every comparison with it is bitwise."""
 
+import copy
+import pickle
+
+import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +17,11 @@ from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
 from jaxfp8.recipes import _rules
 
 from . import cases
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
 
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
 D = 8
@@ -219,6 +228,60 @@ def test_state_of_training_is_the_oracles():
     uses = [(inputs[0], np.asarray(layer.kernel.get_value()), grads[0])]
     expected = cases.expected_state(uses, oracle.LayerState.init(cases.H))
     cases.assert_state(gradients.dot_general, expected, "state")
+
+
+COPIES = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "clone": nnx.clone,
+}
+if cloudpickle:
+    COPIES["cloudpickle"] = lambda model: pickle.loads(cloudpickle.dumps(model))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(how):
+    """In the middle of training: state that is not as it was made."""
+    model = quantize(Model(), RULES)
+    gradients = jaxfp8.nnx.grad(lambda model: jnp.sum(model(x())))(model)
+    jaxfp8.nnx.update_state(model, gradients)
+    copied = COPIES[how](model)
+    assert type(copied) is Model and hash(copied) != hash(model)
+    assert nnx.graphdef(copied) == nnx.graphdef(model) and copied.fp8_rules == model.fp8_rules
+    compare(copied, model)
+    assert str(jaxfp8.report(copied)) == str(jaxfp8.report(model))
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import jax, numpy as np
+model, x = pickle.load(sys.stdin.buffer)
+from nnx.test_quantize import state_of, step
+pickle.dump(list(map(np.asarray, jax.tree.leaves((state_of(model), step(model, x))))), sys.stdout.buffer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["pickle", "cloudpickle"])
+def test_pickle_in_another_process(by):
+    if by == "cloudpickle" and cloudpickle is None:
+        pytest.skip("cloudpickle is not installed")
+    layers = {"up": nnx.Linear(D, 16, rngs=nnx.Rngs(0)), "mix": nnx.Einsum("bld,dh->blh", (16, D), rngs=nnx.Rngs(1))}
+    model = quantize(nnx.Sequential(layers["up"], layers["mix"]), [("layers/0", A), ("layers/1", B)])
+    payload = {"pickle": pickle, "cloudpickle": cloudpickle}[by].dumps((model, x()))
+    got, wanted = another_process.run(IN_ANOTHER_PROCESS, payload), (state_of(model), step(model, x()))
+    for i, (got_leaf, leaf) in enumerate(zip(got, jax.tree.leaves(wanted), strict=True)):
+        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
+
+
+def test_mutant_that_loses_state_is_caught(monkeypatch):
+    def without_state(self):
+        return {name: value for name, value in vars(self).items() if not isinstance(value, OverwriteWithGradient)}
+
+    monkeypatch.setattr(Fp8DotGeneral, "__getstate__", without_state)
+    with pytest.raises(AssertionError):
+        test_copies("pickle")
 
 
 @pytest.mark.parametrize("model", [nnx.Linear, 3, jnp.ones(3)])

@@ -1,0 +1,67 @@
+"""Where the rules of `linen.quantize` are while a model runs: in the flags of Flax's scopes.
+
+A quantized model puts its rules into the flags of its scope. Flax hands flags on to the scopes of submodules and to
+those that lifted transforms make, so every layer below the model reads the rules from its own scope. The flags also
+hold the path of the scope: `nn.jit` keys its programs by the flags, and without the path it would run the program of
+one block, with the recipes of that block, for every equal block.
+"""
+
+from typing import NamedTuple
+
+from flax import core
+
+from ..recipes import Rule
+
+_FLAG = "jaxfp8_rules"
+
+
+class Region(NamedTuple):
+    """The rules of a quantized model, and the path of that model."""
+
+    rules: tuple[Rule, ...]
+    root: tuple[str, ...]
+
+
+class _RuledScope(core.Scope):
+    """A scope whose children have their own paths in their flags."""
+
+    def push(self, *args, **kwargs):
+        return _ruled(super().push(*args, **kwargs), regions(self))
+
+    def rewound(self, *args, **kwargs):
+        return _ruled(super().rewound(*args, **kwargs), regions(self))
+
+
+def regions(scope: core.Scope | None) -> tuple[Region, ...]:
+    """The regions around a scope, the outermost first."""
+    return () if scope is None else scope.flags.get(_FLAG, ((), None))[0]
+
+
+def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
+    """Return the scope with a region of `rules` that begins at its path."""
+    region = Region(rules, scope.path)
+    return _ruled(scope, regions(scope) + ((region,) if region not in regions(scope) else ()))
+
+
+def restore_path(scope: core.Scope | None) -> core.Scope | None:
+    """Return a scope below rules with its own path in the flags: lifted transforms make scopes with another one."""
+    return _ruled(scope, regions(scope)) if regions(scope) and not isinstance(scope, _RuledScope) else scope
+
+
+def _ruled(scope, scope_regions) -> _RuledScope:
+    """Return an alias of the scope: the same variables and counters, and other flags.
+
+    Raises:
+        ValueError: the scope is that of a block in `nn.jit`, and the key of its program has another path.
+    """
+    _, path = scope.flags.get(_FLAG, ((), scope.path))
+    if path != scope.path and "jit(" in "".join(scope.debug_path[-1:]):
+        raise ValueError(
+            f"linen.quantize: {'/'.join(scope.path)} is in nn.jit, inside of another transform that hides its path: "
+            "nn.jit would run one program for all equal blocks; make the block in a method of its parent in place of a "
+            "field, or take nn.jit away and use jax.jit around the step"
+        )
+    alias = object.__new__(_RuledScope)
+    flags = core.freeze({**scope.flags, _FLAG: (scope_regions, scope.path)})
+    vars(alias).update(vars(scope), flags=flags)
+    return alias

@@ -1,0 +1,271 @@
+"""A model with rules is pickled, copied, hashed and used in threads whenever the plain model is."""
+
+import contextlib
+import copy
+import functools
+import pickle
+import threading
+import time
+
+import another_process
+import flax.linen as nn
+import jax
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from jaxfp8.linen import _quantize, quantize
+
+from .quantized import RULES, A, B, Block, D, Model, assert_same, by_hand, by_rules, fp8, step, x
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
+
+needs_cloudpickle = pytest.mark.skipif(cloudpickle is None, reason="cloudpickle is not installed")
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(D, name="dense")(x)
+
+
+class Small(nn.Module):
+    """setup, and a module that comes from outside."""
+
+    shared: nn.Module
+
+    def setup(self):
+        self.layers = [Inner(), nn.remat(Inner)()]
+        self.head = nn.Dense(5)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.shared(layer(x))
+        return self.head(x)
+
+
+class Custom(Block):
+    """Pickles as it says itself; what it adds must not be lost."""
+
+    def __getstate__(self):
+        return vars(self) | {"note": "pickled"}
+
+    def __eq__(self, other):
+        return type(self) is type(other)
+
+    def __hash__(self):
+        return 7
+
+
+class Config(nn.Module):
+    """A field that does not hash, and one that does not copy."""
+
+    sizes: object
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.sizes[0])(x)
+
+
+BLOCK_RULES = [("attn/.*", A), ("mlp", B)]
+LOCK = threading.Lock()
+MODELS = {
+    "setup": (Small(Inner(parent=None)), [("head", A), (r"layers_\d/dense", B), ("shared/.*", A)]),
+    "compact": (Block(), BLOCK_RULES),
+    "a field": (Model(h=A), RULES),
+    "remat": (nn.Sequential([nn.remat(Block)()]), [("layers_0/mlp", A)]),
+    "own pickling": (Custom(), BLOCK_RULES),
+    "default initializers": (nn.Dense(5), [("", A)]),  # pickle cannot
+    "unhashable": (Config([3]), [("Dense_0", A)]),
+    "lock": (Config(LOCK), [("Dense_0", A)]),
+    "rule with a function": (Block(), [("mlp", jaxfp8.DelayedScaling(amax_compute_algo=lambda history: history[0]))]),
+}
+COPIES = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "protocol 0": lambda model: pickle.loads(pickle.dumps(model, 0)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "clone": lambda model: model.clone(),
+}
+if cloudpickle:
+    COPIES["cloudpickle"] = lambda model: pickle.loads(cloudpickle.dumps(model))
+
+
+def outcome(function, *args):
+    """The result, or the type of the error."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_copies(name, how):
+    """What the plain model can and what its rules can, the model with rules can; what is equal there is equal here."""
+    plain, rules = MODELS[name]
+    quantized = quantize(plain, rules)
+    plain_copy, quantized_copy = outcome(COPIES[how], plain), outcome(COPIES[how], quantized)
+    rules_copy = rules if how == "clone" else outcome(COPIES[how], rules)
+    for part in (plain_copy, rules_copy):
+        if isinstance(part, type):
+            assert quantized_copy is part
+            return
+    assert isinstance(quantized_copy, type(plain)) and quantized_copy != plain_copy
+    assert (quantized_copy == quantized) == (plain_copy == plain and rules_copy == rules)
+    assert (type(quantized_copy) is type(quantized)) == (rules_copy == rules)
+    assert same_hash(quantized_copy, quantized) == same_hash(plain_copy, plain)
+    assert repr(quantized_copy) == repr(plain_copy)
+    assert vars(quantized_copy).get("note") == vars(plain_copy).get("note")
+
+
+def same_hash(*models):
+    """Whether two models hash alike; the error where one does not hash."""
+    return outcome(lambda: hash(models[0]) == hash(models[1]))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_run_as_the_original(how):
+    plain, rules = MODELS["setup"]
+    quantized = quantize(plain, rules)
+    copied = COPIES[how](quantized)
+    variables = quantized.init(jax.random.key(0), x())
+    assert len(jax.tree.leaves(variables["_overwrite_with_gradient"])) == 24
+    assert_same(copied.init(jax.random.key(0), x()), variables)
+    assert_same(step(copied)(variables, x()), step(quantized)(variables, x()))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_models_around_models_with_rules(how):
+    outer = nn.Sequential([quantize(Block(), BLOCK_RULES), Block()])
+    copied = COPIES[how](outer)
+    assert copied == outer and type(copied.layers[0]) is type(outer.layers[0])
+    assert_same(copied.init(jax.random.key(0), x()), outer.init(jax.random.key(0), x()))
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy"])
+def test_copies_of_bound_models(how):
+    variables = by_hand().init(jax.random.key(0), x())
+    bound, hand = by_rules().bind(variables), by_hand().bind(variables)
+    assert_same(COPIES[how](bound)(x()), COPIES[how](hand)(x()))
+    assert_same(COPIES[how](bound.shared)(x()), COPIES[how](hand.shared)(x()))
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+import jax, numpy as np
+model, x = pickle.load(sys.stdin.buffer)
+from linen.quantized import step
+variables = model.init(jax.random.key(0), x)
+pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variables, x))))), sys.stdout.buffer)
+"""
+
+
+def assert_runs_in_another_process(quantized, pickled):
+    variables = quantized.init(jax.random.key(0), x())
+    wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
+    got = another_process.run(IN_ANOTHER_PROCESS, pickled)
+    for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
+        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
+
+
+@pytest.mark.slow
+def test_pickle_in_another_process():
+    quantized = quantize(Block(), BLOCK_RULES)
+    assert_runs_in_another_process(quantized, pickle.dumps((quantized, x())))
+
+
+@pytest.mark.slow
+@needs_cloudpickle
+def test_cloudpickle_in_another_process():
+    """Of a class that only this function knows, and a recipe with a function of its own."""
+
+    class Local(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(D, name="mlp")(x)
+
+    recipe = jaxfp8.DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history[0])
+    quantized = quantize(Local(), [("mlp", recipe)])
+    assert_runs_in_another_process(quantized, cloudpickle.dumps((quantized, x())))
+
+
+def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):
+    monkeypatch.delattr(_quantize._Quantized, "__reduce_ex__")
+    _quantize._classes.clear()
+    with pytest.raises(AssertionError):
+        test_copies("setup", "pickle")
+
+
+# ------------------------------------------------------------------------------------------------------ threads
+
+
+def in_threads(*functions):
+    """The results of functions that run at the same time."""
+    results = [None] * len(functions)
+
+    def run(i):
+        results[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_equal_models_of_several_threads():
+    class Fresh(nn.Module):
+        """A class that nobody has quantized, and whose subclasses take their time."""
+
+        def __init_subclass__(cls, **options):
+            time.sleep(0.05)
+            super().__init_subclass__(**options)
+
+    barrier = threading.Barrier(4)
+    models = in_threads(*[lambda: (barrier.wait(), quantize(Fresh(), RULES))[1]] * 4)
+    assert len(set(map(type, models))) == 1 and all(model == models[0] for model in models)
+
+
+class Meet(nn.Module):
+    """Goes on when the models of two threads are here."""
+
+    barrier: object
+    recipe: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        self.barrier.wait(timeout=60)
+        x = nn.Dense(D, name="dense", dot_general_cls=fp8(self.recipe))(x)
+        self.barrier.wait(timeout=60)
+        return x
+
+
+def test_models_that_run_at_the_same_time():
+    """Each has its own rules; one has none."""
+    alone = threading.Barrier(1)
+    wanted = [Meet(alone, recipe).init(jax.random.key(0), x()) for recipe in (A, B, None)]
+    barrier = threading.Barrier(3)
+    models = [quantize(Meet(barrier), [("dense", A)]), quantize(Meet(barrier), [("dense", B)]), Meet(barrier)]
+    got = in_threads(*[functools.partial(model.init, jax.random.key(0), x()) for model in models])
+    assert_same(got, wanted)
+
+
+def test_mutants_in_threads_are_caught(monkeypatch):
+    class OneForAll:
+        value = False
+
+        @contextlib.contextmanager
+        def __call__(self, value):
+            self.value = value
+            yield
+            self.value = False
+
+    monkeypatch.setattr(_quantize, "_is_intercepting", OneForAll())
+    with pytest.raises(AssertionError):
+        test_models_that_run_at_the_same_time()

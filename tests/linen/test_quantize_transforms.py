@@ -1,0 +1,193 @@
+"""linen.quantize and Flax's lifted transforms; the model edited by hand is the reference, bit for bit."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import pytest
+from flax import core
+
+import jaxfp8
+from jaxfp8.linen import _scopes, quantize
+
+from .quantized import OWG, A, B, D, assert_same, compare_programs, compare_training, fp8, x
+
+
+def scanned(recipe=None, collections=("params", OWG)):
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(D, name="dense", dot_general_cls=fp8(recipe))(x), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = dict.fromkeys(collections, 0)
+            scan = nn.scan(Body, variable_axes=axes, split_rngs={"params": True}, length=3)
+            return scan(name="blocks")(x, None)[0]
+
+    return Scanned()
+
+
+def mapped(recipe=None):
+    class Mapped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.vmap(nn.Dense, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})
+            return dense(5, name="heads", dot_general_cls=fp8(recipe))(x)
+
+    return Mapped()
+
+
+def test_scan_and_vmap():
+    compare_training(quantize(scanned(), [("blocks/dense", A)]), scanned(A), x())
+    compare_programs(quantize(mapped(), [("heads", A)]), mapped(A), x())
+    compare_programs(quantize(nn.remat(nn.Dense)(5), [("", A)]), nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)), x())
+
+
+def test_scan_without_state():
+    """State that nothing carries is an error where it is made, with rules and without; some recipes have none."""
+    for model in (quantize(scanned(collections=("params",)), [("blocks/.*", A)]), scanned(A, ("params",))):
+        with pytest.raises(ValueError, match=r"^blocks/dense/.*: DelayedScaling keeps state, .*variable_axes"):
+            model.init(jax.random.key(0), x())
+    current = jaxfp8.Float8CurrentScaling()
+    plain = scanned(collections=("params",))
+    compare_training(quantize(plain, [(".*", current)]), scanned(current, ("params",)), x())
+
+
+# ------------------------------------------------------------------------------------------------------- nn.jit
+
+
+class Unit(nn.Module):
+    """A block; `recipe` is the edit by hand."""
+
+    recipe: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(D, name="dense", dot_general_cls=fp8(self.recipe))(x)
+
+
+# One class each: only equal modules of one class share a program.
+Jitted = nn.jit(Unit)
+Rematerialized = nn.remat(Jitted)
+JittedRemat = nn.jit(nn.remat(Unit))
+JittedDense = nn.jit(nn.Dense)
+
+
+class Decorated(Unit):
+    """nn.jit on the method."""
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(D, name="dense", dot_general_cls=fp8(self.recipe))(x)
+
+
+class Compact(nn.Module):
+    """Equal blocks; `recipes`, one for each of them, are the edit by hand."""
+
+    block: type
+    recipes: tuple = (None, None, None)
+
+    @nn.compact
+    def __call__(self, x):
+        for i, recipe in enumerate(self.recipes):
+            x = self.block(recipe, name=f"stack_{i}")(x)
+        return x
+
+
+class Setup(nn.Module):
+    recipes: tuple = (None, None, None)
+
+    def setup(self):
+        self.stack = [Jitted(recipe) for recipe in self.recipes]
+
+    def __call__(self, x):
+        for block in self.stack:
+            x = block(x)
+        return x
+
+
+class Scanned(nn.Module):
+    recipes: tuple = (None, None, None)
+
+    @nn.compact
+    def __call__(self, x):
+        axes, rngs = {"params": 0, OWG: 0}, {"params": True}
+        return nn.scan(ScanBody, variable_axes=axes, split_rngs=rngs, length=2)(self.recipes, name="blocks")(x, None)[0]
+
+
+class ScanBody(nn.Module):
+    recipes: tuple
+
+    @nn.compact
+    def __call__(self, x, _):
+        for i, recipe in enumerate(self.recipes):
+            x = x + JittedDense(D, name=f"stack_{i}", dot_general_cls=fp8(recipe))(x)
+        return x, None
+
+
+def sequential(recipes=(None, None, None)):
+    """Blocks in a field, which Flax binds before any method runs."""
+    return nn.Sequential([Jitted(recipe) for recipe in recipes])
+
+
+STACK_RULES = [("(.*/)?(stack|layers)_0(/dense)?", A), ("(.*/)?(stack|layers)_1(/dense)?", B)]
+STACKS = {
+    "compact": functools.partial(Compact, Jitted),
+    "remat of jit": functools.partial(Compact, Rematerialized),
+    "jit of remat": functools.partial(Compact, JittedRemat),
+    "method": functools.partial(Compact, Decorated),
+    "setup": Setup,
+    "fields": sequential,
+    "scan": Scanned,
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_blocks_in_nn_jit(stack):
+    """The first block runs one recipe, the second another one, the last none."""
+    plain, hand = STACKS[stack](), STACKS[stack](recipes=(A, B, None))
+    plain.init(jax.random.key(0), x())  # the program of all blocks that a cache could find
+    compare_training(quantize(plain, STACK_RULES), hand, x(), steps=1)
+
+
+def test_blocks_in_nn_jit_outside_of_jit():
+    """Compiled block by block, and found in the caches in the second round, by an equal model; other rules are not."""
+    hand = Compact(Jitted, (A, B, None))
+    variables = hand.init(jax.random.key(0), x())
+    wanted = [hand.apply(variables, x(seed)) for seed in (1, 2)]
+    for _ in range(2):
+        quantized = quantize(Compact(Jitted), STACK_RULES)
+        assert_same([quantized.apply(variables, x(seed)) for seed in (1, 2)], wanted)
+    other = quantize(Compact(Jitted), [("stack_0/.*", None), ("stack_1/.*", B), ("stack_2/.*", A)])
+    hand = Compact(Jitted, (None, B, A))
+    variables = hand.init(jax.random.key(0), x())
+    assert_same(other.apply(variables, x()), hand.apply(variables, x()))
+
+
+def test_nn_jit_of_the_model():
+    compare_training(quantize(Jitted(), [("dense", A)]), Jitted(A), x(), steps=1)
+
+
+def test_path_that_nn_jit_cannot_see_is_refused():
+    """Blocks in a field of a module in nn.remat have the path of that module in their flags."""
+    hidden = nn.remat(nn.Sequential)([Jitted(), Jitted()])
+    hidden.init(jax.random.key(0), x())
+    with pytest.raises(ValueError, match=r"layers_\d is in nn.jit, inside of another transform.*take nn.jit away"):
+        quantize(hidden, STACK_RULES).init(jax.random.key(0), x())
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_mutant_without_the_path_is_caught(monkeypatch, stack):
+    """Flags without the path: blocks share a program, and its recipes."""
+
+    def without_path(scope, regions):
+        alias = object.__new__(_scopes._RuledScope)
+        vars(alias).update(vars(scope), flags=core.freeze({**scope.flags, _scopes._FLAG: (regions, ())}))
+        return alias
+
+    monkeypatch.setattr(_scopes, "_ruled", without_path)
+    with pytest.raises(AssertionError):
+        test_blocks_in_nn_jit(stack)
