@@ -11,7 +11,9 @@ import sys
 
 import pytest
 
-from .test_library import LIBRARY
+from jaxfp8.ops import _ffi
+
+from .test_library import MODULE, REPORTS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 import sass  # noqa: E402
@@ -36,15 +38,14 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def kernels():
     """The instructions of the kernels of the table, by demangled name."""
-    logs = sorted((LIBRARY.parent / "ptxas").glob("*.ptxas.txt")) if LIBRARY else []
-    if not logs or not sass.find_tool("cuobjdump"):
-        pytest.skip("needs the CUDA library and a disassembler (make cuda)")
-    mangled = {name for log in logs for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
+    if not REPORTS or "sm_90a" not in _ffi.cuda_architectures() or not sass.find_tool("cuobjdump"):
+        pytest.skip("needs the CUDA module with sm_90a and a disassembler (make cuda)")
+    mangled = {name for log in REPORTS for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
     names = dict(zip(sass.demangled(sorted(mangled)), sorted(mangled), strict=True))
     chosen = {
         plain: names[plain] for pattern, *_ in KERNELS.values() for plain in names if re.fullmatch(pattern, plain)
     }
-    instructions = sass.disassemble(str(LIBRARY), list(chosen.values()))
+    instructions = sass.disassemble(MODULE, list(chosen.values()))
     return {plain: instructions[name] for plain, name in chosen.items()}
 
 
