@@ -108,6 +108,11 @@ def libraries() -> list[Library]:
     return rows
 
 
+def error(platform: str) -> str:
+    """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
+    return next(library.error for library in libraries() if library.platform == platform)
+
+
 def _built_for(platform: str) -> str:
     module = _loaded.get(platform)
     if module is None:
