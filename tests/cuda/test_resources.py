@@ -9,9 +9,7 @@ import re
 
 import pytest
 
-from jaxfp8.ops import _ffi
-
-from .test_library import REPORTS
+from .test_library import ARCHITECTURES, REPORTS
 
 # Registers a thread, and with them the blocks that fit on a multiprocessor: 65536 registers, given to warps in steps of
 # 256. The first pattern found in "architecture mangled_name" decides; other kernels have the default.
@@ -104,7 +102,7 @@ def test_no_kernel_spills(kernels):
 
 def test_four_blocks_that_quantize_blocks_fit_on_hopper(kernels):
     of_halves = re.compile("QuantizeBlocksTransposeKernelINS_(3F16|4BF16).*Lb1E")
-    if "sm_90a" not in _ffi.cuda_architectures():
+    if "sm_90a" not in ARCHITECTURES:
         pytest.skip("the CUDA module was built without sm_90a")
     found = [kernel for kernel in kernels if kernel.architecture == "sm_90a" and of_halves.search(kernel.name)]
     assert found and {kernel.blocks for kernel in found} == {4}
@@ -114,9 +112,8 @@ def test_every_kernel_on_every_architecture(kernels):
     names = {kernel.kernel for kernel in kernels}
     assert {"AmaxKernel", "AmaxToScaleKernel", "QuantizeKernel", "TileKernel", "DequantizeKernel"} <= names
     assert {"QuantizeBlocksTransposeKernel", "LineAmaxesKernel"} <= names
-    architectures = _ffi.cuda_architectures()
-    by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in architectures}
-    assert {k.architecture for k in kernels} == set(architectures)
+    by_architecture = {a: {k.name for k in kernels if k.architecture == a} for a in ARCHITECTURES}
+    assert {k.architecture for k in kernels} == set(ARCHITECTURES)
     counts = {architecture: len(found) for architecture, found in by_architecture.items()}
     assert len(set(counts.values())) == 1, counts
 

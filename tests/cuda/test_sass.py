@@ -11,9 +11,7 @@ import sys
 
 import pytest
 
-from jaxfp8.ops import _ffi
-
-from .test_library import MODULE, REPORTS
+from .test_library import ARCHITECTURES, MODULE, REPORTS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 import sass  # noqa: E402
@@ -38,7 +36,7 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def kernels():
     """The instructions of the kernels of the table, by demangled name."""
-    if not REPORTS or "sm_90a" not in _ffi.cuda_architectures() or not sass.find_tool("cuobjdump"):
+    if not REPORTS or "sm_90a" not in ARCHITECTURES or not sass.find_tool("cuobjdump"):
         pytest.skip("needs the CUDA module with sm_90a and a disassembler (make cuda)")
     mangled = {name for log in REPORTS for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
     names = dict(zip(sass.demangled(sorted(mangled)), sorted(mangled), strict=True))
