@@ -12,11 +12,12 @@ SETUP = @tools/setup.sh $(VENV)
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
-	@echo "make test       build the CPU and CUDA libraries and run the tests (some 15 minutes on 2 cores)"
+	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests (some 15 minutes on 2 cores)"
 	@echo "make test-all   the same with the slow tests"
 	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
-	@echo "make cuda       build the CUDA library for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
-	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA library, each tried after it was built"
+	@echo "make cuda       build the CUDA module for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
+	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA module, each tried after it was built;"
+	@echo "                PYTHON='python3.11 python3.12' for all supported Pythons"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
 	@echo "make gpu-test   tests that need an NVIDIA GPU, likewise"
@@ -28,7 +29,9 @@ train:
 	$(SETUP) examples
 	@$(BIN)/python examples/language_model.py $(ARGS)
 
-# Without a toolkit, and where none can be had, the CUDA tests say why they are skipped.
+# One architecture shows what a test can show, in a fourth of the time; `make cuda` builds all. Without a toolkit, and
+# where none can be had, the CUDA tests say why they are skipped.
+test test-all: export JAXFP8_CUDA_ARCHITECTURES ?= 90a
 test:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
@@ -45,7 +48,7 @@ docs:
 
 cuda:
 	$(SETUP) test cuda
-	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.has_cuda_kernels(), 'the CUDA library does not load'; print('jaxfp8: the CUDA library loads and its handlers are registered')"
+	@$(BIN)/python -c "import jaxfp8; assert jaxfp8.has_cuda_kernels(), 'the CUDA module does not load'; print('jaxfp8: the CUDA module loads and its handlers are registered')"
 
 wheels:
 	@tools/wheels.sh $(VENV)-wheels $(ARGS)

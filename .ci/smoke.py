@@ -1,6 +1,6 @@
 """An installed jaxfp8, seen from outside its checkout: `python smoke.py native|reference [cpu|cuda]`.
 
-The last argument says which libraries there are to be.
+The last argument says which modules there are to be.
 """
 
 import subprocess

@@ -10,7 +10,7 @@
 # which makes pytest say where it was, and killed ten seconds later; its exit code is 124, or 137.
 #
 # Wheels of wheelhouse/ (tools/gpu_wheels.sh) are installed in a folder of the call, with the Python files of this
-# checkout in the place of the wheel's. Without a wheel of these very libraries they are built here first.
+# checkout in the place of the wheel's. Without a wheel of these very modules they are built here first.
 #
 # $OUT gets few files: steps.txt (the commit, exit codes, seconds), logs.tar.gz (a log of each step), and the JSON that
 # programs write; after each step, so that what was done is there if the call is cut off. The report comes last, in less
@@ -33,7 +33,7 @@ commit=${JAXFP8_COMMIT:-}
 [ -n "$commit" ] || [ ! -e .git ] || commit=$(git describe --always --dirty)
 if [ -z "$commit" ] && [ -n "$(built 1)" ]; then
   commit=$(built 1)
-  [ "$(built 2) $(built 3)" = "$(tools/digest.sh CMakeLists.txt common cpu cuda) $(tools/digest.sh jaxfp8)" ] \
+  [ "$(built 2) $(built 3)" = "$(tools/digest.sh CMakeLists.txt cmake common cpu cuda) $(tools/digest.sh jaxfp8)" ] \
     || commit+=+changes
 fi
 [ -n "$commit" ] || die "which commit is this? There is no .git: set JAXFP8_COMMIT"
@@ -84,10 +84,10 @@ compile() {  # TARGET
 install() {
   local wheels=(wheelhouse/*.whl)
   [ -e "${wheels[0]}" ] || wheels=()
-  if [ "$(built 2)" = "$(tools/digest.sh CMakeLists.txt common cpu cuda)" ]; then
-    echo "the libraries are those of the wheel"
+  if [ "$(built 2)" = "$(tools/digest.sh CMakeLists.txt cmake common cpu cuda)" ]; then
+    echo "the modules are those of the wheel"
   else
-    echo "wheelhouse/ has no wheel of these libraries: building"
+    echo "wheelhouse/ has no wheel of these modules: building"
     compile "$work/site" || return 1
     for i in "${!wheels[@]}"; do [[ ${wheels[i]} == */jaxfp8-* ]] && unset "wheels[i]"; done
   fi
@@ -96,7 +96,7 @@ install() {
       "${wheels[@]}" || return 1
   fi
   find "$work/site/jaxfp8" -name '*.py' -delete
-  tar -cf - --exclude=_lib --exclude=__pycache__ jaxfp8 | tar -xf - -C "$work/site"
+  tar -cf - --exclude=_ptxas --exclude=_modules.txt --exclude='*.so' --exclude=__pycache__ jaxfp8 | tar -xf - -C "$work/site"
 }
 export -f built compile install
 export python work

@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
-# Fills wheelhouse/ with what a GPU machine without a network may lack: our wheel with the CUDA library, Flax, pytest and
+# Fills wheelhouse/ with what a GPU machine without a network may lack: our wheel with the CUDA module, Flax, pytest and
 # what these import. The machine has Python 3.12, JAX with its CUDA plugin, and NumPy. tools/gpu_session.sh installs them.
 #
 #   tools/gpu_wheels.sh VENV     VENV: an environment for the tools, made by tools/wheels.sh
 #
-# wheelhouse/built says what our wheel was made of: the commit, and digests of the libraries' sources and of the package.
-# It is made again only when the libraries' sources have changed.
+# wheelhouse/built says what our wheel was made of: the commit, and digests of the modules' sources and of the package.
+# It is made again only when the modules' sources have changed. PYTHON is 3.12 or newer: its wheel fits all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
+"${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 12))' \
+  || { echo "gpu_wheels: needs Python 3.12 or newer, whose wheel fits that of the GPU machine: PYTHON=python3.12" >&2; exit 1; }
 
-libraries=$(tools/digest.sh CMakeLists.txt common cpu cuda)
+modules=$(tools/digest.sh CMakeLists.txt cmake common cpu cuda)
 mkdir -p wheelhouse
-if [ "$(sed -n 2p wheelhouse/built 2>/dev/null)" != "$libraries" ]; then
+if [ "$(sed -n 2p wheelhouse/built 2>/dev/null)" != "$modules" ]; then
   tools/wheels.sh "$venv" cuda
   rm -f wheelhouse/jaxfp8-*.whl
   cp dist/jaxfp8-*+cuda13-*.whl wheelhouse/
 fi
-printf '%s\n' "$(git describe --always --dirty)" "$libraries" "$(tools/digest.sh jaxfp8)" >wheelhouse/built
+printf '%s\n' "$(git describe --always --dirty)" "$modules" "$(tools/digest.sh jaxfp8)" >wheelhouse/built
 
 # Flax from 0.12.12 on works with JAX 0.11.2. Of what it needs, Orbax and TensorStore are for checkpoints: no GPU test
 # has any.

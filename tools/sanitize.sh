@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the CPU library with AddressSanitizer and UndefinedBehaviorSanitizer, then runs its C++ tests and, under a
+# Builds the CPU module with AddressSanitizer and UndefinedBehaviorSanitizer, then runs its C++ tests and, under a
 # stock jaxlib, every handler with good and bad buffers. Fails on any finding.
 #
-#   PYTHON=.venv/bin/python tools/sanitize.sh      (a Python with jax; default python3)
+#   PYTHON=.venv/bin/python tools/sanitize.sh      (a Python with jax and nanobind; default python3)
 set -euo pipefail
 
 python=$("${PYTHON:-python3}" -c 'import sys; print(sys.executable)')
@@ -26,5 +26,5 @@ done
 echo "sanitize: handlers"
 LD_PRELOAD="$("$cxx" -print-file-name=libasan.so) $("$cxx" -print-file-name=libstdc++.so.6)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 JAX_PLATFORMS=cpu \
-  "$python" tests/native/handlers.py "$build/cpu/libjaxfp8_cpu.so"
+  "$python" tests/native/handlers.py "$(echo "$build"/cpu/_cpu.*.so)"
 echo "sanitize: no findings"

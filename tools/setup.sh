@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with jaxfp8 (editable, native libraries built) and what an extra needs.
+# Makes a virtual environment with jaxfp8 (editable, compiled modules built) and what an extra needs.
 #
 #   tools/setup.sh VENV EXTRA [cuda]
 #
-# Runs again only when something it depends on changed; the stamps live in the environment. With `cuda`, the CUDA
-# library is built as well, with a toolkit from wheels where the machine has none, and the compiler for GPUs installed.
+# Runs again only when something it depends on changed; the stamps live in the environment. With `cuda`, the CUDA module
+# is built as well, with a toolkit from wheels where the machine has none, and the compiler for GPUs installed. The module
+# has code for the GPUs of $JAXFP8_CUDA_ARCHITECTURES, such as "90a" or "89;90a"; for all that are supported without it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +34,7 @@ if [ ! -x "$venv/bin/pip" ]; then
 fi
 
 digest() { cat "$@" | cksum | tr -d ' '; }
-sources=$(find CMakeLists.txt common cpu cuda -name build -prune -o -type f ! -name '*.md' -print | sort)
+sources=$(find CMakeLists.txt cmake common cpu cuda -name build -prune -o -type f ! -name '*.md' -print | sort)
 dependencies="$(digest pyproject.toml) $extra"
 build="$(digest pyproject.toml $sources) $(command -v "${CXX:-c++}" || command -v g++ || true)"
 
@@ -88,17 +89,21 @@ if [ "$want_cuda" = cuda ]; then
   define=ON
 fi
 
-# A library once built with CUDA is not thrown away by a later run that did not ask for it.
+# A module once built with CUDA, or for more GPUs, is not thrown away by a later run that asks for less.
 stamp="$venv/.jaxfp8-build"
 built=$(cat "$stamp" 2>/dev/null || true)
-if [ "$built" != "$build ON" ] && [ "$built" != "$build $define" ]; then
-  [ -n "$(command -v "${CXX:-c++}" || command -v g++)" ] \
-    || say "warning: no C++ compiler found; running on the slower jnp reference"
+architectures=${JAXFP8_CUDA_ARCHITECTURES:-all}
+wanted="$build $define"
+[ "$define" = AUTO ] || wanted+=" $architectures"
+[ "$define" = ON ] || [[ $built != "$build ON "* ]] || wanted=$built
+if [ "$built" != "$build ON all" ] && [ "$built" != "$wanted" ]; then
   started=$SECONDS
-  PATH="$(cd "$venv/bin" && pwd):$PATH" step "building the native libraries (CUDA: $define)" \
-    pip install --no-build-isolation --no-deps -e . \
-      -C cmake.define.JAXFP8_CUDA="$define" -C build-dir="build/$(basename "$venv")" \
-    || die "the native libraries could not be built"
+  options=(-C cmake.define.JAXFP8_CUDA="$define" -C cmake.define.JAXFP8_CUDA_ARCHITECTURES="$architectures")
+  PATH="$(cd "$venv/bin" && pwd):$PATH" step "building the compiled modules (CUDA: $define, GPUs: $architectures)" \
+    pip install --no-build-isolation --no-deps -e . "${options[@]}" -C build-dir="build/$(basename "$venv")" \
+    || die "the compiled modules could not be built"
   say "built in $((SECONDS - started)) s"
-  printf '%s' "$build $define" >"$stamp"
+  # What was not built, and why.
+  find "$venv"/lib/python*/site-packages/jaxfp8/_modules.txt -exec grep 'not built' {} + | sed 's/^/jaxfp8: /' >&2 || true
+  printf '%s' "$wanted" >"$stamp"
 fi

@@ -9,17 +9,17 @@
 
 namespace jaxfp8::cpu {
 
-void Amax(TaskPool& pool, Dtype dtype, const void* x, int64_t groups, int64_t size, float* amax) {
-  ClearAmax(amax, groups);
-  const int64_t width = ByteWidth(dtype);
-  const auto kernel = Kernels().amax[HighPrecisionIndex(dtype)];
-  const SpanChunks chunks(groups, size);
+void Amax(TaskPool& pool, const AmaxParams& params) {
+  ClearAmax(params.amax, params.groups);
+  const int64_t width = ByteWidth(params.dtype);
+  const auto kernel = Kernels().amax[HighPrecisionIndex(params.dtype)];
+  const SpanChunks chunks(params.groups, params.size);
   ParallelFor(pool, chunks.count(), [&](int64_t index) {
     const ScopedIeee ieee;
     const SpanChunks::Chunk chunk = chunks.At(index);
     for (int64_t group = chunk.group_begin; group < chunk.group_end; ++group) {
-      const int64_t offset = group * size + chunk.begin;
-      RaiseAmax(&amax[group], kernel(static_cast<const char*>(x) + offset * width, chunk.end - chunk.begin));
+      const void* span = static_cast<const char*>(params.x) + (group * params.size + chunk.begin) * width;
+      RaiseAmax(&params.amax[group], kernel(span, chunk.end - chunk.begin));
     }
   });
 }

@@ -2,15 +2,12 @@
 #ifndef JAXFP8_CPU_KERNELS_AMAX_H_
 #define JAXFP8_CPU_KERNELS_AMAX_H_
 
-#include <cstdint>
-
-#include "common/dispatch.h"
+#include "common/params.h"
 #include "cpu/kernels/task_pool.h"
 
 namespace jaxfp8::cpu {
 
-// x: [groups, size] of `dtype`; amax: [groups].
-void Amax(TaskPool& pool, Dtype dtype, const void* x, int64_t groups, int64_t size, float* amax);
+void Amax(TaskPool& pool, const AmaxParams& params);
 
 }  // namespace jaxfp8::cpu
 

@@ -6,12 +6,11 @@
 namespace jaxfp8::cpu {
 
 // Without ScopedIeee: nothing subnormal meets a division (common/scale.h).
-void AmaxToScale(const float* amax, const float* stored, float numerator, int64_t count, float* scale,
-                 float* scale_inv) {
-  for (int64_t i = 0; i < count; ++i) {
-    const ScalePair pair = jaxfp8::AmaxToScale(amax[i], stored[i], numerator);
-    scale[i] = pair.scale;
-    scale_inv[i] = pair.scale_inv;
+void AmaxToScale(const AmaxToScaleParams& params) {
+  for (int64_t i = 0; i < params.count; ++i) {
+    const ScalePair pair = jaxfp8::AmaxToScale(params.amax[i], params.stored[i], params.numerator);
+    params.scale[i] = pair.scale;
+    params.scale_inv[i] = pair.scale_inv;
   }
 }
 

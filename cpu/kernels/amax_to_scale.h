@@ -2,13 +2,11 @@
 #ifndef JAXFP8_CPU_KERNELS_AMAX_TO_SCALE_H_
 #define JAXFP8_CPU_KERNELS_AMAX_TO_SCALE_H_
 
-#include <cstdint>
+#include "common/params.h"
 
 namespace jaxfp8::cpu {
 
-// All of [count]; numerator: positive and normal.
-void AmaxToScale(const float* amax, const float* stored, float numerator, int64_t count, float* scale,
-                 float* scale_inv);
+void AmaxToScale(const AmaxToScaleParams& params);
 
 }  // namespace jaxfp8::cpu
 

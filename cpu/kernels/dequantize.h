@@ -2,17 +2,12 @@
 #ifndef JAXFP8_CPU_KERNELS_DEQUANTIZE_H_
 #define JAXFP8_CPU_KERNELS_DEQUANTIZE_H_
 
-#include <cstdint>
-
-#include "common/dispatch.h"
-#include "cpu/kernels/scales.h"
+#include "common/params.h"
 #include "cpu/kernels/task_pool.h"
 
 namespace jaxfp8::cpu {
 
-// data: [groups, size] of `format`; out: the same shape of `out_dtype`.
-void Dequantize(TaskPool& pool, Dtype format, Dtype out_dtype, const uint8_t* data, Scales scale_invs, int64_t groups,
-                int64_t size, void* out);
+void Dequantize(TaskPool& pool, const DequantizeParams& params);
 
 }  // namespace jaxfp8::cpu
 

@@ -10,23 +10,25 @@
 
 namespace jaxfp8::cpu {
 
-void Quantize(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t size,
-              uint8_t* data, const float* amax_so_far, float* amax) {
-  StartAmax(amax, amax_so_far, groups);
-  const int64_t width = ByteWidth(in);
-  const Store store = StoreFor(groups * size, kStreamedSpan);
-  PrepareResult(data, groups * size);
-  const SpanChunks chunks(groups, size);
+void Quantize(TaskPool& pool, const QuantizeParams& params) {
+  StartAmax(params.amax, params.amax_so_far, params.groups);
+  const int64_t width = ByteWidth(params.dtype);
+  const int64_t bytes = params.groups * params.size;
+  const Store store = StoreFor(bytes, kStreamedSpan);
+  PrepareResult(params.data, bytes);
+  const auto* x = static_cast<const char*>(params.x);
+  auto* data = static_cast<uint8_t*>(params.data);
+  const SpanChunks chunks(params.groups, params.size);
   ParallelFor(pool, chunks.count(), [&](int64_t index) {
     const ScopedIeee ieee;
     const SpanChunks::Chunk chunk = chunks.At(index);
     for (int64_t group = chunk.group_begin; group < chunk.group_end; ++group) {
-      const float scale = scales[group];
-      const int64_t offset = group * size + chunk.begin;
-      const auto kernel = KernelsForQuantize(scale).quantize[HighPrecisionIndex(in)][Fp8Index(format)];
-      const void* span = static_cast<const char*>(x) + offset * width;
-      const uint32_t bits = kernel(span, scale, data + offset, chunk.end - chunk.begin, store);
-      if (amax != nullptr) RaiseAmax(&amax[group], bits);
+      const float scale = params.scale[group * params.scale_stride];
+      const int64_t offset = group * params.size + chunk.begin;
+      const auto& kernels = KernelsForQuantize(scale).quantize[HighPrecisionIndex(params.dtype)];
+      const auto kernel = kernels[Fp8Index(params.format)];
+      const uint32_t bits = kernel(x + offset * width, scale, data + offset, chunk.end - chunk.begin, store);
+      if (params.amax != nullptr) RaiseAmax(&params.amax[group], bits);
     }
   });
 }

@@ -13,15 +13,15 @@ namespace jaxfp8::cpu {
 
 static_assert(PanelChunks::kRows == kColumnSumRows, "a panel is a part of the sums");
 
-void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Scales scales, int64_t groups, int64_t m,
-                       int64_t n, uint8_t* data, uint8_t* data_t, const float* amax_so_far, float* amax,
-                       float* column_sums) {
-  StartAmax(amax, amax_so_far, groups);
-  const int64_t width = ByteWidth(in);
-  const Store store = StoreFor(groups * m * n, kStreamedTranspose);
-  PrepareResult(data, groups * m * n);
-  PrepareResult(data_t, groups * m * n);
-  const PanelChunks chunks(groups, m, n);
+void QuantizeTranspose(TaskPool& pool, const QuantizeTransposeParams& params) {
+  StartAmax(params.amax, params.amax_so_far, params.groups);
+  const int64_t m = params.m, n = params.n;
+  const int64_t width = ByteWidth(params.dtype);
+  const int64_t bytes = params.groups * m * n;
+  const Store store = StoreFor(bytes, kStreamedTranspose);
+  PrepareResult(params.data, bytes);
+  PrepareResult(params.data_t, bytes);
+  const PanelChunks chunks(params.groups, m, n);
   ParallelFor(pool, chunks.count(), [&](int64_t index) {
     const ScopedIeee ieee;
     const PanelChunks::Chunk chunk = chunks.At(index);
@@ -29,20 +29,21 @@ void QuantizeTranspose(TaskPool& pool, Dtype in, Dtype format, const void* x, Sc
     const int64_t offset = group_offset + chunk.row_begin * n + chunk.column_begin;
     const int64_t offset_t = group_offset + chunk.column_begin * m + chunk.row_begin;
     Panel panel;
-    panel.x = static_cast<const char*>(x) + offset * width;
-    panel.data = data + offset;
-    panel.data_t = data_t + offset_t;
+    panel.x = static_cast<const char*>(params.x) + offset * width;
+    panel.data = static_cast<uint8_t*>(params.data) + offset;
+    panel.data_t = static_cast<uint8_t*>(params.data_t) + offset_t;
     panel.rows = chunk.row_end - chunk.row_begin;
     panel.columns = chunk.column_end - chunk.column_begin;
     panel.m = m;
     panel.n = n;
-    const float scale = scales[chunk.group];
-    const auto kernel = KernelsForQuantize(scale).quantize_transpose[HighPrecisionIndex(in)][Fp8Index(format)];
+    const float scale = params.scale[chunk.group * params.scale_stride];
+    const int dtype = HighPrecisionIndex(params.dtype);
+    const auto kernel = KernelsForQuantize(scale).quantize_transpose[dtype][Fp8Index(params.format)];
     const uint32_t bits = kernel(panel, scale, store);
-    if (amax != nullptr) RaiseAmax(&amax[chunk.group], bits);
-    if (column_sums != nullptr) {
+    if (params.amax != nullptr) RaiseAmax(&params.amax[chunk.group], bits);
+    if (params.column_sums != nullptr) {
       const int64_t part = chunk.group * ColumnSumParts(m) + chunk.row_begin / kColumnSumRows;
-      Kernels().column_sums[HighPrecisionIndex(in)](panel, column_sums + part * n + chunk.column_begin);
+      Kernels().column_sums[dtype](panel, params.column_sums + part * n + chunk.column_begin);
     }
   });
 }

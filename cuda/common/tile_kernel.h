@@ -21,11 +21,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/params.h"
 #include "cuda/common/amax.h"
 #include "cuda/common/convert.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/transpose_tile.h"
-#include "cuda/kernels/tile_params.h"
 
 namespace jaxfp8::cuda {
 

@@ -80,7 +80,6 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
 }  // namespace jaxfp8::cuda
 
 // Its initialize stage is that of scaled_matmul.
-JAXFP8_EXPORT_HANDLER(jaxfp8_block_scaled_matmul_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_block_scaled_matmul_v1, jaxfp8::cuda::BlockScaledMatmulHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/checks.h"
+#include "common/ffi/checks.h"
 #include "cuda/ffi/support.h"
 #include "cuda/kernels/scaled_matmul.h"
 

@@ -46,7 +46,6 @@ ffi::Error QuantizeActivationHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_activation_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_activation_v2, jaxfp8::cuda::QuantizeActivationHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

@@ -103,7 +103,7 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
   params.x = x.untyped_data();
   params.data = data->untyped_data();
   params.scale_inv = scale_inv->untyped_data();
-  params.amaxes = static_cast<float*>(amaxes->untyped_data());
+  params.amaxes = Data<float>(*amaxes);
   params.groups = groups;
   params.m = m;
   params.n = n;
@@ -113,7 +113,6 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_blocks_transpose_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2, jaxfp8::cuda::QuantizeBlocksTransposeHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

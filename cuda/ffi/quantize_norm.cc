@@ -50,7 +50,6 @@ ffi::Error QuantizeNormHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_quantize_norm_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_norm_v2, jaxfp8::cuda::QuantizeNormHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

@@ -65,8 +65,8 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   params.out_dtype = ToDtype(out->element_type());
   params.a = a.untyped_data();
   params.b = b.untyped_data();
-  params.a_scale_inv = static_cast<const float*>(a_scale_inv.untyped_data());
-  params.b_scale_inv = static_cast<const float*>(b_scale_inv.untyped_data());
+  params.a_scale_inv = Data<float>(a_scale_inv);
+  params.b_scale_inv = Data<float>(b_scale_inv);
   params.a_scale_stride = ScaleStride(a_scale_inv);
   params.b_scale_stride = ScaleStride(b_scale_inv);
   params.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
@@ -78,7 +78,6 @@ ffi::Error RaggedMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_ragged_matmul_v1);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_ragged_matmul_v1, jaxfp8::cuda::RaggedMatmulHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

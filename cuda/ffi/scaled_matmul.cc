@@ -70,7 +70,7 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
     const auto accumulator = rest.get<ffi::AnyBuffer>(has_bias ? 1 : 0);
     if (!accumulator.has_value()) return accumulator.error();
     JAXFP8_RETURN_IF_ERROR(CheckAccumulator({kOp, "accumulator", *accumulator}, out_operand));
-    params.accumulator = static_cast<const float*>(accumulator->untyped_data());
+    params.accumulator = Data<float>(*accumulator);
   }
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(b_operand));
@@ -98,11 +98,9 @@ ffi::Error InitializeScaledMatmul() {
 }  // namespace
 }  // namespace jaxfp8::cuda
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_initialize_v1);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_initialize_v1, jaxfp8::cuda::InitializeScaledMatmul,
                               xla::ffi::Ffi::BindInitialize(), {jaxfp8::cuda::kRecordable});
 
-JAXFP8_EXPORT_HANDLER(jaxfp8_scaled_matmul_v2);
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_scaled_matmul_v2, jaxfp8::cuda::ScaledMatmulHandler,
                              xla::ffi::Ffi::Bind()
                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()

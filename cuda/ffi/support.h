@@ -1,4 +1,4 @@
-// What every handler needs: its trait, the scales in the launchers' terms, and CUDA errors as FFI errors.
+// What every handler needs: its trait, and CUDA errors as FFI errors.
 #ifndef JAXFP8_CUDA_FFI_SUPPORT_H_
 #define JAXFP8_CUDA_FFI_SUPPORT_H_
 
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "common/checks.h"
+#include "common/ffi/checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxfp8::cuda {
@@ -15,9 +15,6 @@ namespace jaxfp8::cuda {
 // Every handler has this trait: it touches its buffers and the stream it is given and nothing else, so that XLA may
 // record it into CUDA graphs.
 constexpr ffi::Traits kRecordable = ffi::Traits::kCmdBufferCompatible;
-
-// From one group's scale to the next, in a buffer that has passed CheckScale.
-inline int64_t ScaleStride(ffi::AnyBuffer scale) { return scale.dimensions()[0] == 1 ? 0 : 1; }
 
 inline ffi::Error ToError(const char* op, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();

@@ -6,21 +6,19 @@
 #include <cstdint>
 #include <string>
 
+#include "common/ffi/quantize_checks.h"
 #include "cuda/ffi/support.h"
-#include "cuda/kernels/tile_params.h"
 
 namespace jaxfp8::cuda {
 
-// Checks them for an x [g, m, ..., n] that is checked already, and sets everything in `params` but what the op adds.
+// Checks them for an x [g, m, ..., n] that is checked already, and sets every field of `params` but those that the op
+// adds.
 inline ffi::Error CheckTiles(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
                              ffi::AnyBuffer data, ffi::AnyBuffer amax, ffi::RemainingRets& rest, TileParams* params) {
   const int64_t groups = x.dimensions()[0], m = x.dimensions()[1], n = x.dimensions().back();
-  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax_so_far", amax_so_far}, groups));
-  const Operand data_operand{op, "data", data};
-  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {groups, m, n}));
-  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax", amax}, groups));
+  JAXFP8_RETURN_IF_ERROR(ToQuantized(op, x, scale, amax_so_far, data, amax, {groups, m, n}, params));
+  params->m = m;
+  params->n = n;
   if (rest.size() > 1) {
     return ffi::Error::InvalidArgument(std::string(op) + ": expected 2 or 3 results, got " +
                                        std::to_string(2 + rest.size()));
@@ -29,22 +27,8 @@ inline ffi::Error CheckTiles(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer sc
   if (rest.size() == 1) {
     auto data_t = rest.get<ffi::AnyBuffer>(0);
     if (!data_t.has_value()) return data_t.error();
-    const Operand data_t_operand{op, "data_t", **data_t};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(data_t_operand, {data.element_type()}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(data_t_operand, {groups, n, m}));
-    params->data_t = (*data_t)->untyped_data();
+    JAXFP8_RETURN_IF_ERROR(ToTransposed(op, data, **data_t, params));
   }
-  params->dtype = ToDtype(x.element_type());
-  params->format = ToDtype(data.element_type());
-  params->x = x.untyped_data();
-  params->scale = static_cast<const float*>(scale.untyped_data());
-  params->scale_stride = ScaleStride(scale);
-  params->data = data.untyped_data();
-  params->amax_so_far = FloatsOrNull(amax_so_far);
-  params->amax = FloatsOrNull(amax);
-  params->groups = groups;
-  params->m = m;
-  params->n = n;
   return ffi::Error::Success();
 }
 

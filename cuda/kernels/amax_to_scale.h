@@ -4,18 +4,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
+#include "common/params.h"
 
 namespace jaxfp8::cuda {
-
-struct AmaxToScaleParams {
-  const float* amax;    // [count]
-  const float* stored;  // [count]
-  float numerator;      // positive and normal
-  float* scale;         // [count]
-  float* scale_inv;     // [count]
-  int64_t count;
-};
 
 cudaError_t LaunchAmaxToScale(const AmaxToScaleParams& params, cudaStream_t stream);
 

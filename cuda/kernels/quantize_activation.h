@@ -2,7 +2,9 @@
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_ACTIVATION_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_ACTIVATION_H_
 
-#include "cuda/kernels/tile_params.h"
+#include <cuda_runtime_api.h>
+
+#include "common/params.h"
 
 namespace jaxfp8::cuda {
 

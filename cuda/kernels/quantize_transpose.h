@@ -2,13 +2,11 @@
 #ifndef JAXFP8_CUDA_KERNELS_QUANTIZE_TRANSPOSE_H_
 #define JAXFP8_CUDA_KERNELS_QUANTIZE_TRANSPOSE_H_
 
-#include "cuda/kernels/tile_params.h"
+#include <cuda_runtime_api.h>
+
+#include "common/params.h"
 
 namespace jaxfp8::cuda {
-
-struct QuantizeTransposeParams : TileParams {
-  float* column_sums;  // null, or [groups, ColumnSumParts(m), n]: the sums of x over 128 rows each
-};
 
 cudaError_t LaunchQuantizeTranspose(const QuantizeTransposeParams& params, cudaStream_t stream);
 

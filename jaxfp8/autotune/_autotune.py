@@ -62,16 +62,14 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
         An AutotuneReport.
 
     Raises:
-        RuntimeError: there is no NVIDIA GPU, its library was not built, or it cannot multiply FP8.
+        RuntimeError: there is no NVIDIA GPU, the CUDA module is not loaded, or the GPU cannot multiply FP8.
     """
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError as error:
         raise RuntimeError(f"autotune: needs an NVIDIA GPU to measure on: {error}") from error
     if not _ffi.has_cuda_kernels():
-        raise RuntimeError(
-            "autotune: jaxfp8 was installed without its CUDA library; cuda/README.md says how to build it"
-        )
+        raise RuntimeError(f"autotune: the CUDA module of jaxfp8 is not loaded: {_ffi.error('cuda')}")
     return tune(device.local_hardware_id or 0, gemms_of(fn, *args, **kwargs))
 
 

@@ -66,7 +66,7 @@ def einsum(
 
 
 def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """Compute `einsum` by `product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding)`."""
+    """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers, **options)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:

@@ -1,26 +1,19 @@
-"""The native libraries: where they are, which custom calls they hold, and how to call one.
+"""The custom calls of the compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`: which there are, and how to call one.
 
-The only module that sees compiled code. Importing it registers every custom-call target, so that exported programs and
-compile caches load after `import jaxfp8` alone.
+The only code that sees these modules. Importing this file registers every custom-call target, so that exported programs
+and compile caches load after `import jaxfp8` alone.
 """
 
-import ctypes
 import logging
-import os
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._plans import DTYPES, Gemm, Plan, Platform
+from . import _modules
+from ._plans import Gemm, Plan, Platform
 
-# An editable install has two folders: the sources and what was built.
-_LIBRARY_DIRS = [Path(folder) / "_lib" for folder in sys.modules[__package__.split(".")[0]].__path__]
-# Beside the sources, where a Python that is started in a checkout imports them from.
-_SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
 _ON_BOTH = (
     "amax",
     "amax_to_scale",
@@ -38,10 +31,9 @@ _CUDA_ONLY = (
     "ragged_matmul",
     "scaled_matmul",
 )
-_BY_CUBLASLT = ("block_scaled_matmul", "scaled_matmul")
 OPS = (*_ON_BOTH, *_CUDA_ONLY)
 _TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
-# Of contracts that have changed; the others are 1.
+# Versions of the contracts that have changed; the others are 1.
 _VERSIONS = {
     "quantize": 3,
     "quantize_activation": 2,
@@ -50,19 +42,20 @@ _VERSIONS = {
     "quantize_transpose": 3,
     "scaled_matmul": 2,
 }
-_loaded = {}  # platform -> library
-_errors = {}  # platform -> why its library is not loaded
+_loaded = {}  # platform -> module
+_errors = {}  # platform -> why its module is not loaded
+_log = logging.getLogger("jaxfp8")
 
 
 class Library(NamedTuple):
-    """A native library of this installation.
+    """A compiled module of this installation.
 
     Attributes:
         platform: `"cpu"` or `"cuda"`.
-        path: where it is; None where it was not built.
-        error: why it is not loaded, a clause; else empty.
-        built_for: the CPU's instruction set that is in use, or the GPUs' that it was built for; empty where not known.
-        ops: those it has custom calls for.
+        path: the module's file; None where the module was not built.
+        error: why the module is not loaded, a clause; else empty.
+        built_for: the CPU's instruction set in use, or the GPU architectures with code; empty where not known.
+        ops: the ops with a custom call.
     """
 
     platform: str
@@ -73,95 +66,79 @@ class Library(NamedTuple):
 
 
 def target_name(op: str) -> str:
-    """Name of the custom call of `op`; the number goes up whenever its handler's contract changes."""
+    """Return the name of the custom call of `op`; its number goes up whenever the handler's contract changes."""
     return f"jaxfp8_{op}_v{_VERSIONS.get(op, 1)}"
 
 
 def custom_call_targets() -> tuple[str, ...]:
-    """The names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
+    """Return the names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
     return tuple(map(target_name, OPS))
 
 
+def _module_name(platform: str) -> str:
+    return f"_{platform.lower()}"
+
+
 def _load(platform: str) -> bool:
-    """Registers the targets of one platform; False where its library was not built or does not load."""
-    path = _find(platform)
-    if path is None:
-        needed = {"cpu": "a C++17 compiler", "CUDA": "a CUDA 13 toolkit"}[platform]
-        _errors[platform] = f"not in this installation: it was built without {needed}"
-        if _SOURCES.exists():
-            _errors[platform] = (
-                f"not in {_SOURCES.parent}, which are the sources: run from another folder, "
-                f"or install anew with {needed}"
-            )
-        return False
+    """Register the targets of one platform; False where its module is missing or does not load."""
+    name = _module_name(platform)
     try:
-        library = ctypes.CDLL(os.fspath(path))
-        handlers = {target_name(op): _handlers(library, platform, op) for op in _TARGETS[platform]}
-    except (OSError, AttributeError) as error:
-        logging.getLogger("jaxfp8").warning("jaxfp8: ignoring %s: %s", path.name, error)
-        _errors[platform] = f"does not load: {error}"
+        module = _modules.load(name)
+        registrations = module.registrations()
+        targets = {target: registrations.get(target) for target in map(target_name, _TARGETS[platform])}
+        if lacking := [target for target, handler in targets.items() if handler is None]:
+            raise _modules.Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
+    except _modules.Unavailable as error:
+        _errors[platform] = str(error)
+        if path := _modules.path(name):
+            _log.warning("jaxfp8: ignoring %s, which %s", path, error)
         return False
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, handler, platform=platform)
-    _loaded[platform] = library
+    for target, handler in targets.items():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    _loaded[platform] = module
     return True
 
 
-def _find(platform: str) -> Path | None:
-    """Where the library of a platform is."""
-    return next(filter(Path.exists, (folder / f"libjaxfp8_{platform.lower()}.so" for folder in _LIBRARY_DIRS)), None)
-
-
 def libraries() -> list[Library]:
-    """What there is of each native library, and why not more."""
-    found = []
+    """Return what this installation has of each module, and why not more."""
+    rows = []
     for platform, ops in _TARGETS.items():
-        path = _find(platform)
-        path = None if path is None else os.fspath(path)
-        found.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), ops))
-    return found
+        path = _modules.path(_module_name(platform))
+        rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), ops))
+    return rows
+
+
+def error(platform: str) -> str:
+    """Return why the module of `"cpu"` or `"cuda"` is not loaded, a clause."""
+    return next(library.error for library in libraries() if library.platform == platform)
 
 
 def _built_for(platform: str) -> str:
-    """What the loaded library of a platform says about itself."""
-    question = {"cpu": "jaxfp8_instruction_set_v1", "CUDA": "jaxfp8_architectures_v1"}[platform]
-    function = getattr(_loaded.get(platform), question, None)
-    if function is None:
+    module = _loaded.get(platform)
+    if module is None:
         return ""
-    function.restype = ctypes.c_char_p
-    return function().decode()
+    return module.instruction_set() if platform == "cpu" else module.architectures()
 
 
 def cuda_architectures() -> list[str]:
-    """What the loaded CUDA library has code for, such as `"sm_90a"`; empty without one."""
+    """Return what the loaded CUDA module has code for, such as `"sm_90a"`; empty without one."""
     return _built_for("CUDA").split()
-
-
-def _handlers(library, platform: str, op: str):
-    """What XLA runs; and what it calls before, outside of the graphs it records."""
-    execute = jax.ffi.pycapsule(library[target_name(op)])
-    if platform != "CUDA" or op not in _BY_CUBLASLT:
-        return execute
-    initialize = jax.ffi.pycapsule(library[target_name("scaled_matmul_initialize")])
-    return {"initialize": initialize, "execute": execute}
 
 
 has_cpu_kernels = _load("cpu")
 _has_cuda_kernels = _load("CUDA")
 
-if not (has_cpu_kernels or _has_cuda_kernels):
-    logging.getLogger("jaxfp8").warning(
-        "jaxfp8: installed without native kernels (no C++ compiler was found); running on the slower jnp reference."
-    )
+if not (has_cpu_kernels or _has_cuda_kernels or _modules.path("_cpu")):
+    _log.warning("jaxfp8: running on the slower jnp reference, without compiled kernels: %s", _errors["cpu"])
 
 
 def has_cuda_kernels() -> bool:
-    """True where the CUDA library is built and loadable (a GPU need not be present)."""
+    """True where the CUDA module is built and loadable (a GPU need not be present)."""
     return _has_cuda_kernels
 
 
 def call(op: str, results, *operands, aliases=None, **attributes):
-    """One custom call.
+    """Make one custom call.
 
     Args:
         op: name without prefix and version.
@@ -177,76 +154,26 @@ def call(op: str, results, *operands, aliases=None, **attributes):
     )(*operands, **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()})
 
 
-# ------------------------------------------------------------------------------------------- cuda/kernels/gemm_c_api.h
-
-
-class _Gemm(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in Gemm._fields]
-
-    @classmethod
-    def of(cls, gemm: Gemm) -> "_Gemm":
-        return cls(*(DTYPES.index(value) if isinstance(value, str) else int(value) for value in gemm))
-
-
-class _Platform(ctypes.Structure):
-    _fields_ = [("device_name", ctypes.c_char * 256), ("capability", ctypes.c_int64), ("version", ctypes.c_int64)]
-
-
-class _Algorithm(ctypes.Structure):
-    _fields_ = [("words", ctypes.c_uint64 * 8)]
-
-
-class _TunedGemm(ctypes.Structure):
-    _fields_ = [
-        ("algorithm", _Algorithm),
-        ("microseconds", ctypes.c_double),
-        ("first_microseconds", ctypes.c_double),
-        ("timed", ctypes.c_int64),
-    ]
-
-
-def _call_cuda(function: str, *arguments) -> None:
-    """Calls a C function of the CUDA library.
-
-    Raises:
-        RuntimeError: with the reason it gives.
-    """
-    error = ctypes.create_string_buffer(4096)
-    _loaded["CUDA"][f"jaxfp8_{function}_v1"](*arguments, error, ctypes.c_int64(len(error)))
-    if error.value:
-        raise RuntimeError(error.value.decode())
-
-
 def check_cublaslt() -> None:
-    """Raises a RuntimeError that says why where cuBLASLt cannot be opened or lacks something."""
-    _call_cuda("cublaslt")
+    """Raise a RuntimeError that says why cuBLASLt cannot be opened, or what it lacks."""
+    _loaded["CUDA"].check_cublaslt()
 
 
 def gemm_platform(device: int) -> Platform:
-    """The device with that ordinal, and cuBLASLt."""
-    out = _Platform()
-    _call_cuda("gemm_platform", ctypes.c_int64(device), ctypes.byref(out))
-    return Platform(out.device_name.decode(), out.capability, out.version)
+    """Return the device with that ordinal, and the version of cuBLASLt."""
+    return Platform(*_loaded["CUDA"].gemm_platform(device))
 
 
 def set_gemm_plan(platform: Platform, gemm: Gemm, algorithm: str) -> None:
-    """From now on `gemm` uses `algorithm` on that platform, which need not be this machine's."""
-    name, capability, version = platform
-    words = _Algorithm(tuple(int(algorithm[i : i + 16], 16) for i in range(0, 128, 16)))
-    of = _Platform(name.encode(), capability, version)
-    _call_cuda("set_gemm_plan", ctypes.byref(of), ctypes.byref(_Gemm.of(gemm)), ctypes.byref(words))
+    """Use `algorithm` for `gemm` on that platform from now on; it need not be this machine's."""
+    _loaded["CUDA"].set_gemm_plan(platform, gemm, algorithm)
 
 
 def count_gemm_plans() -> tuple[int, int]:
-    """How many plans products have used so far: measured ones, and cuBLASLt's first."""
-    measured, first = ctypes.c_int64(), ctypes.c_int64()
-    _call_cuda("count_gemm_plans", ctypes.byref(measured), ctypes.byref(first))
-    return measured.value, first.value
+    """Return how many plans products have used so far: measured ones, and cuBLASLt's first."""
+    return _loaded["CUDA"].count_gemm_plans()
 
 
 def tune_gemm(device: int, gemm: Gemm) -> Plan:
-    """Times the algorithms for `gemm` on a device and sets the fastest as its plan."""
-    out = _TunedGemm()
-    _call_cuda("tune_gemm", ctypes.c_int64(device), ctypes.byref(_Gemm.of(gemm)), ctypes.byref(out))
-    algorithm = "".join(f"{word:016x}" for word in out.algorithm.words)
-    return Plan(algorithm, out.microseconds, out.first_microseconds)
+    """Time the algorithms for `gemm` on a device and set the fastest as its plan."""
+    return Plan(*_loaded["CUDA"].tune_gemm(device, gemm))

@@ -24,15 +24,12 @@ def implementation(name: str):
 
     Raises:
         ValueError: unknown `name`.
-        RuntimeError: `"ffi"` where no native library is installed.
+        RuntimeError: `"ffi"` where no compiled module is loaded.
     """
     if name not in _CHOICES:
         raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
-        raise RuntimeError(
-            'implementation("ffi"): jaxfp8 was installed without native kernels; reinstall it where a C++17 compiler '
-            "is on the path"
-        )
+        raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; that for CPUs: {_ffi.error("cpu")}')
     with using(name):
         yield
 

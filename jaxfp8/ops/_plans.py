@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-# By XLA's names, in the order of jaxfp8::Dtype (common/dispatch.h).
+# By XLA's names, which cuda/tuner_bindings.cc reads.
 DTYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 
 class Gemm(NamedTuple):
-    """The properties of a GEMM that decide its plan: `jaxfp8_gemm` of cuda/kernels/gemm_c_api.h, field by field."""
+    """The properties of a GEMM that decide its plan; cuda/tuner_bindings.cc reads the fields by name."""
 
     batch: int
     m: int

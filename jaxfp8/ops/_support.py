@@ -83,7 +83,7 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
             have = ".".join(map(str, capability(gpu)))
             return Missing(
                 f"{gpu.device_kind} has compute capability {have}, the CUDA library has code for {', '.join(built)}; "
-                "add yours to `architectures` in cuda/CMakeLists.txt and build it",
+                "add yours to JAXFP8_CUDA_ARCHITECTURES and build it (cuda/README.md)",
                 True,
             )
     if cublaslt and local_gpus():

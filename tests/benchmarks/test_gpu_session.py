@@ -22,7 +22,7 @@ PYTHON = """#!/bin/sh
 echo "$PWD: $* (commit $JAXFP8_COMMIT)"
 call="$*"
 while [ $# -gt 0 ]; do case $1 in --json) json=$2;; --target) target=$2;; esac; shift; done
-if [ -n "$target" ]; then mkdir -p "$target/jaxfp8/_lib" && echo installed >"$target/jaxfp8/old.py"; fi
+if [ -n "$target" ]; then mkdir -p "$target/jaxfp8" && touch "$target/jaxfp8/"_cuda.abi3.so "$target/jaxfp8/"old.py; fi
 if [ -n "$json" ]; then echo '{{}}' >"$json"; fi
 case "$call" in
 {cases}
@@ -37,15 +37,15 @@ pytestmark = pytest.mark.skipif(shutil.which("timeout") is None or shutil.which(
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What travels: no .git, a wheelhouse whose wheel has these libraries."""
+    """What travels: no .git, a wheelhouse whose wheel has these modules."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "tools", root / "tools")
-    for folder in ("common", "cpu", "cuda", "jaxfp8", "tests", "benchmarks", "wheelhouse"):
+    for folder in ("cmake", "common", "cpu", "cuda", "jaxfp8", "tests", "benchmarks", "wheelhouse"):
         (root / folder).mkdir()
         (root / folder / "file.cc").write_text(folder)
     (root / "CMakeLists.txt").write_text("project()\n")
     (root / "jaxfp8" / "__init__.py").write_text("# of the checkout\n")
-    (root / "wheelhouse" / "jaxfp8-0.1.0+cuda13-py3-none-any.whl").touch()
+    (root / "wheelhouse" / "jaxfp8-0.1.0+cuda13-cp312-abi3-manylinux_2_35_x86_64.whl").touch()
     (root / "wheelhouse" / "flax-0.12.12-py3-none-any.whl").touch()
     write_built(root)
     for name in ("nvidia-smi", "nvcc"):
@@ -61,7 +61,7 @@ def digest(root, *paths):
 
 
 def write_built(root):
-    libraries = digest(root, "CMakeLists.txt", "common", "cpu", "cuda")
+    libraries = digest(root, "CMakeLists.txt", "cmake", "common", "cpu", "cuda")
     (root / "wheelhouse" / "built").write_text(f"abc1234\n{libraries}{digest(root, 'jaxfp8')}")
 
 
@@ -119,9 +119,10 @@ def test_a_whole_call(checkout, call):
 def test_a_prebuilt_wheel_with_the_python_of_the_checkout(checkout):
     show = '*selftest*) ls "${PYTHONPATH%%:*}/jaxfp8";;'
     _, steps, logs = session(checkout, cases=show)
-    assert "the libraries are those of the wheel" in logs["install"] and "flax-0.12.12" in logs["install"]
+    assert "the modules are those of the wheel" in logs["install"] and "flax-0.12.12" in logs["install"]
     assert "build-isolation" not in logs["install"]
-    assert logs["selftest"].splitlines()[1:] == ["__init__.py", "_lib", "file.cc"]  # old.py of the wheel is gone
+    # The old.py of the wheel is gone.
+    assert logs["selftest"].splitlines()[1:] == ["__init__.py", "_cuda.abi3.so", "file.cc"]
     assert steps["test"] == "test of abc1234"
     (checkout / "jaxfp8" / "__init__.py").write_text("# of another day\n")
     _, steps, logs = session(checkout)
@@ -131,7 +132,7 @@ def test_a_prebuilt_wheel_with_the_python_of_the_checkout(checkout):
 def test_other_libraries_than_the_wheels_are_built(checkout):
     (checkout / "cuda" / "file.cc").write_text("changed")
     _, steps, logs = session(checkout)
-    assert "no wheel of these libraries: building" in logs["install"] and "JAXFP8_CUDA=ON" in logs["install"]
+    assert "no wheel of these modules: building" in logs["install"] and "JAXFP8_CUDA=ON" in logs["install"]
     assert "wheelhouse/flax" in logs["install"] and "wheelhouse/jaxfp8" not in logs["install"]
     assert steps["test"] == "test of abc1234+changes"
 

@@ -89,7 +89,7 @@ def build_handlers(ffi_include: str) -> ctypes.CDLL:
     """Compiles and loads the FFI handlers of cuda/ over the emulated kernels, as custom calls that run on the CPU."""
     headers = (Path(ffi_include) / "xla" / "ffi",)
     # Not optimized: a handler runs once a call. XLA's headers are most of what is compiled: once for all handlers.
-    options = ["-O0", "-isystem", ffi_include]
+    options = ["-O0", "-fvisibility=default", "-isystem", ffi_include]
     stream = _cached("stream.h.gch", *options, "-x", "c++-header", EMULATOR / "ffi" / "stream.h", headers=headers)
     options += ["-include", stream.with_suffix(""), "-c"]
     sources = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]

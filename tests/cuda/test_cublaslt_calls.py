@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,31 @@ def folder(tmp_path_factory):
         pytest.skip("needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')")
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler")
+    nanobind, python = importlib.util.find_spec("nanobind"), Path(sysconfig.get_path("include"))
+    if nanobind is None or not (python / "Python.h").exists():
+        pytest.skip("needs nanobind and Python.h (Debian and Ubuntu: apt install python3-dev)")
+    nanobind = Path(nanobind.origin).parent
     folder = tmp_path_factory.mktemp("fake_cublaslt")
     (folder / "old").mkdir()
-    flags = [*"-std=c++17 -O3 -shared -fPIC -Wall -Wextra -Werror".split(), f"-I{emulated.ROOT}"]
-    flags += [word for include in includes for word in ("-isystem", str(include))]
+    headers = [*includes, python, nanobind / "include", nanobind / "ext" / "robin_map" / "include"]
+    flags = ["-std=c++17", "-fPIC", f"-I{emulated.ROOT}"]
+    flags += [word for include in headers for word in ("-isystem", str(include))]
+    ours = "-O3 -shared -Wall -Wextra -Werror".split()
     soname = "-Wl,-soname,libcublasLt.so.13"
     kernels = [str(path) for path in sorted((emulated.ROOT / "cuda" / "kernels").glob("*.cc"))]
+    kernels += [str(emulated.ROOT / "cuda" / "tuner_bindings.cc"), str(folder / "nanobind.o")]
     for arguments in (
-        [str(FAKE / "cublaslt.cc"), soname, "-o", str(folder / "libcublasLt.so.13")],
-        [str(FAKE / "cublaslt.cc"), soname, "-DWITHOUT_MATMUL", "-o", str(folder / "old" / "libcublasLt.so.13")],
-        [str(FAKE / "entry.cc"), *kernels, "-fvisibility=hidden", "-ldl", "-o", str(folder / "libgemm.so")],
+        [
+            "-c",
+            str(nanobind / "src" / "nb_combined.cpp"),
+            "-fno-strict-aliasing",
+            "-w",
+            "-o",
+            str(folder / "nanobind.o"),
+        ],
+        [*ours, str(FAKE / "cublaslt.cc"), soname, "-o", str(folder / "libcublasLt.so.13")],
+        [*ours, str(FAKE / "cublaslt.cc"), soname, "-DWITHOUT_MATMUL", "-o", str(folder / "old" / "libcublasLt.so.13")],
+        [*ours, str(FAKE / "entry.cc"), *kernels, "-fvisibility=hidden", "-ldl", "-o", str(folder / "libgemm.so")],
     ):
         done = subprocess.run([emulated.compiler(), *flags, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The built CUDA library: it loads without a driver or cuBLAS, registers, and exports what Python calls and no more."""
+"""The built CUDA module: it loads without a driver or cuBLAS, registers, and exports nothing but its initialization."""
 
 import re
 import shutil
@@ -10,48 +10,43 @@ import pytest
 from ops import cases
 
 import jaxfp8
+from jaxfp8.ops import _ffi, _modules
+from jaxfp8.ops._plans import Gemm, Platform
 
-# An editable install has several folders.
-LIBRARIES = [Path(folder, "_lib", "libjaxfp8_cuda.so") for folder in jaxfp8.__path__]
-LIBRARY = next(filter(Path.exists, LIBRARIES), None)
-TARGETS = sorted(cases.CUDA_TARGETS.values())
-# Another stage of a handler, and C functions (cuda/architectures.cc and gemm_c_api.h).
-FUNCTIONS = (
-    "scaled_matmul_initialize",
-    "architectures",
-    "cublaslt",
-    "gemm_platform",
-    "set_gemm_plan",
-    "count_gemm_plans",
-    "tune_gemm",
-)
-EXPORTS = sorted([*TARGETS, *(f"jaxfp8_{function}_v1" for function in FUNCTIONS)])
+MODULE = _modules.path("_cuda")
+# What ptxas said of each kernel; a wheel does not have it.
+REPORTS = [path for folder in jaxfp8.__path__ for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))]
+ARCHITECTURES = next(library.built_for for library in _ffi.libraries() if library.platform == "cuda").split()
+GEMM = Gemm(1, 16, 48, 32, "f8e4m3fn", "f8e5m2", "bf16", False, False, True, 32 << 20, 128)
+PLATFORM = Platform("NVIDIA H200", 90, 130002)
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"the CUDA library was not built: no {LIBRARIES[0]}")
+pytestmark = pytest.mark.skipif(MODULE is None, reason="the CUDA module was not built")
 
 # In a process of its own, where JAX has not loaded CUDA, with no CUDA_HOME or LD_LIBRARY_PATH.
 LOAD = """
-import ctypes, sys
-library = ctypes.CDLL(sys.argv[1])
-for name in sys.argv[2:]:
-    library[name]
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_cuda", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+targets = module.registrations()
+assert sorted(targets) == sys.argv[2:], sorted(targets)
 """
 REGISTER = """
 import jax
-for name in sys.argv[2:]:
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="CUDA")
+for name, handler in targets.items():
+    jax.ffi.register_ffi_target(name, handler, platform="CUDA")
 """
 
 
 def output(tool, *arguments) -> str:
     if shutil.which(tool) is None:
         pytest.skip(f"needs {tool} (binutils)")
-    return subprocess.run([tool, *arguments, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([tool, *arguments, MODULE], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("script", [LOAD, LOAD + REGISTER], ids=["load", "register"])
 def test_loads_without_a_driver(script):
-    command = [sys.executable, "-c", script, str(LIBRARY), *TARGETS]
+    command = [sys.executable, "-c", script, MODULE, *sorted(cases.CUDA_TARGETS.values())]
     done = subprocess.run(command, capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
 
@@ -60,9 +55,16 @@ def test_package_loads_it():
     assert jaxfp8.has_cuda_kernels()
 
 
+def test_products_of_cublaslt_have_an_initialize_stage():
+    targets = _ffi._loaded["CUDA"].registrations()
+    stages = {name for name, handler in targets.items() if isinstance(handler, dict)}
+    assert stages == {_ffi.target_name(op) for op in ("scaled_matmul", "block_scaled_matmul")}
+    assert all(list(targets[name]) == ["initialize", "execute"] for name in stages)
+
+
 def test_exports():
     symbols = re.findall(r"^\S+ (\w) (\S+)$", output("nm", "-D", "--defined-only"), re.MULTILINE)
-    assert sorted(symbols) == [("T", name) for name in EXPORTS]
+    assert symbols == [("T", "PyInit__cuda")]
 
 
 def test_needs_no_cuda_library():
@@ -73,8 +75,34 @@ def test_needs_no_cuda_library():
     assert not re.search(r"\b(cuda|cublas|cu[A-Z])\w*", undefined), undefined
 
 
-def test_has_code_for_every_architecture():
+def test_has_code_for_its_architectures():
     """The names of the machine-code sections; the PTX is not shipped."""
-    text = LIBRARY.read_bytes()
-    for architecture in ("sm_89", "sm_90a", "sm_100", "sm_120"):
-        assert architecture.encode() in text, f"no {architecture} in {LIBRARY}"
+    data = Path(MODULE).read_bytes()
+    assert ARCHITECTURES
+    for architecture in ARCHITECTURES:
+        assert architecture.encode() in data, f"no {architecture} in {MODULE}"
+
+
+def test_a_plan_needs_neither_a_device_nor_cublaslt():
+    _ffi.set_gemm_plan(PLATFORM, GEMM, "0123456789abcdef" * 8)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"m": 24}, RuntimeError, "not a product that scaled_matmul computes"),
+        ({"alignment": 2**40 + 16}, RuntimeError, "not a product"),
+        ({"a": "f8e5m2"}, RuntimeError, "not formats that scaled_matmul computes with"),
+        ({"a": "f64"}, ValueError, "expected bf16, f16, f32, f8e4m3fn or f8e5m2, got f64"),
+        ({"k": "16"}, RuntimeError, "bad_cast"),
+    ],
+)
+def test_a_plan_that_is_none(change, error, message):
+    with pytest.raises(error, match=message):
+        _ffi.set_gemm_plan(PLATFORM, GEMM._replace(**change), "0" * 128)
+
+
+@pytest.mark.parametrize("digits", ["0" * 127, "g" * 128, "0x" + "0" * 126])
+def test_an_algorithm_that_is_none(digits):
+    with pytest.raises(ValueError, match="expected 128 hexadecimal digits"):
+        _ffi.set_gemm_plan(PLATFORM, GEMM, digits)

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from .test_library import LIBRARY
+from .test_library import ARCHITECTURES, MODULE, REPORTS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 import sass  # noqa: E402
@@ -36,15 +36,14 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def kernels():
     """The instructions of the kernels of the table, by demangled name."""
-    logs = sorted((LIBRARY.parent / "ptxas").glob("*.ptxas.txt")) if LIBRARY else []
-    if not logs or not sass.find_tool("cuobjdump"):
-        pytest.skip("needs the CUDA library and a disassembler (make cuda)")
-    mangled = {name for log in logs for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
+    if not REPORTS or "sm_90a" not in ARCHITECTURES or not sass.find_tool("cuobjdump"):
+        pytest.skip("needs the CUDA module with sm_90a and a disassembler (make cuda)")
+    mangled = {name for log in REPORTS for name in re.findall(r"entry function '(\w+)' for 'sm_90a'", log.read_text())}
     names = dict(zip(sass.demangled(sorted(mangled)), sorted(mangled), strict=True))
     chosen = {
         plain: names[plain] for pattern, *_ in KERNELS.values() for plain in names if re.fullmatch(pattern, plain)
     }
-    instructions = sass.disassemble(str(LIBRARY), list(chosen.values()))
+    instructions = sass.disassemble(MODULE, list(chosen.values()))
     return {plain: instructions[name] for plain, name in chosen.items()}
 
 

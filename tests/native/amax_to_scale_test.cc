@@ -54,7 +54,7 @@ void CheckScales(const std::vector<float>& amax, const std::vector<float>& store
   const auto run = [&] {
     std::fill(scale.begin(), scale.end(), -1.0f);
     std::fill(scale_inv.begin(), scale_inv.end(), -1.0f);
-    jaxfp8::cpu::AmaxToScale(amax.data(), stored.data(), numerator, count, scale.data(), scale_inv.data());
+    jaxfp8::cpu::AmaxToScale({amax.data(), stored.data(), numerator, scale.data(), scale_inv.data(), count});
   };
   run();
   CHECK(SameBits(scale, expected));

@@ -1,13 +1,13 @@
 """Calls every CPU handler with good and with bad buffers; meant to run under sanitizers (tools/sanitize.sh).
 
-    python tests/native/handlers.py LIBRARY
+    python tests/native/handlers.py MODULE
 
 Good calls are compared, bit for bit, with numpy and ml_dtypes; bad ones must come back as INVALID_ARGUMENT. Needs only
-jax: the library is given by path, so that an instrumented build can be tested beside the installed one.
+jax: the module is given by path, so that an instrumented build can be tested beside the installed one.
 """
 
 import concurrent.futures
-import ctypes
+import importlib.util
 import itertools
 import os
 import sys
@@ -333,10 +333,12 @@ def check_bad_calls():
 
 
 def main():
-    library = ctypes.CDLL(sys.argv[1])
-    for op in OPS:
-        name = target(op)
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+    spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    targets = module.registrations()
+    for name in map(target, OPS):
+        jax.ffi.register_ffi_target(name, targets[name], platform="cpu")
     print(f"jax {jax.__version__}")
     good_calls()
     scale_calls()

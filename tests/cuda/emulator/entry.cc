@@ -35,7 +35,7 @@ EXPORT int launch_quantize(int dtype, int format, const void* x, const float* sc
                                       nullptr);
 }
 
-EXPORT int launch_quantize_transpose(const jaxfp8::cuda::TileParams* params, float* column_sums) {
+EXPORT int launch_quantize_transpose(const jaxfp8::TileParams* params, float* column_sums) {
   return jaxfp8::cuda::LaunchQuantizeTranspose({*params, column_sums}, nullptr);
 }
 
@@ -48,11 +48,11 @@ EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, in
       nullptr);
 }
 
-EXPORT int launch_quantize_activation(const jaxfp8::cuda::TileParams* params, int activation) {
+EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation) {
   return jaxfp8::cuda::LaunchQuantizeActivation({*params, static_cast<jaxfp8::cuda::Activation>(activation)}, nullptr);
 }
 
-EXPORT int launch_quantize_norm(const jaxfp8::cuda::TileParams* params, const float* statistics, int64_t has_mean,
+EXPORT int launch_quantize_norm(const jaxfp8::TileParams* params, const float* statistics, int64_t has_mean,
                                 const float* gamma, const float* beta, int64_t parameter_stride) {
   return jaxfp8::cuda::LaunchQuantizeNorm({*params, statistics, has_mean != 0, gamma, beta, parameter_stride}, nullptr);
 }

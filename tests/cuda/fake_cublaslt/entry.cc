@@ -1,5 +1,6 @@
-// LaunchScaledMatmul as a C function for ctypes, over a CUDA runtime that has devices by name only. Their memory is the
-// host's; graphs and events know what the clock of the stand-in for cuBLASLt says, and nothing else.
+// LaunchScaledMatmul as a C function for ctypes, and the tuner as the Python module libgemm, over a CUDA runtime that
+// has devices by name only. Their memory is the host's; graphs and events know what the clock of the stand-in for
+// cuBLASLt says, and nothing else.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -8,6 +9,9 @@
 #include <cstring>
 
 #include "cuda/kernels/scaled_matmul.h"
+#include "cuda/tuner_bindings.h"
+
+NB_MODULE(libgemm, module) { jaxfp8::cuda::BindTuner(module); }
 
 namespace {
 

@@ -1,6 +1,7 @@
 """The GEMM on numpy arrays, over the stand-ins for cuBLASLt and the CUDA runtime."""
 
 import ctypes
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -110,11 +111,13 @@ def spaced(scales, shift=0) -> np.ndarray:
 
 
 def with_package(folder):
-    """The stand-ins as the package's CUDA library."""
+    """Give the package the tuner over the stand-ins, as its CUDA module."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from jaxfp8.ops import _ffi, _plans
 
     gemm = Gemm(folder)
-    _ffi._loaded["CUDA"] = gemm.library
+    spec = importlib.util.spec_from_file_location("libgemm", folder / "libgemm.so")
+    _ffi._loaded["CUDA"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_ffi._loaded["CUDA"])
     return gemm, _ffi, _plans.Gemm

@@ -2,8 +2,8 @@
 //
 // Every handler checks all of its buffers with these before it writes the first byte. Shapes are in the handlers'
 // canonical form (common/README.md): a leading group dimension `g`, then the tensor.
-#ifndef JAXFP8_COMMON_CHECKS_H_
-#define JAXFP8_COMMON_CHECKS_H_
+#ifndef JAXFP8_COMMON_FFI_CHECKS_H_
+#define JAXFP8_COMMON_FFI_CHECKS_H_
 
 #include <algorithm>
 #include <cstddef>
@@ -27,10 +27,6 @@ namespace ffi = ::xla::ffi;
       return error;                                               \
     }                                                             \
   } while (false)
-
-// Before JAXFP8_DEFINE_HANDLER_SYMBOL(name, ...): everything else in the library is hidden.
-#define JAXFP8_EXPORT_HANDLER(name) \
-  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame)
 
 // As XLA_FFI_DEFINE_HANDLER_SYMBOL, with the op before what XLA says of a call that no handler has seen yet: a wrong
 // number of buffers, attributes that the handler does not have.
@@ -219,6 +215,15 @@ inline ffi::Error CheckPositiveNormal(const char* op, const char* name, float va
                                      ": expected a positive normal F32, got " + got.str());
 }
 
+// The elements of a buffer that has passed CheckDtype.
+template <class T>
+T* Data(ffi::AnyBuffer buffer) {
+  return static_cast<T*>(buffer.untyped_data());
+}
+
+// From one group's scale to the next, in a buffer that has passed CheckScale.
+inline int64_t ScaleStride(ffi::AnyBuffer scale) { return scale.dimensions()[0] == 1 ? 0 : 1; }
+
 // Of a dtype that has passed CheckHighPrecision or CheckFp8.
 inline Dtype ToDtype(ffi::DataType dtype) {
   switch (dtype) {
@@ -232,4 +237,4 @@ inline Dtype ToDtype(ffi::DataType dtype) {
 
 }  // namespace jaxfp8
 
-#endif  // JAXFP8_COMMON_CHECKS_H_
+#endif  // JAXFP8_COMMON_FFI_CHECKS_H_

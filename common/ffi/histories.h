@@ -1,0 +1,143 @@
+// jaxfp8_delayed_scales_v1: k histories f32 [g, H], k stored f32 [g] -> k histories, scales, scale_invs, amaxes.
+// jaxfp8_push_amaxes_v1: k histories f32 [g, H], k amaxes f32 [g] -> k histories, in place where XLA aliases them.
+//
+// k quantizers: their count is that of the buffers. All histories come first, then all of the next operand; results
+// likewise.
+#ifndef JAXFP8_COMMON_FFI_HISTORIES_H_
+#define JAXFP8_COMMON_FFI_HISTORIES_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "common/ffi/checks.h"
+#include "common/histories.h"
+
+namespace jaxfp8 {
+
+// f32 of the shape `dims`; `name` is numbered by the quantizer in messages.
+inline ffi::Error CheckState(const char* op, const char* name, int64_t quantizer, ffi::AnyBuffer buffer,
+                             std::initializer_list<int64_t> dims) {
+  const std::string numbered = std::string(name) + " " + std::to_string(quantizer);
+  const Operand operand{op, numbered.c_str(), buffer};
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  return CheckShape(operand, dims);
+}
+
+// f32 [g, length] with at least one slot.
+inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history) {
+  const std::string numbered = "history " + std::to_string(quantizer);
+  const Operand operand{op, numbered.c_str(), history};
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  JAXFP8_RETURN_IF_ERROR(CheckInput(operand, 2));
+  if (history.dimensions()[1] == 0) return Mismatch(operand, "at least one slot");
+  return ffi::Error::Success();
+}
+
+inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count) {
+  if (matches && 1 <= count && count <= kMaxQuantizers) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(op) + ": expected " + wanted + " for each of 1 to " +
+                                     std::to_string(kMaxQuantizers) + " quantizers, got another number");
+}
+
+struct DelayedScalesOp {
+  static constexpr char kName[] = "delayed_scales";
+  using Params = DelayedScalesParams;
+
+  template <class Binding>
+  static auto Bind(Binding context) {
+    return std::move(context)
+        .RemainingArgs()  // histories, stored
+        .RemainingRets()  // histories, scales, scale_invs, amaxes
+        .template Attr<ffi::Span<const float>>("numerators")
+        .template Attr<bool>("most_recent");
+  }
+
+  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results,
+                             ffi::Span<const float> numerators, bool most_recent, Params* params) {
+    const int64_t count = static_cast<int64_t>(numerators.size());
+    const bool matches = static_cast<int64_t>(operands.size()) == 2 * count &&
+                         static_cast<int64_t>(results.size()) == 4 * count;
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands, 4 results and a numerator", matches, count));
+    params->count = count;
+    params->groups = 0;
+    params->most_recent = most_recent;
+    for (int64_t i = 0; i < count; ++i) {
+      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history));
+      const int64_t length = history.dimensions()[1];
+      if (i == 0) params->groups = history.dimensions()[0];
+      const int64_t groups = params->groups;
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "history", i, history, {groups, length}));
+      const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
+      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
+      const ffi::AnyBuffer scale = **results.get<ffi::AnyBuffer>(count + i);
+      const ffi::AnyBuffer scale_inv = **results.get<ffi::AnyBuffer>(2 * count + i);
+      const ffi::AnyBuffer amax = **results.get<ffi::AnyBuffer>(3 * count + i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale", i, scale, {groups}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {groups}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
+      const std::string numerator_name = "numerator " + std::to_string(i);
+      JAXFP8_RETURN_IF_ERROR(CheckPositiveNormal(kName, numerator_name.c_str(), numerators.begin()[i]));
+
+      DelayedScalesQuantizer& quantizer = params->quantizers[i];
+      quantizer.history = Data<float>(history);
+      quantizer.stored = Data<float>(stored);
+      quantizer.next_history = Data<float>(next_history);
+      quantizer.scale = Data<float>(scale);
+      quantizer.scale_inv = Data<float>(scale_inv);
+      quantizer.amax = Data<float>(amax);
+      quantizer.length = length;
+      quantizer.numerator = numerators.begin()[i];
+    }
+    return ffi::Error::Success();
+  }
+};
+
+struct PushAmaxesOp {
+  static constexpr char kName[] = "push_amaxes";
+  using Params = PushAmaxesParams;
+
+  template <class Binding>
+  static auto Bind(Binding context) {
+    return std::move(context)
+        .RemainingArgs()  // histories, amaxes
+        .RemainingRets()  // histories
+        .Attrs();
+  }
+
+  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+                             Params* params) {
+    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
+    const int64_t count = static_cast<int64_t>(results.size());
+    const bool matches = static_cast<int64_t>(operands.size()) == 2 * count;
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands and a result", matches, count));
+    params->count = count;
+    params->groups = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history));
+      const int64_t length = history.dimensions()[1];
+      if (i == 0) params->groups = history.dimensions()[0];
+      const int64_t groups = params->groups;
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "history", i, history, {groups, length}));
+      const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
+      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+
+      PushAmaxesQuantizer& quantizer = params->quantizers[i];
+      quantizer.history = Data<float>(history);
+      quantizer.amax = Data<float>(amax);
+      quantizer.next_history = Data<float>(next_history);
+      quantizer.length = length;
+    }
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_FFI_HISTORIES_H_

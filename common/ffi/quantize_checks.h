@@ -1,0 +1,50 @@
+// The buffers that all ops have in common that quantize with a scale, checked.
+#ifndef JAXFP8_COMMON_FFI_QUANTIZE_CHECKS_H_
+#define JAXFP8_COMMON_FFI_QUANTIZE_CHECKS_H_
+
+#include <cstdint>
+
+#include "common/ffi/checks.h"
+#include "common/params.h"
+
+namespace jaxfp8 {
+
+// Checks scale f32 [1] or [g], amax_so_far f32 [g], data fp8 of the shape `dims` = [g, ...] and amax f32 [g], and sets
+// their fields and those of `x`, which is checked already. An amax_so_far of f32 [0] stands for zeros, and a caller who
+// does not want the amax asks for f32 [0].
+template <class Params>
+ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+                       ffi::AnyBuffer data, ffi::AnyBuffer amax, std::initializer_list<int64_t> dims, Params* params) {
+  const int64_t groups = *dims.begin();
+  JAXFP8_RETURN_IF_ERROR(CheckScale({op, "scale", scale}, groups));
+  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax_so_far", amax_so_far}, groups));
+  const Operand data_operand{op, "data", data};
+  JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, dims));
+  JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax", amax}, groups));
+
+  params->dtype = ToDtype(x.element_type());
+  params->format = ToDtype(data.element_type());
+  params->x = x.untyped_data();
+  params->scale = Data<float>(scale);
+  params->scale_stride = ScaleStride(scale);
+  params->data = data.untyped_data();
+  params->amax_so_far = FloatsOrNull(amax_so_far);
+  params->amax = FloatsOrNull(amax);
+  params->groups = groups;
+  return ffi::Error::Success();
+}
+
+// Checks data_t [g, n, m] against data [g, m, n], and sets its field.
+inline ffi::Error ToTransposed(const char* op, ffi::AnyBuffer data, ffi::AnyBuffer data_t, TileParams* params) {
+  const ffi::Span<const int64_t> dims = data.dimensions();
+  const Operand operand{op, "data_t", data_t};
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {data.element_type()}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], dims[2], dims[1]}));
+  params->data_t = data_t.untyped_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_FFI_QUANTIZE_CHECKS_H_

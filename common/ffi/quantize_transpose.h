@@ -1,0 +1,68 @@
+// jaxfp8_quantize_transpose_v3: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
+// data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
+//
+// The amax is as that of jaxfp8_quantize_v3.
+#ifndef JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_
+#define JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_
+
+#include <string>
+#include <utility>
+
+#include "common/column_sums.h"
+#include "common/ffi/quantize_checks.h"
+
+namespace jaxfp8 {
+
+struct QuantizeTransposeOp {
+  static constexpr char kName[] = "quantize_transpose";
+  using Params = QuantizeTransposeParams;
+
+  template <class Binding>
+  static auto Bind(Binding context) {
+    return std::move(context)
+        .template Arg<ffi::AnyBuffer>()  // x
+        .template Arg<ffi::AnyBuffer>()  // scale
+        .template Arg<ffi::AnyBuffer>()  // amax_so_far
+        .template Ret<ffi::AnyBuffer>()  // data
+        .template Ret<ffi::AnyBuffer>()  // data_t
+        .template Ret<ffi::AnyBuffer>()  // amax
+        .RemainingRets()                 // column_sums
+        .Attrs();
+  }
+
+  static ffi::Error ToParams(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
+                             ffi::Result<ffi::AnyBuffer> data, ffi::Result<ffi::AnyBuffer> data_t,
+                             ffi::Result<ffi::AnyBuffer> amax, ffi::RemainingRets rest, ffi::Dictionary attributes,
+                             Params* params) {
+    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
+    const Operand x_operand{kName, "x", x};
+    JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
+    JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
+    params->m = x.dimensions()[1];
+    params->n = x.dimensions()[2];
+    JAXFP8_RETURN_IF_ERROR(ToQuantized(kName, x, scale, amax_so_far, *data, *amax,
+                                       {x.dimensions()[0], params->m, params->n}, params));
+    JAXFP8_RETURN_IF_ERROR(ToTransposed(kName, *data, *data_t, params));
+    return ToColumnSums(rest, params);
+  }
+
+ private:
+  static ffi::Error ToColumnSums(ffi::RemainingRets rest, Params* params) {
+    params->column_sums = nullptr;
+    if (rest.size() == 0) return ffi::Error::Success();
+    if (rest.size() > 1) {
+      return ffi::Error::InvalidArgument(std::string(kName) + ": expected 3 or 4 results, got " +
+                                         std::to_string(3 + rest.size()));
+    }
+    const ffi::AnyBuffer sums = **rest.get<ffi::AnyBuffer>(0);
+    const Operand operand{kName, "column_sums", sums};
+    JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+    JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {params->groups, ColumnSumParts(params->m), params->n}));
+    params->column_sums = Data<float>(sums);
+    return ffi::Error::Success();
+  }
+};
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_

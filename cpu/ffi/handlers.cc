@@ -1,0 +1,74 @@
+// The custom calls on CPUs: common/ffi checks the buffers, a launcher does the work.
+#include "cpu/ffi/handlers.h"
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#include "common/ffi/amax.h"
+#include "common/ffi/amax_to_scale.h"
+#include "common/ffi/dequantize.h"
+#include "common/ffi/histories.h"
+#include "common/ffi/quantize.h"
+#include "common/ffi/quantize_transpose.h"
+#include "cpu/kernels/amax.h"
+#include "cpu/kernels/amax_to_scale.h"
+#include "cpu/kernels/delayed_scales.h"
+#include "cpu/kernels/dequantize.h"
+#include "cpu/kernels/push_amaxes.h"
+#include "cpu/kernels/quantize.h"
+#include "cpu/kernels/quantize_transpose.h"
+#include "cpu/kernels/task_pool.h"
+
+namespace jaxfp8::cpu {
+namespace {
+
+// XLA's intra-op pool. It counts only pool threads: a handler's own thread is usually one more.
+class XlaTaskPool final : public TaskPool {
+ public:
+  explicit XlaTaskPool(ffi::ThreadPool& pool) : pool_(pool) {}
+  int64_t num_threads() const override { return pool_.num_threads(); }
+  void Schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
+
+ private:
+  ffi::ThreadPool& pool_;
+};
+
+// A handler whose launcher runs on the calling thread.
+template <class Op, auto kLaunch>
+constexpr auto kSerial = [](auto... buffers) -> ffi::Error {
+  typename Op::Params params = {};
+  JAXFP8_RETURN_IF_ERROR(Op::ToParams(buffers..., &params));
+  kLaunch(params);
+  return ffi::Error::Success();
+};
+
+// A handler whose launcher cuts its work for XLA's thread pool.
+template <class Op, auto kLaunch>
+constexpr auto kParallel = [](ffi::ThreadPool pool, auto... buffers) -> ffi::Error {
+  typename Op::Params params = {};
+  JAXFP8_RETURN_IF_ERROR(Op::ToParams(buffers..., &params));
+  XlaTaskPool tasks(pool);
+  kLaunch(tasks, params);
+  return ffi::Error::Success();
+};
+
+auto OnThread() { return ffi::Ffi::Bind(); }
+auto OnPool() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+
+}  // namespace
+
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, (kParallel<AmaxOp, Amax>), AmaxOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, AmaxToScale>),
+                             AmaxToScaleOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, (kSerial<DelayedScalesOp, DelayedScales>),
+                             DelayedScalesOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequantize>),
+                             DequantizeOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, (kSerial<PushAmaxesOp, PushAmaxes>),
+                             PushAmaxesOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
+                             QuantizeTransposeOp::Bind(OnPool()));
+
+}  // namespace jaxfp8::cpu

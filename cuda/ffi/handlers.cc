@@ -1,0 +1,47 @@
+// The custom calls that CPUs have as well: common/ffi checks the buffers, a launcher puts the work on the stream.
+#include "cuda/ffi/handlers.h"
+
+#include "common/ffi/amax.h"
+#include "common/ffi/amax_to_scale.h"
+#include "common/ffi/dequantize.h"
+#include "common/ffi/histories.h"
+#include "common/ffi/quantize.h"
+#include "common/ffi/quantize_transpose.h"
+#include "cuda/ffi/support.h"
+#include "cuda/kernels/amax.h"
+#include "cuda/kernels/amax_to_scale.h"
+#include "cuda/kernels/delayed_scales.h"
+#include "cuda/kernels/dequantize.h"
+#include "cuda/kernels/push_amaxes.h"
+#include "cuda/kernels/quantize.h"
+#include "cuda/kernels/quantize_transpose.h"
+
+namespace jaxfp8::cuda {
+namespace {
+
+template <class Op, auto kLaunch>
+constexpr auto kOnStream = [](cudaStream_t stream, auto... buffers) -> ffi::Error {
+  typename Op::Params params = {};
+  JAXFP8_RETURN_IF_ERROR(Op::ToParams(buffers..., &params));
+  return ToError(Op::kName, kLaunch(params, stream));
+};
+
+template <class Op>
+auto Bind() {
+  return Op::Bind(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>());
+}
+
+}  // namespace
+
+#define JAXFP8_ON_STREAM(name, Op, launch) \
+  JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kOnStream<Op, launch>), Bind<Op>(), {kRecordable})
+
+JAXFP8_ON_STREAM(jaxfp8_amax_v1, AmaxOp, LaunchAmax);
+JAXFP8_ON_STREAM(jaxfp8_amax_to_scale_v1, AmaxToScaleOp, LaunchAmaxToScale);
+JAXFP8_ON_STREAM(jaxfp8_delayed_scales_v1, DelayedScalesOp, LaunchDelayedScales);
+JAXFP8_ON_STREAM(jaxfp8_dequantize_v1, DequantizeOp, LaunchDequantize);
+JAXFP8_ON_STREAM(jaxfp8_push_amaxes_v1, PushAmaxesOp, LaunchPushAmaxes);
+JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
+JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
+
+}  // namespace jaxfp8::cuda

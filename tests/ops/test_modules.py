@@ -1,0 +1,168 @@
+"""Compiled modules that are damaged, foreign or missing: `import jaxfp8` names the reason and the reference runs.
+
+Each import is in a process of its own, in an installation made of links to this package: a file that ends before its
+own headers say kills the process that maps it by SIGBUS.
+"""
+
+import os
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import jaxfp8
+from jaxfp8.ops import _elf, _ffi, _modules
+
+MODULE = _modules.path("_cpu")
+NATIVE = pytest.mark.skipif(MODULE is None, reason="the CPU module is not installed")
+SCRIPT = """
+import sys
+# The finder of an editable install would find its own package first.
+sys.meta_path = [finder for finder in sys.meta_path if not finder.__module__.endswith("_editable")]
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp
+import jaxfp8
+from jaxfp8.ops import _ffi
+assert jaxfp8.__file__.startswith(sys.argv[1]), jaxfp8.__file__
+lowered = jax.jit(jaxfp8.ops.amax).lower(jnp.ones(3))
+assert "jaxfp8_amax" not in lowered.as_text() and lowered.compile()(jnp.array([1.0, -3, 2])) == 3
+print(_ffi.libraries()[0].error)
+"""
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.fixture
+def installation(tmp_path):
+    """A folder with the Python files of the package and no compiled module."""
+    package = tmp_path / "jaxfp8"
+    package.mkdir()
+    for path in Path(jaxfp8.__file__).parent.iterdir():
+        if not path.name.startswith(("_cpu", "_cuda", "_modules")):
+            (package / path.name).symlink_to(path)
+    return package
+
+
+def warning_in(installation) -> str:
+    """Import the package of that folder in a new process, which must warn once: the warning."""
+    folder, environment = installation.parent, os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stderr}"
+    reason = done.stdout.strip()
+    (warning,) = done.stderr.splitlines()
+    assert reason and reason in warning, warning
+    return warning
+
+
+def segments(data: bytes) -> list[tuple[int, int, int]]:
+    """(flags, offset, size in the file) of the segments that are loaded, in the order of the file."""
+    offset, count = struct.unpack_from("<Q", data, 32)[0], struct.unpack_from("<H", data, 56)[0]
+    table = [struct.unpack_from("<IIQQQQ", data, offset + 56 * i) for i in range(count)]
+    return [(flags, start, size) for kind, flags, start, _, _, size in table if kind == 1]
+
+
+def cut(where: str) -> int:
+    """How many bytes are left of the module."""
+    data = Path(MODULE).read_bytes()
+    executable, writable = 1, 2
+    text = next((start, size) for flags, start, size in segments(data) if flags & executable)
+    rest = next((start, size) for flags, start, size in segments(data) if flags & writable)
+    return {
+        "header": 40,
+        "program headers": 64 + 100,
+        "text": text[0] + text[1] // 2,
+        "data": rest[0] + rest[1] // 2,
+        "section table": len(data) - 1,
+    }[where]
+
+
+@NATIVE
+@pytest.mark.parametrize("where", ["text", *slow("header", "program headers", "data", "section table")])
+def test_a_truncated_module(installation, where):
+    path = installation / Path(MODULE).name
+    path.write_bytes(Path(MODULE).read_bytes()[: cut(where)])
+    warning = warning_in(installation)
+    assert f"ignoring {path}, which does not load: the file is truncated: it has {cut(where)} bytes" in warning
+
+
+def changed(offset: int, value: bytes) -> bytes:
+    """The module with other bytes in its header."""
+    data = Path(MODULE).read_bytes()
+    return data[:offset] + value + data[offset + len(value) :]
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (lambda: b"", "the file is empty"),
+        (lambda: b"not a module" * 1000, "invalid ELF header"),
+        (lambda: changed(4, b"\1"), "wrong ELF class"),
+        (lambda: changed(18, struct.pack("<H", 243)), "for another processor: its ELF machine is 243"),
+        (lambda: changed(54, struct.pack("<H", 8)), "the program headers have 8 bytes each"),
+    ],
+    ids=["empty", "garbage", "32 bits", "RISC-V", "odd headers"],
+)
+def test_a_file_that_is_no_module_of_this_machine(installation, content, reason):
+    path = installation / Path(MODULE).name
+    path.write_bytes(content())
+    warning = warning_in(installation)
+    assert f"ignoring {path}, which does not load: " in warning and reason in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "report, reason",
+    [
+        ("cpu: not built: Python.h of Python 3.12 was not found: install it\ncuda: not built: X\n", None),
+        ("cpu: built by GNU 12.2.0 for Python 3.12.1\n", "has no file for Python"),
+        ("", "install jaxfp8 again"),
+    ],
+    ids=["no Python.h", "another Python", "no report"],
+)
+def test_a_module_that_is_not_there(installation, report, reason):
+    (installation / "_modules.txt").write_text(report)
+    warning = warning_in(installation)
+    assert (reason or "not built: Python.h of Python 3.12 was not found: install it") in warning
+    assert "jaxfp8: running on the slower jnp reference, without compiled kernels: " in warning
+
+
+@NATIVE
+def test_a_whole_module_has_no_fault():
+    assert _elf.fault(MODULE) == ""
+
+
+@NATIVE
+def test_every_shorter_file_has_a_fault(tmp_path):
+    """At any length; below 64 bytes there is no header, and without its first bytes the loader refuses the file."""
+    data, path = Path(MODULE).read_bytes(), tmp_path / "module.so"
+    for size in [0, *range(6, 300, 7), *range(300, len(data), len(data) // 300), len(data) - 1]:
+        path.write_bytes(data[:size])
+        assert _elf.fault(str(path)), size
+
+
+@NATIVE
+@pytest.mark.parametrize("where", ["text", "data"])
+def test_segments_count_where_there_is_no_section_table(tmp_path, where):
+    path = tmp_path / "module.so"
+    data = bytearray(Path(MODULE).read_bytes())
+    data[40:48], data[60:62] = bytes(8), bytes(2)
+    path.write_bytes(data)
+    assert _elf.fault(str(path)) == ""
+    path.write_bytes(data[: cut(where)])
+    assert "truncated" in _elf.fault(str(path))
+
+
+def test_old_modules_are_not_registered(monkeypatch):
+    """A module that lacks a custom call of this version, as after an update without a build."""
+    monkeypatch.setattr(_ffi, "_errors", {})
+    monkeypatch.setattr(_modules, "load", lambda name: types.SimpleNamespace(registrations=lambda: {}))
+    assert not _ffi._load("cpu")
+    assert "built from other sources, without jaxfp8_amax_v1, " in _ffi._errors["cpu"]
