@@ -10,6 +10,7 @@ import oracle
 import pytest
 from jax import lax
 from mesh import hlo
+from programs.known_amax import HISTORY, used_state
 from transforms import cases
 
 import jaxfp8
@@ -30,7 +31,7 @@ def two_layers():
     rng = np.random.default_rng(0)
     params = {"up": rng.standard_normal((cases.K, 8)), "down": rng.standard_normal((8, cases.N))}
     params = {name: kernel.astype(np.float32) for name, kernel in params.items()}
-    states = {name: cases.pack(cases.oracle_state(i)) for i, name in enumerate(params)}
+    states = {name: cases.pack(used_state(i)) for i, name in enumerate(params)}
     x, _, grad = cases.operands(MICROBATCHES)
     return params, states, x, grad
 
@@ -86,7 +87,7 @@ def test_gradient_of_what_it_returns():
 def test_codes_are_those_of_the_oracle():
     params, states, *_ = two_layers()
     for name, q in jaxfp8.quantize_params(params, states, cases.RECIPE).items():
-        state = cases.oracle_state(list(params).index(name)).kernel
+        state = used_state(list(params).index(name)).kernel
         codes, scale, next_state = oracle.step(params[name], state, oracle.E4M3)
         oracle.assert_bitwise(q.data, codes, "data")
         oracle.assert_bitwise(q.data_t, codes.T, "data_t")
@@ -104,7 +105,7 @@ def test_any_contraction(contract, ndim):
     kernel = rng.standard_normal((6, 6, 4)[:ndim]).astype(np.float32)
     x = rng.standard_normal((5, 6 if contract < 2 else 4)).astype(np.float32)
     x = x[:, : kernel.shape[contract]]
-    state = cases.pack(cases.oracle_state())
+    state = cases.pack(used_state())
 
     def loss(kernel, state, quantize):
         if quantize:
@@ -175,9 +176,9 @@ def test_errors():
 def test_codes_that_are_gathered(check_vma):
     """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes back scattered."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, pipeline_axes=())
+    recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()
-    state = cases.pack(cases.oracle_state())
+    state = cases.pack(used_state())
 
     def product(x, kernel):
         return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
@@ -199,7 +200,7 @@ def test_codes_that_are_gathered(check_vma):
     with pytest.warns(jaxfp8.FP8StateWarning):
         y, gradient = step(x, kernel, grad)
         text = step.lower(x, kernel, grad).compile().as_text()
-    expected = cases.one_product(x, kernel, grad, cases.oracle_state())
+    expected = cases.one_product(x, kernel, grad, used_state())
     expected.y.check(y)
     expected.wgrad.check(gradient, "gradient of the kernel")
     gathered = [dtype for c in hlo.collectives(text) if c.kind == "all-gather" for dtype, _ in c.results]

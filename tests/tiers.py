@@ -12,7 +12,10 @@ CI = {
     *("selftest", "soak", "test_autotune.py", "test_docs.py", "test_machine.py", "test_plan_files.py"),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
-ONE_CASE = {"bad_days", "reliability"}
+ONE_CASE = {
+    *("bad_days", "convert", "inference", "inspect", "mesh", "mixed_precision", "reliability"),
+    *("test_einsum.py", "test_ragged_dot.py"),
+}
 
 
 def mark(items, tests: pathlib.Path) -> None:

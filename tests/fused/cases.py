@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import oracle
-from transforms.cases import HISTORY, assert_state, oracle_state as oracle_state, pack as pack
+from programs.known_amax import HISTORY
+from transforms.cases import assert_state, pack as pack
 
 import jaxfp8
 

@@ -11,6 +11,7 @@ import pytest
 from aot import count
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from programs import known_amax
 
 import jaxfp8
 from jaxfp8 import checkpoint_policies as policies
@@ -33,7 +34,7 @@ def all_gradients(function):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rematerialization_changes_no_bit(name):
-    case, state = CASES[name], cases.pack(cases.oracle_state())
+    case, state = CASES[name], cases.pack(known_amax.used_state())
     operands, (kernel, grad) = cases.operands(case), cases.kernel_and_grad()
 
     def of(policy):
@@ -69,7 +70,7 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
 
     def total(operands, kernel, state, grads):
@@ -88,7 +89,7 @@ def test_several_uses(name, way):
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_over_x_is_one_product(name):
     """The bits of all rows at once; in the program one product, and one kernel that is quantized."""
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.pack(cases.oracle_state())
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.pack(known_amax.used_state())
     (x, *parameters), grads = uses(case)
     x, grads = np.stack([x, 2 * x]), np.stack([grads, -grads])
 
@@ -114,7 +115,7 @@ def test_vmap_over_x_is_one_product(name):
 def test_layers_with_their_own_state(way):
     """A scan over layers and an ensemble: each has its own kernel, parameters and state."""
     case, layers = CASES["layer with bias"], 3
-    states = [cases.oracle_state(i) for i in range(layers)]
+    states = [known_amax.used_state(i) for i in range(layers)]
     operands = [cases.operands(case, 20 + i) for i in range(layers)]
     kernels, grads = zip(*(cases.kernel_and_grad(i) for i in range(layers)), strict=True)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *operands), np.stack(kernels), cases.pack(states)
@@ -137,7 +138,7 @@ def test_layers_with_their_own_state(way):
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
     """The rows over three devices: the state is that of all rows, and so are the gradients."""
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
     axis_types = (AxisType.Auto if by_hand else axis_type,)

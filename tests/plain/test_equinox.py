@@ -11,6 +11,7 @@ import optax
 import oracle
 import pytest
 from jax import lax
+from programs.known_amax import used_state
 from transforms import cases
 
 import jaxfp8
@@ -33,7 +34,7 @@ class Linear(eqx.Module):
 def setting(seed=0):
     """(model, x `[ROWS, K]`, grad of the result, the oracle's state)."""
     x, kernel, grad = cases.operands(seed=seed)
-    state = cases.oracle_state(seed)
+    state = used_state(seed)
     return Linear(jnp.asarray(kernel), cases.pack(state)), x, grad, state
 
 
@@ -145,7 +146,7 @@ def test_remat():
 def test_stacked_modules(through):
     """An ensemble, or the layers of a scan: `eqx.filter_vmap` makes stacked state, one row for each member."""
     x, kernels, grads = cases.operands(BATCH, kernels=(BATCH,))
-    states = [cases.oracle_state(seed) for seed in range(BATCH)]
+    states = [used_state(seed) for seed in range(BATCH)]
     models = eqx.filter_vmap(Linear)(kernels, cases.pack(states))
     arrays, rest = eqx.partition(models, eqx.is_array)
 
