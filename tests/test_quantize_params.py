@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
 from programs.known_amax import HISTORY, used_state
@@ -17,13 +18,6 @@ import jaxfp8
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 MICROBATCHES = 3
-
-
-def assert_same(got, expected, what):
-    expected = dict(jax.tree.leaves_with_path(expected))
-    for path, leaf in jax.tree.leaves_with_path(got):
-        oracle.assert_bitwise(leaf, np.asarray(expected.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
-    assert not expected
 
 
 def two_layers():
@@ -59,7 +53,7 @@ def quantized_loss(params, states, xs, grads):
 def test_the_bits_of_products_that_quantize():
     arguments = two_layers()
     expected, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*arguments) for f in (total_loss, quantized_loss))
-    assert_same(got, expected, "value and gradients")
+    assert_same_bits(got, expected, "value and gradients")
 
 
 def test_kernels_are_quantized_once():
@@ -80,7 +74,7 @@ def test_gradient_of_what_it_returns():
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     gradient = jax.jit(jax.grad(total_loss))(quantized, states, xs, grads)
     expected = jax.jit(jax.grad(total_loss, argnums=(0, 1)))(params, states, xs, grads)[0]
-    assert_same({name: q.source for name, q in gradient.items()}, expected, "gradient")
+    assert_same_bits({name: q.source for name, q in gradient.items()}, expected, "gradient")
     assert all(not np.any(np.asarray(q.data, np.float32)) for q in gradient.values()), "codes have no gradient"
 
 
@@ -115,7 +109,7 @@ def test_any_contraction(contract, ndim):
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
 
     expected, got = (jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q) for q in (False, True))
-    assert_same(got, expected, "gradients and y")
+    assert_same_bits(got, expected, "gradients and y")
 
 
 def test_linen_dense():
@@ -131,7 +125,7 @@ def test_linen_dense():
         return jnp.sum(layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2)
 
     expected, got = (jax.grad(loss)(variables, quantize) for quantize in (False, True))
-    assert_same(got, expected, "gradients")
+    assert_same_bits(got, expected, "gradients")
 
 
 def test_ensemble():
@@ -142,7 +136,7 @@ def test_ensemble():
         jax.jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=(0, 0, None, None)))(*stacked, xs, grads)
         for f in (total_loss, quantized_loss)
     )
-    assert_same(got, expected, "gradients")
+    assert_same_bits(got, expected, "gradients")
 
 
 def test_inference_without_the_kernel():
