@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 
@@ -16,8 +17,29 @@ def max_grad(loss, **options):
     return jax.value_and_grad(lambda layer, *args: loss(jaxfp8.max_grad(layer), *args), **options)
 
 
+def accumulated(loss, argnums):
+    """The gradient of each use by itself; gradients add, and states combine."""
+
+    def run(layer, xs, grads):
+        total, values, dxs = None, [], []
+        for i in range(len(xs)):
+            value, (gradient, dx) = jax.value_and_grad(loss, argnums)(layer, xs[i : i + 1], grads[i : i + 1])
+            total = gradient if total is None else jaxfp8.accumulate_gradients(total, gradient)
+            values, dxs = [*values, value], [*dxs, dx]
+        return sum(values), (total, jnp.concatenate(dxs))
+
+    return run
+
+
 class Functional:
     """A layer is `(kernel, state)`."""
+
+    @staticmethod
+    def product(x, kernel, state, recipe):
+        dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        return jaxfp8.dot_general(
+            x, kernel, dimension_numbers, recipe=recipe, state=state, preferred_element_type=x.dtype
+        )
 
     def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad, jit=True):
         self.packed = None
@@ -27,11 +49,7 @@ class Functional:
             self.packed = jaxfp8.DotGeneralState(*parts)
 
         def use(layer, x, grad):
-            kernel, state = layer
-            dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
-            y = jaxfp8.dot_general(
-                x, kernel, dimension_numbers, recipe=recipe, state=state, preferred_element_type=x.dtype
-            )
+            y = self.product(x, *layer, recipe)
             return jnp.sum(y.astype(jnp.float32) * grad.astype(jnp.float32))
 
         def loss(layer, xs, grads):
@@ -55,6 +73,15 @@ class Functional:
             for name in OPERANDS
             for leaf in ("amax_history", "scale")
         }
+
+
+class Ragged(Functional):
+    """The same by `jaxfp8.ragged_dot`, with one kernel for two groups of rows."""
+
+    @staticmethod
+    def product(x, kernel, state, recipe):
+        sizes = jnp.array([1, len(x) - 1], jnp.int32)
+        return jaxfp8.ragged_dot(x, jnp.stack([kernel, kernel]), sizes, recipe=recipe, state=state)
 
 
 def loop(use, layer, xs, grads):
@@ -172,6 +199,17 @@ def layers_in_a_scan(use, layer, xs, grads):
     return lax.scan(body, jnp.float32(0), (layer, xs, grads))[0]
 
 
+def shard_map(use, layer, xs, grads):
+    """Each device runs a part of the uses; what is replicated gets the gradients of all."""
+    mesh = jax.make_mesh((2,), ("uses",), axis_types=(AxisType.Auto,))
+
+    def local(layer, xs, grads):
+        return lax.psum(loop(use, layer, xs, grads), "uses")
+
+    specs = (P(), P("uses"), P("uses"))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())(layer, xs, grads)
+
+
 def members(kernel, state):
     """vmap over the layers too, those leaves that each use has for itself."""
     return lambda use, layer, xs, grads: jnp.sum(jax.vmap(use, ((kernel, state), 0, 0))(layer, xs, grads))
@@ -211,10 +249,15 @@ PROGRAMS = {
     "cond with arguments": Program(with_arguments(cond_with_arguments), cast=True),
     "carry": Program(carried, cast=True),
     "stacked copies": Program(stacked_copies, cast=True),
+    "shard_map": Program(shard_map),
     "some iterations": Program(some_iterations, used=(1, 3)),
     "not taken": Program(not_taken, used=()),
     "layers in a scan": Program(layers_in_a_scan, own=OWN),
     "members": Program(members(0, 0), own=OWN),
     "members of one kernel": Program(members(None, 0), own=("state",), groups=ALL),
     "experts of one state": Program(members(0, None), own=("kernel",)),
+}
+RAGGED = {
+    name: PROGRAMS[name]
+    for name in ("loop", "scan", "vmap", "scan in vmap", "carry", "remat with arguments", "layers in a scan", "members")
 }

@@ -3,12 +3,14 @@
 import jax
 import oracle
 import pytest
+from recipes.cases import KINDS
 
 from . import functional, linen, nnx
 from .known_amax import RECIPES, check
 
 ADAPTERS = {
     "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
+    "ragged": (functional.Ragged, functional.RAGGED, jax.value_and_grad),
     "linen": (linen.Linen, linen.PROGRAMS, jax.value_and_grad),
     "nnx": (nnx.NNX, nnx.PROGRAMS, nnx.plain),
 }
@@ -42,6 +44,11 @@ def test_plain_gradient(program):
 def test_max_grad(program):
     """One cast at the top of a loss that is differentiated by JAX."""
     check(functional.Functional, functional.PROGRAMS[program], differentiate=functional.max_grad, steps=1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *KINDS])
+def test_accumulation(recipe):
+    check(functional.Functional, functional.PROGRAMS["loop"], RECIPES[recipe], differentiate=functional.accumulated)
 
 
 def test_max_grad_of_nnx():

@@ -51,20 +51,6 @@ def test_jit_is_eager(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradient_accumulation(name):
-    """Microbatches: gradients add, and there is no state to combine."""
-    recipe, rule = RECIPES[name]
-    x, kernel, grad = data()
-    gradient = jax.jit(jax.grad(lambda variables, *use: term(recipe, use[0], variables["params"], use[1])))
-    total = None
-    for use in zip(x, grad, strict=True):
-        one = gradient({"params": kernel}, *use)
-        total = one if total is None else jaxfp8.accumulate_gradients(total, one)
-    steps = [SHAPES.expected(rule, *use) for use in ((x[i], kernel, grad[i]) for i in range(USES))]
-    sum_of([first(step.dkernel) for step in steps]).check(total["params"].T, "accumulated")
-
-
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("x_dim, kernel_dim", [(1, 2), (None, 0)], ids=str)
 @pytest.mark.varied
 def test_vmap_over_members(name, x_dim, kernel_dim):
