@@ -1,8 +1,9 @@
-# `make train` and `make test` set up everything they need; see README.md. Variables: PYTHON, VENV, ARGS.
+# `make train` and `make test` set up everything they need; see README.md. Variables: PYTHON, VENV, ARGS, MARKS.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MARKS ?= not slow and not ci and not gpu
 export PYTHON
 
 BIN = $(VENV)/bin
@@ -31,7 +32,7 @@ train:
 # Without a toolkit, and where none can be had, the CUDA tests say why they are skipped.
 test:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not ci and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(MARKS)" $(ARGS)
 
 test-all:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test

@@ -6,15 +6,20 @@
 import collections
 import pathlib
 
-# Folders and modules that `make test` leaves to CI: what is not needed to know whether training is right on a CPU.
+# Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
+# training, and what a step on a mesh is beside right.
 CI = {
-    *("aot", "benchmarks", "compare", "cuda", "fuzz", "integrations", "mutants", "native", "run_examples"),
-    *("selftest", "soak", "test_autotune.py", "test_docs.py", "test_machine.py", "test_plan_files.py"),
+    *("aot", "benchmarks", "compare", "convert", "counters", "cuda", "fuzz", "inference", "inspect", "integrations"),
+    *("mixed_precision", "mutants", "native", "plain", "run_examples", "selftest", "soak"),
+    *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py", "mesh/test_processes.py"),
+    *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
+    *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
+    *("test_native_xla.py", "test_plan_files.py", "test_reference.py"),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
-    *("bad_days", "convert", "inference", "inspect", "mesh", "mixed_precision", "reliability"),
-    *("test_einsum.py", "test_ragged_dot.py"),
+    *("bad_days", "mesh", "reliability", "ops/test_block_scaled_matmul.py", "recipes/test_layers.py"),
+    *("recipes/test_meshes.py", "test_einsum.py", "test_ragged_dot.py"),
 }
 
 
@@ -25,14 +30,16 @@ def mark(items, tests: pathlib.Path) -> None:
         functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         path = cases[0].path.relative_to(tests)
-        in_ci, one_case = bool(CI & {path.parts[0]}) or "mutant" in path.name, path.parts[0] in ONE_CASE
+        where = {path.parts[0], path.as_posix()}
+        in_ci, one_case = bool(CI & where) or "mutant" in path.name, bool(ONE_CASE & where)
         values = collections.defaultdict(dict)
         positions = [_positions(case, values) for case in cases]
         sizes = {names: len(keys) for names, keys in values.items()}
         for case, position in zip(cases, positions, strict=True):
-            if case.get_closest_marker("varied") and _differences(case, position) > 1:
+            in_fast = not in_ci and (case is cases[0] if one_case else _is_diagonal(position, sizes))
+            if case.get_closest_marker("varied") and _differences(case, position) > 1 and not in_fast:
                 case.add_marker("slow")
-            elif in_ci or (case is not cases[0] if one_case else not _is_diagonal(position, sizes)):
+            elif not in_fast:
                 case.add_marker("ci")
 
 

@@ -239,12 +239,7 @@ PROGRAMS = {
     "scan in vmap": Program(nested(vmap, scan), groups=((0, 2), (1, 3))),
     "vmap with arguments": Program(members(None, None), groups=ALL),
     "remat with arguments": Program(with_arguments(jax.checkpoint), cast=True),
-    **{
-        f"remat with arguments, {name}": Program(
-            with_arguments(functools.partial(jax.checkpoint, policy=policy)), cast=True
-        )
-        for name, policy in POLICIES.items()
-    },
+    **{f"remat, {name}": Program(with_arguments(remat), cast=True) for name, remat in POLICIES.items()},
     "jit with arguments": Program(with_arguments(jax.jit), cast=True),
     "cond with arguments": Program(with_arguments(cond_with_arguments), cast=True),
     "carry": Program(carried, cast=True),

@@ -10,7 +10,6 @@ from .known_amax import RECIPES, check
 
 ADAPTERS = {
     "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
-    "ragged": (functional.Ragged, functional.RAGGED, jax.value_and_grad),
     "linen": (linen.Linen, linen.PROGRAMS, jax.value_and_grad),
     "nnx": (nnx.NNX, nnx.PROGRAMS, nnx.plain),
 }
@@ -29,6 +28,15 @@ def test_programs(program, recipe):
     check(adapter, program, RECIPES[recipe])
 
 
+@pytest.mark.varied
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.rule is None])
+@pytest.mark.parametrize("program", functional.RAGGED)
+def test_ragged_dot(program, recipe):
+    """Its recipes are those with a scale for a whole tensor; without a state each member has its own."""
+    check(functional.Ragged, functional.RAGGED[program], RECIPES[recipe])
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_plain_gradient(program):
     """Without ours: right wherever all uses are seen at once, and a sum, which the comparison sees, elsewhere."""
