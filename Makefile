@@ -1,8 +1,9 @@
-# `make train` and `make test` set up everything they need; see README.md. Variables: PYTHON, VENV, ARGS.
+# `make train` and `make test` set up everything they need; see README.md. Variables: PYTHON, VENV, ARGS, MARKS.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MARKS ?= not slow and not ci and not gpu
 export PYTHON
 
 BIN = $(VENV)/bin
@@ -12,8 +13,8 @@ SETUP = @tools/setup.sh $(VENV)
 
 help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
-	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests (some 15 minutes on 2 cores)"
-	@echo "make test-all   the same with the slow tests"
+	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests of numbers, layers and state (5 minutes)"
+	@echo "make test-all   all tests: CUDA without a GPU, tools, pages, and the slow ones"
 	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA module for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
 	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA module, each tried after it was built;"
@@ -34,7 +35,7 @@ train:
 test test-all: export JAXFP8_CUDA_ARCHITECTURES ?= 90a
 test:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(MARKS)" $(ARGS)
 
 test-all:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test

@@ -10,8 +10,12 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 # `import oracle` works from every folder of tests and under every pytest import mode.
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
+import compile_cache  # noqa: E402
 import jax  # noqa: E402  (the flag above must come first)
 import pytest  # noqa: E402
+import tiers  # noqa: E402
+
+compile_cache.enable()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,20 +52,7 @@ def cuda_custom_calls(monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What `varied` means. The jnp reference in place of the custom calls is a difference too."""
-    for item in items:
-        if item.get_closest_marker("varied"):
-            is_first = [_has_first(item.callspec, *mark.args) for mark in item.iter_markers("parametrize")]
-            if is_first.count(False) + (item.callspec.params.get("implementation") == "reference") > 1:
-                item.add_marker("slow")
-
-
-def _has_first(callspec, names, values) -> bool:
-    """Whether the parameters of one `parametrize` have the first of their values."""
-    names, first = [name.strip() for name in names.split(",")], next(iter(values))
-    first = getattr(first, "values", first)  # of a pytest.param
-    first = first if len(names) > 1 else [first]
-    return all(callspec.params[name] is value for name, value in zip(names, first, strict=True))
+    tiers.mark(items, pathlib.Path(__file__).parent)
 
 
 def pytest_runtest_setup(item):

@@ -8,6 +8,7 @@ import optax
 import oracle
 import orbax.checkpoint as ocp
 import pytest
+from equality import assert_same_bits
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
@@ -68,14 +69,6 @@ def run(train, steps):
     return train
 
 
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for (path, leaf), other in zip(
-        jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(expected), strict=True
-    ):
-        oracle.assert_bitwise(leaf, np.asarray(other), jax.tree_util.keystr(path))
-
-
 # ------------------------------------------------------------------------------------------------- save, restore, go on
 
 
@@ -112,8 +105,8 @@ def straight():
 def test_a_restored_run_is_bitwise_the_straight_run(straight, through, tmp_path):
     at_five, at_ten = straight
     restored = through(at_five, start(), tmp_path)
-    assert_same(restored, at_five)
-    assert_same(run(restored, range(5, 10)), at_ten)
+    assert_same_bits(restored, at_five)
+    assert_same_bits(run(restored, range(5, 10)), at_ten)
     # The test can fail: without the state the run goes elsewhere.
     forgotten = restored.replace(params={**restored.params, OWG: start().params[OWG]})
     kernel = run(forgotten, range(5, 10)).params["params"]["Dense_0"]["kernel"]
@@ -136,7 +129,7 @@ def test_plain_state(through, tmp_path):
     for i in range(10):
         if i == 5:
             restored = through(state, jaxfp8.init_state(recipe), tmp_path)
-            assert_same(restored, state)
+            assert_same_bits(restored, state)
             state = restored
         x, grad = data(i)
         state = step(state, (x, grad))
@@ -182,7 +175,7 @@ def test_state_that_autodiff_returns_is_float32(grad, jit):
     for leaf in jax.tree.leaves(grads[OWG]):
         assert isinstance(leaf.dtype, np.dtype) and leaf.dtype == np.float32
         assert np.asarray(leaf).dtype == np.float32
-    assert_same(flax.serialization.from_bytes(variables, flax.serialization.to_bytes(grads)), grads)
+    assert_same_bits(flax.serialization.from_bytes(variables, flax.serialization.to_bytes(grads)), grads)
 
 
 # ---------------------------------------------------------------------------------------------- changed, missing, bad
@@ -221,7 +214,7 @@ def test_bfloat16_checkpoint_into_an_fp8_model_and_back(tmp_path):
     with pytest.raises(ValueError, match=OWG):  # the raw way: msgpack names the missing collection
         flax.serialization.from_bytes(fp8, flax.serialization.to_bytes(saved))
     merged = convert.merge_state(fp8, saved)
-    assert_same(merged["params"], saved["params"])
+    assert_same_bits(merged["params"], saved["params"])
     assert_next(MODEL, merged, data(2), state_of(fp8))
 
     trained = run(TrainState.create(apply_fn=MODEL.apply, params=merged, tx=TX), range(2, 4)).params
@@ -272,7 +265,7 @@ def test_state_missing_from_one_layer(straight):
     fresh, saved = start().params, straight[0].params
     lost = {**saved, OWG: {"Dense_1": saved[OWG]["Dense_1"]}}
     merged = convert.merge_state(fresh, lost)
-    assert_same(merged[OWG]["Dense_1"], saved[OWG]["Dense_1"])
+    assert_same_bits(merged[OWG]["Dense_1"], saved[OWG]["Dense_1"])
     assert_next(MODEL, merged, data(5), oracle.LayerState.init(LENGTH))
 
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from jax import lax
 from mesh import hlo
+from programs.known_amax import HISTORY, used_state
 from transforms import cases
 
 import jaxfp8
@@ -18,19 +20,12 @@ OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 MICROBATCHES = 3
 
 
-def assert_same(got, expected, what):
-    expected = dict(jax.tree.leaves_with_path(expected))
-    for path, leaf in jax.tree.leaves_with_path(got):
-        oracle.assert_bitwise(leaf, np.asarray(expected.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
-    assert not expected
-
-
 def two_layers():
     """Parameters, states with a history behind them, microbatches `[n, rows, K]`."""
     rng = np.random.default_rng(0)
     params = {"up": rng.standard_normal((cases.K, 8)), "down": rng.standard_normal((8, cases.N))}
     params = {name: kernel.astype(np.float32) for name, kernel in params.items()}
-    states = {name: cases.pack(cases.oracle_state(i)) for i, name in enumerate(params)}
+    states = {name: cases.pack(used_state(i)) for i, name in enumerate(params)}
     x, _, grad = cases.operands(MICROBATCHES)
     return params, states, x, grad
 
@@ -58,7 +53,7 @@ def quantized_loss(params, states, xs, grads):
 def test_the_bits_of_products_that_quantize():
     arguments = two_layers()
     expected, got = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(*arguments) for f in (total_loss, quantized_loss))
-    assert_same(got, expected, "value and gradients")
+    assert_same_bits(got, expected, "value and gradients")
 
 
 def test_kernels_are_quantized_once():
@@ -79,14 +74,14 @@ def test_gradient_of_what_it_returns():
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     gradient = jax.jit(jax.grad(total_loss))(quantized, states, xs, grads)
     expected = jax.jit(jax.grad(total_loss, argnums=(0, 1)))(params, states, xs, grads)[0]
-    assert_same({name: q.source for name, q in gradient.items()}, expected, "gradient")
+    assert_same_bits({name: q.source for name, q in gradient.items()}, expected, "gradient")
     assert all(not np.any(np.asarray(q.data, np.float32)) for q in gradient.values()), "codes have no gradient"
 
 
 def test_codes_are_those_of_the_oracle():
     params, states, *_ = two_layers()
     for name, q in jaxfp8.quantize_params(params, states, cases.RECIPE).items():
-        state = cases.oracle_state(list(params).index(name)).kernel
+        state = used_state(list(params).index(name)).kernel
         codes, scale, next_state = oracle.step(params[name], state, oracle.E4M3)
         oracle.assert_bitwise(q.data, codes, "data")
         oracle.assert_bitwise(q.data_t, codes.T, "data_t")
@@ -104,7 +99,7 @@ def test_any_contraction(contract, ndim):
     kernel = rng.standard_normal((6, 6, 4)[:ndim]).astype(np.float32)
     x = rng.standard_normal((5, 6 if contract < 2 else 4)).astype(np.float32)
     x = x[:, : kernel.shape[contract]]
-    state = cases.pack(cases.oracle_state())
+    state = cases.pack(used_state())
 
     def loss(kernel, state, quantize):
         if quantize:
@@ -114,7 +109,7 @@ def test_any_contraction(contract, ndim):
         return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
 
     expected, got = (jax.grad(loss, argnums=(0, 1), has_aux=True)(kernel, state, q) for q in (False, True))
-    assert_same(got, expected, "gradients and y")
+    assert_same_bits(got, expected, "gradients and y")
 
 
 def test_linen_dense():
@@ -130,7 +125,7 @@ def test_linen_dense():
         return jnp.sum(layer.apply(variables | {"params": params}, x).astype(jnp.float32) ** 2)
 
     expected, got = (jax.grad(loss)(variables, quantize) for quantize in (False, True))
-    assert_same(got, expected, "gradients")
+    assert_same_bits(got, expected, "gradients")
 
 
 def test_ensemble():
@@ -141,7 +136,7 @@ def test_ensemble():
         jax.jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=(0, 0, None, None)))(*stacked, xs, grads)
         for f in (total_loss, quantized_loss)
     )
-    assert_same(got, expected, "gradients")
+    assert_same_bits(got, expected, "gradients")
 
 
 def test_inference_without_the_kernel():
@@ -175,9 +170,9 @@ def test_errors():
 def test_codes_that_are_gathered(check_vma):
     """FSDP by hand: bytes cross devices, no kernel does; the kernel's gradient comes back scattered."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, pipeline_axes=())
+    recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, pipeline_axes=())
     x, kernel, grad = cases.operands()
-    state = cases.pack(cases.oracle_state())
+    state = cases.pack(used_state())
 
     def product(x, kernel):
         return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
@@ -199,7 +194,7 @@ def test_codes_that_are_gathered(check_vma):
     with pytest.warns(jaxfp8.FP8StateWarning):
         y, gradient = step(x, kernel, grad)
         text = step.lower(x, kernel, grad).compile().as_text()
-    expected = cases.one_product(x, kernel, grad, cases.oracle_state())
+    expected = cases.one_product(x, kernel, grad, used_state())
     expected.y.check(y)
     expected.wgrad.check(gradient, "gradient of the kernel")
     gathered = [dtype for c in hlo.collectives(text) if c.kind == "all-gather" for dtype, _ in c.results]

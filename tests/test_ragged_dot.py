@@ -12,6 +12,7 @@ import pytest
 from delayed_scaling.cases import FORMATS, assert_state, assert_step, to_package
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from programs.known_amax import merged
 
 import jaxfp8
 from jaxfp8 import ops
@@ -200,17 +201,7 @@ def test_no_elements(m, k, n, g):
 # ------------------------------------------------------------------------------------------------------- shared state
 
 
-def largest(states) -> oracle.LayerState:
-    """What several uses of one state leave."""
-    leaves = [[getattr(s, f.name) for f in dataclasses.fields(s)] for s in states]
-    parts = []
-    for uses in zip(*leaves, strict=True):
-        history = np.max([use.amax_history for use in uses], axis=0)
-        parts.append(oracle.State(history, np.float32(max(use.scale for use in uses))))
-    return oracle.LayerState(*parts)
-
-
-def compare_two_calls(states_of=largest) -> None:
+def compare_two_calls(states_of=merged) -> None:
     """Two calls with one state, the second with larger operands and other sizes; their state is the larger one."""
     sizes = (np.int32([10, 33, 7]), np.int32([50, 0, 40]))
     pairs = [operands(3, seed=seed) for seed in (1, 2)]
@@ -235,49 +226,6 @@ def test_two_calls():
     compare_two_calls()
 
 
-def test_scan_over_layers():
-    """Each layer has its own experts and state; K = N."""
-    layers, sizes = 3, np.int32([20, 0, 50])
-    rng = np.random.default_rng(0)
-    lhs = rng.standard_normal((M, K)).astype(np.float32)
-    rhs = (0.3 * rng.standard_normal((layers, 3, K, K))).astype(np.float32)
-    states = jax.tree.map(lambda x: jnp.stack([x] * layers), jaxfp8.init_state(RECIPE))
-
-    def loop(rhs, states, run):
-        def layer(x, inputs):
-            y = jaxfp8.ragged_dot(x, inputs[0], sizes, recipe=RECIPE, state=inputs[1])
-            return jnp.tanh(y), None
-
-        return jnp.sum(run(layer, lhs, (rhs, states))[0] ** 2)
-
-    def unrolled(body, carry, inputs):
-        for i in range(layers):
-            carry, _ = body(carry, jax.tree.map(lambda x: x[i], inputs))  # noqa: B023
-        return carry, None
-
-    got = jax.jit(jax.grad(functools.partial(loop, run=lax.scan), argnums=(0, 1)))(rhs, states)
-    expected = jax.jit(jax.grad(functools.partial(loop, run=unrolled), argnums=(0, 1)))(rhs, states)
-    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        oracle.assert_bitwise(g, np.asarray(e), "scan")
-
-
-def test_scan_that_closes_over_its_state():
-    """One state for all iterations, as in a loop over microbatches: the largest amax."""
-    batches = np.stack([operands(3, seed=seed)[0] * (1 + seed) for seed in range(3)])
-    rhs, sizes = operands(3)[1], np.int32(SIZES["rows beyond"])
-
-    def loss(state):
-        def body(total, x):
-            return total + jnp.sum(jaxfp8.ragged_dot(x, rhs, sizes, recipe=RECIPE, state=state)), None
-
-        return lax.scan(body, 0.0, batches)[0]
-
-    state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
-    assert state.input.amax_history[0] == max(oracle.amax(x[:50]) for x in batches)
-    assert state.kernel.amax_history[0] == oracle.amax(rhs)
-    assert state.output_grad.amax_history[0] == 1
-
-
 # --------------------------------------------------------------------------------------------------------------- vmap
 
 
@@ -287,7 +235,7 @@ def test_scan_that_closes_over_its_state():
     + [pytest.param(share, marks=pytest.mark.slow) for share in ("state", "lhs and sizes", "all but sizes")],
 )
 def test_vmap(share):
-    """As many products as members; what they share gets the sum of their gradients, a state the largest."""
+    """As many products as members; what they share gets the sum of their gradients, a state the merged."""
     members = 2
     lhs, rhs, grad = operands(3, shape=(members,))
     lhs[1] *= 3
@@ -332,24 +280,10 @@ def test_vmap(share):
             for i, product in enumerate(products):
                 product.check(got[i], f"{name} of member {i}")
     if axes[3] is None:
-        assert_state(next_state, largest([step.state for step in steps]), share)
+        assert_state(next_state, merged([step.state for step in steps]), share)
     else:
         for i, step in enumerate(steps):
             assert_state(jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}")  # noqa: B023
-
-
-def test_vmap_of_grad():
-    """A gradient, and a next state, for each member."""
-    lhs, rhs, grad = operands(3, shape=(2,))
-    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
-
-    def next_state(state, lhs, rhs, sizes, grad):
-        return jax.grad(lambda s: jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=s) * grad))(state)
-
-    got = jax.vmap(next_state, in_axes=(None, 0, 0, 0, 0))(jaxfp8.init_state(RECIPE), lhs, rhs, sizes, grad)
-    for i in range(2):
-        expected = oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], oracle.LayerState.init(HISTORY))
-        assert_state(jax.tree.map(lambda x: x[i], got), expected.state, f"member {i}")  # noqa: B023
 
 
 # ------------------------------------------------------------------------------------------------------------- meshes
@@ -413,7 +347,7 @@ def test_experts_on_devices():
     for i, expected in enumerate(steps):
         for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
             getattr(expected, name).check(got[i], f"{name} on device {i}")
-    assert_state(state, largest([s.state for s in steps]), "shard_map")
+    assert_state(state, merged([s.state for s in steps]), "shard_map")
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

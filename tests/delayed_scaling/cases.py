@@ -1,18 +1,17 @@
 """Runs of delayed scaling, one step as a function, and comparisons with the oracle's state and products."""
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
+from programs.known_amax import OPERANDS
 
 import jaxfp8
 
 M, K, N = 24, 40, 33
 MATMUL = (((1,), (0,)), ((), ()))
 DTYPES = pytest.mark.parametrize("dtype", [np.dtype(np.float32), oracle.BF16, oracle.F16], ids=["f32", "bf16", "f16"])
-OPERANDS = ("input", "kernel", "output_grad")
 FORMATS = {
     "HYBRID": (jaxfp8.HYBRID, oracle.E4M3, oracle.E5M2),
     "E4M3": (jaxfp8.E4M3, oracle.E4M3, oracle.E4M3),
@@ -34,10 +33,7 @@ def to_package(state: oracle.LayerState, dtype=np.float32):
 
 
 def assert_state(got, expected: oracle.LayerState, what: str, dtype=np.float32) -> None:
-    for name in OPERANDS:
-        part, wanted = getattr(got, name), getattr(expected, name)
-        oracle.assert_bitwise(part.scale, wanted.scale.reshape(1).astype(dtype), f"{what}: {name} scale")
-        oracle.assert_bitwise(part.amax_history, wanted.amax_history.astype(dtype), f"{what}: {name} amax_history")
+    assert_same_bits(got, to_package(expected, dtype), f"{what}: state")
 
 
 def assert_step(got, expected: oracle.DenseStep, what: str) -> None:
@@ -63,38 +59,22 @@ def training_step(recipe):
     return step
 
 
-def linen_step(recipe, dtype):
-    """The same of a linen Dense whose variables are rebuilt around kernel and state at each step."""
-    layer = nn.Dense(N, use_bias=False, dtype=dtype, dot_general_cls=_dot_general_cls(recipe))
+def compare_run(recipe, run, options=None, **formats):
+    """Train one product on the operands of a run, in their dtype; raise AssertionError at the first difference.
 
-    @jax.jit
-    def step(x, kernel, grad, state):
-        variables = {
-            "params": {"kernel": kernel.astype(jnp.float32)},
-            jaxfp8.OVERWRITE_WITH_GRADIENT: {"Fp8DotGeneral_0": as_variables(state)},
-        }
-        y, vjp = jax.vjp(layer.apply, variables, x)
-        cotangent, dx = vjp(grad)
-        next_state = from_variables(cotangent[jaxfp8.OVERWRITE_WITH_GRADIENT]["Fp8DotGeneral_0"], state)
-        return y, dx, cotangent["params"]["kernel"].astype(kernel.dtype), next_state
-
-    return step
-
-
-def _dot_general_cls(recipe):
-    def make(**kwargs):
-        return jaxfp8.Fp8DotGeneral(recipe=recipe, **kwargs)
-
-    return make
-
-
-def as_variables(state):
-    return {f"{n}_{leaf}": getattr(getattr(state, n), leaf) for n in OPERANDS for leaf in ("amax_history", "scale")}
-
-
-def from_variables(variables, like):
-    leaves = [variables[f"{name}_{leaf}"] for name in OPERANDS for leaf in ("amax_history", "scale")]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    Returns the DenseStep of the oracle and what the package gave, for each step.
+    """
+    state, steps = oracle.LayerState.init(recipe.amax_history_len), []
+    step, package_state = training_step(recipe), jaxfp8.init_state(recipe)
+    for i, operands in enumerate(run):
+        dtype = operands[0].dtype
+        dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
+        expected = oracle.dense_step(*operands, state, options or oracle.Options(), **formats, **dtypes)
+        got = step(*operands, package_state)
+        assert_step(got, expected, f"step {i}")
+        steps.append((expected, got))
+        state, package_state = expected.state, got[-1]
+    return steps
 
 
 def values(rng, shape, size, dtype):
@@ -151,11 +131,3 @@ def scripted_run(dtype):
     yield step()
     yield from (step(size=2.0**-128) for _ in range(5))  # subnormal in bf16 and f32, zero in float16
     yield from (step() for _ in range(3))
-
-
-def products_of(dtype):
-    return {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
-
-
-def as_flat(tree) -> dict:
-    return {"/".join(str(k.key) for k in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

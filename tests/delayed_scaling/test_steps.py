@@ -5,7 +5,6 @@ The cotangent of the state is the next state, so one `jax.vjp` is one training s
 
 import itertools
 
-import jax
 import numpy as np
 import oracle
 import pytest
@@ -15,12 +14,9 @@ import jaxfp8
 from .cases import (
     DTYPES,
     FORMATS,
-    MATMUL,
     OPERANDS,
-    assert_step,
-    linen_step,
+    compare_run,
     newest_two,
-    products_of,
     random_run,
     scripted_run,
     to_package,
@@ -30,17 +26,8 @@ from .cases import (
 
 
 @DTYPES
-@pytest.mark.parametrize("interface", ["dot_general", "linen.Dense"])
-def test_fifty_random_steps(interface, dtype):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=8)
-    step = training_step(recipe) if interface == "dot_general" else linen_step(recipe, dtype)
-    state = oracle.LayerState.init(8)
-    package_state = jaxfp8.init_state(recipe)
-    for i, operands in enumerate(random_run(1, 50, dtype)):
-        expected = oracle.dense_step(*operands, state, **products_of(dtype))
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"{interface} step {i}")
-        state, package_state = expected.state, got[-1]
+def test_fifty_random_steps(dtype):
+    compare_run(jaxfp8.DelayedScaling(amax_history_len=8), random_run(1, 50, dtype))
 
 
 @pytest.mark.varied
@@ -48,19 +35,8 @@ def test_fifty_random_steps(interface, dtype):
 @pytest.mark.parametrize("name", ["ffi", "reference"])
 def test_scripted_steps(dtype, name):
     with jaxfp8.ops.implementation(name):
-        compare_scripted_steps(dtype)
-
-
-def compare_scripted_steps(dtype):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
-    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
-    scales = []
-    for i, operands in enumerate(scripted_run(dtype)):
-        expected = oracle.dense_step(*operands, state, **products_of(dtype))
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        scales.append(float(expected.scales["input"]))
-        state, package_state = expected.state, got[-1]
+        steps = compare_run(jaxfp8.DelayedScaling(amax_history_len=4), scripted_run(dtype))
+    scales = [float(expected.scales["input"]) for expected, _ in steps]
     assert scales[0] == 1 and len(set(scales)) >= 8, "the script moves the scale"
     assert (scales[-3] == 2.0**126) == (dtype != oracle.F16), "the script reaches the clamp"
 
@@ -80,42 +56,23 @@ OPTIONS = {
 
 @pytest.mark.parametrize("keywords, options", OPTIONS.values(), ids=OPTIONS)
 def test_options(keywords, options):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=4, **keywords)
-    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
-    for i, operands in enumerate(random_run(2, 20, np.float32)):
-        expected = oracle.dense_step(*operands, state, options)
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        state, package_state = expected.state, got[-1]
+    compare_run(jaxfp8.DelayedScaling(amax_history_len=4, **keywords), random_run(2, 20, np.float32), options)
 
 
 @pytest.mark.parametrize("length", [1, 2, 1024])
 def test_history_lengths(length):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=length)
-    step, state, package_state = training_step(recipe), oracle.LayerState.init(length), jaxfp8.init_state(recipe)
-    assert package_state.input.amax_history.shape == (length,)
-    for i, operands in enumerate(random_run(3, 8, oracle.BF16)):
-        expected = oracle.dense_step(*operands, state, **products_of(oracle.BF16))
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        state, package_state = expected.state, got[-1]
+    compare_run(jaxfp8.DelayedScaling(amax_history_len=length), random_run(3, 8, oracle.BF16))
 
 
 @pytest.mark.parametrize("fmt, forward, backward", FORMATS.values(), ids=FORMATS)
 def test_formats_and_that_a_wrong_one_would_be_seen(fmt, forward, backward):
+    """Steps start at scale 1: then only codes differ, and already they are out of bound."""
     recipe = jaxfp8.DelayedScaling(amax_history_len=4, fp8_format=fmt)
-    step, state, package_state = training_step(recipe), oracle.LayerState.init(4), jaxfp8.init_state(recipe)
-    for i, operands in enumerate(random_run(4, 6, np.float32)):
-        expected = oracle.dense_step(*operands, state, forward=forward, backward=backward)
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        if i == 0:  # both start at scale 1: only the codes differ yet, and already they are out of bound
-            for wrong in itertools.product((oracle.E4M3, oracle.E5M2), repeat=2):
-                if wrong != (forward, backward):
-                    other = oracle.dense_step(*operands, state, forward=wrong[0], backward=wrong[1])
-                    with pytest.raises(AssertionError, match="out of bound"):
-                        assert_step(got, other, "the wrong format")
-        state, package_state = expected.state, got[-1]
+    compare_run(recipe, random_run(4, 6, np.float32), forward=forward, backward=backward)
+    for wrong in itertools.product((oracle.E4M3, oracle.E5M2), repeat=2):
+        if wrong != (forward, backward):
+            with pytest.raises(AssertionError, match="out of bound"):
+                compare_run(recipe, random_run(4, 1, np.float32), forward=wrong[0], backward=wrong[1])
 
 
 @DTYPES
@@ -170,56 +127,16 @@ def test_rotation_table():
 
 def test_float16_with_a_long_contraction():
     """K = 4096 and gradients from 1e-1 to 1e-5: finite, within the bound. Casting before scaling would overflow."""
-    k, recipe = 4096, jaxfp8.DelayedScaling(amax_history_len=2)
-    rng = np.random.default_rng(12)
-    step, state = training_step(recipe), oracle.LayerState.init(2)
-    package_state = jaxfp8.init_state(recipe)
-    for i, size in enumerate((1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-5)):
+    k, rng = 4096, np.random.default_rng(12)
+    run = []
+    for size in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-5):
         x, kernel = values(rng, (8, k), 1.0, oracle.F16), values(rng, (k, 16), k**-0.5, oracle.F16)
-        operands = (x, kernel, values(rng, (8, 16), size, oracle.F16))
-        expected = oracle.dense_step(*operands, state, **products_of(oracle.F16))
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        assert all(np.isfinite(product).all() for product in got[:3])
-        state, package_state = expected.state, got[-1]
+        run.append((x, kernel, values(rng, (8, 16), size, oracle.F16)))
+    steps = compare_run(jaxfp8.DelayedScaling(amax_history_len=2), run)
+    assert all(np.isfinite(product).all() for _, got in steps for product in got[:3])
     # Scales now fit the data, and the products are those of float64 to a few percent (e5m2 has 2 mantissa bits: at
     # most 1/8 off an element, averaged over 16 and 8 terms).
-    y, _, dkernel, _ = got
-    x, kernel, grad = (value.astype(np.float64) for value in operands)
+    y, _, dkernel, _ = steps[-1][1]
+    x, kernel, grad = (value.astype(np.float64) for value in run[-1])
     for product, exact in ((y, x @ kernel), (dkernel, x.T @ grad)):
         assert np.linalg.norm(np.asarray(product, np.float64) - exact) < 0.1 * np.linalg.norm(exact)
-
-
-@pytest.mark.parametrize("name", ["eager", "jit", "remat", "remat in jit", "donated", "scan"])
-def test_transforms_change_no_bit(name):
-    recipe = jaxfp8.DelayedScaling(amax_history_len=4)
-    operands = next(random_run(13, 1, oracle.BF16))
-
-    def layer(x, kernel, state):
-        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state)
-
-    def step_of(layer):
-        def step(x, kernel, grad, state):
-            y, vjp = jax.vjp(layer, x, kernel, state)
-            return (y, *vjp(grad))
-
-        return step
-
-    def scanned(*args):
-        _, outputs = jax.lax.scan(lambda carry, _: (carry, step_of(layer)(*args)), 0, length=2)
-        return jax.tree.map(lambda leaf: leaf[1], outputs)
-
-    runs = {
-        "eager": step_of(layer),
-        "jit": jax.jit(step_of(layer)),
-        "remat": step_of(jax.checkpoint(layer)),
-        "remat in jit": jax.jit(step_of(jax.checkpoint(layer))),
-        "donated": jax.jit(step_of(layer), donate_argnums=3),
-        "scan": jax.jit(scanned),
-    }
-    expected = oracle.dense_step(*operands, oracle.LayerState.init(4), **products_of(oracle.BF16))
-    want = training_step(recipe)(*operands, jaxfp8.init_state(recipe))
-    assert_step(want, expected, "as usual")
-    got = runs[name](*operands, jaxfp8.init_state(recipe))
-    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        oracle.assert_bitwise(leaf, other, name)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import oracle
-from transforms.cases import HISTORY, assert_state, oracle_state as oracle_state, pack as pack
+from programs.known_amax import HISTORY
+from transforms.cases import assert_state, pack as pack
 
 import jaxfp8
 
@@ -208,11 +209,3 @@ def check_step(case, operands, kernel, grad, state: oracle.LayerState, got) -> o
     expected = oracle.LayerState(oracle.next_state(state.input, scale, top), k_state, g_state)
     assert_state(next_state, expected)
     return expected
-
-
-def assert_same(got, expected, what):
-    """Two trees, bit by bit."""
-    expected = dict(jax.tree.leaves_with_path(expected))
-    for path, leaf in jax.tree.leaves_with_path(got):
-        oracle.assert_bitwise(leaf, np.asarray(expected.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
-    assert not expected, f"{what}: missing {list(expected)}"

@@ -9,8 +9,10 @@ import numpy as np
 import oracle
 import pytest
 from aot import count
+from equality import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from programs import known_amax
 
 import jaxfp8
 from jaxfp8 import checkpoint_policies as policies
@@ -33,7 +35,7 @@ def all_gradients(function):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rematerialization_changes_no_bit(name):
-    case, state = CASES[name], cases.pack(cases.oracle_state())
+    case, state = CASES[name], cases.pack(known_amax.used_state())
     operands, (kernel, grad) = cases.operands(case), cases.kernel_and_grad()
 
     def of(policy):
@@ -42,7 +44,7 @@ def test_rematerialization_changes_no_bit(name):
 
     expected = all_gradients(lambda *a: jnp.tanh(use(case, *a)))(operands, kernel, state, grad)
     for policy in POLICIES:
-        cases.assert_same(of(policy), expected, f"{policy}")
+        assert_same_bits(of(policy), expected, f"{policy}")
 
 
 def uses(case, count=3):
@@ -69,7 +71,7 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
 
     def total(operands, kernel, state, grads):
@@ -88,7 +90,7 @@ def test_several_uses(name, way):
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_over_x_is_one_product(name):
     """The bits of all rows at once; in the program one product, and one kernel that is quantized."""
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.pack(cases.oracle_state())
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.pack(known_amax.used_state())
     (x, *parameters), grads = uses(case)
     x, grads = np.stack([x, 2 * x]), np.stack([grads, -grads])
 
@@ -101,7 +103,7 @@ def test_vmap_over_x_is_one_product(name):
 
     got, expected = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(x, kernel, state) for f in (batched, at_once))
     oracle.assert_bitwise(got[0], np.asarray(expected[0]), "gradient of x")
-    cases.assert_same(got[2], expected[2], "state")
+    assert_same_bits(got[2], expected[2], "state")
     # Two sums over all rows, in two orders, of products whose factors were rounded by at most an eighth.
     h, flat = case.values(x.reshape(-1, *x.shape[3:]), *parameters).exact, grads.reshape(-1, cases.OUT)
     bound = 2 * len(flat) * oracle.PRECISE * 1.125**2 * (np.abs(h).T @ np.abs(flat))
@@ -114,7 +116,7 @@ def test_vmap_over_x_is_one_product(name):
 def test_layers_with_their_own_state(way):
     """A scan over layers and an ensemble: each has its own kernel, parameters and state."""
     case, layers = CASES["layer with bias"], 3
-    states = [cases.oracle_state(i) for i in range(layers)]
+    states = [known_amax.used_state(i) for i in range(layers)]
     operands = [cases.operands(case, 20 + i) for i in range(layers)]
     kernels, grads = zip(*(cases.kernel_and_grad(i) for i in range(layers)), strict=True)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *operands), np.stack(kernels), cases.pack(states)
@@ -137,7 +139,7 @@ def test_layers_with_their_own_state(way):
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):
     """The rows over three devices: the state is that of all rows, and so are the gradients."""
-    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), cases.oracle_state()
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
     by_hand = axis_type == "shard_map"
     axis_types = (AxisType.Auto if by_hand else axis_type,)

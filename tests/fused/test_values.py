@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
+from programs import known_amax
 
 import jaxfp8
 from jaxfp8 import ops
@@ -21,7 +23,7 @@ from .cases import BF16, CASES, F16, F32, RECIPE
 @pytest.mark.parametrize("name", CASES)
 def test_steps(name, dtype, implementation):
     """Two steps after others: the second records what the first has seen one slot further."""
-    case, expected = CASES[name], cases.oracle_state()
+    case, expected = CASES[name], known_amax.used_state()
     state = cases.pack(expected)
     for i in range(2):
         operands, (kernel, grad) = cases.operands(case, i, dtype), cases.kernel_and_grad(i, dtype)
@@ -62,7 +64,7 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
     operands = cases.operands(CASES[name], 0, BF16, rows)
     kernel = np.random.default_rng(1).standard_normal(kernel_shape).astype(F32)
     got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE), dimension_numbers=dimension_numbers)
-    cases.assert_same(got, expected, "not fused")
+    assert_same_bits(got, expected, "not fused")
 
 
 @pytest.mark.parametrize("name", ["gelu_gated", "rms"])
@@ -70,7 +72,7 @@ def test_small_products_stay_in_high_precision(name):
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100)
     operands, (kernel, _) = cases.operands(CASES[name], 0, BF16), cases.kernel_and_grad()
     got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe)
-    cases.assert_same(got, expected, "small")
+    assert_same_bits(got, expected, "small")
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), "the state is not touched"
     exact = CASES[name].values(*operands).exact @ kernel
     y = cases.product(CASES[name].fuse(*operands), kernel, jaxfp8.init_state(recipe), F32, recipe)
@@ -88,10 +90,10 @@ def test_scales_of_the_tensor_at_hand(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxfp8.FP8StateWarning)  # there is nothing to update
         got, expected = both(CASES[name], operands, kernel, stateless)
-    cases.assert_same(got, expected, "without state")
+    assert_same_bits(got, expected, "without state")
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, first_step="current")
     got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe)
-    cases.assert_same(got, expected, "current")
+    assert_same_bits(got, expected, "current")
     top = got[1][2].input.amax_history[0]
     scale = oracle.amax_to_scale(top, oracle.E4M3)
     oracle.assert_bitwise(got[1][2].input.scale, np.reshape(1 / scale, 1), "scale of the first step")
@@ -146,7 +148,7 @@ def test_a_quantized_kernel_and_a_bias():
     arguments = operands, kernel, bias, jaxfp8.init_state(RECIPE)
     gradient = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)
     got, expected = (gradient(*arguments, quantize) for quantize in (True, False))
-    cases.assert_same(got, expected, "quantized kernel")
+    assert_same_bits(got, expected, "quantized kernel")
     bare = cases.product(case.fuse(*operands), kernel, arguments[-1])
     # One rounding of a number below 64, in either.
     np.testing.assert_allclose(got[1], np.asarray(bare) + bias, rtol=0, atol=2.0**-17)

@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 from flax import nnx
 
 import jaxfp8
@@ -149,12 +148,3 @@ def run(model, variables, x=X):
 
 def nbytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def assert_same(got, wanted, what):
-    for path, (a, b) in jax.tree.leaves_with_path(jax.tree.map(lambda a, b: (a, b), got, wanted), is_leaf=_is_pair):
-        oracle.assert_bitwise(a, np.asarray(b), f"{what}{jax.tree_util.keystr(path)}")
-
-
-def _is_pair(node):
-    return isinstance(node, tuple)

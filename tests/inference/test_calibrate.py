@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -51,13 +52,6 @@ def assert_state(variables, wanted, names, what):
         part = getattr(wanted, name)
         oracle.assert_bitwise(variables[f"{name}_amax_history"], part.amax_history, f"{what}: {name} history")
         oracle.assert_bitwise(variables[f"{name}_scale"], part.scale.reshape(1), f"{what}: {name} scale")
-
-
-def assert_same(got, wanted, what):
-    wanted = dict(jax.tree.leaves_with_path(wanted))
-    for path, leaf in jax.tree.leaves_with_path(got):
-        oracle.assert_bitwise(leaf, np.asarray(wanted.pop(path)), f"{what}{jax.tree_util.keystr(path)}")
-    assert not wanted
 
 
 def test_linen():
@@ -154,8 +148,8 @@ def test_as_training_steps():
             if path[-1].key.startswith(FORWARD)
         }
 
-    assert_same(forward(got), forward(wanted), "calibrated ")
-    assert_same(inside, got, "inside jit ")
+    assert_same_bits(forward(got), forward(wanted), "calibrated ")
+    assert_same_bits(inside, got, "inside jit ")
     assert not np.any(got["unused"]["Fp8DotGeneral_0"]["input_amax_history"])
 
 
@@ -164,9 +158,9 @@ def test_state_that_is_not_there():
     model = dense()
     variables = variables_of(model, BATCHES[0])
     got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES)
-    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
+    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
     got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"])
-    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made, with other collections ")
+    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made, with other collections ")
 
 
 def test_nnx():
@@ -230,7 +224,7 @@ def test_on_a_mesh():
         OWG: jax.tree.map(place(P()), variables[OWG]),
     }
     got = jaxfp8.calibrate(model, placed, map(place(P("data")), BATCHES))
-    assert_same(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
+    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got[OWG]))
 
 
@@ -238,7 +232,7 @@ def test_stop_gradient_records_nothing():
     model = dense()
     variables = variables_of(model, BATCHES[0])
     got = jaxfp8.calibrate(lambda v, x: lax.stop_gradient(model.apply(v, x)) + x[:, :N], variables, BATCHES)
-    assert_same(got, variables, "untouched ")
+    assert_same_bits(got, variables, "untouched ")
 
 
 class Uses(jaxfp8.Quantizer):

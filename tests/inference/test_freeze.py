@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx, traverse_util
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -28,8 +29,8 @@ def cases(table):
 @pytest.mark.parametrize("name", cases(models.LINEN))
 def test_linen(name):
     model, variables, frozen = models.linen(name)
-    models.assert_same(models.run(model, frozen), models.run(model, variables), name)
-    models.assert_same(models.run(model, frozen, X / 3), models.run(model, variables, X / 3), f"{name}, other x")
+    assert_same_bits(models.run(model, frozen), models.run(model, variables), name)
+    assert_same_bits(models.run(model, frozen, X / 3), models.run(model, variables, X / 3), f"{name}, other x")
     assert OWG not in frozen, "fixed scales are parameters, and there is no other state"
     flat = traverse_util.flatten_dict(frozen["params"])
     gone = [path for path, leaf in flat.items() if not jax.tree.leaves(leaf)]
@@ -81,8 +82,8 @@ def test_nnx(name):
         run = nnx.jit(lambda model, x: model(x))
         size, wanted, other = models.nbytes(nnx.state(model)), run(model, X), run(model, X / 3)
         assert jaxfp8.freeze(model, X) is model
-        models.assert_same(run(model, X), wanted, name)
-        models.assert_same(run(model, X / 3), other, f"{name}, other x")
+        assert_same_bits(run(model, X), wanted, name)
+        assert_same_bits(run(model, X / 3), other, f"{name}, other x")
     assert not jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient))
     assert models.nbytes(nnx.state(model)) < 0.33 * size
 
@@ -111,14 +112,14 @@ def test_other_arguments_stay():
         variables["params"]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both["params"]["two"])
         variables[OWG]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"])
         frozen = jaxfp8.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False)
-        models.assert_same(frozen["batch_stats"], variables["batch_stats"], "statistics")
+        assert_same_bits(frozen["batch_stats"], variables["batch_stats"], "statistics")
         for options in ({"train": False}, {"train": False, "more": True}):
-            models.assert_same(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
+            assert_same_bits(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
         wanted = model.apply(variables, X, method="head")
-        models.assert_same(model.apply(frozen, X, method="head"), wanted, "another method")
+        assert_same_bits(model.apply(frozen, X, method="head"), wanted, "another method")
         again = jaxfp8.freeze(model, variables, X, train=True, mutable=["batch_stats"])
     assert list(frozen[OWG]) == ["two"] and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
-    models.assert_same(again["params"], frozen["params"], "traced in training")
+    assert_same_bits(again["params"], frozen["params"], "traced in training")
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_min_size_decides_once():
     with pytest.raises(ValueError, match="freeze: model: expected FP8 products"):
         jaxfp8.freeze(model, variables, X[0, :1])  # 1 x 32 x 48 is less than 20**3
     frozen = jaxfp8.freeze(model, jaxfp8.calibrate(model, variables, [X]), X)
-    models.assert_same(model.apply(frozen, X)[0, :1], model.apply(frozen, X[0, :1]), "small x")
+    assert_same_bits(model.apply(frozen, X)[0, :1], model.apply(frozen, X[0, :1]), "small x")
 
 
 def test_on_a_mesh():
@@ -146,8 +147,8 @@ def test_on_a_mesh():
     frozen = jaxfp8.freeze(model, placed, x)
     codes = frozen["params"]["Fp8DotGeneral_0"]["kernel"]
     assert codes.sharding.is_equivalent_to(NamedSharding(mesh, P("model")), 2)
-    models.assert_same(frozen, models.linen("Dense, bf16")[2], "codes")
-    models.assert_same(models.run(model, frozen, x), models.run(model, variables), "outputs")  # each sum on one device
+    assert_same_bits(frozen, models.linen("Dense, bf16")[2], "codes")
+    assert_same_bits(models.run(model, frozen, x), models.run(model, variables), "outputs")  # each sum on one device
     text = jax.jit(model.apply).lower(frozen, x).compile().as_text()
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
@@ -210,7 +211,7 @@ def test_custom_recipes():
     )
     model = of(linear_input=delayed, linear_weight=current)
     variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
-    models.assert_same(
+    assert_same_bits(
         model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), "delayed by current"
     )
     for role in ("linear_input", "linear_weight"):
@@ -269,7 +270,7 @@ def test_one_product_with_several_kernels(second):
     model = OneProduct(second)
     variables = model.init(jax.random.key(0), X)
     if second == "the same":
-        models.assert_same(model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), second)
+        assert_same_bits(model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), second)
         return
     with pytest.raises(
         ValueError, match="freeze: expected one kernel for each FP8 product, got one that is called with"
@@ -322,7 +323,7 @@ def test_nnx_layers_that_compute_their_kernel(computed):
 def test_policies_leave_codes_and_scales_alone():
     policy = jaxfp8.mixed_precision.Policy.parse("bf16")
     model, _, frozen = models.linen("Dense, bf16")
-    models.assert_same(
+    assert_same_bits(
         policy.cast_to_compute(frozen)["params"]["Fp8DotGeneral_0"], frozen["params"]["Fp8DotGeneral_0"], ""
     )
     assert policy.cast_to_compute(frozen)["params"]["bias"].dtype == jnp.bfloat16
@@ -330,7 +331,7 @@ def test_policies_leave_codes_and_scales_alone():
     layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
     jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
     state = nnx.state(layer)
-    models.assert_same(policy.cast_to_compute(state)["dot_general"], state["dot_general"], "NNX")
+    assert_same_bits(policy.cast_to_compute(state)["dot_general"], state["dot_general"], "NNX")
 
 
 @pytest.mark.slow
@@ -339,7 +340,7 @@ def test_another_recipe_than_it_was_frozen_with():
     with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
         variables = model.init(jax.random.key(0), X)
         frozen = jaxfp8.freeze(model, variables, X)
-        models.assert_same(model.apply(frozen, X), model.apply(variables, X), "in the region")
+        assert_same_bits(model.apply(frozen, X), model.apply(variables, X), "in the region")
     with pytest.raises(ValueError, match=r"frozen product: the recipe here is DelayedScaling"):
         model.apply(frozen, X)
     with jaxfp8.autocast(enabled=False):
@@ -391,5 +392,5 @@ def test_boxed_parameters():
     variables = model.init(jax.random.key(0), X)
     variables = jaxfp8.calibrate(model, flax.core.freeze({"params": variables["params"]}), [X])
     frozen = jaxfp8.freeze(model, variables, X)
-    models.assert_same(model.apply(frozen, X), model.apply(variables, X), "boxed")
+    assert_same_bits(model.apply(frozen, X), model.apply(variables, X), "boxed")
     assert not jax.tree.leaves(frozen["params"]["kernel"])

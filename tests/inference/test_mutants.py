@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from equality import assert_same_bits
 
 import jaxfp8
 from inference import models, test_calibrate
@@ -14,7 +15,7 @@ from jaxfp8.inference import _calibrate
 
 def compare(change=lambda frozen: frozen):
     model, variables, _ = models.linen("Dense, bf16")
-    models.assert_same(model.apply(change(jaxfp8.freeze(model, variables, X)), X), models.run(model, variables), "y")
+    assert_same_bits(model.apply(change(jaxfp8.freeze(model, variables, X)), X), models.run(model, variables), "y")
 
 
 def test_nothing_is_wrong():

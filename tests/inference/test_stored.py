@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import orbax.checkpoint as ocp
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
@@ -31,7 +32,7 @@ def test_msgpack(name):
     data = flax.serialization.to_bytes(frozen)
     assert len(data) < 0.34 * len(flax.serialization.to_bytes(variables))
     restored = flax.serialization.from_bytes(target(name), data)
-    models.assert_same(models.run(model, restored), models.run(model, variables), name)
+    assert_same_bits(models.run(model, restored), models.run(model, variables), name)
 
 
 @pytest.mark.slow
@@ -41,7 +42,7 @@ def test_orbax(tmp_path):
         checkpointer.save(tmp_path / "frozen", frozen)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "frozen", target("Dense, bf16"))
-    models.assert_same(models.run(model, restored), models.run(model, variables), "restored")
+    assert_same_bits(models.run(model, restored), models.run(model, variables), "restored")
 
 
 @pytest.mark.slow
@@ -57,7 +58,7 @@ def test_orbax_nnx(tmp_path):
         checkpointer.save(tmp_path / "frozen", nnx.state(frozen))
         checkpointer.wait_until_finished()
         restored = nnx.merge(graph, checkpointer.restore(tmp_path / "frozen", state))
-    models.assert_same(restored(X), frozen(X), "restored")
+    assert_same_bits(restored(X), frozen(X), "restored")
 
 
 LOAD = """

@@ -12,8 +12,8 @@ import optax
 import oracle
 import pytest
 from aot import count
+from equality import assert_same_bits
 from flax.training.train_state import TrainState
-from fused.cases import assert_same
 
 import jaxfp8
 from jaxfp8.linen import Dense, GatedMLP, NormDense
@@ -107,7 +107,7 @@ def test_values_and_gradients(layer, dtype):
         return jax.jit(lambda *a: jax.grad(loss, argnums=(0, 1), has_aux=True)(*a, apply))(variables, x)
 
     got = step(layer.apply)
-    assert_same(got, step(lambda variables, x: written_out(layer, variables, x, dtype)), "layer")
+    assert_same_bits(got, step(lambda variables, x: written_out(layer, variables, x, dtype)), "layer")
     (of_variables, dx), y = got
     assert y.dtype == dx.dtype == dtype
     assert {leaf.dtype for leaf in jax.tree.leaves(of_variables)} == {F32}
@@ -204,7 +204,7 @@ def test_quantized_parameters(name):
         return jnp.sum(jnp.sin(layer.apply(variables | {"params": params}, x)))
 
     got, expected = (jax.jit(jax.grad(loss), static_argnums=1)(variables, quantize) for quantize in (True, False))
-    assert_same(got, expected, "gradients")
+    assert_same_bits(got, expected, "gradients")
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 from jax import lax
 from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
@@ -27,12 +28,6 @@ everywhere = pytest.mark.parametrize(
     "make, fp8", [(make, fp8) for make in MAKERS.values() for fp8 in (True, False)],
     ids=[f"{name}, {'FP8' if fp8 else 'float16'}" for name in MAKERS for fp8 in (True, False)],
 )  # fmt: skip
-
-
-def assert_same_bits(got, expected, what):
-    assert jax.tree.structure(got) == jax.tree.structure(expected), what
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        oracle.assert_bitwise(leaf, np.asarray(other), f"{what}: {jax.tree_util.keystr(path)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

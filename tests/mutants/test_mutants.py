@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import assert_step, scripted_run, training_step
+from delayed_scaling.cases import compare_run, scripted_run
 from ops import cases
 
 import jaxfp8
@@ -33,13 +33,8 @@ def nothing_stays_traced():
 
 def compare_steps(recipe=None, options=None) -> None:
     """A run with every event against the oracle: raises AssertionError at the first difference."""
-    recipe, options = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY), options or oracle.Options()
-    step, state, package_state = training_step(recipe), oracle.LayerState.init(HISTORY), jaxfp8.init_state(recipe)
-    for i, operands in enumerate(scripted_run(np.float32)):
-        expected = oracle.dense_step(*operands, state, options)
-        got = step(*operands, package_state)
-        assert_step(got, expected, f"step {i}")
-        state, package_state = expected.state, got[-1]
+    recipe = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+    compare_run(recipe, scripted_run(np.float32), options)
 
 
 def compare_codes() -> None:

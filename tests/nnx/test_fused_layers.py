@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
@@ -59,12 +60,6 @@ def variables_of(model):
     return {"params": as_linen(model, nnx.Param), OWG: as_linen(model, jaxfp8.nnx.OverwriteWithGradient)}
 
 
-def assert_same(got, expected, what):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
-        oracle.assert_bitwise(leaf, np.asarray(other), f"{what}{jax.tree_util.keystr(path)}")
-
-
 @pytest.mark.varied
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +94,7 @@ def test_linen_and_nnx_agree(name, dtype):
         y = step(model, optimizer)
         variables, expected = linen_step(variables)
         oracle.assert_bitwise(y, np.asarray(expected), f"step {i}: y")
-        assert_same(variables_of(model), variables, f"step {i}: ")
+        assert_same_bits(variables_of(model), variables, f"step {i}: ")
         assert y.dtype == dtype
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from programs.known_amax import HISTORY, OPERANDS, used_state
 from transforms import cases
 
 import jaxfp8
@@ -26,10 +27,10 @@ class WithParameters(hk.Module):
 
     def __call__(self, x):
         def quantizer(name):
-            history = hk.get_parameter(f"{name}_amax_history", (cases.HISTORY,), init=jnp.zeros)
+            history = hk.get_parameter(f"{name}_amax_history", (HISTORY,), init=jnp.zeros)
             return jaxfp8.QuantizerState(history, hk.get_parameter(f"{name}_scale", (1,), init=jnp.ones))
 
-        state = jaxfp8.DotGeneralState(*map(quantizer, cases.QUANTIZERS))
+        state = jaxfp8.DotGeneralState(*map(quantizer, OPERANDS))
         return cases.product(x, kernel_parameter(x), state)
 
 
@@ -47,7 +48,7 @@ def state_of(parameters):
     def quantizer(name):
         return jaxfp8.QuantizerState(parameters[f"{name}_amax_history"], parameters[f"{name}_scale"])
 
-    return jaxfp8.DotGeneralState(*map(quantizer, cases.QUANTIZERS))
+    return jaxfp8.DotGeneralState(*map(quantizer, OPERANDS))
 
 
 def as_argument(x):
@@ -80,7 +81,7 @@ def as_haiku_state(x):
 def test_trains(make):
     x, _, grad = cases.operands(STEPS)
     variables, apply, kernel_of, state_of = make(x[0])
-    state = oracle.LayerState.init(cases.HISTORY)
+    state = oracle.LayerState.init(HISTORY)
     opt_state = TX.init(variables)
 
     @jax.jit
@@ -102,7 +103,7 @@ def test_trains(make):
 def with_state(parameters, state):
     """The parameters of a `WithParameters` with the oracle's state, or states stacked."""
     packed = cases.pack(state)
-    parts = {name: vars(getattr(packed, name)) for name in cases.QUANTIZERS}
+    parts = {name: vars(getattr(packed, name)) for name in OPERANDS}
     return parameters | {f"{name}_{leaf}": value for name, part in parts.items() for leaf, value in part.items()}
 
 
@@ -110,7 +111,7 @@ def with_state(parameters, state):
 def test_a_module_called_twice(program):
     """One state, the max of both uses. `hk.remat` takes parameters as arguments and needs the one cast at the top."""
     x, _, grad = cases.operands(2)
-    state = cases.oracle_state()
+    state = used_state()
 
     def forward(x):
         layer = WithParameters(name="layer")
@@ -149,7 +150,7 @@ def test_layer_stack():
     )
     variables = transformed.init(jax.random.key(0), jnp.float32(0), x, grad)
     (path,) = variables
-    states = [cases.oracle_state(seed) for seed in range(layers)]
+    states = [used_state(seed) for seed in range(layers)]
     variables[path] = with_state(variables[path], states)
     gradient = jax.jit(jax.grad(lambda v: transformed.apply(v, jnp.float32(0), x, grad)))(variables)[path]
     kernels = np.asarray(variables[path]["w"])

@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
+from programs.known_amax import merged, used_state
 from transforms import cases
 
 import jaxfp8
@@ -32,8 +33,8 @@ def test_tied_kernel(states):
     """x1 @ kernel and x2 @ kernel.T, as embedding and logits: gradients of the kernel add, amaxes do not."""
     x1, kernel, grad1 = cases.operands()
     x2, grad2 = 3 * grad1, 5 * x1  # of the shapes that kernel.T takes
-    first = cases.oracle_state(0)
-    second = first if states == "one for both" else cases.oracle_state(1)
+    first = used_state(0)
+    second = first if states == "one for both" else used_state(1)
     packed = (cases.pack(first),) if second is first else (cases.pack(first), cases.pack(second))
 
     def loss(kernel, packed):
@@ -45,7 +46,7 @@ def test_tied_kernel(states):
     one = oracle.dense_step(x1, kernel, grad1, first)
     two = oracle.dense_step(x2, np.ascontiguousarray(kernel.T), grad2, second)
     if second is first:
-        cases.assert_state(got[0], cases.merged([one.state, two.state]))
+        cases.assert_state(got[0], merged([one.state, two.state]))
     else:
         cases.assert_state(got[0], one.state)
         cases.assert_state(got[1], two.state)
@@ -73,7 +74,7 @@ FROZEN = pytest.mark.parametrize("how", ["closed over", "stop_gradient"])
 def test_frozen_kernel(how, jit):
     """fprop and dgrad, no wgrad, and fprop alone where x is data; the state moves as ever."""
     x, kernel, grad = cases.operands()
-    state = cases.oracle_state()
+    state = used_state()
 
     def gradients(x, packed, kernel, argnums=(0, 1)):
         product = frozen(how, kernel)
@@ -98,7 +99,7 @@ def test_frozen_kernel(how, jit):
 def test_a_frozen_kernel_keeps_no_input(how):
     """The codes of x are for wgrad alone. A loop would keep them for each step; it keeps the kernel's, once."""
     x, kernel, _ = cases.operands()
-    packed = cases.pack(cases.oracle_state())
+    packed = cases.pack(used_state())
 
     def kept(function, *arguments):
         _, vjp = jax.eval_shape(lambda *a: jax.vjp(function, *a), *arguments)
@@ -120,7 +121,7 @@ def test_lora():
     rng = np.random.default_rng(0)
     a = rng.standard_normal((cases.K, RANK)).astype(np.float32)
     b = rng.standard_normal((RANK, cases.N)).astype(np.float32)
-    states = [cases.oracle_state(seed) for seed in range(3)]
+    states = [used_state(seed) for seed in range(3)]
 
     def forward(adapters, packed, tap):
         a, b = adapters
@@ -151,4 +152,4 @@ def test_training_kernels_have_three_products():
     """What the counts above are compared with."""
     x, kernel, grad = cases.operands()
     gradient = jax.value_and_grad(lambda *operands: inner(cases.product(*operands), grad), argnums=(0, 1, 2))
-    assert products(gradient, x, kernel, cases.pack(cases.oracle_state())) == 3
+    assert products(gradient, x, kernel, cases.pack(used_state())) == 3

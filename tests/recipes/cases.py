@@ -60,14 +60,6 @@ class Codes:
         return oracle.Product(*(np.stack([getattr(one, name) for one in made]) for name in ("exact", "bound")))
 
 
-def sum_of(products):
-    """Errors add, and each of the additions, in f32, rounds a partial sum once."""
-    total = sum(np.abs(p.exact) + p.bound for p in products)
-    return oracle.Product(
-        sum(p.exact for p in products), sum(p.bound for p in products) + len(products) * oracle.PRECISE * total
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A whole product: the codes that each of its three GEMMs reads, `name -> (a, b)`, and the results."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equality import assert_same_bits
 from flax import nnx
 
 import jaxfp8
@@ -73,13 +74,6 @@ def value_and_gradients(model, variables, x):
     return both(variables, x)
 
 
-def assert_same(got, wanted, what):
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=f"{what}{jax.tree_util.keystr(path)}")
-
-
 LAYERS = tuple(linen_layers(DELAYED, True))
 
 
@@ -104,7 +98,7 @@ def test_linen(name, layer):
     variables = jax.jit(model.init)(jax.random.key(0), X)
     assert list(variables) == ["params"]
     got = value_and_gradients(model, variables, X)
-    assert_same(got, value_and_gradients(wanted, variables, X), layer)
+    assert_same_bits(got, value_and_gradients(wanted, variables, X), layer)
     high = value_and_gradients(linen_layers(None, False)[layer], variables, X)
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(high), strict=True)), "is FP8"
 
@@ -133,7 +127,7 @@ def test_linen_einsum(name):
 
     variables = Ours().init(jax.random.key(0), X)
     assert list(variables) == ["params"]
-    assert_same(value_and_gradients(Ours(), variables, X), value_and_gradients(Layer(), variables, X), "einsum")
+    assert_same_bits(value_and_gradients(Ours(), variables, X), value_and_gradients(Layer(), variables, X), "einsum")
 
 
 def ours(recipe):
@@ -187,7 +181,7 @@ def test_our_layers(name, layer):
     variables = linen.init(jax.random.key(0), X)
     assert list(variables) == ["params"]
     got = value_and_gradients(linen, variables, X)
-    assert_same(got, value_and_gradients(ByHand(layer, recipe), variables, X), layer)
+    assert_same_bits(got, value_and_gradients(ByHand(layer, recipe), variables, X), layer)
 
     module = make()
     assert not jax.tree.leaves(nnx.state(module, jaxfp8.nnx.OverwriteWithGradient))
@@ -225,7 +219,7 @@ def test_nnx(name, layer):
         return nnx.value_and_grad(lambda module: jnp.sum(jnp.sin(module(x))))(module)
 
     got, wanted = (both(NNX[layer](of), X) for of in (op, einsum if is_einsum else plain(recipe)))
-    assert_same([got[0], *jax.tree.leaves(got[1])], [wanted[0], *jax.tree.leaves(wanted[1])], layer)
+    assert_same_bits([got[0], *jax.tree.leaves(got[1])], [wanted[0], *jax.tree.leaves(wanted[1])], layer)
 
 
 # ---------------------------------------------------------------------------------------------- training without state
@@ -253,9 +247,9 @@ def test_train_state(name):
         losses.append(float(value))
     assert list(train.params) == ["params"] and all(a > b for a, b in zip(losses, losses[1:], strict=False))
     zeros = jax.tree.map(jnp.zeros_like, train.params)
-    assert_same(jaxfp8.update_state(train.params, zeros), train.params, "nothing to update")
+    assert_same_bits(jaxfp8.update_state(train.params, zeros), train.params, "nothing to update")
     twice = jaxfp8.accumulate_gradients(train.params, train.params)
-    assert_same(twice, jax.tree.map(lambda a: a + a, train.params), "sums")
+    assert_same_bits(twice, jax.tree.map(lambda a: a + a, train.params), "sums")
 
 
 @pytest.mark.parametrize("name", ONE_KIND)
@@ -279,7 +273,7 @@ def test_to_another_recipe_and_back(name):
     of_other = gradient(other, variables)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_other[OWG]))
     kept = jaxfp8.update_state(variables, of_other)
-    assert_same(kept[OWG], before, "kept")
+    assert_same_bits(kept[OWG], before, "kept")
 
     y = model.apply(kept, X)
     assert np.any(y != other.apply(kept, X))

@@ -1,18 +1,15 @@
-"""Every kind of recipe under JAX's transformations: what each program quantizes together, by the oracle."""
+"""Recipes under vmap along any axis, jit, accumulation and higher derivatives; programs are in `programs/`."""
 
 import dataclasses
-import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax import lax
+from programs.known_amax import sum_of
 
 import jaxfp8
-from jaxfp8 import checkpoint_policies
 from recipes import cases
 from recipes.cases import KINDS, RECIPES
 
@@ -37,74 +34,6 @@ def term(recipe, x, kernel, grad):
     return jnp.vdot(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe), grad)
 
 
-# ------------------------------------------------------------------------- uses one by one: each has its own scales
-
-
-def loop(f, x, kernel, grad):
-    return sum(f(x[i], kernel, grad[i]) for i in range(USES))
-
-
-def scan(f, x, kernel, grad):
-    return lax.scan(lambda total, use: (total + f(use[0], kernel, use[1]), None), jnp.float32(0), (x, grad))[0]
-
-
-def scan_of_remat(f, x, kernel, grad):
-    return scan(jax.checkpoint(f, prevent_cse=False), x, kernel, grad)
-
-
-def cond(f, x, kernel, grad):
-    """Each use is in a branch that is taken."""
-
-    def one(x, kernel, grad):
-        return lax.cond(jnp.sum(x) < jnp.inf, f, lambda x, kernel, grad: jnp.float32(0), x, kernel, grad)
-
-    return loop(one, x, kernel, grad)
-
-
-def remat(policy):
-    return lambda f, x, kernel, grad: loop(jax.checkpoint(f, policy=policy), x, kernel, grad)
-
-
-PROGRAMS = {
-    "loop": loop,
-    "scan": scan,
-    "scan of remat": scan_of_remat,
-    "map": lambda f, x, kernel, grad: jnp.sum(lax.map(lambda use: f(use[0], kernel, use[1]), (x, grad))),
-    "cond": cond,
-    "remat": remat(None),
-    "save_fp8_residuals": remat(checkpoint_policies.save_fp8_residuals),
-    "save_gemm_outputs": remat(checkpoint_policies.save_gemm_outputs),
-    "save both": remat(checkpoint_policies.save_fp8_residuals_and_gemm_outputs),
-    "dots_saveable": remat(jax.checkpoint_policies.dots_saveable),
-}
-
-
-def expected(name, x, kernel, grad):
-    rule = RECIPES[name][1]
-    return [SHAPES.expected(rule, x[i], kernel, grad[i]) for i in range(USES)]
-
-
-# Each program with one kind of recipe; the rest is slow.
-ONE_BY_ONE = [
-    pytest.param(program, name, marks=[] if i % len(KINDS) == j else pytest.mark.slow)
-    for i, program in enumerate(PROGRAMS)
-    for j, name in enumerate(KINDS)
-]
-
-
-@pytest.mark.parametrize("program, name", ONE_BY_ONE)
-@pytest.mark.varied
-def test_one_by_one(name, program):
-    recipe = RECIPES[name][0]
-    x, kernel, grad = data()
-    run = jax.jit(jax.grad(functools.partial(PROGRAMS[program], functools.partial(term, recipe)), argnums=(0, 1)))
-    dx, dkernel = run(x, kernel, grad)
-    steps = expected(name, x, kernel, grad)
-    for i, step in enumerate(steps):
-        first(step.dx).check(dx[i], f"dx of use {i}")
-    cases.sum_of([first(step.dkernel) for step in steps]).check(dkernel.T, "dkernel")
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ("current", "mx") else pytest.mark.slow) for n in RECIPES]
 )
@@ -122,42 +51,7 @@ def test_jit_is_eager(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradient_accumulation(name):
-    """Microbatches: gradients add, and there is no state to combine."""
-    recipe = RECIPES[name][0]
-    x, kernel, grad = data()
-    gradient = jax.jit(jax.grad(lambda variables, *use: term(recipe, use[0], variables["params"], use[1])))
-    total = None
-    for use in zip(x, grad, strict=True):
-        one = gradient({"params": kernel}, *use)
-        total = one if total is None else jaxfp8.accumulate_gradients(total, one)
-    steps = expected(name, x, kernel, grad)
-    cases.sum_of([first(step.dkernel) for step in steps]).check(total["params"].T, "accumulated")
-
-
-# --------------------------------------------------------------------------------------------------------------- vmap
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_vmap_over_examples(name):
-    """x alone has a batch: one product with more rows, forward and backward."""
-    recipe, rule = RECIPES[name]
-    x, kernel, grad = data()
-    run = jax.jit(
-        jax.value_and_grad(
-            lambda x, kernel: jnp.sum(jax.vmap(functools.partial(term, recipe), in_axes=(0, None, 0))(x, kernel, grad)),
-            argnums=(0, 1),
-        )
-    )
-    shapes = cases.dense(USES * M, K, N)
-    wanted = shapes.expected(rule, x.reshape(-1, K), kernel, grad.reshape(-1, N))
-    _, (dx, dkernel) = run(x, kernel)
-    first(wanted.dx).check(dx.reshape(-1, K), "dx")
-    first(wanted.dkernel).check(dkernel.T, "dkernel")
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("x_dim, kernel_dim", [(0, 0), (1, 2), (None, 0)], ids=str)
+@pytest.mark.parametrize("x_dim, kernel_dim", [(1, 2), (None, 0)], ids=str)
 @pytest.mark.varied
 def test_vmap_over_members(name, x_dim, kernel_dim):
     """A batch of kernels: each member is a product of its own, with its own scales."""
@@ -179,49 +73,10 @@ def test_vmap_over_members(name, x_dim, kernel_dim):
         first(step.y).check(y[i], f"y of {i}")
         first(step.dkernel).check(dkernel[i].T, f"dkernel of {i}")
     if x_dim is None:
-        cases.sum_of([first(step.dx) for step in steps]).check(dx, "dx")
+        sum_of([first(step.dx) for step in steps]).check(dx, "dx")
     else:
         for i, of in enumerate(np.moveaxis(dx, x_dim, 0)):
             first(steps[i].dx).check(of, f"dx of {i}")
-
-
-# ---------------------------------------------------------------------------------------------------------- Flax loops
-
-
-@pytest.mark.parametrize(
-    "name", ["current", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mx", "rowwise", "block"))]
-)
-@pytest.mark.parametrize("is_remat", [False, True], ids=["scan", "scan of remat"])
-@pytest.mark.varied
-def test_linen_scan_over_layers(name, is_remat):
-    """Layers of an `nn.scan`: no collection of state to lift, and the bits of a scan over plain functions."""
-    recipe = RECIPES[name][0]
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            cls = functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
-            return jnp.tanh(nn.Dense(K, use_bias=False, dot_general_cls=cls, name="dense")(x)), None
-
-    axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-    layer = nn.remat(Layer, prevent_cse=False) if is_remat else Layer
-    model = nn.scan(layer, variable_axes=axes, split_rngs={"params": True}, length=USES)()
-    x, _, _ = data()
-    variables = model.init(jax.random.key(0), x[0], None)
-    assert list(variables) == ["params"]
-
-    def by_hand(variables, x):
-        def body(x, kernel):
-            return jnp.tanh(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe)), None
-
-        return lax.scan(body, x, variables["params"]["dense"]["kernel"])[0]
-
-    run = [
-        jax.jit(jax.grad(lambda variables, f=f: jnp.sum(jnp.cos(f(variables, x[0])))))(variables)
-        for f in (lambda variables, x: model.apply(variables, x, None)[0], by_hand)
-    ]
-    (got,), (wanted,) = map(jax.tree.leaves, run)
-    oracle.assert_bitwise(got, np.asarray(wanted), "kernels")
 
 
 # --------------------------------------------------------------------------------------------------------- derivatives

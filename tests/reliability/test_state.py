@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linen.probes import train
-from linen.test_transforms import Program
+from programs.known_amax import check
+from programs.linen import PROGRAMS, Linen
 from train import replay
 
 import jaxfp8
@@ -25,10 +25,10 @@ STEPS, USES = 200, 4
 # ---------------------------------------------------------------------------------------------------- two hundred steps
 
 
-@pytest.mark.parametrize("program", ["called_twice", "scan_broadcast"], ids=["layer called twice", "nn.scan broadcast"])
+@pytest.mark.parametrize("program", ["called", "scan"], ids=["layer called twice", "nn.scan broadcast"])
 def test_two_hundred_steps_of_a_module(program):
     """The true max, bitwise at every step. A sum doubles a window of 1024 each step: inf after 128 of them."""
-    train(Program(program), rows=None, steps=STEPS, transform=jax.grad)
+    check(Linen, PROGRAMS[program], differentiate=jax.value_and_grad, steps=STEPS)
 
 
 AROUND = {

@@ -1,0 +1,78 @@
+"""Every program of every adapter, and every recipe: value, gradients and state are the oracle's."""
+
+import jax
+import oracle
+import pytest
+from recipes.cases import KINDS
+
+from . import functional, linen, nnx
+from .known_amax import RECIPES, check
+
+ADAPTERS = {
+    "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
+    "linen": (linen.Linen, linen.PROGRAMS, jax.value_and_grad),
+    "nnx": (nnx.NNX, nnx.PROGRAMS, nnx.plain),
+}
+PROGRAMS = {
+    f"{name}, {program}": (adapter, programs[program], plain)
+    for name, (adapter, programs, plain) in ADAPTERS.items()
+    for program in programs
+}
+
+
+@pytest.mark.varied
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs(program, recipe):
+    adapter, program, _ = PROGRAMS[program]
+    check(adapter, program, RECIPES[recipe])
+
+
+@pytest.mark.varied
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.rule is None])
+@pytest.mark.parametrize("program", functional.RAGGED)
+def test_ragged_dot(program, recipe):
+    """Its recipes are those with a scale for a whole tensor; without a state each member has its own."""
+    check(functional.Ragged, functional.RAGGED[program], RECIPES[recipe])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_plain_gradient(program):
+    """Without ours: right wherever all uses are seen at once, and a sum, which the comparison sees, elsewhere."""
+    adapter, program, plain = PROGRAMS[program]
+    if not program.cast:
+        check(adapter, program, differentiate=plain, steps=1)
+    else:
+        with pytest.raises((AssertionError, ValueError), match="state"):
+            check(adapter, program, differentiate=plain, steps=1)
+
+
+@pytest.mark.parametrize("program", [name for name, program in functional.PROGRAMS.items() if program.cast])
+def test_max_grad(program):
+    """One cast at the top of a loss that is differentiated by JAX."""
+    check(functional.Functional, functional.PROGRAMS[program], differentiate=functional.max_grad, steps=1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *KINDS])
+def test_accumulation(recipe):
+    check(functional.Functional, functional.PROGRAMS["loop"], RECIPES[recipe], differentiate=functional.accumulated)
+
+
+def test_max_grad_of_nnx():
+    check(nnx.NNX, nnx.PROGRAMS["remat of each"], differentiate=nnx.max_grad)
+
+
+@pytest.mark.parametrize("program", ["vmap of vmap", "branches in scan", "remat with arguments"])
+def test_bfloat16(program):
+    check(functional.Functional, functional.PROGRAMS[program], dtype=oracle.BF16)
+
+
+@pytest.mark.parametrize("program", ["loop", "carry"])
+def test_without_jit(program):
+    check(functional.Functional, functional.PROGRAMS[program], jit=False)
+
+
+@pytest.mark.parametrize("program", ["calls", pytest.param("scan", marks=pytest.mark.slow)])
+def test_nnx_without_jit(program):
+    check(nnx.NNX, nnx.PROGRAMS[program], jit=False)

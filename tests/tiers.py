@@ -1,0 +1,74 @@
+"""The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks and the table below.
+
+`slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand.
+"""
+
+import collections
+import pathlib
+
+# Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
+# training, and what a step on a mesh is beside right.
+CI = {
+    *("aot", "benchmarks", "compare", "convert", "counters", "cuda", "fuzz", "inference", "inspect", "integrations"),
+    *("mixed_precision", "mutants", "native", "plain", "run_examples", "selftest", "soak"),
+    *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py", "mesh/test_processes.py"),
+    *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
+    *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
+    *("test_native_xla.py", "test_plan_files.py", "test_reference.py"),
+}
+# Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
+ONE_CASE = {
+    *("bad_days", "mesh", "reliability", "ops/test_block_scaled_matmul.py", "recipes/test_layers.py"),
+    *("recipes/test_meshes.py", "test_einsum.py", "test_ragged_dot.py"),
+}
+
+
+def mark(items, tests: pathlib.Path) -> None:
+    """Add `slow` and `ci` to what the rules and the table say."""
+    functions = collections.defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        path = cases[0].path.relative_to(tests)
+        where = {path.parts[0], path.as_posix()}
+        in_ci, one_case = bool(CI & where) or "mutant" in path.name, bool(ONE_CASE & where)
+        values = collections.defaultdict(dict)
+        positions = [_positions(case, values) for case in cases]
+        sizes = {names: len(keys) for names, keys in values.items()}
+        for case, position in zip(cases, positions, strict=True):
+            in_fast = not in_ci and (case is cases[0] if one_case else _is_diagonal(position, sizes))
+            if case.get_closest_marker("varied") and _differences(case, position) > 1 and not in_fast:
+                case.add_marker("slow")
+            elif not in_fast:
+                case.add_marker("ci")
+
+
+def _positions(case, values) -> dict:
+    """The position of what each `parametrize` mark, and each fixture with parameters, gives a case.
+
+    Args:
+        values: parameter names -> their values so far -> position; grows by those of `case`.
+    """
+    if not hasattr(case, "callspec"):
+        return {}
+    marks = [_names(mark.args[0]) for mark in case.iter_markers("parametrize")]
+    fixtures = [(name,) for name in case.callspec.params if not any(name in names for names in marks)]
+    keys = {names: tuple(id(case.callspec.params[name]) for name in names) for names in marks + fixtures}
+    return {names: values[names].setdefault(key, len(values[names])) for names, key in keys.items()}
+
+
+def _differences(case, position) -> int:
+    """How many `parametrize` marks do not give their first value; the jnp reference is a difference too."""
+    others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
+    return others + (case.callspec.params.get("implementation") == "reference")
+
+
+def _names(argument) -> tuple:
+    names = argument.split(",") if isinstance(argument, str) else argument
+    return tuple(name.strip() for name in names)
+
+
+def _is_diagonal(position, sizes) -> bool:
+    """Whether a case lies on the diagonal of a product of parameters: so many cases that each value occurs."""
+    steps = range(max(sizes.values(), default=1))
+    return any(all(i == step % sizes[names] for names, i in position.items()) for step in steps)
