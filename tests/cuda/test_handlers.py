@@ -9,8 +9,9 @@ import numpy as np
 import oracle
 import pytest
 from ops import answers, targets
+from ops.cases import run_target as run
 from ops.targets import BF16, E4M3, E5M2, F32, U8
-from ops.test_raw_targets import assert_refused, run
+from ops.test_raw_targets import assert_refused
 
 pytestmark = pytest.mark.usefixtures("handlers")
 

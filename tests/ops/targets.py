@@ -31,8 +31,8 @@ SPECS = {
     "push_amaxes": "history # f32[g H#], amax # f32[g] -> next history # f32[g H#]",
 }
 CUDA_SPECS = SPECS | {
-    "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], bias half[n], "
-    "accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
+    "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
+    "bias half[n], accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
     "block_scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
     "out wide[g m n], workspace u8[w]",
     "ragged_matmul": "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], group_sizes s32[g ?] "
@@ -135,7 +135,7 @@ def side_of(side: str, sizes: dict) -> int:
 
 
 def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: options[-1 if last else 0]) -> Call:
-    """A good call; `choose(options, last)` takes one of the shapes or sides (the last), or of the dtypes (the first)."""
+    """A good call; `choose(options, last)` takes one of shapes or sides (the last), or of the dtypes (the first)."""
     dtypes = {}
 
     def make(buffer):

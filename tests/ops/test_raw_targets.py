@@ -23,17 +23,8 @@ def cpu_custom_calls():
         yield
 
 
-def run(call: targets.Call, prefix: str = "", **options):
-    """The results of a custom call; operands that are no arrays are ones."""
-    shapes = [jax.ShapeDtypeStruct(*result) for result in call.results]
-    operands = [np.ones(*x) if isinstance(x, tuple) else x for x in call.operands]
-    name = prefix + call.target if prefix else cases.TARGETS[call.op]
-    with jax.default_device(jax.devices("cpu")[0]):
-        return jax.block_until_ready(jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes))
-
-
 def assert_right(call: targets.Call, **options) -> None:
-    answers.assert_results(call, run(call, **options), answers.answer(call))
+    answers.assert_results(call, cases.run_target(call, **options), answers.answer(call))
 
 
 def assert_alive(op: str) -> None:
@@ -42,7 +33,7 @@ def assert_alive(op: str) -> None:
 
 def assert_refused(call: targets.Call, message: str, prefix: str = "") -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT.*{message}"):
-        run(call, prefix)
+        cases.run_target(call, prefix)
         pytest.fail(f"{call} is accepted")
 
 
