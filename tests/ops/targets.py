@@ -265,12 +265,12 @@ def bad_counts(op: str):
 
 
 BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
-# `(attributes, message)`: what is named, where it is no attribute of the op at all. Numbers of another type are others
-# than in good calls, because jit's cache takes 1.0 of one type for 1.0 of another.
+# `(attributes, message)`: what the error says after the op's name, or None where it is XLA's own without one. Numbers
+# of another type are others than in good calls, because jit's cache takes 1.0 of one type for 1.0 of another.
 BAD_ATTRIBUTES = {
     "amax_to_scale": [
         *(({"numerator": value}, "numerator: expected a positive normal F32") for value in BAD_NUMERATORS),
-        *(({"numerator": value}, "") for value in (np.float64(5), np.int32(6), np.float16(7))),
+        *(({"numerator": value}, None) for value in (np.float64(5), np.int32(6), np.float16(7))),
     ],
     "delayed_scales": [
         *(
@@ -281,8 +281,8 @@ BAD_ATTRIBUTES = {
             ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 4 results and a numer")
             for n in (0, 1, 3, 17)
         ),
-        *(({"numerators": v}, "") for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
-        ({"most_recent": np.int32(1)}, ""),
+        *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
+        ({"most_recent": np.int32(1)}, None),
     ],
     "scaled_matmul": [
         ({"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)}, r"expected [45] operands .*, got 6")
@@ -306,10 +306,11 @@ BAD_ATTRIBUTES = {
 
 
 def bad_attributes(op: str):
-    """`(call, message)`: values, each attribute missing, and one that nobody knows."""
+    """`(call, message)`, a pattern: values, each attribute missing, and one that nobody knows."""
     call = good(op)
     for change, message in [*BAD_ATTRIBUTES.get(op, []), ({"surprise": np.int32(1)}, "")]:
+        message = "" if message is None else rf"\b{call.target}: {message}"
         yield dataclasses.replace(call, attributes=call.attributes | change), message
     for name in call.attributes:
         rest = {other: value for other, value in call.attributes.items() if other != name}
-        yield dataclasses.replace(call, attributes=rest), ""
+        yield dataclasses.replace(call, attributes=rest), rf"\b{call.target}: "

@@ -73,7 +73,7 @@ def test_wrong_number_of_operands_and_results(op):
 def test_bad_attribute_is_refused(op):
     """A program that asks for something this handler does not know must not get something else in silence."""
     for call, message in targets.bad_attributes(op):
-        assert_refused(call, rf"\b{op}: {message}" if message else "")
+        assert_refused(call, message)
     assert_alive(op)
 
 
