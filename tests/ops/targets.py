@@ -223,7 +223,7 @@ def variants(call: Call, place: str, index: int):
     shape, dtype = getattr(call, place)[index]
     for other in STRANGE_DTYPES:
         yield call.changed(place, index, (shape, other))
-    shapes = [(), shape[1:], (*shape, 1), (1, *shape), (int(np.prod(shape)),), shape[::-1], (0, *shape)]
+    shapes = [(), (0,), (1,), shape[1:], (*shape, 1), (1, *shape), (int(np.prod(shape)),), shape[::-1], (0, *shape)]
     for axis, by in itertools.product(range(len(shape)), (-1, 1)):
         shapes.append((*shape[:axis], max(0, shape[axis] + by), *shape[axis + 1 :]))
     for other in dict.fromkeys(shapes):
