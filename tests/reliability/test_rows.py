@@ -44,7 +44,7 @@ def _cases():
                 yield pytest.param(row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}")
 
 
-@pytest.mark.parametrize("row, layer", _cases())
+@pytest.mark.parametrize("row, layer", list(_cases()))
 def test_row(row, layer):
     rules = ("strict", "raise") if row.subject in STRICT else ("standard", "allow")
     with jax.numpy_dtype_promotion(rules[0]), jax.numpy_rank_promotion(rules[1]):
