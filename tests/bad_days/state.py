@@ -1,10 +1,7 @@
 """State: uses that share one, layers that did not run, the same bits from every way to run, accumulation."""
 
 import concurrent.futures
-import functools
-import gc
 import threading
-import weakref
 
 import flax.linen as nn
 import jax
@@ -14,6 +11,7 @@ import optax
 
 import jaxfp8
 
+from .donation import donated_accumulation, donated_loop
 from .libraries import HISTORY, OWG
 from .steps import (
     amaxes,
@@ -25,60 +23,22 @@ from .steps import (
     tally_state,
     used_state,
 )
+from .uses import (
+    SHARED,
+    USES,
+    Experts,
+    K,
+    M,
+    N,
+    TwoLayers,
+    data,
+    examples,
+    microbatches,
+    scan_broadcast,
+    twice,
+    uses_of,
+)
 from .verdict import Tally, row
-
-M, K, N, USES = 6, 8, 5, 4
-
-
-def data(step):
-    """x `[USES, M, K]` and grad `[USES, M, N]` of sizes that differ from use to use."""
-    sizes = 2.0 ** np.random.default_rng(step).permutation(USES)
-    x = normal(2 * step, (USES, M, K)) * sizes[:, None, None].astype(np.float32)
-    return x, normal(2 * step + 1, (USES, M, N)) * sizes[::-1, None, None].astype(np.float32)
-
-
-def uses_of(kernel, x, grad):
-    """`(x, kernel, grad)` of each use."""
-    return [(x[i], kernel, grad[i]) for i in range(USES)]
-
-
-def twice(library, variables, x, grad):
-    layer = library.dense(N)
-    call = functools.partial(layer.apply, variables) if library.layer else layer.bind(variables)
-    return sum(jnp.vdot(call(x[i]), grad[i]) for i in range(USES))
-
-
-def microbatches(library, variables, x, grad):
-    def body(total, use):
-        return total + jnp.vdot(library.dense(N).apply(variables, use[0]), use[1]), None
-
-    return jax.lax.scan(body, jnp.float32(0), (x, grad))[0]
-
-
-def scan_broadcast(library, variables, x, grad):
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, total, use):
-            return total + jnp.vdot(library.dense(N, name="layer")(use[0]), use[1]), None
-
-    scan = nn.scan(Body, variable_broadcast=["params", OWG], split_rngs={"params": False})()
-    nested = {collection: {"layer": variables[collection]} for collection in variables}
-    return scan.apply(nested, jnp.float32(0), (x, grad))[0]
-
-
-def examples(library, variables, x, grad):
-    def one(x, grad):
-        return jnp.vdot(library.dense(N).apply(variables, x), grad)
-
-    return jnp.sum(jax.vmap(one)(x, grad))
-
-
-SHARED = {
-    "a layer called twice": twice,
-    "scan over microbatches": microbatches,
-    "nn.scan broadcast": scan_broadcast,
-    "vmap over examples": examples,
-}
 
 
 def train(tally, library, loss, grad, steps, what):
@@ -188,20 +148,6 @@ def branch_not_taken(library):
     return unused(library, loss).verdict()
 
 
-class Experts(nn.Module):
-    """One of three layers by an index that is known on the device only; with index 3 none of them."""
-
-    library: object
-
-    @nn.compact
-    def __call__(self, x, index):
-        experts = [self.library.dense(N, name=f"expert_{i}") for i in range(3)]
-        if self.is_initializing():
-            return sum(expert(x) for expert in experts)
-        branches = [lambda module, x, i=i: experts[i](x) for i in range(3)]
-        return nn.switch(index, [*branches, lambda module, x: jnp.zeros((len(x), N))], self, x)
-
-
 @row("unused expert")
 def unused_expert(library):
     """Ours also in `nn.switch`, trained: the state of what did not run stays, and a first use that is late is right."""
@@ -227,14 +173,6 @@ def unused_expert(library):
     tally(same_bits(run.params[OWG]["expert_1"], first[OWG]["expert_1"]), "the expert that was never used")
     tally(np.isfinite(model.apply(run.params, x, 1)).all(), "its first use")
     return tally.verdict()
-
-
-class TwoLayers(nn.Module):
-    library: object
-
-    @nn.compact
-    def __call__(self, x):
-        return self.library.dense(N, name="head")(nn.relu(self.library.dense(7, name="backbone")(x)))
 
 
 @row("frozen layer")
@@ -306,44 +244,6 @@ def same_from_every_way(library):
         donated_loop(tally, library)
         donated_accumulation(tally, library)
     return tally.verdict("the same bits")
-
-
-def donated_loop(tally, library):
-    """Twenty steps: no array of an earlier step is alive, in the loop or after it."""
-    step = step_of(library, 20, donate=True)
-    variables = jax.tree.map(jnp.array, library.variables(normal(0, (36, 20))))
-    x, grad = jnp.asarray(normal(1, (48, 36))), jnp.asarray(normal(2, (48, 20)))
-    old, alive = [], []
-    for _ in range(20):
-        old += [weakref.ref(leaf) for leaf in jax.tree.leaves(variables)]
-        variables = step(variables, x, grad).variables
-        alive.append(len(jax.live_arrays()))
-    tally(len(set(alive[2:])) == 1, f"arrays alive: {alive}")
-    gc.collect()
-    tally(not any(leaf() is not None for leaf in old), "an array of an earlier step is alive")
-
-
-def donated_accumulation(tally, library):
-    """The sum so far is given away in each of four microbatches: bitwise as without, and one buffer for all of them."""
-    layer, variables = library.dense(20), library.variables(normal(0, (36, 20)), used_state())
-    batches = [(normal(2 * i, (48, 36), 2.0**i), normal(2 * i + 1, (48, 20))) for i in range(4)]
-
-    def accumulate(acc, x, grad):
-        return jaxfp8.accumulate_gradients(acc, jax.grad(lambda v: jnp.vdot(layer.apply(v, x), grad))(variables))
-
-    def total(step):
-        acc, places, given = jax.tree.map(jnp.zeros_like, variables), set(), None
-        for x, grad in batches:
-            given, acc = acc, step(acc, x, grad)
-            places.add(acc["params"]["kernel"].unsafe_buffer_pointer())
-        return acc, given, places
-
-    expected, *_ = total(jax.jit(accumulate))
-    acc, given, places = total(jax.jit(accumulate, donate_argnums=0))
-    tally(same_bits(acc, expected), "donated accumulation gives other bits")
-    tally(all(leaf.is_deleted() for leaf in jax.tree.leaves(given)) and len(places) == 1, "not the same buffers")
-    tally(library.history(acc, "input")[0] == max(np.abs(x).max() for x, _ in batches), "not the largest amax")
-    tally(same_bits(library.update(variables, acc)[OWG], acc[OWG]), "more than one step of the state")
 
 
 @row("two threads call one jitted function", any_layer=True)
