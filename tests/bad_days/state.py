@@ -1,6 +1,7 @@
 """State: uses that share one, layers that did not run, the same bits from every way to run, accumulation."""
 
 import concurrent.futures
+import functools
 import threading
 
 import flax.linen as nn
@@ -309,10 +310,7 @@ def accumulation_in_a_loop(library):
     one, add = _of_one(library), _add(library)
 
     def total(variables, x, g):
-        acc = one(variables, x[0], g[0])
-        for i in range(1, USES):
-            acc = add(acc, one(variables, x[i], g[i]))
-        return acc
+        return functools.reduce(add, [one(variables, x[i], g[i]) for i in range(USES)])
 
     return accumulated(library, total)
 
