@@ -11,12 +11,15 @@ import numpy as np
 import optax
 import test_checkpoints as straight_runs
 from convert.test_transformer_engine import Replay, te_leaves
+from flax import nnx
 
+import jaxfp8
 from jaxfp8 import convert
 
+from . import steps
 from .libraries import FLAX, HISTORY, OPERANDS, OWG
 from .steps import in_two_octaves, same_bits, step_of, tally_products
-from .verdict import Tally, row
+from .verdict import Tally, refused, row
 
 M, K, N = 16, 24, 8
 
@@ -33,11 +36,11 @@ class Model(nn.Module):
         return nn.Dense(N, dot_general_cls=cls)(nn.gelu(nn.Dense(K, dot_general_cls=cls)(x)))
 
 
-def start(library, **fields):
+def start(library, tx=optax.sgd(0.05), **fields):  # noqa: B008
     model = Model(library, **fields)
     variables = model.init(jax.random.key(0), data(0)[0])
     cls = library.train_state if library else straight_runs.TrainState
-    return cls.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.05)).replace(step=jnp.int32(0))
+    return cls.create(apply_fn=model.apply, params=variables, tx=tx).replace(step=jnp.int32(0))
 
 
 def data(i):
@@ -57,14 +60,83 @@ def run(train, steps):
 
 @row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
 def restored(library):
-    tally, at_five = Tally(), run(start(library), range(5))
-    at_ten = run(at_five, range(5, 10))
-    for name, through in straight_runs.FORMATS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            again = through(at_five, start(library), pathlib.Path(folder))
-        tally(same_bits(again, at_five), f"{name}: other bits")
-        tally(same_bits(run(again, range(5, 10)), at_ten), f"{name}: other bits at step 10")
+    """Ours also with optax's wrapper and in NNX, and within an accumulation of three mini-steps: the amaxes of steps 3
+    and 4, which are the largest of theirs, are in the window at step 10 and not when it is saved."""
+    tally = Tally()
+    runs = [(start(library), advance)]
+    if library.is_ours:
+        runs += [(start(library, accumulation()), advance), optax_loop(library), nnx_model()]
+    for i, (first, step) in enumerate(runs):
+
+        def go(tree, numbers, step=step, is_accumulating=i > 0):
+            for number in numbers:
+                x, grad = data(number)
+                tree = step(tree, x * (100 if is_accumulating and number in (3, 4) else 1), grad)
+            return tree
+
+        at_five = go(first, range(5))
+        at_ten = go(at_five, range(5, 10))
+        if i:
+            tally(
+                largest(at_five) < 100 < largest(at_ten),
+                f"run {i}: {largest(at_five)} and {largest(at_ten)} in windows",
+            )
+        for name, through in straight_runs.FORMATS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                again = through(at_five, first, pathlib.Path(folder))
+            tally(same_bits(again, at_five), f"run {i}, {name}: other bits")
+            tally(same_bits(go(again, range(5, 10)), at_ten), f"run {i}, {name}: other bits at step 10")
     return tally.verdict("the same bits")
+
+
+def accumulation():
+    return optax.MultiSteps(optax.adam(1e-2), 3)
+
+
+def largest(tree) -> float:
+    """Of the stored input histories, without what an optimizer accumulates."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return max(float(np.max(v)) for path, v in leaves.items() if "input_amax_history" in path and "opt" not in path)
+
+
+def optax_loop(library):
+    """`(first tree, advance)` of variables and optax's state, with our wrapper."""
+    model, optimizer = Model(library), jaxfp8.train.optimizer(accumulation())
+    variables = model.init(jax.random.key(0), data(0)[0])
+
+    @jax.jit
+    def step(tree, x, grad):
+        gradient = jax.grad(lambda v: jnp.vdot(model.apply(v, x), grad))(tree["variables"])
+        updates, opt = optimizer.update(gradient, tree["opt"], tree["variables"])
+        return {"variables": optax.apply_updates(tree["variables"], updates), "opt": opt}
+
+    return {"variables": variables, "opt": optimizer.init(variables)}, step
+
+
+class NnxRun(nnx.Module):
+    def __init__(self):
+        product = jaxfp8.nnx.Fp8DotGeneral(jaxfp8.DelayedScaling(amax_history_len=HISTORY))
+        self.model = nnx.Linear(K, N, use_bias=False, dot_general=product, rngs=nnx.Rngs(0))
+        self.optimizer = jaxfp8.nnx.Optimizer(self.model, accumulation())
+
+
+def nnx_model():
+    """The tree is a dict from paths to arrays, of the model and its optimizer."""
+    graphdef, state = nnx.split(NnxRun())
+    structure = jax.tree.structure(state)
+
+    def tree_of(state):
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+    names = list(tree_of(state))
+
+    @jax.jit
+    def step(tree, x, grad):
+        run = nnx.merge(graphdef, jax.tree.unflatten(structure, [tree[name] for name in names]))
+        run.optimizer.update(run.model, jaxfp8.nnx.grad(lambda model: jnp.vdot(model(x), grad))(run.model))
+        return tree_of(nnx.state(run))
+
+    return tree_of(state), step
 
 
 def restore(library, template, saved):
@@ -107,10 +179,7 @@ def changed_length(library):
 @row("changed recipe", peer="Flax has one recipe")
 def changed_recipe(library):
     """Saved with one margin, restored with another: the next products are right by the window that was saved."""
-    tally, operands = (
-        Tally(),
-        (in_two_octaves(0, (M, K), 100.0), in_two_octaves(1, (K, N), 1), in_two_octaves(2, (M, N), 1)),
-    )
+    tally, operands = Tally(), steps.operands(M, K, N, 100.0)
     x, kernel, grad = operands
     saved = step_of(library, N)(library.variables(kernel), x, grad).variables
     for fields in ({"margin": 2}, {"amax_compute_algo": "most_recent"}, {"first_step": "current"}):
@@ -123,6 +192,47 @@ def changed_recipe(library):
     return tally.verdict()
 
 
+def fresh(cls):
+    """State as the layers of a class begin."""
+    layer = nn.Dense(N, use_bias=False, dot_general_cls=cls)
+    return layer.init(jax.random.key(0), np.ones((1, K), np.float32))[OWG]
+
+
+def renamed(state):
+    """The names of TransformerEngine's collection."""
+    return {"DenseGeneral_0": {f"x_{name}": leaf for name, leaf in state["Fp8DotGeneral_0"].items()}}
+
+
+FOREIGN = {
+    "Flax's state": lambda: {OWG: fresh(nn.Fp8DotGeneral)},
+    "TransformerEngine's names": lambda: {OWG: renamed(fresh(jaxfp8.Fp8DotGeneral))},
+    "no state": lambda: {OWG: {}},
+    "no collection": dict,
+}
+
+
+def foreign(tally, library):
+    """State that nobody converted is never misread: Flax's own loader says which module it misses, `merge_state` what
+    to call; applied as it is, products take their scales from the tensors at hand, and nothing is written into it."""
+    operands = x, kernel, grad = steps.operands(M, K, N, 1e4, 1e-7)
+    variables = library.variables(kernel)
+    for name, make in FOREIGN.items():
+        saved = {"params": variables["params"], **make()}
+        names = f"{OWG}|{library.module}"
+        load = lambda saved=saved: flax.serialization.from_bytes(variables, flax.serialization.to_bytes(saved))  # noqa: E731
+        refused(load, tally, f"{name}, by Flax's loader", names)
+        if jax.tree.leaves(saved.get(OWG)):
+            names = "merge_state: restored: .*(from_flax|from_transformer_engine|no such state)"
+            refused(lambda saved=saved: convert.merge_state(variables, saved), tally, f"{name}, merged", names)
+        else:
+            tally(same_bits(convert.merge_state(variables, saved), variables), f"{name}: merged")
+        state = jax.tree.map(lambda leaf: np.full_like(leaf, 1e-3), make())
+        y, vjp = jax.vjp(library.dense(N).apply, {"params": {"kernel": kernel}, **state}, x)
+        gradient, dx = vjp(grad)
+        tally_products(tally, steps.Step(y, dx, gradient["params"]["kernel"], {}), operands, name)
+        tally(not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.get(OWG, {}))), f"{name}: written into")
+
+
 @row("missing state")
 def missing_state(library):
     saved, tally = run(start(library), range(5)).params, Tally()
@@ -130,6 +240,8 @@ def missing_state(library):
     variables = restore(library, start(library).params, lost)
     tally(same_bits(variables[OWG]["Dense_1"], saved[OWG]["Dense_1"]), "state that was there changed")
     goes_on(tally, library, variables, "the step after")
+    if library.is_ours:
+        foreign(tally, library)
     return tally.verdict()
 
 
@@ -137,7 +249,7 @@ def missing_state(library):
 def bad_numbers(library):
     """Products one step after a state that cannot be are right."""
     tally, step = Tally(), step_of(library, N)
-    operands = in_two_octaves(0, (M, K), 4.0), in_two_octaves(1, (K, N), 4.0), in_two_octaves(2, (M, N), 4.0)
+    operands = steps.operands(M, K, N, 4, 4, 4)
     x, kernel, grad = operands
     for what, (history, scale) in straight_runs.BAD_LEAVES.items():
         leaves = {
@@ -157,7 +269,7 @@ def bad_numbers(library):
 def from_flax(library):
     """A run of Flax's class goes on with ours: products right, the amax of the next step beside those of before."""
     tally = Tally()
-    operands = in_two_octaves(0, (M, K), 400.0), in_two_octaves(1, (K, N), 1), in_two_octaves(2, (M, N), 1e-3)
+    operands = steps.operands(M, K, N, 400.0, 1e-3)
     x, kernel, grad = operands
     theirs = step_of(FLAX, N)(FLAX.variables(kernel), x, grad).variables
     variables = convert.from_flax(theirs)
@@ -171,7 +283,7 @@ def from_flax(library):
 @row("TransformerEngine's state: a converter or a named error", peer="Flax has no converter and no such names")
 def from_transformer_engine(library):
     tally = Tally()
-    operands = in_two_octaves(0, (M, K), 400.0), in_two_octaves(1, (K, N), 1), in_two_octaves(2, (M, N), 1e-3)
+    operands = steps.operands(M, K, N, 400.0, 1e-3)
     x, kernel, grad = operands
     largest = {"input": 448.0, "kernel": 448.0, "output_grad": 57344.0}
     quantizers = {name: Replay(np.zeros(HISTORY, np.float32), np.float32(1), top) for name, top in largest.items()}

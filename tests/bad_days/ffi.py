@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from ops import test_raw_targets as raw
+from ops import answers, cases, targets
 
 import jaxfp8
 
@@ -20,33 +20,21 @@ from .verdict import NotRun, Tally, refused, row
 NONE = "Flax makes no custom calls"
 
 
-def alive(tally, op):
-    try:
-        raw.assert_alive(op)
-    except AssertionError as error:
-        tally(False, f"{op}: the call after gives {error}")
-
-
 @row(
     "wrong dtype, rank, size, number of buffers or attribute of a custom call: an error that names it, process alive",
     peer=NONE,
 )
 def bad_buffers(library):
     tally = Tally()
-    with jaxfp8.ops.implementation("ffi"):
-        for op, name, place, index, spec in raw.ROWS:
-            results, operands = (list(part) for part in raw.GOOD[op])
-            (operands if place == "operand" else results)[index] = spec
-            call = lambda op=op, results=results, operands=operands: raw.call(op, results, operands)  # noqa: E731
-            refused(call, tally, f"{op}: {name} as {spec}", rf"{op}: {name}: expected")
-        for op, (results, operands) in raw.GOOD.items():
-            for what, call in {
-                "too many operands": lambda op=op, r=results, o=operands: raw.call(op, r, [*o, ((1,), raw.F32)]),
-                "too few operands": lambda op=op, r=results, o=operands: raw.call(op, r, o[:-1]),
-                "an unknown attribute": lambda op=op, r=results, o=operands: raw.call(op, r, o, surprise=np.int32(1)),
-            }.items():
-                refused(call, tally, f"{op}: {what}", rf"\b{op}: ")
-            alive(tally, op)
+    for op in targets.SPECS:
+        calls = [
+            (call, rf"\b{op}: {name}: expected") for name in targets.names(op) for call in targets.bad_buffers(op, name)
+        ]
+        calls += [(call, rf"\b{op}: ") for call in targets.bad_counts(op)] + list(targets.bad_attributes(op))
+        for call, message in calls:
+            refused(lambda call=call: cases.run_target(call), tally, str(call), message or "INVALID_ARGUMENT")
+        good = targets.filled(targets.good(op))
+        tally(same_bits(cases.run_target(good)[:3], answers.answer(good)[:3]), f"{op}: the call after")
     return tally.verdict(f"{tally.count} of {tally.count} refused by name")
 
 
@@ -59,7 +47,7 @@ def error_in_a_program(library):
 
     def bad(x):
         shapes = [jax.ShapeDtypeStruct((7,), np.float32)]
-        return jax.ffi.ffi_call(raw.cases.TARGETS["amax"], shapes)(good(x)[0].astype(np.float32))[0]
+        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(good(x)[0].astype(np.float32))[0]
 
     with jaxfp8.ops.implementation("ffi"):
         for _ in range(3):

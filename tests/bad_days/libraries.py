@@ -1,4 +1,4 @@
-"""The libraries side by side: jaxfp8 and Flax, as their users write them; the rows know nothing else of either."""
+"""The libraries side by side: jaxfp8's layers and Flax, as their users write them; the rows know nothing else."""
 
 import dataclasses
 import functools
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from flax import nnx
 from flax.linen import fp8_ops
 from flax.training import train_state
 
 import jaxfp8
 
-OWG = "_overwrite_with_gradient"
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 OPERANDS = ("input", "kernel", "output_grad")
 HISTORY = 4
 
@@ -33,6 +34,7 @@ class Library:
         update: `(variables, gradient) -> variables`, the FP8 state alone overwritten.
         train_state: Flax's class or its counterpart.
         quantize: `(x, scale, oracle.Format) -> codes`, `scale` multiplies.
+        layer: another layer than `nn.Dense`: `(features, dtype, dot_general_cls) ->` what has Linen's `apply`.
         big: whether rows that take many GiB are run.
     """
 
@@ -44,12 +46,15 @@ class Library:
     update: Callable
     train_state: type
     quantize: Callable
+    layer: Callable | None = None
     is_ours: bool = False
     big: bool = False
 
-    def dense(self, features, history=HISTORY, **options):
-        options = {"use_bias": False} | options
-        return nn.Dense(features, dot_general_cls=self.dot_general_cls(history), **options)
+    def dense(self, features, history=HISTORY, dtype=None, cls=None, **options):
+        cls = cls or self.dot_general_cls(history)
+        if self.layer:
+            return self.layer(features, dtype, cls)
+        return nn.Dense(features, dot_general_cls=cls, dtype=dtype, **{"use_bias": False} | options)
 
     def variables(self, kernel, state: oracle.LayerState | None = None, history=HISTORY) -> dict:
         """Of one layer of `dense`; both libraries store amax / FP8_MAX as scale."""
@@ -59,6 +64,12 @@ class Library:
             leaves |= {f"{name}_amax_history": part.amax_history, f"{name}_scale": np.reshape(part.scale, (1,))}
         return {"params": {"kernel": kernel}, OWG: {self.module: leaves}}
 
+    def state(self, variables) -> oracle.LayerState:
+        """What `variables` took."""
+        leaves = jax.tree.map(np.asarray, variables[OWG][self.module])
+        parts = [oracle.State(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"][0]) for name in OPERANDS]
+        return oracle.LayerState(*parts)
+
     def history(self, variables, operand) -> np.ndarray:
         """Slot 0 is the newest."""
         return np.asarray(variables[OWG][self.module][f"{operand}_amax_history"])
@@ -67,6 +78,39 @@ class Library:
 def _ours(history=HISTORY, **fields):
     recipe = jaxfp8.DelayedScaling(**{"amax_history_len": history} | fields)
     return functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+
+
+class _Function:
+    """`jaxfp8.dot_general` with the variables of a Linen layer; without its state where there is none."""
+
+    def __init__(self, features, dtype, cls):
+        self.recipe, self.dtype = cls.keywords["recipe"], dtype
+
+    def apply(self, variables, x):
+        kernel, leaves = variables["params"]["kernel"], variables.get(OWG, {}).get("Fp8DotGeneral_0", {})
+        x, kernel = (jnp.asarray(v).astype(self.dtype or jnp.asarray(v).dtype) for v in (x, kernel))
+        parts = [(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"]) for name in OPERANDS if leaves]
+        state = jaxfp8.DotGeneralState(*(jaxfp8.QuantizerState(*part) for part in parts)) if parts else None
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        return jaxfp8.dot_general(x, kernel, numbers, recipe=self.recipe, state=state)
+
+
+class _Nnx:
+    """`nnx.Linear` with the variables of a Linen layer."""
+
+    def __init__(self, features, dtype, cls):
+        self.features, self.dtype, self.recipe = features, dtype, cls.keywords["recipe"]
+
+    def apply(self, variables, x):
+        kernel, product = variables["params"]["kernel"], jaxfp8.nnx.Fp8DotGeneral(self.recipe)
+        zeros = nnx.initializers.zeros_init()
+        layer = nnx.Linear(
+            *kernel.shape, use_bias=False, dtype=self.dtype, dot_general=product, kernel_init=zeros, rngs=nnx.Rngs(0)
+        )
+        layer.kernel.set_value(jnp.asarray(kernel))
+        for name, leaf in variables[OWG]["Fp8DotGeneral_0"].items():
+            getattr(layer.dot_general, name).set_value(jnp.asarray(leaf))
+        return layer(jnp.asarray(x))
 
 
 def _flax(cls):
@@ -88,8 +132,7 @@ def _flax_grad(loss):
         return {**variables, OWG: jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(dtype), variables[OWG])}
 
     def gradient(variables):
-        found = jax.grad(lambda v: loss(cast(v, fp8_ops.fp32_max_grad)))(variables)
-        return cast(found, jnp.float32)
+        return cast(jax.grad(lambda v: loss(cast(v, fp8_ops.fp32_max_grad)))(variables), jnp.float32)
 
     return gradient
 
@@ -127,10 +170,18 @@ OURS = Library(
     quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(jnp.asarray(x), jnp.float32(scale), fmt.dtype)[0],
     is_ours=True,
 )
+# The same rows through our other layers.
+LAYERS = {
+    "Linen": OURS,
+    "functions": dataclasses.replace(OURS, name="jaxfp8's functions", layer=_Function),
+    "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx),
+}
 
 
 def calibrated_first_step(library: Library) -> Library:
-    """jaxfp8 with `first_step="current"`."""
+    """jaxfp8 with `first_step="current"`; Flax has no such option, its first step is what it is."""
+    if not library.is_ours:
+        return library
     return dataclasses.replace(library, dot_general_cls=functools.partial(_ours, first_step="current"))
 
 

@@ -15,7 +15,7 @@ from mesh.test_processes import run_together
 import jaxfp8
 
 from .libraries import LIBRARIES, OPERANDS, OWG
-from .steps import amaxes, in_two_octaves, normal
+from .steps import amaxes, normal, operands as given, tally_amaxes
 from .verdict import Tally, row
 
 M, K, N = 16, 24, 8
@@ -34,7 +34,7 @@ def cube():
 
 def data(i=0):
     """x, kernel and grad whose largest value one device alone has."""
-    values = [in_two_octaves(3 * i + j, shape, 1.0) for j, shape in enumerate(((M, K), (K, N), (M, N)))]
+    values = given(M, K, N, seed=3 * i)
     for value in values:
         value[-1, -1] = 8
     return values
@@ -47,15 +47,16 @@ def gradient_of(library):
 
 def tally_state(tally, library, variables, operands, what):
     """Slot 0 is the amax of the whole tensor, and all devices have the same state."""
-    for name, true in amaxes(*operands).items():
-        slot = library.history(variables, name)[0]
-        tally(abs(slot / true - 1) < 1e-6, f"{what}, {name}: {slot / true:.3g} times the true amax")
+    tally_amaxes(tally, library, variables, operands, f"{what}, ")
     for leaf in jax.tree.leaves(variables[OWG]):
         shards = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
         tally(len(shards) == 1, f"{what}: {len(shards)} versions of the state")
 
 
-@row("DP, FSDP, TP, SP and combinations on 2x2x2: state identical on all devices and equal to one device's")
+@row(
+    "DP, FSDP, TP, SP and combinations on 2x2x2: state identical on all devices and equal to one device's",
+    any_layer=True,
+)
 def under_jit(library):
     mesh, tally, operands = cube(), Tally(), data()
     x, kernel, grad = operands
@@ -85,7 +86,7 @@ def in_shard_map(library, gradient, checked):
     )
 
 
-@row("the same in `shard_map`, `check_vma` on and off, gradients inside and outside, some axes manual")
+@row("the same in `shard_map`, `check_vma` on and off, gradients inside and outside, some axes manual", any_layer=True)
 def with_shard_map(library):
     tally, operands = Tally(), data()
     x, kernel, grad = operands
@@ -116,7 +117,7 @@ def unchecked_warns(library):
     return tally.verdict("FP8StateWarning names pipeline_axes")
 
 
-@row("pipeline: never reduced across stages, no hang")
+@row("pipeline: never reduced across stages, no hang", any_layer=True)
 def pipeline(library):
     """Eight stages, each with its kernel and state: the state of a stage is that of its own data."""
     mesh, tally = jax.make_mesh((8,), ("stage",), axis_types=(AxisType.Auto,)), Tally()
@@ -126,7 +127,7 @@ def pipeline(library):
     variables["params"]["kernel"] = kernel
     layer = library.dense(N)
     if library.is_ours:
-        layer = layer.clone(dot_general_cls=library.dot_general_cls(pipeline_axes=("stage",)))
+        layer = library.dense(N, cls=library.dot_general_cls(pipeline_axes=("stage",)))
 
     def step(variables, x, grad):
         own = jax.tree.map(lambda leaf: leaf[0], variables)
@@ -141,7 +142,7 @@ def pipeline(library):
     return tally.verdict("each stage has its own")
 
 
-@row("uneven shards: padding never enters an amax")
+@row("uneven shards: padding never enters an amax", any_layer=True)
 def uneven(library):
     """13 rows on eight devices, cut inside the program, of values that padding cannot hide behind."""
     mesh, tally = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), Tally()
@@ -158,7 +159,7 @@ def uneven(library):
     return tally.verdict()
 
 
-@row("TP partial sums: amax of the reduced value")
+@row("TP partial sums: amax of the reduced value", any_layer=True)
 def partial_sums(library):
     """Two layers, the first cut along its contraction: the second's input is the sum of partial products.
 

@@ -1,6 +1,7 @@
 """State: uses that share one, layers that did not run, the same bits from every way to run, accumulation."""
 
 import concurrent.futures
+import functools
 import threading
 
 import flax.linen as nn
@@ -11,86 +12,67 @@ import optax
 
 import jaxfp8
 
+from .donation import donated_accumulation, donated_loop
 from .libraries import HISTORY, OWG
-from .steps import amaxes, is_clean, normal, same_bits, step_of, used_state
+from .steps import (
+    amaxes,
+    is_clean,
+    normal,
+    same_bits,
+    step_of,
+    tally_amaxes,
+    tally_state,
+    used_state,
+)
+from .uses import (
+    SHARED,
+    USES,
+    Experts,
+    K,
+    M,
+    N,
+    TwoLayers,
+    data,
+    examples,
+    microbatches,
+    scan_broadcast,
+    twice,
+    uses_of,
+)
 from .verdict import Tally, row
 
-M, K, N, USES = 6, 8, 5, 4
+
+def train(tally, library, loss, grad, steps, what):
+    """Slot 0 of every step over the true amax of all uses: the largest ratio; ours has the oracle's bits."""
+    variables = start = library.variables(normal(9, (K, N)))
+    state, worst = library.state(variables), 1.0
+    step = jax.jit(lambda v, x, g: grad(lambda v: loss(library, v, x, g))(v))
+    for i in range(steps):
+        uses = uses_of(start["params"]["kernel"], *data(i % 8))
+        variables = {**start, OWG: step(variables, *data(i % 8))[OWG]}
+        state = tally_state(tally, library, variables, state, *uses, what=f"{what}: step {i}")
+        for operand in amaxes(*uses[0]):
+            slot = library.history(variables, operand)[0] / max(amaxes(*use)[operand] for use in uses)
+            worst = max(worst, slot, 1 / max(slot, 1e-30))
+    return variables, worst
 
 
-def data(step):
-    """x `[USES, M, K]` and grad `[USES, M, N]` of sizes that differ from use to use."""
-    sizes = 2.0 ** np.random.default_rng(step).permutation(USES)
-    x = normal(2 * step, (USES, M, K)) * sizes[:, None, None].astype(np.float32)
-    return x, normal(2 * step + 1, (USES, M, N)) * sizes[::-1, None, None].astype(np.float32)
-
-
-def twice(library, variables, x, grad):
-    layer = library.dense(N).bind(variables)
-    return sum(jnp.vdot(layer(x[i]), grad[i]) for i in range(USES))
-
-
-def microbatches(library, variables, x, grad):
-    def body(total, use):
-        return total + jnp.vdot(library.dense(N).apply(variables, use[0]), use[1]), None
-
-    return jax.lax.scan(body, jnp.float32(0), (x, grad))[0]
-
-
-def scan_broadcast(library, variables, x, grad):
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, total, use):
-            return total + jnp.vdot(library.dense(N, name="layer")(use[0]), use[1]), None
-
-    scan = nn.scan(Body, variable_broadcast=["params", OWG], split_rngs={"params": False})()
-    nested = {collection: {"layer": variables[collection]} for collection in variables}
-    return scan.apply(nested, jnp.float32(0), (x, grad))[0]
-
-
-def examples(library, variables, x, grad):
-    def one(x, grad):
-        return jnp.vdot(library.dense(N).apply(variables, x), grad)
-
-    return jnp.sum(jax.vmap(one)(x, grad))
-
-
-SHARED = {
-    "a layer called twice": twice,
-    "scan over microbatches": microbatches,
-    "nn.scan broadcast": scan_broadcast,
-    "vmap over examples": examples,
-}
-
-
-def shared(library, loss, steps=3):
-    """Slot 0 after each step is the largest amax of all uses; the plain gradient is measured beside it.
-
-    The largest ratio over operands and steps, to the true amax, with the documented gradient and with `jax.grad`.
-    """
-    tally, ratios = Tally(), {}
-    for name, grad in (("documented", library.grad), ("jax.grad", jax.grad)):
-        variables, worst = library.variables(normal(9, (K, N))), 1.0
-        step = jax.jit(lambda v, x, g, grad=grad: grad(lambda v: loss(library, v, x, g))(v))
-        for i in range(steps):
-            x, g = data(i)
-            after = step(variables, x, g)
-            for operand, true in amaxes(x, variables["params"]["kernel"], g).items():
-                slot = library.history(after, operand)[0] / true
-                worst = max(worst, slot, 1 / max(slot, 1e-30))
-            variables = {"params": variables["params"], OWG: after[OWG]}
-        ratios[name] = worst
-    said = f"{ratios['documented']:.3g} times the true amax, with plain jax.grad {ratios['jax.grad']:.3g}"
-    tally(abs(ratios["documented"] - 1) < 1e-6, said)
+def shared(library, loss):
+    """The plain gradient is measured beside the one that the docs give."""
+    tally = Tally()
+    _, documented = train(tally, library, loss, library.grad, 3, "documented")
+    _, plain = train(Tally(), library, loss, jax.grad, 3, "jax.grad")
+    said = f"{documented:.3g} times the true amax, with plain jax.grad {plain:.3g}"
+    tally(abs(documented - 1) < 1e-6, said)
     return tally.verdict(said)
 
 
-@row("a layer called twice: true max")
+@row("a layer called twice: true max", any_layer=True)
 def called_twice(library):
     return shared(library, twice)
 
 
-@row("scan over microbatches")
+@row("scan over microbatches", any_layer=True)
 def scan_of_microbatches(library):
     return shared(library, microbatches)
 
@@ -100,21 +82,18 @@ def scan_that_broadcasts(library):
     return shared(library, scan_broadcast)
 
 
-@row("vmap over examples")
+@row("vmap over examples", any_layer=True)
 def vmap_over_examples(library):
     return shared(library, examples)
 
 
 def two_hundred_steps(library, grad):
-    """The largest entry of a window of 4 is that of the data of the last four steps."""
+    """The largest entry of the window is that of the data of its steps. A sum doubles it each step: inf after 128."""
     tally = Tally()
     true = max(np.abs(data(i % 8)[0]).max() for i in range(200 - HISTORY, 200))
     for name, loss in SHARED.items():
-        variables = library.variables(normal(9, (K, N)))
-        step = jax.jit(lambda v, x, g, loss=loss: grad(lambda v: loss(library, v, x, g))(v))
         with tally.raising(name):
-            for i in range(200):
-                variables = {"params": variables["params"], OWG: step(variables, *data(i % 8))[OWG]}
+            variables, _ = train(tally, library, loss, grad, 200, name)
             ratio = library.history(variables, "input").max() / true
             tally(abs(ratio - 1) < 1e-6, f"{name}: {ratio:.3g} times the true amax")
     return tally.verdict("the true amax")
@@ -130,7 +109,7 @@ def plain_gradient(library):
     return two_hundred_steps(library, jax.grad)
 
 
-@row("ensemble vmap: one state a member")
+@row("ensemble vmap: one state a member", any_layer=True)
 def ensemble(library):
     layer, members, tally = library.dense(N), 3, Tally()
     each = [library.variables(normal(i, (K, N)), used_state()) for i in range(members)]
@@ -151,35 +130,85 @@ def unused(library, loss):
     """Two steps in which the layer does not run, then one in which it does: state as it was, products right."""
     variables = start = library.variables(normal(1, (K, N)), used_state())
     step, tally = jax.jit(jax.grad(loss)), Tally()
-    for _ in range(2):
-        variables = library.update(variables, step(variables))
+    variables = library.update(variables, step(variables))
+    variables = library.update(variables, step(variables))
     scale = float(variables[OWG][library.module]["input_scale"][0])
     tally(same_bits(variables[OWG], start[OWG]), f"history {library.history(variables, 'input')}, scale {scale:g}")
-    x, g = normal(3, (M, K)), normal(4, (M, N))
-    got = step_of(library, N)(variables, x, g)
-    tally(all(np.isfinite(p).all() for p in got[:3]), "its next products are not finite")
-    return tally.verdict()
+    is_finite = step_of(library, N)(variables, normal(3, (M, K)), normal(4, (M, N))).is_finite
+    tally(is_finite, "its next products are not finite")
+    return tally
 
 
-@row("cond branch not taken")
+@row("cond branch not taken", any_layer=True)
 def branch_not_taken(library):
     layer, x = library.dense(N), normal(0, (M, K))
 
     def loss(v):
         return jax.lax.cond(x[0, 0] > 1e9, lambda: jnp.sum(layer.apply(v, x) ** 2), lambda: jnp.float32(0))
 
-    return unused(library, loss)
+    return unused(library, loss).verdict()
 
 
 @row("unused expert")
 def unused_expert(library):
-    return unused(library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"]))
+    """Ours also in `nn.switch`, trained: the state of what did not run stays, and a first use that is late is right."""
+    tally = unused(library, lambda v: jnp.float32(1) * jnp.sum(v["params"]["kernel"]))
+    if not library.is_ours:
+        return tally.verdict()
+    model, x = Experts(library), normal(0, (M, K))
+    first = model.init(jax.random.key(0), x, 0)
+    run = library.train_state.create(apply_fn=model.apply, params=first, tx=optax.sgd(0.01))
+
+    @jax.jit
+    def step(run, x, index):
+        return run.apply_gradients(grads=jax.grad(lambda v: jnp.sum(run.apply_fn(v, x, index) ** 2))(run.params))
+
+    for i, index in enumerate((0, 2, 0, 3, 2, 0)):  # never 1
+        before, run = run.params[OWG], step(run, x * (1 + i), index)
+        for name, state in run.params[OWG].items():
+            if name == f"expert_{index}":
+                amax = state[library.module]["input_amax_history"][0]
+                tally(amax == np.abs(x * (1 + i)).max(), f"step {i}: {name} ran, and its amax is {amax}")
+            else:
+                tally(same_bits(state, before[name]), f"step {i}: {name} moved")
+    tally(same_bits(run.params[OWG]["expert_1"], first[OWG]["expert_1"]), "the expert that was never used")
+    tally(np.isfinite(model.apply(run.params, x, 1)).all(), "its first use")
+    return tally.verdict()
 
 
 @row("frozen layer")
 def frozen_layer(library):
+    """By `stop_gradient`; ours also by the gradient of the head alone, whose state then moves."""
     layer, x = library.dense(N), normal(0, (M, K))
-    return unused(library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x)))
+    tally = unused(library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x)))
+    if not library.is_ours:
+        return tally.verdict()
+    model = TwoLayers(library)
+    variables = model.init(jax.random.key(0), x)
+    variables = library.update(variables, jax.grad(lambda v: jnp.sum(model.apply(v, x) ** 2))(variables))
+
+    @jax.jit
+    def advance(variables, x):
+        def loss(head):
+            return jnp.sum(model.apply({c: {**variables[c], **head[c]} for c in variables}, x) ** 2)
+
+        head = {collection: {"head": variables[collection]["head"]} for collection in variables}
+        gradient = jax.grad(loss)(head)
+        return library.update(variables, gradient), gradient
+
+    start = variables
+    for i in range(3):
+        before, (variables, gradient) = variables, advance(variables, x * (2 + i))
+        tally(np.any(gradient["params"]["head"]["kernel"]), f"step {i}: the head does not train")
+        tally(same_bits(variables[OWG]["backbone"], start[OWG]["backbone"]), f"step {i}: the backbone moved")
+        old, new = (v[OWG]["head"][library.module]["input_amax_history"][0] for v in (before, variables))
+        tally(new > old > 0, f"step {i}: the head sees larger values and has {new} after {old}")
+    return tally.verdict()
+
+
+def remat_of(library, layer):
+    fields = {name: getattr(layer, name) for name in ("features", "use_bias", "dtype", "dot_general_cls")}
+    return nn.remat(nn.Dense)(**fields)
 
 
 @row("remat: one update, bitwise as without")
@@ -190,12 +219,11 @@ def remat(library):
         return jax.jit(library.grad(lambda v: jnp.vdot(module.apply(v, x), g)))(variables)
 
     plain = library.dense(N)
-    fields = {name: getattr(plain, name) for name in ("features", "use_bias", "dot_general_cls")}
-    tally(same_bits(gradient(nn.remat(nn.Dense)(**fields)), gradient(plain)), "other bits")
+    tally(same_bits(gradient(remat_of(library, plain)), gradient(plain)), "other bits")
     return tally.verdict("the same bits")
 
 
-@row("jit = eager = second run = donated, bitwise")
+@row("jit = eager = second run = donated, bitwise", any_layer=True)
 def same_from_every_way(library):
     layer, tally = library.dense(20, dtype=jnp.bfloat16), Tally()
     x, g = normal(1, (48, 36), dtype=jnp.bfloat16), normal(2, (48, 20), dtype=jnp.bfloat16)
@@ -209,28 +237,46 @@ def same_from_every_way(library):
     expected = jax.tree.map(np.asarray, jitted(variables, x, g))
     tally(same_bits(jitted(variables, x, g), expected), "a second run gives other bits")
     tally(same_bits(step(variables, x, g), expected), "eager gives other bits than jit")
+    tally(same_bits(jax.jit(lambda *args: step(*args))(variables, x, g), expected), "compiled again gives other bits")
     given = jax.tree.map(jnp.array, variables)
     tally(same_bits(jax.jit(step, donate_argnums=0)(given, x, g), expected), "donation gives other bits")
+    tally(any(leaf.is_deleted() for leaf in jax.tree.leaves(given)), "no buffer was taken")
+    if library.is_ours:
+        donated_loop(tally, library)
+        donated_accumulation(tally, library)
     return tally.verdict("the same bits")
 
 
-@row("two threads call one jitted function")
+@row("two threads call one jitted function", any_layer=True)
 def two_threads(library):
-    step, tally = step_of(library, N), Tally()
+    """Each trains on its own data and ends in the bits of a run alone, also where both trace at once, where each has
+    a function of its own, and where state is given away."""
+    tally, steps = Tally(), 12
 
-    def run(thread, barrier=None):
-        variables = library.variables(normal(thread, (K, N)))
-        for i in range(20):
+    def run(step, thread, barrier=None):
+        variables = jax.tree.map(jnp.array, library.variables(normal(thread, (K, N))))
+        for i in range(steps):
             if barrier:
                 barrier.wait(timeout=60)
-            variables = step(variables, *(v[i % USES] for v in data(20 * thread + i))).variables
-        return variables
+            got = step(variables, *(v[i % USES] for v in data(20 * thread + i)))
+            variables = got.variables
+        return got
 
-    alone, barrier = [run(0), run(1)], threading.Barrier(2)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(run, thread, barrier) for thread in range(2)]
-        for thread, future in enumerate(futures):
-            tally(same_bits(future.result(timeout=120), alone[thread]), f"thread {thread} has other bits than alone")
+    def both(make, what):
+        alone = [run(step, thread) for thread, step in enumerate(make())]
+        made, barrier = make(), threading.Barrier(2)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(run, step, thread, barrier) for thread, step in enumerate(made)]
+            for thread, future in enumerate(futures):
+                same = same_bits(future.result(timeout=120), alone[thread])
+                tally(same, f"{what}: thread {thread} has other bits than alone")
+
+    traced = step_of(library, N)
+    both(lambda: [traced] * 2, "traced")
+    for donate in (False, True):
+        for _ in range(2):
+            both(lambda donate=donate: [step_of(library, N, donate)] * 2, "traced by both at once")
+        both(lambda donate=donate: [step_of(library, N, donate) for _ in range(2)], "a function each")
     return tally.verdict("the bits of a run alone")
 
 
@@ -240,9 +286,9 @@ def accumulated(library, total):
     for i in range(3):
         x, g = data(i)
         after = library.update(variables, total(variables, x, g))
-        for operand, true in amaxes(x, variables["params"]["kernel"], g).items():
-            slot = library.history(after, operand)[0]
-            tally(abs(slot / true - 1) < 1e-6, f"{operand}: {slot / true:.3g} times the true amax")
+        state, kernel = library.state(variables), variables["params"]["kernel"]
+        tally_amaxes(tally, library, after, (x, kernel, g))
+        tally_state(tally, library, after, state, *uses_of(kernel, x, g), what=f"step {i}")
         variables = after
     return tally.verdict("the true amax")
 
@@ -254,25 +300,24 @@ def _of_one(library):
     return jax.jit(one)
 
 
-@row("gradient accumulation by scan, by a Python loop", "by a Python loop")
-def accumulation_in_a_loop(library):
+def _add(library):
     """With Flax the trees of gradients are added, as there is nothing else to call."""
-    one = _of_one(library)
-    add = jaxfp8.accumulate_gradients if library.is_ours else lambda a, b: jax.tree.map(jnp.add, a, b)
+    return jaxfp8.accumulate_gradients if library.is_ours else lambda a, b: jax.tree.map(jnp.add, a, b)
+
+
+@row("gradient accumulation by scan, by a Python loop", "by a Python loop", any_layer=True)
+def accumulation_in_a_loop(library):
+    one, add = _of_one(library), _add(library)
 
     def total(variables, x, g):
-        acc = one(variables, x[0], g[0])
-        for i in range(1, USES):
-            acc = add(acc, one(variables, x[i], g[i]))
-        return acc
+        return functools.reduce(add, [one(variables, x[i], g[i]) for i in range(USES)])
 
     return accumulated(library, total)
 
 
-@row("gradient accumulation by scan, by a Python loop", "by scan")
+@row("gradient accumulation by scan, by a Python loop", "by scan", any_layer=True)
 def accumulation_in_a_scan(library):
-    one = _of_one(library)
-    add = jaxfp8.accumulate_gradients if library.is_ours else lambda a, b: jax.tree.map(jnp.add, a, b)
+    one, add = _of_one(library), _add(library)
 
     @jax.jit
     def total(variables, x, g):
@@ -282,7 +327,7 @@ def accumulation_in_a_scan(library):
     return accumulated(library, total)
 
 
-@row("gradient accumulation by optax.MultiSteps")
+@row("gradient accumulation by optax.MultiSteps", any_layer=True)
 def multi_steps(library):
     """After a step of four microbatches the window holds their largest amax, and products are finite."""
     tally, tx = Tally(), optax.MultiSteps(optax.sgd(1e-3), USES)

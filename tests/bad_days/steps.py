@@ -1,39 +1,48 @@
-"""A step of one layer in either library, and whether its products are right: what the rows share."""
+"""A step of one layer in any library, and whether its products and its state are right: what the rows share."""
 
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 import oracle
-from reliability.cases import in_two_octaves as in_two_octaves, normal as normal
 
 from .libraries import OPERANDS, OWG
 
 # Rounding to a normal e4m3 number moves a value by 2**-4 of it at most, to e5m2 by 2**-3 (3 and 2 bits of fraction).
 ROUND = {"input": 2.0**-4, "kernel": 2.0**-4, "output_grad": 2.0**-3}
+FORMATS = {"input": oracle.E4M3, "kernel": oracle.E4M3, "output_grad": oracle.E5M2}
 UNIT = {np.dtype(np.float32): 2.0**-24, oracle.BF16: 2.0**-8, oracle.F16: 2.0**-11}
 
 
 class Step(NamedTuple):
-    """The three products, and the gradient of the state, which is its next value."""
+    """The three products, and the variables with the next state."""
 
     y: jax.Array
     dx: jax.Array
     dkernel: jax.Array
     variables: dict
 
+    @property
+    def is_finite(self) -> bool:
+        return all(np.isfinite(np.asarray(product, np.float32)).all() for product in self[:3])
 
-def step_of(library, features, **options):
+    def of(self, operand: str) -> tuple:
+        """The two products that an operand goes into, and the third."""
+        y, dx, dkernel, _ = self
+        return {"input": (y, dkernel, dx), "kernel": (y, dx, dkernel), "output_grad": (dx, dkernel, y)}[operand]
+
+
+def step_of(library, features, donate=False, **options):
     """A jitted `(variables, x, grad) -> Step` of `library.dense(features, **options)`."""
     layer = library.dense(features, **options)
 
-    @jax.jit
     def step(variables, x, grad):
         y, vjp = jax.vjp(layer.apply, variables, x)
         gradient, dx = vjp(grad.astype(y.dtype))
         return Step(y, dx, gradient["params"]["kernel"], {**variables, OWG: gradient[OWG]})
 
-    return step
+    return jax.jit(step, donate_argnums=0 if donate else ())
 
 
 def excess(product, a, b, round_a, round_b) -> float:
@@ -71,18 +80,38 @@ def tally_products(tally, step, operands, what: str) -> float:
     return max(found.values())
 
 
+def next_state(state: oracle.LayerState, *uses) -> oracle.LayerState:
+    """By the oracle, after a step with these `(x, kernel, grad)`s: slot 0 is the largest of their amaxes."""
+    parts = {}
+    for i, name in enumerate(OPERANDS):
+        each = [oracle.step(operands[i], getattr(state, name), FORMATS[name])[2] for operands in uses]
+        parts[name] = oracle.State(np.max([part.amax_history for part in each], axis=0), each[0].scale)
+    return oracle.LayerState(**parts)
+
+
+def tally_state(tally, library, variables, state, *uses, what: str) -> oracle.LayerState:
+    """Ours alone: the state after `uses` is the oracle's, bitwise. Returns that."""
+    expected = next_state(state, *uses)
+    if library.is_ours:
+        got = library.variables(None, library.state(variables))
+        tally(same_bits(got, library.variables(None, expected)), f"{what}: state {got}, expected {expected}")
+    return expected
+
+
 def is_clean(variables) -> bool:
     """Whether all state is finite and not negative."""
     return all(np.isfinite(leaf).all() and (np.asarray(leaf) >= 0).all() for leaf in jax.tree.leaves(variables[OWG]))
 
 
 def same_bits(got, expected) -> bool:
-    """Two trees of arrays."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-    return all(
-        np.asarray(a).dtype == np.asarray(b).dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in pairs
-    )
+    """Whether two trees are equal in structure, shapes, dtypes and every bit."""
+    try:
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
+        # As integers, because a NaN has a payload and a zero a sign.
+        chex.assert_trees_all_equal(jax.tree.map(oracle.bits, got), jax.tree.map(oracle.bits, expected))
+    except AssertionError:
+        return False
+    return True
 
 
 def used_state() -> oracle.LayerState:
@@ -93,3 +122,27 @@ def used_state() -> oracle.LayerState:
 
 def amaxes(x, kernel, grad) -> dict:
     return {name: float(oracle.amax(value)) for name, value in zip(OPERANDS, (x, kernel, grad), strict=True)}
+
+
+def tally_amaxes(tally, library, variables, operands, what: str = "", rtol: float = 1e-6) -> None:
+    """Slot 0 of every history is the true amax."""
+    for name, true in amaxes(*operands).items():
+        ratio = library.history(variables, name)[0] / true
+        tally(abs(ratio - 1) < rtol, f"{what}{name}: {ratio:.3g} times the true amax")
+
+
+def normal(seed, shape, size=1.0, dtype=np.float32):
+    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(np.float32).astype(dtype)
+
+
+def in_two_octaves(seed, shape, largest):
+    """Magnitudes from a quarter of `largest` up to it: all normal in FP8 once the scale fits. Signs at random."""
+    rng = np.random.default_rng(seed)
+    magnitude = largest * 2.0 ** -rng.uniform(0, 2, shape)
+    return (magnitude * rng.choice([-1, 1], shape)).astype(np.float32)
+
+
+def operands(m, k, n, data=1.0, grads=1.0, kernel=1.0, seed=0, make=in_two_octaves) -> list:
+    """x, kernel and grad of these sizes."""
+    shapes = ((m, k), data), ((k, n), kernel), ((m, n), grads)
+    return [make(seed + i, shape, size) for i, (shape, size) in enumerate(shapes)]

@@ -43,12 +43,14 @@ class Row:
         case: which case, where there are several; else "".
         judge: `library -> Verdict`. It may raise what the library raises.
         peer: why it does not apply to Flax, or None.
+        any_layer: whether it knows nothing of Linen, so that functions and NNX have it as well.
     """
 
     of: str
     case: str
     judge: Callable
     peer: str | None
+    any_layer: bool
 
     @property
     def subject(self) -> str:
@@ -63,11 +65,11 @@ class Row:
         return f"{self.of}; {self.case}" if self.case else self.of
 
 
-def row(of: str, case: str = "", *, peer: str | None = None):
+def row(of: str, case: str = "", *, peer: str | None = None, any_layer: bool = False):
     """Makes `library -> Verdict` a row."""
 
     def register(judge):
-        ROWS.append(Row(of, case, judge, peer))
+        ROWS.append(Row(of, case, judge, peer, any_layer))
         return judge
 
     return register

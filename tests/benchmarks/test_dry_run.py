@@ -115,6 +115,7 @@ def options(monkeypatch):
         yield Options(tiny=True, turns=1)
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_has_no_time(options, monkeypatch):
     from _gpu_ops import gemm
 
@@ -128,6 +129,7 @@ def test_a_wrong_answer_has_no_time(options, monkeypatch):
     assert {"jaxfp8 precise", "bf16"} == set(rows) and "a row is off by" in errors["jaxfp8 fast"]
 
 
+@pytest.mark.slow
 def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     import _gpu_layers
 
@@ -142,6 +144,7 @@ def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     assert "flax" not in rows and "gradient of x: off by" in errors["flax"] and "jaxfp8 own" in rows
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path):
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU")

@@ -35,6 +35,7 @@ def test_the_docs_have_the_table(sqnr, rows):
     assert between.strip() == sqnr.table(rows)
 
 
+@pytest.mark.slow
 def test_every_recipe_on_every_tensor(sqnr, rows):
     pairs = {(row["format"], row["recipe"], row["tensor"]) for row in rows}
     wanted = {(f, r, t) for f in sqnr.FORMATS for r in sqnr.recipes(sqnr.FORMATS[f]) for t in sqnr.tensors()}

@@ -115,6 +115,7 @@ def test_skipped_steps_are_counted():
     assert runs["f16"].skipped == 2 and len(runs["f16"].step_ms) == 3
 
 
+@pytest.mark.slow
 def test_attention_is_causal_and_a_mean():
     query, key, value = (jax.random.normal(jax.random.key(i), (2, 5, 3, 32)) for i in range(3))
     ours = attend(query, key, value)

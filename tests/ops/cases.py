@@ -47,6 +47,17 @@ CUDA_TARGETS = TARGETS | {
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
     "ragged_matmul": "jaxfp8_ragged_matmul_v1",
 }
+
+
+def run_target(call, prefix: str = "", **options):
+    """The results of a `targets.Call`; operands that are no arrays are ones."""
+    shapes = [jax.ShapeDtypeStruct(*result) for result in call.results]
+    operands = [np.ones(*x) if isinstance(x, tuple) else x for x in call.operands]
+    name = prefix + call.target if prefix else TARGETS[call.op]
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.block_until_ready(jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes))
+
+
 # Amaxes so far: none, one that counts, one that does not, and what a step that overflowed leaves behind.
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 

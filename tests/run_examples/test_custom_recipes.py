@@ -9,6 +9,8 @@ import jaxfp8
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 NAME = "custom_recipes"
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -19,7 +21,6 @@ def example(monkeypatch):
         yield module
 
 
-@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
@@ -50,7 +51,6 @@ def decibel(exact, got):
 
 # A step of rows of normal numbers is their amax, about 2.6 deviations, over 31 or 127; the error of rounding to the
 # nearest is step**2 / 12, at random step**2 / 6; two operands have it. FP8's best is 28.7 dB.
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least", "most"), [("int6", 24, 31), ("rotated", 33.5, 40)])
 def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])

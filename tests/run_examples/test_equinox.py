@@ -12,6 +12,8 @@ import jaxfp8
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 NAME = "equinox_language_model"
 
 
@@ -21,7 +23,6 @@ def example(monkeypatch):
         yield module
 
 
-@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
@@ -37,7 +38,6 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):
     """Parameters and optimizer state are the same arrays; in the FP8 arm every quantizer moves in every step."""
     monkeypatch.setattr(example, "LAYERS", 1)

@@ -13,6 +13,8 @@ import jaxfp8
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 NAME, VOCABULARY, STEPS = "fsdp_language_model", 50, 4
 
 
@@ -40,7 +42,6 @@ def straight(folder):
     return done
 
 
-@pytest.mark.slow
 def test_prints_collectives_and_a_table(straight):
     assert "Warning" not in straight.stderr and "rematerialization" not in straight.stderr
     lines = straight.stdout.splitlines()
@@ -54,7 +55,6 @@ def test_prints_collectives_and_a_table(straight):
     running.assert_table(lines[-3:])
 
 
-@pytest.mark.slow
 def test_resumes_bitwise(straight, folder):
     """A run that goes on from the checkpoint ends in the bits of the one that was never interrupted."""
     resumed = run(folder, "--resume", "--arms", "jaxfp8")
@@ -89,7 +89,6 @@ def put_batches(example, mesh):
     return [jax.device_put(batch, example.batch_sharding(mesh)) for batch in batches]
 
 
-@pytest.mark.slow
 def test_restores_on_other_meshes(example, tmp_path):
     """All bits of parameters, moments and FP8 state, cut as the new mesh wants it; the next step is the same step."""
     train, mesh = create(example, (1, 8))

@@ -11,6 +11,8 @@ import pytest
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def language_model(monkeypatch):
@@ -18,7 +20,6 @@ def language_model(monkeypatch):
         yield module
 
 
-@pytest.mark.slow
 def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     run = running.run(tmp_path, "language_model", "--tiny", "--control", "--seeds", "2", "--json", "out.json")
     assert run.returncode == 0, run.stderr
@@ -41,7 +42,6 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
 
 
-@pytest.mark.slow
 def test_language_model_runs_a_subset_of_arms(tmp_path):
     run = running.run(tmp_path, "language_model", "--tiny", "--arms", "jaxfp8", "--out", "here.png")
     assert run.returncode == 0, run.stderr
@@ -56,7 +56,6 @@ def test_language_model_refuses(language_model, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_batches(language_model):
     arms = language_model.ARMS | language_model.CONTROL
     optimizer = language_model.make_optimizer(10)
@@ -87,7 +86,6 @@ def test_control_is_fp8_with_scale_one(language_model):
 PROOF = {"jaxfp8": 0.01, "flax": 0.008, "control": 1.4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "differences, passes",
     [

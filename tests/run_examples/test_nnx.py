@@ -11,6 +11,8 @@ import jaxfp8.nnx
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 NAME = "nnx_language_model"
 
 
@@ -20,7 +22,6 @@ def example(monkeypatch):
         yield module
 
 
-@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
@@ -35,7 +36,6 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_arms_start_from_the_same_weights_and_train(example):
     """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
     arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
@@ -55,7 +55,6 @@ def test_arms_start_from_the_same_weights_and_train(example):
     # That is roll(-1): slot 0 newest, the one before at the end.
 
 
-@pytest.mark.slow
 def test_the_example_needs_no_more_than_one_argument(example):
     """A module in one place and NNX's default in the other: the rest of the model is the same."""
     fp8, bf16 = (

@@ -11,10 +11,11 @@ from mesh import hlo
 
 from . import running
 
+pytestmark = pytest.mark.slow
+
 NAME, VOCABULARY = "pipeline_language_model", 50
 
 
-@pytest.mark.slow
 def test_prints_a_table(tmp_path):
     done = running.run(tmp_path, NAME, "--tiny")
     assert done.returncode == 0, done.stderr
@@ -41,7 +42,6 @@ def test_refuses(example, options, monkeypatch, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_state_is_that_of_blocks_in_order(example):
     """Each stage has the scales and amaxes that it has without the pipeline; and amaxes stay in their stage."""
     mesh = example.make_mesh()

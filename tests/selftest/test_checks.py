@@ -16,6 +16,8 @@ from cuda import emulated
 from jaxfp8.ops import _ffi, _shapes, _support
 from jaxfp8.selftest import _cases, _checks, _comparisons
 
+pytestmark = pytest.mark.slow
+
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 ON_CPU = [op for op in _cases.OPS if op in _ffi._TARGETS["cpu"]]
 
@@ -166,7 +168,6 @@ def test_numbers_are_hard():
     assert any(np.isnan(case.arguments[0].astype(np.float32)).any() for case in _cases.cases("scaled_matmul"))
 
 
-@pytest.mark.slow
 def test_cuda_kernels_that_are_emulated():
     """Every CUDA handler and kernel passes the check of its values, on the host."""
     if emulated.compiler() is None:

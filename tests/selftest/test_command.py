@@ -26,6 +26,7 @@ def run(*arguments, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @NATIVE
 def test_one_op(tmp_path):
     """It is disabled, which is no failure and is said."""

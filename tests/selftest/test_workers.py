@@ -9,6 +9,8 @@ import pytest
 
 from jaxfp8.selftest import _checks, _workers
 
+pytestmark = pytest.mark.slow
+
 # A worker that does what the names of its checks say.
 FAKE = """
 import json, os, signal, sys, time

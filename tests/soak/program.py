@@ -1,16 +1,16 @@
 """What happens in a run: random batches, trainers, restarts and meshes, step by step. Plain numpy.
 
 As in `mesh/cases.py` every tensor that is quantized has an amax of 7 times a power of two, so that scales are powers of
-two and sums exact, spikes and all: a spike multiplies a tensor by 2**13.
+two and sums exact, spikes and all. What happens to a batch is an event of `bad_days/events.py`.
 """
 
 import dataclasses
 
 import ml_dtypes
 import numpy as np
+from bad_days import events as bad_days
 
 BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
-SPIKE = 2.0**13  # 8192
 MESHES = ("one device", "dp", "fsdp 2x4", "fsdp+tp 2x2x2")
 
 
@@ -53,16 +53,7 @@ def batch(rng, what):
     level = int(rng.integers(-1, 2))
     x, row = tensor(rng, level)
     target, _ = tensor(rng, -level)
-    if what == "spike in x":
-        x *= np.float32(SPIKE)
-    if what == "spike in grad":
-        target *= np.float32(SPIKE)
-    if what == "tiny":
-        x, target = x / np.float32(SPIKE), target / np.float32(SPIKE)
-    if what in ("NaN", "Inf"):
-        value = np.nan if what == "NaN" else rng.choice([-np.inf, np.inf])
-        spoilt = x if rng.random() < 0.5 else target
-        spoilt[tuple(rng.integers(n) for n in spoilt.shape)] = value
+    x, target = bad_days.apply(what, rng, x, target)
     size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)  # of which one block is 1
     column = rng.integers(HIDDEN // 8) * 8
     size[row, :, column : column + 8] = 1
@@ -71,7 +62,7 @@ def batch(rng, what):
     return x.astype(ml_dtypes.bfloat16), target, size, pin
 
 
-KINDS = {"ordinary": 0.7, "spike in x": 0.06, "spike in grad": 0.06, "tiny": 0.04, "NaN": 0.08, "Inf": 0.06}
+KINDS = dict(zip(bad_days.EVENTS, (0.7, 0.06, 0.06, 0.04, 0.08, 0.06), strict=True))
 TRAINERS = {"guarded": 0.5, "skipping": 0.25, "accumulating": 0.25}
 BEFORE = {"": 0.88, "save": 0.04, "restore": 0.04, "restart": 0.04}
 MOVE = 0.05

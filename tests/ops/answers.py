@@ -1,0 +1,116 @@
+"""What the custom calls of the CPU give, by the oracle: codes, amaxes, scales and histories to the bit."""
+
+import numpy as np
+import oracle
+
+from .targets import F32, Call, fault
+
+FORMAT_OF = {fmt.dtype: fmt for fmt in oracle.FORMATS.values()}
+SUMMED_ROWS = 128
+
+
+def answer(call: Call) -> list | None:
+    """The results; None where the call must be refused. A result that is None may be anything."""
+    if fault(call) is not None or not _attributes_are_good(call):
+        return None
+    return _ANSWERS[call.op](*call.operands, results=call.results, **call.attributes)
+
+
+def _attributes_are_good(call: Call) -> bool:
+    given = call.attributes
+    if call.op == "amax_to_scale":
+        return set(given) == {"numerator"} and _is_numerator(given["numerator"])
+    if call.op != "delayed_scales":
+        return not given
+    if set(given) != {"numerators", "most_recent"} or not isinstance(given["most_recent"], np.bool_):
+        return False
+    numerators = given["numerators"]
+    is_array = isinstance(numerators, np.ndarray) and numerators.dtype == F32
+    return is_array and len(numerators) == len(call.operands) // 2 and all(map(_is_numerator, numerators))
+
+
+def _is_numerator(value) -> bool:
+    return isinstance(value, np.float32) and np.isfinite(value) and value >= np.finfo(np.float32).tiny
+
+
+def _raised(x, so_far):
+    """None where a sign is set: an amax so far is not negative, and what comes of one that is says nobody."""
+    if np.signbit(so_far).any():
+        return None
+    return np.float32([max(top, oracle.amax(row)) for row, top in zip(x, so_far, strict=True)])
+
+
+def _scaled(function, x, scale, dtype):
+    """Group by group."""
+    out = np.empty(x.shape, dtype)
+    for i in range(len(x)):
+        out[i] = function(x[i], scale[i % len(scale)])
+    return out
+
+
+def _amax(x, results):
+    return [_raised(x, np.zeros(len(x), F32))]
+
+
+def _quantize(x, scale, so_far, results):
+    data, top = np.dtype(results[0][1]), results[-1]
+    codes = _scaled(lambda row, s: oracle.quantize(row, s, FORMAT_OF[data])[0], x, scale, data)
+    if top[0] == (0,):
+        return [codes, np.zeros(0, F32)]
+    return [codes, _raised(x, so_far if so_far.size else np.zeros(len(x), F32))]
+
+
+def _quantize_transpose(x, scale, so_far, results):
+    codes, top = _quantize(x, scale, so_far, [results[0], results[2]])
+    # Column sums are compared by `assert_results`, with the rows that they are of.
+    return [codes, np.ascontiguousarray(codes.swapaxes(1, 2)), top, x][: len(results)]
+
+
+def _dequantize(data, scale_inv, results):
+    dtype = np.dtype(results[0][1])
+    return [_scaled(lambda row, s: oracle.dequantize(row, s, dtype), data, scale_inv, dtype)]
+
+
+def _amax_to_scale(amax, stored, results, numerator):
+    return list(oracle.scale_pair(amax, stored, numerator))
+
+
+def _delayed_scales(*operands, results, numerators, most_recent):
+    k, g = len(operands) // 2, len(operands[0])
+    moved = [history.copy() for history in operands[:k]]
+    scale, scale_inv = np.empty((k, g), F32), np.empty((k, g), F32)
+    for q, i in np.ndindex(k, g):
+        moved[q][i], scale[q, i], scale_inv[q, i] = oracle.delayed_scale(
+            operands[q][i], operands[k + q][i], numerators[q], bool(most_recent)
+        )
+    return [*moved, *scale, *scale_inv, *np.zeros((k, g), F32)]
+
+
+def _push_amaxes(*operands, results):
+    k = len(operands) // 2
+    pushed = [history.copy() for history in operands[:k]]
+    for q, i in np.ndindex(k, len(operands[0])):
+        pushed[q][i] = oracle.push_amax(operands[q][i], operands[k + q][i])
+    return pushed
+
+
+_ANSWERS = {
+    function.__name__[1:]: function
+    for function in (_amax, _quantize, _quantize_transpose, _dequantize, _amax_to_scale, _delayed_scales, _push_amaxes)
+}
+
+
+def assert_results(call: Call, got, expected) -> None:
+    """Bitwise, but for sums, which have a bound."""
+    for i, (out, wanted) in enumerate(zip(got, expected, strict=True)):
+        if wanted is None:
+            continue
+        if call.op != "quantize_transpose" or i < 3:
+            oracle.assert_bitwise(out, wanted, f"{call}: result {i}")
+            continue
+        for group, part in np.ndindex(*out.shape[:2]):
+            rows = wanted[group, part * SUMMED_ROWS : (part + 1) * SUMMED_ROWS]
+            # Where magnitudes add up to more than f32 holds, some orders of additions overflow and others do not.
+            with np.errstate(invalid="ignore"):
+                fits = np.abs(oracle.widen(rows, np.float64)).sum(axis=0) < np.finfo(F32).max
+            oracle.assert_column_sums(np.asarray(out)[group, part][fits], rows[:, fits], f"{call}: column sums")

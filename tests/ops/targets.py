@@ -1,0 +1,316 @@
+"""The custom calls as data: the buffers and attributes of each, a good call, and every way a call can be bad.
+
+CPU handlers, emulated CUDA handlers, the fuzzer and the sanitizers all read this table; numpy alone.
+"""
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import oracle
+
+F32, BF16, F16 = np.dtype(np.float32), oracle.BF16, oracle.F16
+E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
+S32, U8 = np.dtype(np.int32), np.dtype(np.uint8)
+HIGH, FP8 = (BF16, F16, F32), (E4M3, E5M2)
+KINDS = {"high": HIGH, "wide": HIGH[::-1], "half": HIGH[:2], "fp8": FP8, "f32": (F32,), "s32": (S32,), "u8": (U8,)}
+
+# `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
+# one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
+# `*` are any sides, `?` is any side; `name?` may be absent; buffers with `#` are there once for each quantizer.
+SPECS = {
+    "amax": "x high[g n] -> amax f32[g]",
+    "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
+    "quantize_transpose": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g] -> "
+    "data fp8[g m n], data_t =data[g n m], amax f32[0|g], column_sums? f32[g m/128 n]",
+    "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
+    "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
+    "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
+    "next history # f32[g H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
+    "push_amaxes": "history # f32[g H#], amax # f32[g] -> next history # f32[g H#]",
+}
+CUDA_SPECS = SPECS | {
+    "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
+    "bias half[n], accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
+    "block_scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
+    "out wide[g m n], workspace u8[w]",
+    "ragged_matmul": "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], group_sizes s32[g ?] "
+    "-> out high[g m n]",
+    "ragged_matmul, contraction": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
+    "group_sizes s32[g e] -> out high[g e m n]",
+    "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|g] -> "
+    "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
+    "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
+    "data_t =data[g n m], scale_inv_t f32[g m/128 n]",
+    "quantize_norm": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m 1|2], gamma f32[1|g n], "
+    "beta f32[0/g n] -> data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
+}
+SIZES = dict(g=2, m=3, n=4, H0=4, H1=1, w=1024) | {"*": (3, 4)}
+CUDA_SIZES = {
+    "scaled_matmul": dict(m=16, n=32, k=48),
+    "block_scaled_matmul": dict(m=16, n=32, k=160),
+    "ragged_matmul": {"m": 4, "?": 4, "n": 5, "k": 6},
+    "ragged_matmul, contraction": dict(m=5, e=3, n=6, k=4),
+    "quantize_blocks_transpose": dict(m=3, n=40),
+}
+ATTRIBUTES = {
+    "amax_to_scale": {"numerator": np.float32(1)},
+    "delayed_scales": {"numerators": np.ones(2, np.float32), "most_recent": np.bool_(False)},
+    "scaled_matmul": {"precise": np.bool_(False), "has_bias": np.bool_(True), "has_accumulator": np.bool_(True)},
+    "block_scaled_matmul": {"precise": np.bool_(True), "a_scales": "1x128", "b_scales": "128x128"},
+    "ragged_matmul": {"precise": np.bool_(True)},
+    "ragged_matmul, contraction": {"precise": np.bool_(True)},
+    "quantize_activation": {"activation": "gelu_gated"},
+    "quantize_blocks_transpose": {"block": "1x128", "scaling": "f32"},
+}
+LARGEST_K = 16  # quantizers of one call
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A line of the table: `shapes` are alternatives, each a tuple of sides, each of those a tuple of alternatives."""
+
+    name: str
+    dtypes: str
+    shapes: tuple
+    is_optional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One custom call: `(shape, dtype)` of operands and results, or operands that are arrays, and attributes."""
+
+    op: str
+    operands: list
+    results: list
+    attributes: dict
+
+    @property
+    def target(self) -> str:
+        """The op without the kind of call that it is."""
+        return self.op.split(",")[0]
+
+    def __str__(self) -> str:
+        operands, results = (
+            ", ".join(f"{np.dtype(dtype)}{list(shape)}" for shape, dtype in map(spec, part))
+            for part in (self.operands, self.results)
+        )
+        return f"{self.op}({operands}) -> ({results}) with {self.attributes}"
+
+    def changed(self, place: str, index: int, buffer) -> "Call":
+        """With another buffer among "operands" or "results"."""
+        part = list(getattr(self, place))
+        part[index] = buffer
+        return dataclasses.replace(self, **{place: part})
+
+
+def spec(buffer) -> tuple:
+    """`(shape, dtype)` of an array, or as given."""
+    return buffer if isinstance(buffer, tuple) else (buffer.shape, buffer.dtype)
+
+
+def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
+    """Operands and results of a target, for k quantizers."""
+
+    def parse(text):
+        name, dtypes, sides = re.fullmatch(r"(.+) (\S+)\[(.*)\]", text.strip()).groups()
+        shapes = tuple(
+            tuple(tuple(side.split("|")) for side in shape.split()) for shape in re.split(r"/(?!128)", sides)
+        )
+        return Buffer(name.rstrip("?"), dtypes, shapes, name.endswith("?"))
+
+    def expand(part):
+        lines = part.split(", ")
+        return [parse(text.replace("#", str(i))) for text in lines for i in range(k if "#" in text else 1)]
+
+    operands, results = CUDA_SPECS[op].split(" -> ")
+    return expand(operands), expand(results)
+
+
+def side_of(side: str, sizes: dict) -> int:
+    name, _, part = side.partition("/")
+    size = int(name) if name.isdigit() else sizes[name]
+    return -(-size // int(part)) if part else size
+
+
+def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: options[-1 if last else 0]) -> Call:
+    """A good call; `choose(options, last)` takes one of shapes or sides (the last), or of the dtypes (the first)."""
+    dtypes = {}
+
+    def make(buffer):
+        kind = buffer.dtypes
+        dtypes[buffer.name] = dtypes[kind[1:]] if kind[0] == "=" else choose(KINDS[kind], last=False)
+        shape = []
+        for options in choose(buffer.shapes):
+            side = choose(options)
+            shape += sizes["*"] if side == "*" else [side_of(side, sizes)]
+        return tuple(shape), dtypes[buffer.name]
+
+    operands, results = table(op, k)
+    return Call(op, [make(b) for b in operands], [make(b) for b in results], ATTRIBUTES.get(op, {}))
+
+
+def good(op: str) -> Call:
+    return build(op, SIZES | CUDA_SIZES.get(op, {}))
+
+
+def every_choice(op: str, sizes: dict):
+    """Good calls with every combination of alternative shapes and sides."""
+    calls = {}
+    for picks in itertools.product((0, -1), repeat=3):
+        rest = iter(picks)
+        call = build(op, sizes, choose=lambda o, last=True, r=rest: o[next(r, -1) if last and len(o) > 1 else -last])
+        calls[str(call)] = call
+    return calls.values()
+
+
+def with_quantizers(op: str, k: int) -> Call:
+    call = build(op, SIZES | {f"H{i}": 1 + i % 4 for i in range(k)}, k)
+    attributes = {name: np.resize(v, k) if name == "numerators" else v for name, v in call.attributes.items()}
+    return dataclasses.replace(call, attributes=attributes)
+
+
+def filled(call: Call, values=np.ones) -> Call:
+    """With arrays for operands: `values(shape, dtype)`."""
+    return dataclasses.replace(call, operands=[values(*operand) for operand in call.operands])
+
+
+def fault(call: Call) -> str | None:
+    """The first buffer that is not as in the table; "" where there is another number of them; None for a good call."""
+    k = len(call.operands) // 2
+    if "#" in CUDA_SPECS[call.op] and not 1 <= k <= LARGEST_K:
+        return ""
+    sizes, dtypes = {}, {}
+    for part, buffers in zip((call.operands, call.results), table(call.op, k), strict=True):
+        if not sum(not b.is_optional for b in buffers) <= len(part) <= len(buffers):
+            return ""
+        for given, buffer in zip(part, buffers, strict=False):
+            shape, dtype = spec(given)
+            dtypes[buffer.name] = np.dtype(dtype)
+            allowed = (dtypes[buffer.dtypes[1:]],) if buffer.dtypes[0] == "=" else KINDS[buffer.dtypes]
+            if dtype not in allowed or not any(fits(shape, sides, sizes) for sides in buffer.shapes):
+                return buffer.name
+    return None
+
+
+def fits(shape, sides, sizes: dict) -> bool:
+    """Whether a shape is one of the table; sides that come for the first time are put into `sizes`."""
+    if ("*",) in sides:
+        if len(shape) < 2 or sizes.setdefault("*", shape[1:]) != shape[1:]:
+            return False
+        shape, sides = shape[:1], sides[:1]
+    if len(shape) != len(sides):
+        return False
+    for size, options in zip(shape, sides, strict=True):
+        if options == ("?",):
+            continue
+        first = len(options) == 1 and options[0].isalpha() or options[0][0] == "H"
+        if first and sizes.setdefault(options[0], size) != size or (options[0][0].isupper() and not size):
+            return False
+        if not first and size not in [side_of(side, sizes) for side in options]:
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- the ways to be bad
+
+STRANGE_DTYPES = (F32, BF16, E4M3, E5M2, S32, np.dtype(np.uint32), np.dtype(np.complex64), np.dtype(bool))
+
+
+def variants(call: Call, place: str, index: int):
+    """Another dtype of each kind, another rank, and each side longer or shorter by one."""
+    shape, dtype = getattr(call, place)[index]
+    for other in STRANGE_DTYPES:
+        yield call.changed(place, index, (shape, other))
+    shapes = [(), (0,), (1,), shape[1:], (*shape, 1), (1, *shape), (int(np.prod(shape)),), shape[::-1], (0, *shape)]
+    for axis, by in itertools.product(range(len(shape)), (-1, 1)):
+        shapes.append((*shape[:axis], max(0, shape[axis] + by), *shape[axis + 1 :]))
+    for other in dict.fromkeys(shapes):
+        yield call.changed(place, index, (other, dtype))
+
+
+def bad_buffers(op: str, name: str):
+    """Calls in which a buffer is not as in the table, and is the first that is not."""
+    call, parts = good(op), table(op)
+    for place, buffers in zip(("operands", "results"), parts, strict=True):
+        for index, buffer in enumerate(buffers):
+            if buffer.name == name:
+                bad = [bad for bad in variants(call, place, index) if fault(bad) == name]
+                # XLA removes a call whose results have no elements.
+                yield from (bad for bad in bad if any(np.prod(shape) for shape, _ in bad.results))
+    for place, index, other in RELATED.get((op, name), []):
+        yield call.changed(place, index, other)
+
+
+# What the table does not say: `(op, buffer that is named) -> (place, index, buffer)`s.
+RELATED = {
+    ("quantize_norm", "beta"): [("operands", 3, ((2, 3, 1), F32))],  # there is a beta, and no mean
+    ("ragged_matmul", "b"): [("operands", 1, ((2, 3, 5, 6), E5M2))],  # as many experts as group sizes
+}
+
+
+def names(op: str) -> list[str]:
+    return list(dict.fromkeys(buffer.name for part in table(op) for buffer in part))
+
+
+def bad_counts(op: str):
+    """Calls with a buffer too many or too few."""
+    call, one = good(op), ((1,), F32)
+    for place, part in (("operands", call.operands), ("results", call.results)):
+        for changed in ([*part, one], part[:-1]):
+            bad = dataclasses.replace(call, **{place: changed})
+            if changed and fault(bad) == "":  # XLA removes a call without results before it can be refused
+                yield bad
+
+
+BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
+# `(attributes, message)`: what the error says after the op's name, or None where it is XLA's own without one. Numbers
+# of another type are others than in good calls, because jit's cache takes 1.0 of one type for 1.0 of another.
+BAD_ATTRIBUTES = {
+    "amax_to_scale": [
+        *(({"numerator": value}, "numerator: expected a positive normal F32") for value in BAD_NUMERATORS),
+        *(({"numerator": value}, None) for value in (np.float64(5), np.int32(6), np.float16(7))),
+    ],
+    "delayed_scales": [
+        *(
+            ({"numerators": np.float32([1, value])}, "numerator 1: expected a positive normal F32")
+            for value in BAD_NUMERATORS
+        ),
+        *(
+            ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 4 results and a numer")
+            for n in (0, 1, 3, 17)
+        ),
+        *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
+        ({"most_recent": np.int32(1)}, None),
+    ],
+    "scaled_matmul": [
+        ({"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)}, r"expected [45] operands .*, got 6")
+        for bias, sum_ in ((False, True), (True, False), (False, False))
+    ],
+    # Also two that cuBLASLt does not multiply.
+    "block_scaled_matmul": [
+        ({"a_scales": a, "b_scales": b}, f"a_scales, .* got {a} by {b}")
+        for a, b in (("128x128", "128x128"), ("rows", "1x128"), ("1x32", "1x128"), ("", "rows"))
+    ],
+    # Also one that does not go with x.
+    "quantize_activation": [
+        ({"activation": name}, f"{'x' if name == 'gelu' else 'activation'}: expected .*got")
+        for name in ("tanh", "", "gelu")
+    ],
+    "quantize_blocks_transpose": [
+        ({"block": "1x64"}, "block: expected .*got"),
+        ({"scaling": "e8m0"}, "scaling: expected .*got"),
+    ],
+}
+
+
+def bad_attributes(op: str):
+    """`(call, message)`, a pattern: values, each attribute missing, and one that nobody knows."""
+    call = good(op)
+    for change, message in [*BAD_ATTRIBUTES.get(op, []), ({"surprise": np.int32(1)}, "")]:
+        message = "" if message is None else rf"\b{call.target}: {message}"
+        yield dataclasses.replace(call, attributes=call.attributes | change), message
+    for name in call.attributes:
+        rest = {other: value for other, value in call.attributes.items() if other != name}
+        yield dataclasses.replace(call, attributes=rest), rf"\b{call.target}: "
