@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import decode
@@ -60,4 +61,4 @@ def widen_on_cpu(data):
     """
     if _disabled.reason("dequantize"):
         return data.astype(jnp.bfloat16)
-    return _custom_call(data, np.ones((1,), np.float32), 0, np.dtype(jnp.bfloat16))[0]
+    return _custom_call(data, lax.full((1,), 1.0, np.float32), 0, np.dtype(jnp.bfloat16))[0]

@@ -27,8 +27,8 @@ def fault(path: str) -> str:
         _, _, machine, _, _, segments, sections, _, _, segment_size, count, section_size, section_count, _ = (
             _HEADER.unpack(header)
         )
-        if (own := _own_machine()) not in (machine, 0):
-            return f"the file is for another processor: its ELF machine is {machine}, that of this process {own}"
+        if (expected := _machine()) not in (machine, 0):
+            return f"the file is for another processor: its ELF machine is {machine}, that of this process {expected}"
         if segment_size != _SEGMENT.size:
             return f"the program headers have {segment_size} bytes each, expected {_SEGMENT.size}"
         # 1. The tables of segments and sections. The linker puts that of the sections last.
@@ -46,7 +46,7 @@ def _truncated(size: int, end: int) -> str:
     return f"the file is truncated: it has {size} bytes, its headers say {end}"
 
 
-def _own_machine() -> int:
+def _machine() -> int:
     """Return the ELF machine of this process; 0 where the system does not show it."""
     try:
         with open("/proc/self/exe", "rb") as file:
