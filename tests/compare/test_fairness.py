@@ -1,5 +1,6 @@
 """Equal weights, text, memory figures; float16 scales its loss."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def test_arms_start_from_the_same_weights():
     assert set(reference.params) == {"params"}
     for name in ARMS:
         state = state_of(name)
-        jax.tree.map(np.testing.assert_array_equal, state.params["params"], reference.params["params"])
+        chex.assert_trees_all_equal(state.params["params"], reference.params["params"])
         # The optimizer, its clipping and its weight decay see the parameters and nothing else.
         assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(reference.opt_state)), name
         assert (jaxfp8.OVERWRITE_WITH_GRADIENT in state.params) == (name == "delayed")
@@ -101,7 +102,7 @@ def test_float16_scales_its_loss():
         state, loss, made = _training.train_step(state, batch)
         assert not made and np.isfinite(loss) and state.loss_scale.value == 2.0**59
         for field in ("step", "params", "opt_state"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(state, field), getattr(before, field))
+            chex.assert_trees_all_equal(getattr(state, field), getattr(before, field))
 
 
 def test_skipped_steps_are_counted():

@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -133,7 +134,7 @@ def init(model):
 
 
 def equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, nn.meta.unbox(a), nn.meta.unbox(b))
+    chex.assert_trees_all_equal(nn.meta.unbox(a), nn.meta.unbox(b))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ def test_what_is_no_gradient_stays():
         assert got["params"]["complex"].tolist() == [1j * factor]
         assert got["codes"].source.tolist() == [[factor] * 2] * 2, "the gradient of a kernel that was quantized before"
         for key in (jaxfp8.OVERWRITE_WITH_GRADIENT, "plain", "ints", "flag"):
-            jax.tree.map(np.testing.assert_array_equal, got[key], tree[key])
+            chex.assert_trees_all_equal(got[key], tree[key])
         assert jnp.array_equal(jax.random.key_data(got["key"]), jax.random.key_data(tree["key"]))
         assert got["codes"].data is qtensor.data and got["codes"].scale_inv is qtensor.scale_inv
 

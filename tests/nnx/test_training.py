@@ -2,6 +2,7 @@
 
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,7 +181,7 @@ def test_gradient_of_parameters_alone_warns():
     for update in (jaxfp8.nnx.Optimizer(layer, optax.sgd(0.1)).update, jaxfp8.nnx.update_state):
         with pytest.raises(ValueError, match="update_state.*input_amax_history.*gradient with respect to the state"):
             update(layer, gradients)
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(layer)))
+    chex.assert_trees_all_equal(before, nnx.to_pure_dict(nnx.state(layer)))
 
 
 def test_bound_methods_are_refused_as_by_nnx():

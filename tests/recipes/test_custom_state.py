@@ -3,6 +3,7 @@
 `grids.Counting` counts steps, remembers the amax, and quantizes to a grid that becomes finer with the count.
 """
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ def test_a_layer_that_is_not_used_keeps_its_state():
     gradient = state_gradient(lambda states, x: loss(states[0], x, kernel, grad), states, x)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient[1]))
     after = jaxfp8.update_state(states, gradient)
-    jax.tree.map(np.testing.assert_array_equal, after[1], states[1])
+    chex.assert_trees_all_equal(after[1], states[1])
     assert_state(after[0], seen(x, kernel, grad, 3), 4)
 
 
@@ -167,7 +168,7 @@ def test_update_state_refuses_what_is_no_state():
     with pytest.raises(ValueError, match="update_state: input/amax: expected a state that is not negative"):
         jaxfp8.update_state(state, negative)
     for bad in (negative, jax.tree.map(lambda leaf: leaf * jnp.nan, gradient)):
-        jax.tree.map(np.testing.assert_array_equal, jax.jit(jaxfp8.update_state)(state, bad), state)
+        chex.assert_trees_all_equal(jax.jit(jaxfp8.update_state)(state, bad), state)
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
@@ -285,10 +286,10 @@ def test_checkpoint(tmp_path):
         checkpointer.save(tmp_path / "state", variables)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, variables))
-    jax.tree.map(np.testing.assert_array_equal, restored, variables)
+    chex.assert_trees_all_equal(restored, variables)
     x, kernel, grad = grids.data()
     layer = nn.Dense(grids.N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=RECIPE))
     old = {"params": {"kernel": kernel}, OWG: restored}
     gradient = state_gradient(lambda v, x: jnp.vdot(layer.apply(v, x), grad), old, x)
     after = jaxfp8.update_state(old, gradient)
-    jax.tree.map(np.testing.assert_array_equal, after[OWG], linen_steps(3))
+    chex.assert_trees_all_equal(after[OWG], linen_steps(3))

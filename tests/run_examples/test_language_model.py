@@ -5,6 +5,7 @@ import json
 import math
 import sys
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_arms_start_from_the_same_weights_and_batches(language_model):
         for name, cls in arms.items()
     }
     for name, state in states.items():
-        jax.tree.map(np.testing.assert_array_equal, state.params["params"], states["bf16"].params["params"])
+        chex.assert_trees_all_equal(state.params["params"], states["bf16"].params["params"])
         # The optimizer, its clipping and its weight decay see the parameters and nothing else.
         assert len(jax.tree.leaves(state.opt_state)) == len(jax.tree.leaves(states["bf16"].opt_state)), name
 

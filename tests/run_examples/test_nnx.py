@@ -2,6 +2,7 @@
 
 import sys
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_arms_start_from_the_same_weights_and_train(example):
     """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
     arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
     params = {name: nnx.to_pure_dict(nnx.state(model, nnx.Param)) for name, (model, _) in arms.items()}
-    jax.tree.map(np.testing.assert_array_equal, params["bf16"], params["jaxfp8"])
+    chex.assert_trees_all_equal(params["bf16"], params["jaxfp8"])
     sizes = {len(jax.tree.leaves(nnx.state(optimizer))) for _, optimizer in arms.values()}
     assert len(sizes) == 1, "the optimizer sees parameters alone"
 
