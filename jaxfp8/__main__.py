@@ -1,4 +1,4 @@
-"""Prints what jaxfp8 finds on this machine: for a report of a bug, and for who wonders which kernels run.
+"""Print the environment and the active kernels; attach the output to bug reports.
 
 Whatever is missing or broken becomes a line that says so.
 """
@@ -50,23 +50,25 @@ def _try(part: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def text(found: dict[str, Any]) -> str:
-    """What `about` found, for people."""
+def text(machine: dict[str, Any]) -> str:
+    """Write the result of `about` for people."""
     lines = ["versions"]
-    lines += _rows(found["versions"], lambda of: [(name, version) for name, version in of.items()])
-    lines += [f"system     {found['system']}", f"processor  {_or_error(found['processor'])}"]
-    lines += ["settings"] + _rows(found["settings"], lambda of: list(of.items()) or [("none", "")])
+    lines += _rows(machine["versions"], lambda part: [(name, version) for name, version in part.items()])
+    lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]
+    lines += ["settings"] + _rows(machine["settings"], lambda part: list(part.items()) or [("none", "")])
     lines += ["devices"]
-    lines += _rows(found["devices"], lambda of: [(f"{row['count']} x {row['kind']}", _device(row)) for row in of])
-    lines += [f"driver     {_or_error(found['driver'])}"] * bool(found["driver"])
-    lines += ["libraries"] + _rows(found["libraries"], lambda of: [(row["platform"], _library(row)) for row in of])
-    cublaslt = found["cublaslt"]
+    lines += _rows(machine["devices"], lambda part: [(f"{row['count']} x {row['kind']}", _device(row)) for row in part])
+    lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
+    lines += ["libraries"] + _rows(
+        machine["libraries"], lambda part: [(row["platform"], _library(row)) for row in part]
+    )
+    cublaslt = machine["cublaslt"]
     lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version'] or 'found; no GPU to ask for its version'}"]
-    lines += [f"ops on {_or_error(found['platform'])}"] + _rows(
-        found["ops"], lambda of: [(row["name"], _runs(row)) for row in of]
+    lines += [f"ops on {_or_error(machine['platform'])}"] + _rows(
+        machine["ops"], lambda part: [(row["name"], _runs(row)) for row in part]
     )
     lines += ["recipes, forward and backward of a layer"]
-    lines += _rows(found["recipes"], lambda of: [(row["name"], _recipe(row)) for row in of])
+    lines += _rows(machine["recipes"], lambda part: [(row["name"], _recipe(row)) for row in part])
     return "\n".join(lines)
 
 
@@ -74,11 +76,11 @@ def _or_error(part) -> str:
     return part["error"] if isinstance(part, dict) else part
 
 
-def _rows(part, of: Callable[[Any], list[tuple[str, str]]]) -> list[str]:
+def _rows(part, lines: Callable[[Any], list[tuple[str, str]]]) -> list[str]:
     """Lines of two columns; of a part that failed, its error."""
     if isinstance(part, dict) and "error" in part:
         return [f"  {part['error']}"]
-    rows = of(part)
+    rows = lines(part)
     width = max((len(name) for name, _ in rows), default=0)
     return [f"  {name:{width}}  {value}".rstrip() for name, value in rows]
 
@@ -94,11 +96,11 @@ def _library(row) -> str:
 
 
 def _runs(row) -> str:
-    """A cell: what runs, and why not better."""
+    """Write a cell: the program that runs, and why not a better one."""
     if row["custom_call"]:
         return "custom call"
-    what = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
-    return f"{what}: {row['why']}" if row["why"] else what
+    program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
+    return f"{program}: {row['why']}" if row["why"] else program
 
 
 def _recipe(row) -> str:
@@ -108,12 +110,12 @@ def _recipe(row) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m jaxfp8", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(argv)
-    found = about()
-    print(json.dumps(found, indent=1) if args.json else text(found))
+    machine = about()
+    print(json.dumps(machine, indent=1) if args.json else text(machine))
     return 0
 
 

@@ -16,11 +16,6 @@ FORBIDDEN = {
 }
 # Public arguments, which keep their names.
 PUBLIC = {("ops/_amax_to_scale.py", "stored"), ("ops/_delayed_scales.py", "stored")}
-# Packages and files that still have them.
-TO_DO = (
-    *("autotune", "linen", "nnx", "__main__.py"),
-    *("ops/_ffi.py", "ops/_support.py", "inspect/_machine.py"),
-)
 
 
 def definitions(source: str) -> set[str]:
@@ -51,7 +46,7 @@ def test_every_term_is_in_use():
 def test_identifiers_are_terms():
     paths = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
     wrong = {path: names for path, file in paths.items() if (names := forbidden(path, file.read_text()))}
-    assert {path: names for path, names in wrong.items() if not path.startswith(TO_DO)} == {}
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(

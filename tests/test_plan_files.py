@@ -97,7 +97,7 @@ def test_shipped_plans_come_first(cache, table):
     store = files.Store()
     store.load()
     assert table == {(PLATFORM, gemm(16)): ALGORITHM, (PLATFORM, gemm(32)): other}
-    assert store.of(PLATFORM) == {gemm(16): plan(), gemm(32): plan(algorithm=other)}
+    assert store.on(PLATFORM) == {gemm(16): plan(), gemm(32): plan(algorithm=other)}
 
 
 def good() -> dict:
@@ -179,7 +179,7 @@ def test_folder_that_cannot_be_written(cache, caplog):
     store = files.Store()
     with caplog.at_level(logging.WARNING):
         store.add(PLATFORM, {gemm(): plan()})
-    assert store.of(PLATFORM) == {gemm(): plan()} and "for this process only" in caplog.text
+    assert store.on(PLATFORM) == {gemm(): plan()} and "for this process only" in caplog.text
 
 
 def _add(folder, first):

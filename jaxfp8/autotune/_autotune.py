@@ -76,7 +76,7 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
 def tune(device: int, gemms: list[Gemm]) -> AutotuneReport:
     """Measures those of `gemms` that no table has, on the device with that ordinal."""
     platform = _ffi.gemm_platform(device)
-    known, new = store.of(platform), {}
+    known, new = store.on(platform), {}
     try:
         for gemm in gemms:
             if gemm not in known:
@@ -93,7 +93,7 @@ def _row(gemm: Gemm, plan: Plan, is_new: bool) -> dict:
 
 
 def gemms_of(fn, *args, **kwargs) -> list[Gemm]:
-    """The distinct FP8 products of `fn`, as one GPU runs them, in the order of the program."""
+    """Return the distinct FP8 products of `fn`, as one GPU runs them, in the order of the program."""
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     partitions = lowered.compiler_ir("stablehlo").operation.attributes["mhlo.num_partitions"]
@@ -104,7 +104,7 @@ def gemms_of(fn, *args, **kwargs) -> list[Gemm]:
 
 
 def _gemm(call: str) -> Gemm:
-    """The product of a custom call, a line of HLO."""
+    """Return the product of a custom call, a line of HLO."""
     results, rest = call.split(" custom-call(", 1)
     constraints = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", rest).group(1)
     (out, _), (_, workspace) = _arrays(results.split(" = ", 1)[1])

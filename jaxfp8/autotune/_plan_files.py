@@ -34,13 +34,13 @@ def cache_folder() -> Path:
 
 
 def file_name(platform: Platform) -> str:
-    """Of the plans of one platform."""
+    """Return the name of the file with the plans of one platform."""
     device = re.sub(r"[^A-Za-z0-9.]+", "-", platform.device_name)
     return f"plans_{device}_cublaslt-{platform.cublaslt_version}.json"
 
 
 def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
-    """What a file holds; entries, or a whole file, that do not have the form of `write` are left out."""
+    """Read a file; leave out entries, or a whole file, that do not have the form of `write`."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
@@ -75,7 +75,7 @@ def _is_plan(gemm: Gemm, plan: Plan) -> bool:
 
 
 def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
-    """Replaces a file."""
+    """Replace a file."""
     content = {
         "format": _FORMAT,
         **platform._asdict(),
@@ -95,7 +95,7 @@ def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path):
-    """While another process holds the lock, waits."""
+    """Wait while another process holds the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         if fcntl is not None:
@@ -115,7 +115,7 @@ class Store:
     plans: dict[Platform, dict[Gemm, Plan]] = dataclasses.field(default_factory=dict)
 
     def load(self) -> None:
-        """Reads the shipped plans and this machine's, which take precedence, into the library's table."""
+        """Read the shipped plans and those of this machine, which take precedence, into the module's table."""
         for folder in (SHIPPED, cache_folder()):
             for path in sorted(folder.glob("plans_*.json")):
                 platform, plans = read(path)
@@ -127,18 +127,19 @@ class Store:
                     else:
                         self.plans.setdefault(platform, {})[gemm] = plan
 
-    def of(self, platform: Platform) -> dict[Gemm, Plan]:
+    def on(self, platform: Platform) -> dict[Gemm, Plan]:
+        """Return the plans of a platform."""
         return self.plans.setdefault(platform, {})
 
     def add(self, platform: Platform, plans: dict[Gemm, Plan]) -> None:
-        """Keeps measurements, here and on disk; where the disk cannot be written, says so and goes on."""
-        self.of(platform).update(plans)
+        """Keep measurements, here and on disk; where the disk cannot be written, warn and go on."""
+        self.on(platform).update(plans)
         path = cache_folder() / file_name(platform)
         try:
             with _locked(path):
                 before = read(path)
-                others = before[1] if before[0] == platform else {}
-                write(path, platform, others | plans)
+                present = before[1] if before[0] == platform else {}
+                write(path, platform, present | plans)
         except OSError as error:
             _log.warning("jaxfp8: plans are kept for this process only: %s", error)
 

@@ -28,18 +28,18 @@ PACKAGES = (
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """The versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of those packages that are installed."""
+    versions = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             pass
-    return found
+    return versions
 
 
 def processor() -> str:
-    """The processor, as the system names it."""
+    """Return the processor, as the system names it."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -47,14 +47,14 @@ def processor() -> str:
 
 
 def driver() -> str:
-    """The version of NVIDIA's driver; empty where there is none."""
+    """Return the version of NVIDIA's driver; empty where there is none."""
     version = pathlib.Path("/proc/driver/nvidia/version")
-    found = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
-    return found.group() if found else ""
+    match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
+    return match.group() if match else ""
 
 
 def devices() -> list[dict[str, Any]]:
-    """The devices that JAX sees, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
+    """Return the devices that JAX sees, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
     kinds: dict[tuple, int] = {}
     for device in jax.devices():
         capability = ".".join(map(str, _support.capability(device)))
@@ -65,5 +65,5 @@ def devices() -> list[dict[str, Any]]:
 
 
 def settings() -> dict[str, str]:
-    """The environment variables that JAX and XLA read."""
+    """Return the environment variables that JAX and XLA read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "XLA_", "JAXFP8_"))}

@@ -71,26 +71,26 @@ export.register_pytree_node_serialization(
 
 def freeze(model: nn.Module, variables, args, kwargs):
     """Freeze `variables`; see `jaxfp8.freeze`."""
-    others = dict(core.unfreeze(variables))
-    if PARAMS not in others:
-        raise ValueError(f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(others)}")
-    params = traverse_util.flatten_dict(others.pop(PARAMS))
+    collections = dict(core.unfreeze(variables))
+    if PARAMS not in collections:
+        raise ValueError(f"freeze: variables: expected a collection {PARAMS!r}, got {sorted(collections)}")
+    params = traverse_util.flatten_dict(collections.pop(PARAMS))
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
     arrays = [jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays]
 
-    def apply(params, others, arrays, mutable):
+    def apply(params, collections, arrays, mutable):
         args, kwargs = joined(arrays)
-        return model.apply(_variables(params, others), *args, mutable=mutable, **kwargs)
+        return model.apply(_variables(params, collections), *args, mutable=mutable, **kwargs)
 
-    def with_codes(params, others, arrays):
+    def with_codes(params, collections, arrays):
         with _frozen.freezing():
-            _, changed = apply(params, others, arrays, core.scope.union_filters(mutable, PARAMS))
+            _, changed = apply(params, collections, arrays, core.scope.union_filters(mutable, PARAMS))
         return {path: leaf for path, leaf in traverse_util.flatten_dict(changed[PARAMS]).items() if path not in params}
 
     # 1. Find the parameters that codes are made of.
     try:
-        made_of = _read(with_codes, params, others, arrays)
+        made_of = _read(with_codes, params, collections, arrays)
     except TypeError as error:
         if "branch" not in str(error):
             raise
@@ -99,7 +99,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
             "codes of its own; take the branch outside of it, or leave such layers in high precision"
         ) from error
     # 2. Make the codes.
-    codes = jax.jit(with_codes)(params, others, arrays)
+    codes = jax.jit(with_codes)(params, collections, arrays)
     several = {path[:-1]: codes.pop(path) for path in list(codes) if path[-1] == _frozen.HAS_ANOTHER}
     if not codes:
         raise _frozen.nothing_to_freeze()
@@ -108,28 +108,28 @@ def freeze(model: nn.Module, variables, args, kwargs):
         # Those that were frozen before read stand-ins.
         if product in products and not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
             raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
-    state = traverse_util.flatten_dict(others.get(OVERWRITE_WITH_GRADIENT, {}))
+    state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
-    read = _read(functools.partial(apply, mutable=mutable), params | codes, others, arrays)
+    read = _read(functools.partial(apply, mutable=mutable), params | codes, collections, arrays)
     for path in made_of - read:
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
-    others[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(
+    collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(
         {path: leaf for path, leaf in state.items() if path[:-1] not in products}
     )
-    if not others[OVERWRITE_WITH_GRADIENT]:
-        del others[OVERWRITE_WITH_GRADIENT]
-    return _variables(params | codes, others)
+    if not collections[OVERWRITE_WITH_GRADIENT]:
+        del collections[OVERWRITE_WITH_GRADIENT]
+    return _variables(params | codes, collections)
 
 
-def _variables(params, others):
-    return {PARAMS: traverse_util.unflatten_dict(params), **others}
+def _variables(params, collections):
+    return {PARAMS: traverse_util.unflatten_dict(params), **collections}
 
 
-def _read(function, params: dict[Any, Any], *others) -> set:
-    """Find the parameters that the results of `function(params, *others)` depend on."""
-    closed = jax.make_jaxpr(function)(params, *others)
+def _read(function, params: dict[Any, Any], *collections) -> set:
+    """Find the parameters that the results of `function(params, *collections)` depend on."""
+    closed = jax.make_jaxpr(function)(params, *collections)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])

@@ -33,7 +33,7 @@ from ._state import Fp8Module
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """The model with its layers in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
+    """Run the layers of a model in FP8 as the rules say: `rules` are pairs `(path_regex, recipe or None)`.
 
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
@@ -200,9 +200,9 @@ def _plain(quantized: nn.Module) -> nn.Module:
 
 def _of_class(cls, module):
     """Make a shallow copy of a module that is an instance of `cls`."""
-    other = object.__new__(cls)
-    vars(other).update(vars(module))
-    return other
+    copied = object.__new__(cls)
+    vars(copied).update(vars(module))
+    return copied
 
 
 def _hand_out(model, name: str, value):

@@ -33,7 +33,7 @@ class _RuledScope(core.Scope):
 
 
 def regions(scope: core.Scope | None) -> tuple[Region, ...]:
-    """The regions around a scope, the outermost first."""
+    """Return the regions around a scope, the outermost first."""
     return () if scope is None else scope.flags.get(_FLAG, ((), None))[0]
 
 

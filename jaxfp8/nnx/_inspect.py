@@ -29,12 +29,12 @@ def of_arrays(fn, args, kwargs):
 
     def run(state_and_arrays):
         state, arrays = state_and_arrays
-        objects, others = nnx.merge(graphdef, state), iter(joined(arrays))
+        objects, rest = nnx.merge(graphdef, state), iter(joined(arrays))
         for top in objects:
             _set_names(top)
             _set_rules(top)
         objects = iter(objects)
-        args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(others) for leaf in leaves])
+        args, kwargs = tree.unflatten([next(objects) if _is_object(leaf) else next(rest) for leaf in leaves])
         return fn(*args, **kwargs)
 
     return run, (state, arrays)
@@ -55,7 +55,7 @@ def _with_named_class(node):
 
 @functools.cache
 def _named(base):
-    """The subclass of a module class whose instances say, while they are called, the path that `_set_names` set."""
+    """Return the subclass of a module class whose instances name, while they are called, the path of `_set_names`."""
 
     def __call__(self, *args, **kwargs):
         path, rule = getattr(self, "inspected_path", None), getattr(self, "inspected_rule", None)

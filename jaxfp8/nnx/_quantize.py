@@ -83,8 +83,8 @@ def layers(model):
 
 def names(path: tuple, layer) -> list[str]:
     """List the paths that a layer answers to."""
-    own = ["/".join(map(str, path))]
-    return own + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else own
+    paths = ["/".join(map(str, path))]
+    return paths + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else paths
 
 
 def operation(layer) -> str:

@@ -133,7 +133,7 @@ if not (has_cpu_kernels or _has_cuda_kernels or _modules.path("_cpu")):
 
 
 def has_cuda_kernels() -> bool:
-    """True where the CUDA module is built and loadable (a GPU need not be present)."""
+    """Tell whether the CUDA module is built and loadable (a GPU need not be present)."""
     return _has_cuda_kernels
 
 

@@ -33,7 +33,7 @@ class Missing(NamedTuple):
 
 
 def local_gpus() -> list:
-    """The NVIDIA GPUs that JAX sees."""
+    """Return the NVIDIA GPUs that JAX sees."""
     try:
         return jax.devices("cuda")
     except RuntimeError:
@@ -41,7 +41,7 @@ def local_gpus() -> list:
 
 
 def backend() -> str:
-    """The platform of this process, as programs are lowered for it: JAX calls two of them "gpu"."""
+    """Return the platform of this process, as programs are lowered for it: JAX calls two of them "gpu"."""
     name = jax.default_backend()
     if name != "gpu":
         return name
@@ -49,18 +49,18 @@ def backend() -> str:
 
 
 def gpus(ctx) -> list:
-    """The GPUs that the program of a lowering rule is for, else those of this machine."""
+    """Return the GPUs that the program of a lowering rule is for, else those of this machine."""
     return _compat.gpus_of(ctx) or local_gpus()
 
 
 def capability(gpu) -> tuple[int, ...]:
     """`(major, minor)` of an NVIDIA GPU; empty where it is none, such as AMD's "gfx942", or not known."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", getattr(gpu, "compute_capability", ""))
-    return () if found is None else tuple(map(int, found.groups()))
+    match = re.fullmatch(r"(\d+)\.(\d+)", getattr(gpu, "compute_capability", ""))
+    return () if match is None else tuple(map(int, match.groups()))
 
 
 def missing(ctx, *, cublaslt: bool) -> Missing | None:
-    """What keeps a CUDA custom call from running where the program of a lowering rule will run.
+    """Return what keeps a CUDA custom call from running where the program of a lowering rule will run.
 
     Asks the devices that the program is for, else those of this machine. Where there are none, the program is compiled
     ahead of time for GPUs that are assumed to have everything.
@@ -76,7 +76,7 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
     """As `missing`, on these GPUs: anything with a `device_kind` and a `compute_capability`."""
     for gpu in gpus:
         if () < capability(gpu) < _MIN_CAPABILITY:
-            have, need = (".".join(map(str, of)) for of in (capability(gpu), _MIN_CAPABILITY))
+            have, need = (".".join(map(str, version)) for version in (capability(gpu), _MIN_CAPABILITY))
             return Missing(f"{gpu.device_kind} has compute capability {have}, FP8 needs {need} or newer", True)
         built = _ffi.cuda_architectures()
         if capability(gpu) and built and not any(_runs(architecture, capability(gpu)) for architecture in built):
@@ -112,7 +112,7 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
-    """Yields a list that gets the reasons, once each, of programs lowered inside, in place of warnings."""
+    """Collect the reasons, once each, of programs lowered inside, in place of warnings."""
     reasons = []
     _listeners.append(reasons)
     try:
