@@ -54,7 +54,7 @@ def driver() -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the devices that JAX sees, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
+    """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
     kinds: dict[tuple, int] = {}
     for device in jax.devices():
         capability = ".".join(map(str, _support.capability(device)))
