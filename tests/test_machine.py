@@ -60,6 +60,9 @@ def no_libraries(monkeypatch, tmp_path):
     for name in ("_cpu", "_cuda"):
         monkeypatch.delitem(sys.modules, f"jaxfp8.{name}", raising=False)
     monkeypatch.setattr(jaxfp8, "__path__", [str(tmp_path)])
+    # The finder of an editable install knows the modules without a path.
+    others = [finder for finder in sys.meta_path if "_editable" not in finder.__module__]
+    monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.setattr(_modules, "_SOURCES", tmp_path / "CMakeLists.txt")
     (tmp_path / "_modules.txt").write_text("cpu: not built: no Python.h\ncuda: not built: no nvcc\n")
     monkeypatch.setattr(_ffi, "_loaded", {})
