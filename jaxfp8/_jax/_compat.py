@@ -25,20 +25,32 @@ except (ImportError, AttributeError):
 
 
 try:
-    from jax._src.interpreters.ad import primitive_linearizations as _linearizations
-except ImportError:
-    _linearizations = {}
+    from jax._src.interpreters.ad import LinearizeTrace, primitive_linearizations as _linearizations
+
+    # Newer versions of JAX have structured residuals beside the residuals.
+    _has_structured = "structured_residuals" in LinearizeTrace.__init__.__code__.co_names
+except (ImportError, AttributeError):
+    _linearizations, _has_structured = {}, False
 
 
 def linearizes_by(op: Primitive, rule) -> None:
-    """Have JAX linearize `op` by a rule, where it knows such rules; else it derives one from the jvp, at each use.
+    """Have JAX linearize `op` by a rule; versions that have not been tried derive one from the jvp at each use.
 
     Args:
-        op: a primitive that has a jvp as well.
-        rule: `(is_vjp, nonzeros, *primals, **params) -> (results, nonzeros of the results, residuals, function)`; the
+        op: a primitive of one result that has a jvp as well.
+        rule: `(is_linear, *primals, **params) -> (result, residuals, function)`: which operands have tangents; the
             linear function takes the residuals and the tangents of all operands.
     """
-    _linearizations[op] = rule
+
+    def linearize(is_vjp, is_linear, *primals, **params):
+        del is_vjp
+        result, residuals, function = rule(is_linear, *primals, **params)
+        if _has_structured:
+            return result, True, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
+        return result, True, residuals, function
+
+    if jax.__version_info__ < (0, 13):
+        _linearizations[op] = linearize
 
 
 def needs_devices(op: Primitive) -> None:
@@ -148,7 +160,7 @@ class _Cast(Primitive):
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
-        linearizes_by(self, lambda is_vjp, nonzeros, x: (self.bind(x), True, (), lambda residuals, t: self.bind(t)))
+        linearizes_by(self, lambda is_linear, x: (self.bind(x), (), lambda residuals, t: self.bind(t)))
         batching.defvectorized(self)
 
 

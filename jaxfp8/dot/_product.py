@@ -163,9 +163,8 @@ NOT_UPDATED = (
 )
 
 
-def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
-    """Compute the forward now, and return a linear function that binds a primitive which is only ever transposed."""
-    del is_vjp
+def _linearize(is_linear, *primals, product, tree, implementation):
+    """Compute the forward now; return `(y, residuals, function)`, which binds a primitive that is only transposed."""
     x, kernel, *leaves = primals
     for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
         if operand.dtype in FP8_DTYPES and linear:
@@ -197,12 +196,12 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
         return _linear_p.bind(*tangents, *residuals, **params)
 
-    return _mesh.placed_as(out, y), True, residuals, linear
+    return _mesh.placed_as(out, y), residuals, linear
 
 
 def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
-    y, _, residuals, linear = _linearize(False, is_linear, *primals, **params)
+    y, residuals, linear = _linearize(is_linear, *primals, **params)
     return y, linear(residuals, *tangents)
 
 
