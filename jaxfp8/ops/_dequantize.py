@@ -54,11 +54,13 @@ _dequantize = tensor_op(
 )
 
 
-def widen_on_cpu(data):
-    """Convert codes to bfloat16 inside of another op's program for CPUs, where XLA would convert each by itself.
+def widening_on_cpu():
+    """Return a conversion of codes to bfloat16, for programs of other ops on CPUs: XLA would convert each by itself.
 
     bfloat16 has half of f32's bytes, and newer processors multiply it natively.
     """
+    dtype = np.dtype(jnp.bfloat16)
     if _disabled.reason("dequantize"):
-        return data.astype(jnp.bfloat16)
-    return _custom_call(data, lax.full((1,), 1.0, np.float32), 0, np.dtype(jnp.bfloat16))[0]
+        return lambda data: data.astype(dtype)
+    unit = lax.full((1,), 1.0, np.float32)
+    return lambda data: _custom_call(data, unit, 0, dtype)[0]

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
-from ._dequantize import widen_on_cpu
+from ._dequantize import widening_on_cpu
 from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 
@@ -205,7 +205,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, o
 
 def _on_cpu(*operands, **static):
     """Widen to bfloat16, as scaled_matmul does on CPUs."""
-    return _reference(*operands, **static, widen=widen_on_cpu)
+    return _reference(*operands, **static, widen=widening_on_cpu())
 
 
 def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise):

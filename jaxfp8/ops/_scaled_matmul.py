@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _ffi, _shapes
-from ._dequantize import widen_on_cpu
+from ._dequantize import widening_on_cpu
 from ._primitive import ONE, tensor_op
 from ._product import ProductSpec, spec_fields
 
@@ -222,7 +222,7 @@ def _finish_tensor(spec, out, bias, accumulator, vmap_dims):
 
 def _on_cpu(*operands, vmap_dims, spec):
     """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
-    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widen_on_cpu)
+    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
 
 
 def _by_xla(*operands, vmap_dims, spec):
