@@ -147,8 +147,9 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     else:
         factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
     # 2. Quantize each block, and put the matrix together again.
-    data = encode(blocks, factor[..., :, None, :, None], dtype)
-    return _blocks.uncut(data, m, n).reshape(x.shape), scale_inv
+    # As bytes: XLA's CPU compiler may move FP8 through float16, which changes the bits of NaNs.
+    data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], dtype), jnp.uint8)
+    return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
 
 
 def on_cpu(x, **static):
