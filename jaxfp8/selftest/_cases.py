@@ -125,7 +125,7 @@ def _quantize(kind, rng, op=quantize_with, **layouts):
 
     def results(x, scale, least):
         data, top = _values.quantized(x, scale, kind.form), _values.amax(x, 0 if "amax" in options else least[0])
-        return [data, *[data.T] * bool(layouts), *[top] * ("with_amax" not in options)]
+        return [data, *[data.T] * bool(layouts), *[top.reshape(1)] * ("with_amax" not in options)]
 
     return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1)), results
 

@@ -86,11 +86,11 @@ def scale_from(choose):
 def newest_amax_unrolled(monkeypatch):
     """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
 
-    def mutant(quantizers, states, original=_gemms.start):
+    def mutant(quantizers, states, original=_gemms.read_states):
         runs = zip(original(quantizers, states), states, strict=True)
         return [run and dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
 
-    monkeypatch.setattr(_gemms, "start", mutant)
+    monkeypatch.setattr(_gemms, "read_states", mutant)
 
 
 # Each with bodies one of which must show it.
