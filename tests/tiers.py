@@ -14,12 +14,13 @@ CI = {
     *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py", "mesh/test_processes.py"),
     *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
     *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
-    *("test_native_xla.py", "test_plan_files.py", "test_reference.py"),
+    *("test_native_xla.py", "test_plan_files.py", "test_ragged_dot.py", "test_reference.py"),
+    *("transforms/test_programs.py",),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
     *("bad_days", "mesh", "ops/test_block_scaled_matmul.py", "recipes/test_layers.py"),
-    *("recipes/test_meshes.py", "test_einsum.py", "test_ragged_dot.py"),
+    *("recipes/test_meshes.py", "test_einsum.py"),
 }
 
 
