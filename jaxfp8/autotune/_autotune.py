@@ -17,7 +17,7 @@ _ALIGNMENT = 256
 
 @dataclasses.dataclass(frozen=True)
 class AutotuneReport:
-    """What `autotune` found; its `str` is a table.
+    """The result of `autotune`; its `str` is a table.
 
     Attributes:
         platform: where the measurements hold.

@@ -19,6 +19,7 @@ from ..recipes import (
     DotGeneralState,
     FixedScale,
     FixedScaleQuantizer,
+    OperandOptions,
     QTensor,
     Recipe,
     read_states,
@@ -118,8 +119,8 @@ def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.A
 def _quantized(kernel, quantizer, layout, step=None, **options) -> QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options |= layout.counts | {"columnwise": first, "contract_first": first}
-    q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, **options)
+    options = OperandOptions(**options, **layout.counts, columnwise=first, contract_first=first)
+    q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, options)
     return q.transposed(len(layout.batch)) if first else q
 
 

@@ -31,7 +31,7 @@ class Activated:
         return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> jnp.dtype:
         """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
 
@@ -40,7 +40,7 @@ class Activated:
         """Return the values, in the dtype of x."""
         return _value(_activate(self.activation), self.x)
 
-    def quantize(self, scale, dtype, amax):
+    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
         """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
         options = {"activation": self.activation, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}
@@ -64,7 +64,7 @@ class Normalized:
         return self.x.shape
 
     @property
-    def dtype(self):
+    def dtype(self) -> jnp.dtype:
         """Return the dtype of the values, where they are not codes."""
         return self.x.dtype
 
@@ -73,7 +73,7 @@ class Normalized:
         """Return the values, in the dtype of x."""
         return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
 
-    def quantize(self, scale, dtype, amax):
+    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
         """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
         options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, next_states, read_states
+from ..recipes import AmaxReduction, DotGeneralState, GEMMType, OperandOptions, QTensor, next_states, read_states
 from ._layout import layouts
 from ._matmul import matmul
 
@@ -48,12 +48,12 @@ class Product:
 
     @property
     def batch(self) -> int:
-        """How many batch dimensions the dimension numbers have."""
+        """Return how many batch dimensions the dimension numbers have."""
         return len(self.dimension_numbers[1][0])
 
     @property
     def updates_state(self) -> bool:
-        """Whether the state of x, if there is one, has a next state."""
+        """Tell whether the state of x, if there is one, has a next state."""
         return self.quantizers[0].updates_state
 
     def with_vmap_dims(self, more: int) -> "Product":
@@ -73,8 +73,8 @@ class Product:
 
     def requantize(self, i, y, step, cols):
         """Quantize a result by quantizer `i` and dequantize it; return it and the QTensor for the next state."""
-        options = {"rows": y.ndim - self.batch - cols, "cols": cols, "columnwise": False, "reduce": self.reduce}
-        q, _ = self.quantizers[i].quantize_operand(y, step, **options)
+        options = OperandOptions(y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce)
+        q, _ = self.quantizers[i].quantize_operand(y, step, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
@@ -113,8 +113,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         is_kept = partner in (differentiated or ())
         options = layout.counts | {"columnwise": is_kept or layout.contract_first}
         if codes[i] is None:
-            options |= {"contract_first": layout.contract_first, "reduce": product.reduce}
-            q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], **options)
+            options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
+            q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
         else:
             q = _in_order(codes[i], layout, **options)
         last, residual = _both_layouts(q, product.batch, layout.contract_first, is_kept)
@@ -144,8 +144,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     rows, cols = len(x_layout.free), len(kernel_layout.free)
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
-    options = {"rows": rows, "cols": cols, "columnwise": needs_dkernel, "reduce": product.reduce}
-    q, dbias = product.quantizers[2].quantize_operand(grad, grad_step, column_sums=needs_dbias, **options)
+    options = OperandOptions(rows, cols, columnwise=needs_dkernel, column_sums=needs_dbias, reduce=product.reduce)
+    q, dbias = product.quantizers[2].quantize_operand(grad, grad_step, options)
     grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
     # 2. Multiply.
     dx = dkernel = input_grad = None

@@ -25,17 +25,17 @@ class Layout:
 
     @property
     def contract_first(self) -> bool:
-        """Whether the contracting dimensions are the rows (else the columns)."""
+        """Tell whether the contracting dimensions are the rows (else the columns)."""
         return self.batch + self.contract + self.free == tuple(range(len(self.shape))) and bool(self.contract)
 
     @property
     def is_rows_by_last(self) -> bool:
-        """Whether the last dimension alone is contracted, and all others are rows."""
+        """Tell whether the last dimension alone is contracted, and all others are rows."""
         return not self.batch and self.contract == (len(self.shape) - 1,) and len(self.shape) > 1
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many dimensions are rows and columns."""
+        """Return how many dimensions are rows and columns."""
         rows, cols = (self.contract, self.free) if self.contract_first else (self.free, self.contract)
         return {"rows": len(rows), "cols": len(cols)}
 

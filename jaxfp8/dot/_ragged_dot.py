@@ -23,6 +23,7 @@ from ..recipes import (
     FP8StateWarning,
     GEMMType,
     HighPrecisionQuantizer,
+    OperandOptions,
     QTensor,
     Recipe,
     next_states,
@@ -160,8 +161,9 @@ def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentia
     lhs_step, rhs_step, grad_step = read_states(product.quantizers, states)
     lhs_quantizer, rhs_quantizer, _ = product.quantizers
     x = _in_a_group(lhs, group_sizes)
-    lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, columnwise=needs_drhs, reduce=product.reduce)
-    rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, reduce=product.reduce)
+    options = OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
+    lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, options)
+    rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, options._replace(columnwise=True))
     scales = lhs.scale_inv, rhs.scale_inv
     y = product.gemm(GEMMType.FPROP, lhs.data, rhs.data_t, *scales, group_sizes, product.out_dtype)
     # wgrad reads lhs with its rows last, dgrad rhs with its columns last.
@@ -198,8 +200,8 @@ def _fp8_bwd(product, residuals, grad):
     needs_dlhs, needs_drhs = rhs.data is not None, lhs.data_t is not None
     with using(product.implementation):
         x = _in_a_group(grad, group_sizes)
-        options = {"columnwise": needs_drhs, "reduce": product.reduce}
-        q, _ = product.quantizers[2].quantize_operand(x, grad_step, **options)
+        options = OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
+        q, _ = product.quantizers[2].quantize_operand(x, grad_step, options)
         next_state = DotGeneralState(*next_states([lhs, rhs, q], product.reduce))
         if needs_dlhs:
             scales = q.scale_inv, rhs.scale_inv

@@ -1,4 +1,4 @@
-"""What programs run on: versions, processor, devices, settings."""
+"""The machine that programs run on: versions, processor, devices, settings."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""What jaxfp8.inspect needs of Linen: a model as a function, and the names of layers."""
+"""The side of Linen for jaxfp8.inspect: a model as a function, and the names of layers."""
 
 from flax import linen as nn
 
@@ -7,7 +7,7 @@ from ._state import Fp8Module
 
 
 def is_model(x) -> bool:
-    """Whether `x` is a Linen module."""
+    """Tell whether `x` is a Linen module."""
     return isinstance(x, nn.Module)
 
 

@@ -100,7 +100,7 @@ def decision(module) -> Decision | None:
 
 
 def is_layer(module) -> bool:
-    """Whether rules can change the products of a module."""
+    """Tell whether rules can change the products of a module."""
     return isinstance(module, (Fp8Module, nn.Einsum)) or _has_field(module, "dot_general_cls")
 
 

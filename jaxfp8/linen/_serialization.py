@@ -1,4 +1,4 @@
-"""What `flax.serialization` (msgpack checkpoints) needs to know of our pytrees that are no Flax classes."""
+"""The rules by which `flax.serialization` (msgpack checkpoints) reads our pytrees that are no Flax classes."""
 
 import dataclasses
 

@@ -70,5 +70,5 @@ class TrainState(train_state.TrainState):
 
 
 def _is_variables(params) -> bool:
-    """Whether `params` is a variables dict: more than the collection `params`."""
+    """Tell whether `params` is a variables dict: more than the collection `params`."""
     return isinstance(params, (dict, core.FrozenDict)) and "params" in params and len(params) > 1

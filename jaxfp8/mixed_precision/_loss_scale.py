@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..numerics import _scaling
 from ..train import _sharing
@@ -58,7 +59,7 @@ class DynamicLossScale:
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 
-    def __post_init__(self, initial):
+    def __post_init__(self, initial: float) -> None:
         if self.value is _UNSET:
             _check(
                 _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE,
@@ -74,7 +75,7 @@ class DynamicLossScale:
         _check(0 < backoff < 1, "backoff_factor", "a number between 0 and 1", backoff)
         _check(interval >= 1 and interval == int(interval), "growth_interval", "a positive integer", interval)
 
-    def scale(self, tree):
+    def scale(self, tree: Any) -> Any:
         """Multiply `tree` by `value`, in f32 or wider: for the loss, before the gradient is taken.
 
         Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss starts as `value` in float16,
@@ -85,7 +86,7 @@ class DynamicLossScale:
         """
         return self._times(self.value, tree)
 
-    def unscale(self, tree):
+    def unscale(self, tree: Any) -> Any:
         """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and the optimizer.
 
         f32, because what loss scaling saved in float16 would be lost in it again. It is the product with `1 / value`
@@ -97,7 +98,7 @@ class DynamicLossScale:
         value = jnp.asarray(self.value, jnp.float32)
         return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
-    def adjust(self, finite) -> "DynamicLossScale":
+    def adjust(self, finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
 
         Call it once for each step of the optimizer, not for each microbatch.

@@ -68,7 +68,7 @@ def freeze(model, args, kwargs):
 
 
 def _has_kernel(layer, attribute) -> bool:
-    """Whether a layer gives a kernel of its own to an FP8 product of its own."""
+    """Tell whether a layer gives a kernel of its own to an FP8 product of its own."""
     is_own = attribute is not None and product(layer) is not None
     return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
 

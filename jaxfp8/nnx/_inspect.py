@@ -15,7 +15,7 @@ from ._quantize import RULES, layers, names, operation, product
 
 
 def is_model(x) -> bool:
-    """Whether `x` is an NNX module."""
+    """Tell whether `x` is an NNX module."""
     return isinstance(x, nnx.Module)
 
 

@@ -1,4 +1,4 @@
-"""Whether the file of a compiled module is whole, as its own ELF headers say.
+"""The check of compiled modules: a file must be as long as its own ELF headers say.
 
 The system's loader maps a file into memory without a look at its length. Where the file is shorter than its headers
 say, the first access behind its end kills the process by SIGBUS, which Python cannot catch.

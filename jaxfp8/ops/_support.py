@@ -1,4 +1,4 @@
-"""Whether the GPUs that a program is lowered for can run the CUDA library, and what is done where they cannot."""
+"""The check of GPUs: a program uses the CUDA library only where the devices that it is lowered for can run it."""
 
 import contextlib
 import re
@@ -73,7 +73,7 @@ def missing(ctx, *, cublaslt: bool) -> Missing | None:
 
 
 def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
-    """As `missing`, on these GPUs: anything with a `device_kind` and a `compute_capability`."""
+    """Return what `missing` returns, for these GPUs: anything with a `device_kind` and a `compute_capability`."""
     for gpu in gpus:
         if () < capability(gpu) < _MIN_CAPABILITY:
             have, need = (".".join(map(str, version)) for version in (capability(gpu), _MIN_CAPABILITY))
@@ -95,7 +95,7 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
 
 
 def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
-    """Whether code such as `sm_89` runs there: on its generation, from its version on; with an `a` on that alone."""
+    """Tell whether code such as `sm_89` runs: on its generation, from its version on; with an `a` on that alone."""
     number, is_specific = architecture.removeprefix("sm_").rstrip("af"), architecture.endswith("a")
     major, minor = int(number[:-1]), int(number[-1])
     return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)

@@ -25,7 +25,12 @@ from ._delayed import (
 from ._fixed import FixedScale as FixedScale, FixedScaleQuantizer as FixedScaleQuantizer
 from ._high_precision import HighPrecision as HighPrecision, HighPrecisionQuantizer as HighPrecisionQuantizer
 from ._mx import MXFP8BlockScaling as MXFP8BlockScaling
-from ._quantizer import GEMMType as GEMMType, Quantizer as Quantizer, no_reduction as no_reduction
+from ._quantizer import (
+    GEMMType as GEMMType,
+    OperandOptions as OperandOptions,
+    Quantizer as Quantizer,
+    no_reduction as no_reduction,
+)
 from ._recipe import Recipe as Recipe, checked as checked
 from ._rowwise import Float8RowwiseScaling as Float8RowwiseScaling
 from ._rules import Rule, Rules, checked_rules, first_match, kind, relative

@@ -46,7 +46,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
 
 
 def is_off() -> bool:
-    """Whether what is traced here computes in high precision whatever its recipe."""
+    """Tell whether what is traced here computes in high precision whatever its recipe."""
     region = _region.value
     return region is not None and not region.enabled
 

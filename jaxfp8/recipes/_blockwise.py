@@ -1,7 +1,6 @@
 """Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from .. import ops
 from ..numerics import E4M3
 from ..ops._quantize_blocks import ROUNDINGS as ROUNDINGS
-from ._quantizer import Quantizer, fp8_dtype, no_reduction, sum_rows
+from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype
 from ._tensor import QTensor
 
 
@@ -32,29 +31,19 @@ class BlockwiseQuantizer(Quantizer):
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
-        self,
-        x: jax.Array,
-        step: Any,
-        *,
-        rows: int = 1,
-        cols: int = 1,
-        columnwise: bool = True,
-        column_sums: bool = False,
-        reduce: Callable[..., Any] = no_reduction,
-        contract_first: bool = False,
+        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        del reduce, contract_first  # a GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads
-        options = {"rows": rows, "cols": cols} | self.scaling()
-        if columnwise:
-            data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **options)
+        scaling = self.scaling()
+        blocks = {"rows": options.rows, "cols": options.cols} | scaling
+        if options.columnwise:  # a GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads
+            data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **blocks)
         else:
-            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **options)
+            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **blocks)
             data_t = scale_inv_t = None
-        is_power = options.get("scale") == "e8m0" or options.get("power_2_scale", False)
-        scaling = {"block": self.block, "cols": cols, "power_2_scale": is_power}
-        q = QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **scaling)
-        return q, sum_rows(x, rows, cols) if column_sums else None
+        is_power = scaling.get("scale") == "e8m0" or scaling.get("power_2_scale", False)
+        layout = {"block": self.block, "cols": options.cols, "power_2_scale": is_power}
+        return QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **layout), options.sum_rows(x)
 
     def scaling(self) -> dict[str, Any]:
         """Return the keywords of `ops.quantize_blocks` that say how blocks are scaled."""

@@ -1,12 +1,11 @@
 """HighPrecision: the recipe, and the quantizer, of tensors that stay as they are."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ._quantizer import Quantizer, no_reduction, sum_rows
+from ._quantizer import DEFAULT, OperandOptions, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
 
@@ -25,20 +24,11 @@ class HighPrecisionQuantizer(Quantizer):
         return QTensor(x, None), state
 
     def quantize_operand(
-        self,
-        x: jax.Array,
-        step: Any,
-        *,
-        rows: int = 1,
-        cols: int = 1,
-        columnwise: bool = True,
-        column_sums: bool = False,
-        reduce: Callable[..., Any] = no_reduction,
-        contract_first: bool = False,
+        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
-        del step, columnwise, reduce, contract_first
-        return QTensor(x, None, cols=cols), sum_rows(x, rows, cols) if column_sums else None
+        del step
+        return QTensor(x, None, cols=options.cols), options.sum_rows(x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,35 @@ def no_reduction(amax: jax.Array, leaf: Any, combine: Any = None) -> jax.Array:
     """Return `amax`: without a mesh it is that of the whole tensor."""
     del leaf, combine
     return amax
+
+
+class OperandOptions(NamedTuple):
+    """The part of an operand in its product, for `Quantizer.quantize_operand`.
+
+    Attributes:
+        rows, cols: how many dimensions are rows and columns.
+        columnwise: whether a product reads `data_t`.
+        column_sums: whether the sums over rows, f32 `[*batch, *cols]`, are wanted too.
+        reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
+        contract_first: whether the first product contracts the rows, so that it reads `data_t`.
+    """
+
+    rows: int = 1
+    cols: int = 1
+    columnwise: bool = True
+    column_sums: bool = False
+    reduce: Callable[..., Any] = no_reduction
+    contract_first: bool = False
+
+    def sum_rows(self, x: ArrayLike) -> jax.Array | None:
+        """Sum x `[*batch, *rows, *cols]` over its rows, in f32; None where `column_sums` does not ask for it."""
+        if not self.column_sums:
+            return None
+        first = x.ndim - self.rows - self.cols
+        return jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + self.rows)))
+
+
+DEFAULT = OperandOptions()
 
 
 class Quantizer:
@@ -130,32 +159,19 @@ class Quantizer:
             raise ValueError(f"expected delayed scaling, or a quantizer without state, got {self!r}")
 
     def quantize_operand(
-        self,
-        x: jax.Array,
-        step: Any,
-        *,
-        rows: int = 1,
-        cols: int = 1,
-        columnwise: bool = True,
-        column_sums: bool = False,
-        reduce: Callable[..., Any] = no_reduction,
-        contract_first: bool = False,
+        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product.
 
         Args:
             x: bfloat16, float16 or float32 `[*batch, *rows, *cols]`.
             step: the result of `read_states` for this quantizer, or None where there is no state.
-            rows, cols: how many dimensions are rows and columns.
-            columnwise: whether a product reads `data_t`.
-            column_sums: also give the sums over rows, f32 `[*batch, *cols]`.
-            reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
-            contract_first: the first product contracts the rows, so that it reads `data_t`.
+            options: the part of the operand in its product.
 
         Returns:
             `(q, column sums or None)`; the step of q has recorded the amax of x.
         """
-        del columnwise
+        rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
         state = self.init() if step is None else step
         matrices = x.reshape(*x.shape[:batch], *_merged(x.shape[batch:], rows))
@@ -176,15 +192,9 @@ class Quantizer:
         if step is None:
             next_state = None
         else:
-            next_state = jax.tree.map(lambda new, old: reduce(new.astype(jnp.float32), old), next_state, state)
+            next_state = jax.tree.map(lambda new, old: options.reduce(new.astype(jnp.float32), old), next_state, state)
         q = dataclasses.replace(q.reshape(x.shape, batch, cols), step=next_state)
-        return q, sum_rows(x, rows, cols) if column_sums else None
-
-
-def sum_rows(x: ArrayLike, rows: int, cols: int) -> jax.Array:
-    """Sum x `[*batch, *rows, *cols]` over its rows, in f32."""
-    first = x.ndim - rows - cols
-    return jnp.sum(x.astype(jnp.float32), axis=tuple(range(first, first + rows)))
+        return q, options.sum_rows(x)
 
 
 def fp8_dtype(where: str, dtype) -> np.dtype:

@@ -44,7 +44,7 @@ class Counting:
     last_scale_inv: jax.Array | None
     fractions: jax.Array | None = None
 
-    def after(self, scale_inv, fractions) -> "Counting":
+    def after(self, scale_inv: jax.Array, fractions: jax.Array) -> "Counting":
         """Return the counters after a tensor was quantized with `scale_inv`, f32 `(1,)`."""
         is_same = _bits(scale_inv) == _bits(self.last_scale_inv)
         steps = jnp.where(is_same, self.steps + jnp.float32(1), jnp.zeros_like(self.steps))
@@ -75,7 +75,7 @@ class QuantizerStep:
     is_empty: jax.Array | None
     counting: Counting | None = None
 
-    def after(self, scale_inv, amax, fractions) -> "QuantizerStep":
+    def after(self, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None) -> "QuantizerStep":
         """Return the step after a tensor with this amax was quantized with `scale_inv`."""
         counting = None if self.counting is None else self.counting.after(scale_inv, fractions)
         return QuantizerStep(self.history, amax, None, None, None, counting)

@@ -37,7 +37,7 @@ class Quantizer:
     counters: int | None = None
 
     def positions(self) -> tuple[int, ...]:
-        """Those of its leaves, in the order of `QuantizerState`."""
+        """Return the leaves of the quantizer, in the order of `QuantizerState`."""
         pair = self.amax_history, self.scale
         return pair if self.counters is None else (*pair, self.counters)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class QTensor:
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_all_of(self, operand: jax.Array) -> bool:
-        """Whether `operand`, of a product that was given this QTensor, is its codes and not its source."""
+        """Tell whether `operand`, of a product that was given this QTensor, is its codes and not its source."""
         return self.source is None and self.data is not None and self.data.dtype == operand.dtype
 
     @property
@@ -63,12 +64,12 @@ class QTensor:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether one scale is that of the whole tensor."""
+        """Tell whether one scale is that of the whole tensor."""
         return self.scale_inv is not None and self.block is None and self.scale_inv.ndim <= 1
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the tensor has codes, and these are FP8."""
+        """Tell whether the tensor has codes, and these are FP8."""
         return self.scale_inv is not None and self.data.dtype in FP8_DTYPES
 
     def transposed(self, batch: int = 0) -> "QTensor":
@@ -90,7 +91,7 @@ class QTensor:
         scale_inv = self.scale_inv if self.has_one_scale and self.step is not None else None
         return QTensor(None, scale_inv, step=self.step, cols=self.cols)
 
-    def reshape(self, shape, batch: int, cols: int) -> "QTensor":
+    def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
         """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay as they are.
 
         Args:
@@ -101,12 +102,12 @@ class QTensor:
         data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
         return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, cols=cols)
 
-    def map_scales(self, function) -> "QTensor":
+    def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor with `function(scale)` in place of each array of scales."""
         scale_inv_t = None if self.scale_inv_t is None else function(self.scale_inv_t)
         return dataclasses.replace(self, scale_inv=function(self.scale_inv), scale_inv_t=scale_inv_t)
 
-    def map(self, function) -> "QTensor":
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Rearrange the codes and the source by `function`: an `all_gather`, a slice, a transpose.
 
         Inside `shard_map`, codes then cross devices instead of kernels. The gradient goes back through `function`:
@@ -133,7 +134,7 @@ class QTensor:
         source = None if self.source is None else function(self.source)
         return QTensor(data, self.scale_inv, source=source, step=self.step)
 
-    def dequantize(self, dtype):
+    def dequantize(self, dtype: Any) -> jax.Array:
         """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""
         if self.scale_inv is None:
             return self.data.astype(dtype)

@@ -12,7 +12,7 @@ from .. import ops
 from ..numerics import _scaling, fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from ._quantizer import Quantizer, fp8_dtype, no_reduction, sum_rows
+from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype, no_reduction
 from ._tensor import QTensor
 
 
@@ -37,30 +37,20 @@ class TensorwiseQuantizer(Quantizer):
         return self.quantize_operand(x, None)[0], state
 
     def quantize_operand(
-        self,
-        x: jax.Array,
-        step: Any,
-        *,
-        rows: int = 1,
-        cols: int = 1,
-        columnwise: bool = True,
-        column_sums: bool = False,
-        reduce: Callable[..., Any] = no_reduction,
-        contract_first: bool = False,
+        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        del contract_first  # both layouts hold the same codes
-        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, reduce)
-        options = {"amax": amax, "with_amax": amax is not None}
-        if columnwise:
-            options |= {"rows": rows, "cols": cols, "column_sums": column_sums}
-            data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **options)
+        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
+        recording = {"amax": amax, "with_amax": amax is not None}
+        if options.columnwise:
+            layout = {"rows": options.rows, "cols": options.cols, "column_sums": options.column_sums}
+            data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **recording, **layout)
         else:
-            data, amax = quantize_with(x, scale, self.fp8_dtype, **options)
-            data_t, sums = None, [sum_rows(x, rows, cols)] if column_sums else []
+            data, amax = quantize_with(x, scale, self.fp8_dtype, **recording)
+            data_t, sums = None, [options.sum_rows(x)]
         counts = fractions(x, scale, self.fp8_dtype) if has_counters(step) else None
         step = self.record(step, scale_inv, amax, counts)
-        return QTensor(data, scale_inv, data_t, step=step, cols=cols), *(sums or [None])
+        return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
 
     def choose_scale(
         self, current_amax: Callable[[], jax.Array], step: Any, reduce: Callable[..., Any] = no_reduction

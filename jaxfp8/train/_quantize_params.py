@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from ..dot import shared
-from ..recipes import AmaxReduction, QuantizerState, _state_tree, checked, read_states
+from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states
 
 
 def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
@@ -56,7 +56,8 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
         # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
         x, old = jax.lax.stop_gradient((kernel, shared(old)))
         (step,) = read_states([quantizer], [old])
-        q, _ = quantizer.quantize_operand(x, step, cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
+        options = OperandOptions(cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
+        q, _ = quantizer.quantize_operand(x, step, options)
         values[position] = dataclasses.replace(q, source=kernel)
     if not values:
         raise ValueError(

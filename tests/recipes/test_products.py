@@ -12,6 +12,7 @@ from oracle import F32
 
 import jaxfp8
 from jaxfp8.dot import _dot_general, _gemms, _matmul
+from jaxfp8.recipes import OperandOptions
 from recipes import cases
 from recipes.cases import KINDS, RECIPES, SHAPES
 
@@ -248,7 +249,7 @@ def test_quantized_kernels_that_do_not_fit(name):
     recipe, _ = RECIPES[name]
     quantizer = recipe.quantizers()[1]
     kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 3, 40)), jnp.float32)
-    q, _ = quantizer.quantize_operand(kernel, None, rows=2, cols=1)
+    q, _ = quantizer.quantize_operand(kernel, None, OperandOptions(rows=2, cols=1))
     x = jnp.ones((4, 3), jnp.float32)
     with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
         jaxfp8.dot_general(x, q, (((1,), (1,)), ((), ())), recipe=recipe)
