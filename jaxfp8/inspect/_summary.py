@@ -41,8 +41,9 @@ class Summary:
             - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
               (448 for e4m3, 57344 for e5m2) it saturated; far below, small numbers were flushed. None as `newest`.
             - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that
-              has just left a full window), `"unit"` (scale 1, nothing seen before); None: not from this window, as
-              after a custom algorithm, or where something else wrote the state.
+              has just left a full window), `"unit"` (scale 1, nothing seen before), `"below zero"` (an optimizer has
+              stepped on the state: the scale is NaN); None: not from this window, as after a custom algorithm, or
+              where something else wrote the state.
             - `saturated`, `flushed`: fractions of the elements, by the counters; None without them.
             - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them
               from the window, where the scale follows its maximum; else None.
@@ -99,6 +100,8 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
     newest = float(history[0]) if entries.size else None
     scale = 1 / scale_inv if is_scale else None
     follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
+    if np.any(history < 0) or scale_inv < 0:
+        scale, follows, steps = np.nan, "below zero", None
     saturated, flushed, steps = (None, None, steps) if counters is None else map(float, counters)
     return {
         "name": name,

@@ -1,6 +1,7 @@
 """All rows, by subject in the order of tests/reliability/README.md."""
 
 from . import (
+    below_zero as below_zero,
     checkpoints as checkpoints,
     ffi as ffi,
     meshes as meshes,
@@ -17,6 +18,7 @@ SUBJECTS = {
     "shapes": "Shapes and types",
     "state": "State",
     "trainers": "Trainers",
+    "below_zero": "State that no step makes",
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",

@@ -27,13 +27,13 @@ from .cases import (
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 STATES = {
     "clean": ([3, 1, 2, 0], 0.5),
-    "negative and non-finite entries": ([NAN, 2, -5, INF], 0.5),
+    "non-finite entries": ([NAN, 2, -NAN, INF], 0.5),
     "negative zero": ([-0.0, -0.0, -0.0, -0.0], 0.25),
-    "nothing usable in the history": ([-1, -INF, NAN, INF], 0.25),
+    "nothing usable in the history": ([-0.0, -NAN, NAN, INF], 0.25),
     "empty, scale kept": ([0, 0, 0, 0], 0.003),
     "scale 0": ([0, 0, 0, 0], 0.0),
     "scale 0 with a history": ([0, 7, 0, 0], 0.0),
-    "scale negative": ([0, 0, 0, 0], -3.0),
+    "scale -0": ([0, 0, 0, 0], -0.0),
     "scale NaN": ([0, 0, 0, 0], NAN),
     "scale Inf": ([0, 0, 0, 0], INF),
     "scale NaN with a history": ([1, 2, 3, 4], NAN),
@@ -46,23 +46,43 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("history, scale", STATES.values(), ids=STATES)
-@pytest.mark.parametrize("margin", [0, 5])
-def test_states_that_a_trainer_may_leave(history, scale, margin):
+# What no step makes and an optimizer's step does: the scale is NaN.
+BELOW_ZERO = {
+    "newest entry": ([-5, 2, 1, 1], 0.5),
+    "oldest entry, which is dropped": ([3, -5, 1, 1], 0.5),
+    "entry -inf": ([3, 1, -INF, NAN], 0.5),
+    "entry subnormal, the others empty": ([0, 0, -1e-45, 0], 0.5),
+    "scale": ([0, 0, 0, 0], -3.0),
+    "scale subnormal, with a history": ([3, 1, 2, 1], -1e-45),
+    "scale -inf, with a history": ([3, 1, 2, 1], -INF),
+}
+OPTIONS = {
+    "max": {},
+    "most recent, margin 5": {"margin": 5, "amax_compute_algo": "most_recent"},
+    "function, current": {"amax_compute_algo": lambda history: history[0], "first_step": "current"},
+}
+
+
+@pytest.mark.parametrize("history, scale", [*STATES.values(), *BELOW_ZERO.values()], ids=[*STATES, *BELOW_ZERO])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_states_that_a_trainer_may_leave(history, scale, options):
     """Each quantizer in turn: the product of two scales of 2**126 would overflow f32, which is GEMM's business."""
     clean = oracle.State(np.float32([2, 1, 1, 1]), np.float32(0.01))
     odd = oracle.State(np.float32(history), np.float32(scale))
     rng = np.random.default_rng(6)
     operands = [values(rng, shape, 1.0, np.float32) for shape in ((M, K), (K, N), (M, N))]
-    recipe, options = jaxfp8.DelayedScaling(amax_history_len=4, margin=margin), oracle.Options(margin=margin)
-    step = training_step(recipe)
+    is_bad = (history, scale) in BELOW_ZERO.values()
+    step, options = training_step(jaxfp8.DelayedScaling(amax_history_len=4, **options)), oracle.Options(**options)
     for name in OPERANDS:
         state = oracle.LayerState(**{other: odd if other == name else clean for other in OPERANDS})
         got = step(*operands, to_package(state))
         expected = oracle.dense_step(*operands, state, options)
         assert_step(got, expected, f"{name}, first step")
         for leaf in jax.tree.leaves(got[-1]):
-            assert np.isfinite(leaf).all() and (np.asarray(leaf) >= 0).all()
+            assert not np.any(np.asarray(leaf) < 0) and (is_bad or np.isfinite(leaf).all())
+        # x enters y and wgrad, the kernel y and dgrad, the gradient both products of the backward.
+        spoilt = {"input": (0, 2), "kernel": (0, 1), "output_grad": (1, 2)}[name]
+        assert all(np.isnan(got[i]).all() == (is_bad and i in spoilt) for i in range(3))
         # By the next step nothing of it is left but what the history says.
         got = step(*operands, got[-1])
         assert_step(got, oracle.dense_step(*operands, expected.state, options), f"{name}, second step")

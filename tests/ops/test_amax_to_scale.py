@@ -9,7 +9,7 @@ from jaxfp8 import ops
 
 from . import cases
 
-ABSENT = np.array([0, -0.0, -1, np.inf, -np.inf, np.nan], np.float32)
+ABSENT = np.array([0, -0.0, np.inf, np.nan, -np.nan, 0], np.float32)
 
 
 def convert(amax, stored, fp8_max=448.0, margin=0.0):
@@ -46,6 +46,14 @@ def test_absent_amaxes_and_scales(implementation):
     np.testing.assert_array_equal(convert(ABSENT, np.full(6, 0.25, np.float32))[0], np.full(6, 4, np.float32))
     np.testing.assert_array_equal(convert(ABSENT, ABSENT)[0], np.ones(6, np.float32))
     np.testing.assert_array_equal(convert(np.full(6, 448, np.float32), ABSENT)[0], np.ones(6, np.float32))
+
+
+def test_below_zero(implementation):
+    """Only an optimizer's step on the state makes it: no scale, whatever the other number is."""
+    below = np.float32([-1, -np.inf, -(2.0**-149), -1e-38, -3e38, -448])
+    for other in (np.full(6, 448, np.float32), ABSENT, below):
+        for pair in ((below, other), (other, below)):
+            assert all(np.isnan(result).all() for result in convert(*pair))
 
 
 def test_both_are_normal_numbers(implementation):

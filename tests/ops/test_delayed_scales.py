@@ -14,12 +14,11 @@ from . import cases
 LENGTHS = (1, 2, 3, 16, 31, 255, 256, 257, 1024, 3000)
 
 
-def history(length, seed):
-    """Amaxes of many magnitudes, subnormals included, and every kind of entry that cannot be."""
+def history(length, seed, bad=(0, -0.0, np.inf, np.nan, -np.nan)):
+    """Amaxes of many magnitudes, subnormals included, and every kind of entry that counts as none."""
     rng = np.random.default_rng(seed)
     values = rng.integers(1, 0x7F800000, length, dtype=np.int32).view(np.float32)
-    bad = np.array([0, -0.0, -1, np.inf, -np.inf, np.nan, -np.nan, -(2.0**-149)], np.float32)
-    return np.where(rng.random(length) < 0.3, rng.choice(bad, length), values).astype(np.float32)
+    return np.where(rng.random(length) < 0.3, rng.choice(np.float32(bad), length), values).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("fp8_max", "margin", "algo"))
@@ -49,6 +48,11 @@ def test_scales(implementation, algo, margin):
         histories = [history(length, 100 * seed + i) for i, length in enumerate((*LENGTHS, 4, 4, 5, 1, 1, 64))]
         stored = history(16, seed)
         fp8_max = [(448.0, 57344.0)[i % 2] for i in range(16)]
+        check_scales(histories, list(stored), fp8_max, margin, algo)
+        # One entry below zero, in any slot, and now and then a stored scale.
+        for i, values in enumerate(histories):
+            values[(7 * seed + i) % len(values)] = (-1, -np.inf, -(2.0**-149), 1)[i % 4]
+            stored[i] = -1 if i % 8 == 7 else stored[i]
         check_scales(histories, list(stored), fp8_max, margin, algo)
 
 

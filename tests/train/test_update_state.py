@@ -1,6 +1,7 @@
 """update_state against numpy: the overwrite is exact, and what happened to state on its way is seen and undone."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_untouched_by_the_scale_alone(update):
     assert_same_bits(update(old, pair(np.zeros(H), 0)), old)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -3.0, 0.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan, -0.0, 0.0])
 def test_old_state_that_cannot_be(update, bad):
     """It is read as dot_general reads it, and the state returned is clean, touched or not."""
     old = pair([1.5, 7, bad, 0.25], bad)
@@ -242,6 +243,23 @@ def test_rows_are_named_and_repaired_alone():
     for row, slot in ((0, 3.25), (1, 13.0), (2, 3.25)):
         expected = made(old_state(), slot)
         assert_same_bits({k: v[row] for k, v in got.items()}, expected, f"row {row}: ")
+
+
+@pytest.mark.parametrize("history, scale", [([-1e-3, 2, 1, 0], 0.5), ([1, 2, -np.inf, 0], 0.5), ([1, 2, 1, 0], -0.5)])
+def test_old_state_below_zero(history, scale):
+    """Only an optimizer that stepped on state makes it. It is not repaired and not cleaned; other quantizers go on."""
+    good = old_state()
+    bad = {name.replace("input", "kernel"): leaf for name, leaf in pair(history, scale).items()}
+    old = {"Dense_0": good | bad}
+    new = {"Dense_0": made(good) | {name: np.full_like(value, np.nan) for name, value in bad.items()}}
+    message = "update_state: old: Dense_0/kernel: expected a state that is not negative, got -.*reset_state"
+    with pytest.raises(ValueError, match=message):
+        update_state(old, new)
+    error, _ = checkify.checkify(jax.jit(update_state))(old, new)
+    assert re.search(message, error.get())
+    after = jax.jit(update_state)(old, new)["Dense_0"]
+    assert_same_bits({name: after[name] for name in bad}, bad)
+    assert_same_bits({name: after[name] for name in good}, made(good))
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, -0.01])
