@@ -132,14 +132,6 @@ MUTANTS = {
 }
 
 
-CHECKS = {f"{check.__name__} {args}": (check, args) for _, check, *args in MUTANTS.values()}
-
-
-@pytest.mark.parametrize("check, arguments", CHECKS.values(), ids=CHECKS)
-def test_the_package_itself_passes(check, arguments):
-    check(*arguments)
-
-
 @pytest.mark.parametrize("install, check, arguments", [(i, c, a) for i, c, *a in MUTANTS.values()], ids=MUTANTS)
 def test_mutant_is_caught(install, check, arguments, monkeypatch):
     install(monkeypatch)

@@ -149,23 +149,6 @@ def test_shardings_of_arguments_only():
     steps(from_host, cases.weights(), cases.state(), cases.batches())
 
 
-def test_compiled_ahead_of_time():
-    mesh = cases.mesh("explicit")
-    weights, state, batches = cases.arguments(mesh, LAYOUT)
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (weights, state, batches[0])
-    )
-    steps(cases.jitted(mesh, LAYOUT).lower(*shapes).compile(), weights, state, batches)
-
-
-def test_donated():
-    mesh = cases.mesh()
-    weights, state, batches = cases.arguments(mesh, LAYOUT)
-    results = cases.shardings(mesh, (LAYOUT.weights, P(), P()))
-    steps(jax.jit(cases.step_on(mesh, LAYOUT), out_shardings=results, donate_argnums=(0, 1)), weights, state, batches)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((weights, state)))
-
-
 @pytest.mark.parametrize(
     "kind, policy", [("auto", None), ("explicit", jaxfp8.checkpoint_policies.save_fp8_residuals)], ids=KINDS
 )
