@@ -19,7 +19,7 @@ CI = {
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
-    *("bad_days", "mesh", "ops/test_block_scaled_matmul.py", "recipes/test_layers.py"),
+    *("bad_days", "mesh", "ops/test_block_scaled_matmul.py"),
     *("recipes/test_meshes.py", "test_einsum.py"),
 }
 

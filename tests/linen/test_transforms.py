@@ -44,33 +44,3 @@ def test_switch_touches_what_runs():
                 assert_state(state, oracle.dense_step(x, kernel, grad, first).state, f"branch {i}")
             else:
                 assert not any(np.any(leaf) for leaf in jax.tree.leaves(state)), "zero: untouched"
-
-
-def test_while_loop_runs_forward():
-    """A while_loop has no reverse mode; its forward reads the state it is given."""
-
-    class Loop(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.Dense(x.shape[-1], use_bias=False, dot_general_cls=FP8, name="dense")
-            if self.is_initializing():
-                return layer(x)
-
-            def more(module, carry):
-                return carry[0] < 3
-
-            def body(module, carry):
-                return carry[0] + 1, layer(carry[1])
-
-            return nn.while_loop(more, body, self, (0, x), broadcast_variables=True)[1]
-
-    (x, *_), _, _ = operands(0)
-    module = Loop()
-    variables = module.init(jax.random.key(0), x)
-    variables[OWG]["dense"]["Fp8DotGeneral_0"]["input_amax_history"] = jnp.float32([50, 0, 0, 0])
-    layer = nn.Dense(x.shape[-1], use_bias=False, dot_general_cls=FP8)
-    alone = {key: value["dense"] for key, value in variables.items()}
-    expected = x
-    for _ in range(3):
-        expected = layer.apply(alone, expected)
-    oracle.assert_bitwise(module.apply(variables, x), expected, "three iterations")
