@@ -177,19 +177,6 @@ def test_equations(case):
     check(case)
 
 
-def test_oracle_knows_the_equations():
-    """The case's own reading is numpy's: what the table says of an equation is no opinion of this file."""
-    for case in CASES:
-        x, kernel = (value.astype(np.float64) for value in operands(case))
-        reduced = np.einsum(
-            case.product or case.eqn, apply_first(case.x_first, x), apply_first(case.kernel_first, kernel)
-        )
-        if case.eqn == "k...,kn->n":  # numpy wants the ellipsis in the output; jnp sums over it
-            np.testing.assert_array_equal(reduced, np.asarray(jnp.einsum(case.eqn, *operands(case))))
-            continue
-        np.testing.assert_array_equal(reduced, np.einsum(case.eqn, x, kernel), err_msg=case.eqn)
-
-
 def test_swapped_operands_would_be_seen(monkeypatch):
     """The error of a hook under jnp.einsum: where JAX swaps, the kernel is quantized with the input's state."""
 
@@ -290,24 +277,6 @@ def test_vmap_is_a_batch_label(eqn):
         return jax.vmap(member, in_axes)(x, kernel)
 
     check(Case(eqn, *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term))), vmapped)
-
-
-def test_vmap_of_states():
-    """A state a member: each member's step alone."""
-    rng = np.random.default_rng(4)
-    x, kernel = fractions(rng, (3, 5, 7), 2.0**-5), fractions(rng, (3, 7, 2), 2.0**-9)
-    x *= np.float32([1, 2, 4]).reshape(3, 1, 1)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), to_package(first_state()))
-
-    def loss(x, kernel, state):
-        return jnp.sum(einsum("mk,kn->mn", x, kernel, recipe=RECIPE, state=state))
-
-    got = jax.jit(jax.vmap(jax.grad(loss, 2)))(x, kernel, states)
-    step = jax.jit(jax.grad(loss, 2))
-    for i in range(3):
-        alone = step(x[i], kernel[i], to_package(first_state()))
-        for part, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):
-            oracle.assert_bitwise(part[i], wanted, f"member {i}")
 
 
 BAD = {

@@ -1,7 +1,5 @@
 """ragged_dot against the oracle's loop over groups: products and gradients in their bound, state bit by bit."""
 
-import dataclasses
-import functools
 import warnings
 
 import jax
@@ -9,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import FORMATS, assert_state, assert_step, to_package
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from delayed_scaling.cases import assert_state, assert_step
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from programs.known_amax import merged
 
 import jaxfp8
@@ -87,33 +84,10 @@ def test_dtypes(dtype):
     compare_steps(dtype=dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(name):
-    package, forward, backward = FORMATS[name]
-    recipe = dataclasses.replace(RECIPE, fp8_format=package)
-    compare_steps(recipe, forward=forward, backward=backward)
-
-
 @pytest.mark.parametrize("name", ["reference", "ffi", "xla"])
 def test_implementations(name):
     with ops.implementation(name):
         compare_steps(steps=2)
-
-
-def test_backward_uses_the_implementation_of_the_forward():
-    lhs, rhs, grad = operands(3)
-    sizes = np.int32(SIZES["rows beyond"])
-    with ops.implementation("reference"):
-        y, vjp = jax.vjp(lambda a, b, s: jaxfp8.ragged_dot(a, b, sizes, recipe=RECIPE, state=s), lhs, rhs,
-                         jaxfp8.init_state(RECIPE))  # fmt: skip
-    text = jax.jit(vjp).lower(grad).as_text()
-    assert "jaxfp8_quantize" not in text and y.shape == (M, N)
-
-
-def test_remat():
-    compare_steps(wrap=jax.checkpoint)
-    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable))
-    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jaxfp8.checkpoint_policies.save_fp8_residuals))
 
 
 def test_mixed_dtypes():
@@ -129,17 +103,6 @@ def test_mixed_dtypes():
     assert y.dtype == oracle.F16
 
 
-def test_rows_of_no_group():
-    """As lax.ragged_dot: zeros, and no gradient."""
-    lhs, rhs, grad = operands(3)
-    sizes = np.int32(SIZES["rows beyond"])
-    y, dlhs, _, _ = training_step()(lhs, rhs, grad, sizes, jaxfp8.init_state(RECIPE))
-    plain, vjp = jax.vjp(lambda x: lax.ragged_dot(x, rhs, sizes), lhs)
-    for ours, theirs in ((y, plain), (dlhs, *vjp(grad))):
-        np.testing.assert_array_equal(np.asarray(ours)[50:], 0)
-        np.testing.assert_array_equal(np.asarray(theirs)[50:], 0)
-
-
 def test_without_state():
     """Each scale from the tensor at hand, padding not in it: the same as a state whose history has its amax."""
     lhs, rhs, grad = operands(3)
@@ -153,34 +116,6 @@ def test_without_state():
     expected.dgrad.check(dlhs)
     expected.wgrad.check(drhs)
     assert next_state == WITHOUT
-
-
-def test_only_one_gradient():
-    """What a gradient does not read is not written: no transposed codes of lhs without that of rhs."""
-    lhs, rhs, grad = operands(3)
-    sizes, state = np.int32(SIZES["rows beyond"]), jaxfp8.init_state(RECIPE)
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
-
-    def loss(lhs, rhs, state):
-        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state) * grad)
-
-    dlhs, next_state = jax.grad(loss, argnums=(0, 2))(lhs, rhs, state)
-    expected.dgrad.check(dlhs)
-    assert_state(next_state, expected.state, "without drhs")
-    drhs, next_state = jax.grad(loss, argnums=(1, 2))(lhs, rhs, state)
-    expected.wgrad.check(drhs)
-    assert_state(next_state, expected.state, "without dlhs")
-    one = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 2)))(lhs, rhs, state))
-    assert one.count("jaxfp8_ragged_matmul") == 2 and one.count("jaxfp8_quantize_transpose") == 1, one
-
-
-def test_forward_only_keeps_the_state():
-    state = to_package(oracle.LayerState.init(HISTORY))
-    lhs, rhs, _ = operands(3)
-    text = str(
-        jax.make_jaxpr(lambda s: jaxfp8.ragged_dot(lhs, rhs, np.int32([1, 2, 3]), recipe=RECIPE, state=s))(state)
-    )
-    assert "push_history" not in text, text
 
 
 @pytest.mark.parametrize("m, k, n, g", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
@@ -321,33 +256,6 @@ def test_meshes(lhs_spec, rhs_spec, axis_type):
 
     with jax.set_mesh(mesh):
         assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
-
-
-def test_experts_on_devices():
-    """shard_map: each device has experts and rows of its own, and all share one state."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
-    lhs, rhs, grad = operands(3, shape=(2,))
-    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
-    lhs[1] *= 3
-
-    def products(lhs, rhs, sizes, state):
-        return jaxfp8.ragged_dot(lhs[0], rhs[0], sizes[0], recipe=RECIPE, state=state)[None]
-
-    each = P("expert")
-    product = jax.shard_map(products, mesh=mesh, in_specs=(each, each, each, P()), out_specs=each)
-
-    @jax.jit
-    def step(lhs, rhs, state):
-        y, vjp = jax.vjp(lambda lhs, rhs, state: product(lhs, rhs, sizes, state), lhs, rhs, state)
-        return (y, *vjp(jnp.asarray(grad)))
-
-    y, dlhs, drhs, state = step(lhs, rhs, jaxfp8.init_state(RECIPE))
-    init = oracle.LayerState.init(HISTORY)
-    steps = [oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], init) for i in range(2)]
-    for i, expected in enumerate(steps):
-        for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
-            getattr(expected, name).check(got[i], f"{name} on device {i}")
-    assert_state(state, merged([s.state for s in steps]), "shard_map")
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -1,7 +1,5 @@
 """Every layer over several steps, and every way by which a tensor comes to its codes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jaxfp8.inspect import with_counters
 from .cases import (
     OWG,
     RECIPE,
-    ROWS_BY_COLUMNS,
     Expected,
     K,
     M,
@@ -86,25 +83,6 @@ def test_steps(kind):
     assert [of[2] for of in seen] == [1, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("callable", marks=pytest.mark.slow), "first_step"])
-def test_any_way_to_a_scale(recipe):
-    """An algorithm of the user's own, and a first scale from the tensor in hand: what counts is the scale that ran."""
-    options = {"amax_compute_algo": jnp.max} if recipe == "callable" else {"first_step": "current"}
-    recipe = dataclasses.replace(RECIPE, **options)
-    (x,), kernel, (grad,) = tensors()
-    state = with_counters(jaxfp8.init_state(recipe))
-
-    def loss(state):
-        return jnp.vdot(jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state), grad)
-
-    for _ in range(2):
-        before, state = state, jaxfp8.update_state(state, jax.jit(jax.grad(loss))(state))
-        scale = np.float32(1) / np.asarray(state.input.scale)[0]
-        fractions = oracle.counts(x, scale, oracle.E4M3) / np.float32(x.size)
-        steps = float(np.array_equal(before.input.scale, state.input.scale)) * (before.input.counters[2] + 1)
-        oracle.assert_bitwise(state.input.counters, np.float32([*fractions, steps]), str(options))
-
-
 def test_kernels_that_were_quantized_before():
     (x,), kernel, (grad,) = tensors(8)
 
@@ -144,16 +122,3 @@ def test_inputs_are_counted_as_they_are_quantized():
         jax.grad(lambda state: use(kernel, state, jaxfp8.normalized(x, gamma, kind="rms", epsilon=0.0), grad))
     )(counted_state())
     oracle.assert_bitwise(got.input.counters, np.float32([1 / 16, 1 / 16, 1]), "norm")
-
-
-@pytest.mark.slow
-def test_groups_of_rows():
-    (x,), _, (grad,) = tensors(10)
-    kernels, sizes = np.random.default_rng(0).standard_normal((2, K, N)).astype(np.float32), np.int32([5, M - 5])
-
-    def loss(state):
-        return jnp.vdot(jaxfp8.ragged_dot(x, kernels, sizes, recipe=RECIPE, state=state), grad)
-
-    got = jax.grad(loss)(counted_state())
-    expected = oracle.counts(x, 1, oracle.E4M3) / np.float32(x.size)
-    oracle.assert_bitwise(got.input.counters, np.float32([*expected, 1]), "ragged_dot")

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -95,19 +93,3 @@ def test_bad_arguments_of_dot_general(arguments, error, match):
     assert np.asarray(run()).tolist() == [[3.0] * 4] * 2, "the defaults are good"
     with pytest.raises(error, match=match):
         run(**arguments)
-
-
-def test_forward_mode_and_second_derivatives_raise():
-    x = jnp.ones((2, 3))
-
-    def loss(x):
-        return jnp.sum(run(x) ** 2)
-
-    assert jnp.isfinite(jax.grad(loss)(x)).all()
-    with pytest.raises(TypeError):
-        jax.jvp(loss, (x,), (x,))
-    for second in (jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2)), jax.hessian(loss), jax.jacfwd(jax.grad(loss))):
-        with pytest.raises(TypeError):
-            second(x)
-        with pytest.raises(TypeError):
-            jax.jit(second)(x)

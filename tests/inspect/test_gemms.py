@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -134,14 +133,6 @@ REASONS = {
 def test_reasons(case):
     function, wanted = REASONS[case]
     assert the_reason(function, X, K) == wanted
-
-
-def test_reasons_are_those_of_the_backward_too():
-    reason = the_reason(gradients(functools.partial(fp8, recipe=None)), X, K)
-    assert reason == "the recipe is None"
-    rows = inspect.gemms(gradients(functools.partial(fp8, recipe=jaxfp8.Float8CurrentScaling(min_size=65))), X, K).rows
-    assert sorted(row["pass"] for row in rows) == ["backward", "backward", "forward"]
-    assert {row["why"] for row in rows} == {"smaller than min_size=65 of the recipe"}
 
 
 def test_autocast():
@@ -314,14 +305,6 @@ def test_products_inside(wrapper):
         assert reasons.count("backward") >= 2 and "forward" in reasons
 
 
-def test_state_that_is_shared_by_max():
-    def loss(state, x, kernel):
-        return jnp.sum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=A, state=jaxfp8.max_grad(state)))
-
-    inspect.assert_fp8(loss, jaxfp8.init_state(A), X, K)
-    inspect.assert_fp8(jaxfp8.value_and_grad(loss, argnums=(0, 1, 2)), jaxfp8.init_state(A), X, K)
-
-
 def test_layers_of_linen():
     class Body(nn.Module):
         @nn.compact
@@ -383,25 +366,6 @@ def test_nnx_and_its_training_step():
         inspect.assert_fp8(step, model, optimizer, x)
     assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(model.up, "inspected_path")
     assert isinstance(model.up.kernel.get_value(), jax.Array)
-
-
-def test_a_train_state_with_flags_and_functions_inside():
-    model = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    x = jnp.ones(X.shape)
-    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(1e-3))
-
-    @functools.partial(jax.jit, static_argnames=("activation", "train"))
-    def step(state, x, activation, *, train=True):
-        assert train is False
-        grads = jax.grad(lambda v: jnp.sum(activation(state.apply_fn(v, x))))(state.params)
-        return state.apply_gradients(grads=grads)
-
-    inspect.assert_fp8(step, state, x, nn.relu, train=False)
-
-
-def test_flax_own_fp8_is_left_to_xla():
-    model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    inspect.assert_fp8(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X)
 
 
 def test_a_function_without_products():

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -138,22 +137,6 @@ def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), x_dtype)
     y, _ = jax.eval_shape(layer.clone(dtype=dtype).init_with_output, jax.random.key(0), x)
     assert y.dtype == y_dtype
-
-
-@pytest.mark.usefixtures("cuda_custom_calls")
-def test_custom_calls_on_cuda():
-    """h and the norm are quantized where they are computed; x, kernels and gradients as they are."""
-
-    def calls(layer):
-        variables = layer.init(jax.random.key(0), x)
-        step = jax.value_and_grad(lambda v, x: jnp.sum(layer.apply(v, x).astype(F32)), argnums=(0, 1))
-        text = jax.jit(step).trace(variables, x).lower(lowering_platforms=("cuda",)).as_text()
-        return Counter(re.findall(r"custom_call @jaxfp8_(quantize\w*|scaled_matmul)_v", text))
-
-    x = inputs(BF16)
-    mlp, norm = (layer.clone(dtype=BF16) for layer in (LAYERS["silu mlp"], LAYERS["rms dense"]))
-    assert calls(mlp) == {"quantize_activation": 1, "quantize_transpose": 5, "scaled_matmul": 6}
-    assert calls(norm) == {"quantize_norm": 1, "quantize_transpose": 2, "scaled_matmul": 3}
 
 
 @pytest.mark.parametrize("layer, message", [

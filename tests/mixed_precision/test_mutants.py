@@ -155,11 +155,6 @@ def test_mutant_is_caught(check, owner, name, mutant, monkeypatch):
         check()
 
 
-def test_without_a_mutant():
-    for check in {check for check, *_ in MUTANTS.values()}:
-        check()
-
-
 def test_adjusting_inside_the_microbatches_is_caught():
     """What is summed was scaled by different factors then."""
     inside = functools.partial(test_training.scaled_sums, adjust_inside=True)

@@ -16,8 +16,6 @@ import jaxfp8.nnx
 from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
 from jaxfp8.recipes import _rules
 
-from . import cases
-
 try:
     import cloudpickle
 except ImportError:
@@ -159,33 +157,12 @@ def test_attention_that_shares_a_product():
     assert part.qkv_dot_general is part.key.dot_general
 
 
-def test_a_class_gives_way():
-    layer = nnx.LinearGeneral(D, 5, dot_general_cls=lambda: 1 / 0, rngs=nnx.Rngs(0))
-    compare(quantize(layer, [("", A)]), nnx.LinearGeneral(D, 5, rngs=nnx.Rngs(0), **fp8(A)))
-
-
 def test_own_layers():
     make = lambda recipe: jaxfp8.nnx.GatedMLP(D, 16, recipe=recipe, rngs=nnx.Rngs(0))  # noqa: E731
     compare(quantize(make(B), [(".*", A)]), make(A))
     off = quantize(make(B), [("wi", None), ("wo", A)])
     assert list(state_of(off)["wi"]) == ["kernel"] and off.wi.dot_general.recipe == jaxfp8.HighPrecision()
     compare(quantize(off, [(".*", A)]), make(A))  # and on again
-
-
-class Experts(nnx.Module):
-    def __init__(self, up, down):
-        self.products = nnx.List([Fp8Einsum(up), Fp8Einsum(down)])
-        self.kernels = nnx.List([nnx.Param(jnp.ones((D, 16))), nnx.Param(jnp.ones((16, D)))])
-
-    def __call__(self, x):
-        for product, kernel in zip(self.products, self.kernels, strict=True):
-            x = product("bld,dh->blh", x, kernel.get_value())
-        return x
-
-
-def test_products_that_modules_hold():
-    compare(quantize(Experts(B, B), [("products/0", A)]), Experts(A, B))
-    compare(quantize(Experts(B, B), [("products", A)]), Experts(A, A))
 
 
 def stacked(recipe=None):
@@ -218,16 +195,6 @@ def test_stack_along_another_axis_is_an_error():
     with pytest.raises(ValueError, match=r"nnx.quantize: .*expected a kernel \[8, 5\].*got \[8, 3, 5\]"):
         quantize(layer, [(".*", A)])
     assert not jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
-
-
-def test_state_of_training_is_the_oracles():
-    """Against numpy, not against another model."""
-    layer = quantize(nnx.Linear(cases.K, cases.N, use_bias=False, rngs=nnx.Rngs(0)), [("", cases.RECIPE)])
-    inputs, grads = cases.operands(0, 1)
-    gradients = jaxfp8.nnx.grad(cases.use, argnums=nnx.DiffState(0, jaxfp8.nnx.trainable))(layer, inputs[0], grads[0])
-    uses = [(inputs[0], np.asarray(layer.kernel.get_value()), grads[0])]
-    expected = cases.expected_state(uses, oracle.LayerState.init(cases.H))
-    cases.assert_state(gradients.dot_general, expected, "state")
 
 
 COPIES = {

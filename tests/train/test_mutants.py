@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxfp8.train import _accumulate, _optimizer, _steps, _update
 
-from . import test_accumulate, test_optimizer, test_train_state, test_update_state
+from . import test_accumulate, test_optimizer, test_update_state
 
 pytestmark = [pytest.mark.usefixtures("promotion_as_optax_wants"), pytest.mark.slow]
 
@@ -48,6 +48,10 @@ def summed():
     test_update_state.test_raises_outside_of_jit(2)
 
 
+def rejected():
+    test_optimizer.test_rejected_steps_roll_back(test_optimizer.GUARDS["inside"])
+
+
 largest = _accumulate.maximum
 
 
@@ -82,7 +86,7 @@ MUTANTS = {
         _steps,
         "_rejected",
         lambda *_: jnp.array(False),
-        test_train_state.test_rejected_steps_roll_back,
+        rejected,
     ),
 }
 

@@ -1,7 +1,6 @@
 """vmap: a shared state sees the whole batch as one product, a batched state is one state a member."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
@@ -141,17 +140,6 @@ def test_no_members(state_axis):
     cases.assert_untouched(got)
 
 
-def test_associative_scan():
-    """JAX's own use of an empty batch; products of matrices, in FP8 whatever the order."""
-    matrices = np.random.default_rng(0).integers(-1, 2, (5, 4, 4)).astype(np.float32)
-    state = jaxfp8.init_state(cases.RECIPE)
-    got = jax.lax.associative_scan(jax.vmap(lambda a, b: cases.product(a, b, state)), matrices)
-    # Small integers times scale 1: every product and every partial sum is a number of e4m3.
-    expected = list(itertools.accumulate(matrices, np.matmul))
-    assert np.abs(expected).max() <= 16
-    np.testing.assert_array_equal(got, expected)
-
-
 def nested(outer_axis, inner_axis):
     """The state's axis in each of two vmaps, None where it is shared."""
     return jax.vmap(jax.vmap(cases.product, in_axes=(0, None, inner_axis)), in_axes=(0, None, outer_axis))
@@ -185,18 +173,6 @@ def test_batched_in_shared():
     for j, step in enumerate(steps):
         step.y.check(y[:, j].reshape(-1, cases.N), f"y {j}")
         step.dgrad.check(dx[:, j].reshape(-1, cases.K), f"dgrad {j}")
-
-
-def test_batched_in_batched():
-    x, kernel, grad = cases.operands(B, C)
-    states = [[used_state(C * i + j) for j in range(C)] for i in range(B)]
-    y, dx, _, got = gradients(nested(0, 0), x, kernel, cases.pack(states), grad)
-    steps = [[dense(x[i, j], kernel, grad[i, j], states[i][j]) for j in range(C)] for i in range(B)]
-    cases.assert_state(got, [[step.state for step in row] for row in steps])
-    for i in range(B):
-        for j in range(C):
-            steps[i][j].y.check(y[i, j])
-            steps[i][j].dgrad.check(dx[i, j])
 
 
 @pytest.mark.parametrize("state_axis, out_axes", [(1, 0), (-1, 1)])
