@@ -57,22 +57,6 @@ def test_values_and_gradient(dtype, bias_dtype):
         without.y.check(y)
 
 
-def test_kernel_of_several_free_dimensions_and_a_batch():
-    """bias has the free dimensions of kernel; it is the same for all members of a batch."""
-    rng = np.random.default_rng(4)
-    x, kernel = rng.standard_normal((2, M, K)).astype(F32), rng.standard_normal((2, K, 2, N)).astype(F32)
-    bias, grad = rng.standard_normal((2, N)).astype(F32), rng.standard_normal((2, M, 2, N)).astype(F32)
-    state = jaxfp8.init_state(RECIPE)
-
-    def of(x, kernel, bias):
-        return jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state, bias=bias)
-
-    y, vjp = jax.vjp(of, x, kernel, bias)
-    bare = jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state)
-    np.testing.assert_allclose(y, np.asarray(bare) + bias, rtol=0, atol=1e-5)  # a rounding of f32 of numbers below 20
-    sum_of_rows(grad.reshape(-1, 2 * N)).check(vjp(grad)[2].reshape(-1))
-
-
 @pytest.mark.parametrize("shared_state", [True, False])
 def test_vmap_over_kernels(shared_state):
     """Experts: a kernel and a bias each; state shared or each its own."""

@@ -90,19 +90,6 @@ def test_implementations(name):
         compare_steps(steps=2)
 
 
-def test_mixed_dtypes():
-    """bf16 activations and an f32 kernel: results in f32, gradients in the dtype of their operand."""
-    lhs, rhs, grad = operands(3)
-    lhs = lhs.astype(oracle.BF16)
-    sizes = SIZES["all rows"]
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY), dgrad_dtype=oracle.BF16)
-    got = training_step()(lhs, rhs, grad, np.int32(sizes), jaxfp8.init_state(RECIPE))
-    assert [x.dtype for x in got[:3]] == [np.float32, oracle.BF16, np.float32]
-    assert_step(got, expected, "mixed")
-    y = jaxfp8.ragged_dot(lhs, rhs, np.int32(sizes), recipe=RECIPE, state=WITHOUT, preferred_element_type=oracle.F16)
-    assert y.dtype == oracle.F16
-
-
 def test_without_state():
     """Each scale from the tensor at hand, padding not in it: the same as a state whose history has its amax."""
     lhs, rhs, grad = operands(3)
@@ -307,11 +294,6 @@ def test_only_first_derivatives_in_reverse_mode():
             jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
         with pytest.raises(TypeError):
             jax.hessian(lambda x: _loss(x, state))(lhs)
-
-
-def test_state_that_never_moves_warns():
-    with pytest.warns(jaxfp8.FP8StateWarning, match="never updates"):
-        jax.grad(_loss)(jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE))
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants

@@ -83,16 +83,6 @@ def test_steps(kind):
     assert [of[2] for of in seen] == [1, 0, 1, 2, 0]
 
 
-def test_kernels_that_were_quantized_before():
-    (x,), kernel, (grad,) = tensors(8)
-
-    def loss(kernel, state):
-        return use(jaxfp8.quantize_params({"w": kernel}, {"w": state}, RECIPE)["w"], state, x, grad)
-
-    _, got = jax.jit(jax.grad(loss, argnums=(0, 1)))(kernel, counted_state())
-    assert_counters(of_state(got), Expected().step([(x, kernel, grad)]), "quantize_params")
-
-
 def test_inputs_that_are_computed_on_the_way():
     """relu is exact. A vmap that shares the state is more rows."""
     x, kernel, grad = tensors(9, uses=2)

@@ -107,14 +107,6 @@ def test_nnx_models():
     oracle.assert_bitwise(module["input_counters"].get_value(), np.float32([*expected, 1]), "bridged")
 
 
-def test_state_of_another_shape_is_named():
-    state = dataclasses.replace(counted_state().input, counters=jnp.zeros(2))
-    state = dataclasses.replace(counted_state(), input=state)
-    (x,), kernel, (grad,) = tensors()
-    with pytest.raises(ValueError, match=r"state.input: expected counters \(3,\), got \(2,\); .*with_counters"):
-        use(kernel, state, x, grad)
-
-
 @pytest.mark.parametrize("saved_with", [False, True])
 @pytest.mark.parametrize("used_with", [False, True])
 def test_checkpoints(variables, saved_with, used_with):

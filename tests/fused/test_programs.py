@@ -148,11 +148,3 @@ def test_one_custom_call_on_cuda(name):
     assert not read, read
     inference = calls(lambda *a: train(*a), operands, kernel, state)
     assert Counter(call[0] for call in inference)[op] == 1
-
-
-def test_the_value_is_dead_code_in_a_product():
-    """A compiled forward pass computes it once, for the codes."""
-    case, (kernel, _) = CASES["gelu"], cases.kernel_and_grad()
-    (x,), state = cases.operands(case), jaxfp8.init_state(RECIPE)
-    text = jax.jit(lambda x: cases.product(case.fuse(x), kernel, state)).lower(x).compile().as_text()
-    assert text.count(" exponential(") == 1

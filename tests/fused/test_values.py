@@ -86,30 +86,6 @@ def test_scales_of_the_tensor_at_hand(name):
     assert not np.array_equal(unit[0], got[0]), "the scale matters here"
 
 
-def test_current_has_no_value_outside_of_its_conditional():
-    """The conditional computes the amax from x: the values themselves are in no program but in the first step's."""
-    case, recipe = CASES["silu_gated"], jaxfp8.DelayedScaling(amax_history_len=4, first_step="current")
-    (x,), (kernel, _) = cases.operands(case), cases.kernel_and_grad()
-    jaxpr = jax.make_jaxpr(lambda x: cases.product(case.fuse(x), kernel, jaxfp8.init_state(recipe), None, recipe))(x)
-    (cond,) = [
-        eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond" and any(v.aval.shape == x.shape for v in eqn.invars)
-    ]
-    assert not [v for v in cond.invars if v.aval.shape == (cases.ROWS, cases.INNER)]
-
-
-@pytest.mark.varied
-@pytest.mark.parametrize("rows", [(2, 3), (1, 2, 3)], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "silu_gated", "layer"])
-def test_more_dimensions(name, rows):
-    """Rows are all dimensions but the last."""
-    case, (kernel, _) = CASES[name], cases.kernel_and_grad()
-    x, *parameters = cases.operands(case)
-    state = jaxfp8.init_state(RECIPE)
-    flat = cases.product(case.fuse(x, *parameters), kernel, state)
-    y = cases.product(case.fuse(x.reshape(*rows, *x.shape[1:]), *parameters), kernel, state)
-    oracle.assert_bitwise(y, np.asarray(flat).reshape(*rows, cases.OUT), "y")
-
-
 X = np.ones((3, 2, 4), F32)
 BAD = {
     "activation": (lambda: jaxfp8.activated(X, "tanh"), ValueError, r"activated: activation: expected one of .*'tanh'"),

@@ -10,7 +10,6 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
 import jaxfp8.nnx
@@ -141,48 +140,6 @@ def test_nnx():
 
     jaxfp8.calibrate(model, [(BATCHES[0], GRADS[0])], loss_fn=loss_fn)
     oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
-
-
-@pytest.mark.slow
-def test_on_a_mesh():
-    """Eight devices record what one does: the amax of the whole batch."""
-    model = dense()
-    variables = variables_of(model, BATCHES[0])
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    place = lambda spec: lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
-    placed = {
-        "params": jax.tree.map(place(P("model")), variables["params"]),
-        OWG: jax.tree.map(place(P()), variables[OWG]),
-    }
-    got = jaxfp8.calibrate(model, placed, map(place(P("data")), BATCHES))
-    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got[OWG]))
-
-
-class Uses(jaxfp8.Quantizer):
-    """Counts its uses, in an array with no name of its own or with one."""
-
-    def __init__(self, named):
-        self.named = named
-
-    def init(self):
-        return {"uses": jnp.zeros((1,), jnp.float32)} if self.named else jnp.zeros((1,), jnp.float32)
-
-    def quantize(self, x, state):
-        return jaxfp8.Float8CurrentScaling().quantizers()[0].quantize(x, None)[0], jax.tree.map(lambda n: n + 1, state)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_custom_quantizers_of_gradients_see_nothing(named):
-    """Without a loss there is no gradient that they should learn from."""
-    recipe = jaxfp8.CustomRecipe(lambda role: Uses(named))
-    model = nn.Dense(N, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
-    state = jaxfp8.calibrate(model, variables_of(model, BATCHES[0]), BATCHES)[OWG]["Fp8DotGeneral_0"]
-    uses = {name: float(leaf[0]) for name, leaf in state.items()}
-    leaf = "uses" if named else "state"
-    forward, backward = ("input", "weight", "output"), ("grad_input", "grad_output")
-    wanted = dict.fromkeys((f"linear_{role}_{leaf}" for role in forward), len(BATCHES))
-    assert uses == wanted | {f"linear_{role}_{leaf}": 0 for role in backward}
 
 
 def test_errors():

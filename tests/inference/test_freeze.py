@@ -1,6 +1,5 @@
 """freeze: the outputs of the model it was, bit by bit, from codes and fixed scales alone."""
 
-import dataclasses
 import warnings
 
 import flax.linen as nn
@@ -78,40 +77,6 @@ def test_nnx(name):
     assert models.nbytes(nnx.state(model)) < 0.33 * size
 
 
-@pytest.mark.slow
-def test_other_arguments_stay():
-    """Batch statistics, keywords, methods; products that the example does not reach keep kernel and state."""
-
-    class Model(nn.Module):
-        def setup(self):
-            self.one, self.two = (nn.Dense(N, dot_general_cls=models.fp8(), **BF16) for _ in range(2))
-            self.norm = nn.BatchNorm()
-
-        def __call__(self, x, train, more=False):
-            y = self.norm(self.one(x), use_running_average=not train)
-            return self.two(x) if more else y
-
-        def head(self, x):
-            return self.one(x)
-
-    model = Model()
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        variables = model.init(jax.random.key(0), X, train=False)
-        both = jax.eval_shape(lambda: model.init(jax.random.key(0), X, train=False, more=True))
-        variables = jaxfp8.calibrate(model, variables, [X], train=False)
-        variables["params"]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both["params"]["two"])
-        variables[OWG]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"])
-        frozen = jaxfp8.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False)
-        assert_same_bits(frozen["batch_stats"], variables["batch_stats"], "statistics")
-        for options in ({"train": False}, {"train": False, "more": True}):
-            assert_same_bits(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
-        wanted = model.apply(variables, X, method="head")
-        assert_same_bits(model.apply(frozen, X, method="head"), wanted, "another method")
-        again = jaxfp8.freeze(model, variables, X, train=True, mutable=["batch_stats"])
-    assert list(frozen[OWG]) == ["two"] and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
-    assert_same_bits(again["params"], frozen["params"], "traced in training")
-
-
 def test_on_a_mesh():
     """Codes lie as their kernel does, so nothing is gathered; outputs are one device's where sums are exact."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -156,34 +121,6 @@ def test_it_does_not_train():
     # In the unfrozen model the gradient of y has the scale 1 of its empty history; frozen it has its own.
     wanted = jax.grad(loss, argnums=(0, 1))(variables, X)[1]
     assert np.linalg.norm(got - wanted) < 0.2 * np.linalg.norm(wanted)
-
-
-@dataclasses.dataclass(frozen=True)
-class Int8(jaxfp8.Quantizer):
-    """Integers, as in the docstring of `Quantizer`."""
-
-    def quantize(self, x, state):
-        scale_inv = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1) / 127
-        return jaxfp8.QTensor(jnp.round(x / scale_inv[0]).astype(jnp.int8), scale_inv), state
-
-
-def test_codes_that_are_no_fp8():
-    """In high precision, as where `inspect.compare` looks, they are what they stand for."""
-    model = nn.Dense(N, use_bias=False, dot_general_cls=models.fp8(jaxfp8.CustomRecipe(lambda role: Int8())))
-    variables = model.init(jax.random.key(0), X)
-    frozen = jaxfp8.freeze(model, variables, X)
-    assert frozen["params"]["Fp8DotGeneral_0"]["kernel"].dtype == jnp.int8
-    # Products of dequantized operands, in another order of sums: K additions in float32 each, of the same numbers.
-    kernel = np.asarray(variables["params"]["kernel"])
-    bound = 2 * (K + 1) * 2.0**-24 * np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() * 1.02
-    assert (np.abs(model.apply(frozen, X) - model.apply(variables, X)) < bound).all()
-    with jaxfp8.autocast(enabled=False):
-        y = model.apply(frozen, X)
-    # An element of the kernel is off by half a step of amax / 127, and a row of X sums K of them.
-    bound = np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() / 254 * 1.01
-    assert (np.abs(np.asarray(y) - X @ kernel) < bound).all()
-    (row,) = jaxfp8.inspect.compare(model, X, frozen).rows
-    assert row["output"] > 30
 
 
 class OneProduct(nn.Module):

@@ -1,6 +1,5 @@
 """linen.Dense: nn.Dense's parameters, but the f32 kernel is quantized as it is and its gradient comes in f32."""
 
-import dataclasses
 import functools
 import re
 
@@ -89,16 +88,6 @@ def test_no_copy_of_the_kernel_in_the_compute_dtype():
     assert f"tensor<{K}x{N}xf32>" in text
 
 
-def test_fields_are_those_of_nn_dense():
-    """With their defaults; what is not here is what the recipe replaces."""
-    theirs = {f.name: f for f in dataclasses.fields(nn.Dense)}
-    ours = {f.name: f for f in dataclasses.fields(Dense)}
-    assert set(ours) - set(theirs) == {"recipe"}
-    assert set(theirs) - set(ours) == {"dot_general", "dot_general_cls", "promote_dtype"}
-    for name in (set(ours) & set(theirs)) - {"kernel_init", "bias_init", "features"}:
-        assert ours[name].default == theirs[name].default, name
-
-
 @pytest.mark.parametrize("param_dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("dtype", [None, F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("x_dtype", [F32, BF16, F16, np.dtype(np.int32)], ids=str)
@@ -125,11 +114,3 @@ def test_x_arrives_in_the_compute_dtype(x_dtype, dtype):
     codes, _ = oracle.quantize(arrives, 1, oracle.E4M3)
     kernel_codes, _ = oracle.quantize(np.asarray(variables["params"]["kernel"]), 1, oracle.E4M3)
     oracle.scaled_matmul(codes, kernel_codes.T, 1, 1, out_dtype=dtype or F32).check(layer.apply(variables, x))
-
-
-def test_options_reach_the_product():
-    x = operands(0, F32)[0]
-    with pytest.raises(ValueError, match="precision"):
-        Dense(N, recipe=RECIPE, precision="bfloat16").init(jax.random.key(0), x)
-    history = Dense(N).init(jax.random.key(0), x)[OWG]["Fp8DotGeneral_0"]["input_amax_history"]
-    assert history.shape == (jaxfp8.DelayedScaling().amax_history_len,)

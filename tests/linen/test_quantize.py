@@ -15,7 +15,6 @@ from .quantized import (
     RULES,
     A,
     B,
-    Block,
     D,
     Model,
     assert_same,
@@ -43,13 +42,6 @@ def test_every_way_to_call(method):
     assert_same(got, by_hand().apply(variables, x(), method=method))
     plain = model().apply({"params": variables["params"]}, x(), method=method)
     assert np.any(np.asarray(got) != np.asarray(plain))
-
-
-def test_the_plain_class_s_method():
-    """Layers that a compact method makes, called through the class that knows of no rules."""
-    variables = Block(A, B).init(jax.random.key(0), x())
-    got = quantize(Block(), [("attn/.*", A), ("mlp", B)]).apply(variables, x(), method=Block.__call__)
-    assert_same(got, Block(A, B).apply(variables, x()))
 
 
 def test_bound_models():
@@ -123,10 +115,6 @@ def compare_which_rule():
 
 def test_which_rule():
     compare_which_rule()
-
-
-def test_no_match_leaves_the_code_as_it_is():
-    compare_programs(quantize(by_hand(), []), by_hand(), x())
 
 
 def last_match(rules, paths, op):

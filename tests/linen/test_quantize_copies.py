@@ -17,7 +17,7 @@ import pytest
 import jaxfp8
 from jaxfp8.linen import _quantize, quantize
 
-from .quantized import RULES, A, B, Block, D, Model, assert_same, by_hand, by_rules, fp8, step, x
+from .quantized import RULES, A, B, Block, D, Model, assert_same, fp8, step, x
 
 try:
     import cloudpickle
@@ -126,14 +126,6 @@ def test_copies(name, how):
 def same_hash(*models):
     """Whether two models hash alike; the error where one does not hash."""
     return outcome(lambda: hash(models[0]) == hash(models[1]))
-
-
-@pytest.mark.parametrize("how", ["copy", "deepcopy"])
-def test_copies_of_bound_models(how):
-    variables = by_hand().init(jax.random.key(0), x())
-    bound, hand = by_rules().bind(variables), by_hand().bind(variables)
-    assert_same(COPIES[how](bound)(x()), COPIES[how](hand)(x()))
-    assert_same(COPIES[how](bound.shared)(x()), COPIES[how](hand.shared)(x()))
 
 
 IN_ANOTHER_PROCESS = """

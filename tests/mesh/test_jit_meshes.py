@@ -46,14 +46,6 @@ def test_first_step_current(kind, name):
     cases.assert_same(rest, cases.reference(CURRENT), f"{kind} {name}")
 
 
-@pytest.mark.parametrize("kind, name", [("auto", "all"), ("explicit", "fsdp"), ("explicit", "all")])
-def test_products_without_state(kind, name):
-    """Scales come from the tensors at hand: from all of each."""
-    run = train(kind, name, with_state=False)
-    assert run.losses[-1] != cases.reference().losses[-1], "else this shows nothing that state does not"
-    cases.assert_same(run, cases.reference(with_state=False), f"{kind} {name}")
-
-
 @pytest.mark.parametrize("kind, name", [("auto", "tp"), ("auto", "all"), ("explicit", "fsdp+tp")])
 def test_gradient_of_the_input(kind, name):
     """Its sum crosses devices where the hidden layer is cut. In f32: partial sums in bf16 would be rounded."""

@@ -113,19 +113,6 @@ def steps(run, weights, state, batches):
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")
 
 
-@pytest.mark.parametrize(
-    "kind, shape",
-    [("explicit", (1, 1, 1)), ("auto", (4, 1, 1))]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", (1, 1, 1)), ("explicit", (1, 2, 4)))],
-)
-def test_axes_of_size_one(kind, shape):
-    mesh = cases.mesh(kind, shape)
-    with jax.set_mesh(mesh):
-        weights, state, batches = cases.arguments(mesh, LAYOUT)
-        run = cases.train(cases.jitted(mesh, LAYOUT), weights, state, batches[:3])
-    cases.assert_same(run, cases.reference(steps=3), f"{kind} {shape}")
-
-
 @pytest.mark.varied
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
 @pytest.mark.parametrize("context", ["none", "with mesh"])
@@ -135,18 +122,6 @@ def test_without_set_mesh(kind, context):
     mesh = cases.mesh(kind)
     with mesh if context == "with mesh" else contextlib.nullcontext():
         steps(cases.jitted(mesh, LAYOUT), *cases.arguments(mesh, LAYOUT))
-
-
-def test_shardings_of_arguments_only():
-    """Of arrays that lie on the mesh; and of `in_shardings`, for arrays that do not."""
-    mesh = cases.mesh()
-    steps(jax.jit(cases.make_step()), *cases.arguments(mesh, LAYOUT))
-    run = jax.jit(cases.make_step(), in_shardings=cases.shardings(mesh, (LAYOUT.weights, P(), LAYOUT.batch)))
-
-    def from_host(weights, state, batch):
-        return jax.device_get(run(weights, state, batch))
-
-    steps(from_host, cases.weights(), cases.state(), cases.batches())
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,6 @@ def forgets_functions():
         cached.cache_clear()
 
 
-def test_the_package_passes():
-    compare()
-
-
 @pytest.mark.usefixtures("forgets_functions")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_is_caught(monkeypatch, mutant):

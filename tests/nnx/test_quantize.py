@@ -185,18 +185,6 @@ def test_stacked_layers():
     assert_same(run(quantized, x()), run(hand, x()))
 
 
-def test_stack_along_another_axis_is_an_error():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap(in_axes=(0,), out_axes=1)
-    def make(rngs):
-        return nnx.Linear(D, 5, use_bias=False, rngs=rngs)
-
-    layer = make(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"nnx.quantize: .*expected a kernel \[8, 5\].*got \[8, 3, 5\]"):
-        quantize(layer, [(".*", A)])
-    assert not jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
-
-
 COPIES = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "copy": copy.copy,
@@ -249,9 +237,3 @@ def test_mutant_that_loses_state_is_caught(monkeypatch):
     monkeypatch.setattr(Fp8DotGeneral, "__getstate__", without_state)
     with pytest.raises(AssertionError):
         test_copies("pickle")
-
-
-@pytest.mark.parametrize("model", [nnx.Linear, 3, jnp.ones(3)])
-def test_errors(model):
-    with pytest.raises(TypeError, match="nnx.quantize: model: expected an NNX module"):
-        quantize(model, RULES)

@@ -112,10 +112,3 @@ def test_a_frozen_kernel_keeps_no_input(how):
         return lax.scan(lambda x, _: (product(x, packed) @ np.ones((cases.N, cases.K), np.float32), None), x, None, 3)
 
     assert kept(loop, x, packed) == [codes]
-
-
-def test_training_kernels_have_three_products():
-    """What the counts above are compared with."""
-    x, kernel, grad = cases.operands()
-    gradient = jax.value_and_grad(lambda *operands: inner(cases.product(*operands), grad), argnums=(0, 1, 2))
-    assert products(gradient, x, kernel, cases.pack(used_state())) == 3

@@ -12,7 +12,7 @@ import optax
 import oracle
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jaxfp8
 from recipes import grids
@@ -109,14 +109,6 @@ def test_uses_combine_by_max(program, entry):
         state = jaxfp8.update_state(state, gradient)
 
 
-def test_accumulate_gradients():
-    x, kernel, grad = uses_of()
-    state, acc = jaxfp8.init_state(RECIPE), None
-    for x_i, grad_i in zip(x, grad, strict=True):
-        acc = jaxfp8.accumulate_gradients(acc, state_gradient(loss, state, x_i, kernel, grad_i), weight=0.25)
-    assert_state(acc, seen(x, kernel, grad, 0, uses=len(x)), 1)
-
-
 def test_members_keep_their_own():
     """vmap over states: each as it is alone."""
     x, kernel, grad = uses_of(3)
@@ -159,15 +151,6 @@ MESH = Mesh(np.array(jax.devices()[:8]), ("data",))
 
 def tall():
     return grids.data(3, m=16, n=8)
-
-
-def test_jit_on_a_mesh():
-    x, kernel, grad = tall()
-    cut, whole = (NamedSharding(MESH, PartitionSpec(*spec)) for spec in (("data",), ()))
-    args = (jaxfp8.init_state(RECIPE), x, kernel, grad)
-    args = [jax.device_put(a, s) for a, s in zip(args, (whole, cut, whole, cut), strict=True)]
-    gradient = jax.jit(lambda *args: state_gradient(loss, *args))(*args)
-    assert_state(gradient, seen(x, kernel, grad, 0), 1)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

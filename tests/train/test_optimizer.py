@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,6 +155,9 @@ def test_multi_steps(make, k):
         assert not np.array_equal(kernel, replay.kernel_of(now[0]))
 
 
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
 def test_multi_steps_that_skip():
     """A mini-step that MultiSteps skips never happened: not in the count, not in the max."""
     multi = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
@@ -168,9 +170,6 @@ def test_multi_steps_that_skip():
     for batch in (small, spoiled, replay.batch(2, 0.01)):
         now = advance(now, *batch)
     replay.assert_state(now[0], replay.step(replay.first(), kernel, [small, replay.batch(2, 0.01)]), "the two")
-
-
-# ------------------------------------------------------------------------------------------------------- skipped steps
 
 
 def spoil(batch):
@@ -260,15 +259,3 @@ def test_updates_zeroed_by_hand():
 
 
 # ---------------------------------------------------------------------------------------------------------- containers
-
-
-def test_trees_without_state():
-    """A model in high precision trains as without the wrapper."""
-    layer = nn.Dense(3)
-    params = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
-    grads = jax.tree.map(jnp.ones_like, params)
-    results = []
-    for tx in (optax.adam(0.1), train.optimizer(optax.adam(0.1))):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        results.append(optax.apply_updates(params, updates))
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="updated"), *results)

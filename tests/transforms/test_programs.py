@@ -74,7 +74,7 @@ def test_random_programs(program, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, **SETTINGS)
+@settings(max_examples=100, **SETTINGS)
 @given(programs(), st.integers(0, 2**16))
 def test_many_random_programs(program, seed):
     check(program, seed)
