@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from jaxfp8.ops import _partition
 from mesh import cases
@@ -64,34 +63,6 @@ def test_gradient_of_the_input(kind, name):
         weights, state, batches = cases.arguments(mesh, layout, dtype=jnp.float32)
         step = jax.jit(cases.step_on(mesh, layout, make_step=make_step))
         cases.assert_same(step(weights, state, batches[0]), wanted, f"{kind} {name}")
-
-
-@pytest.mark.parametrize(
-    "kind, where",
-    [("explicit", "grad"), *(pytest.param("auto", where, marks=pytest.mark.slow) for where in ("x", "kernel"))],
-)
-def test_nan_in_one_shard_is_seen_by_all(kind, where):
-    """One NaN: the loss shows it, no history does, and each device is left with the state of one device."""
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS["all"]
-    weights, batch = cases.weights(), jax.tree.map(np.copy, cases.batches()[0])
-    tensor, at = {"x": (batch.x, (5, 3, 7)), "kernel": (weights["w1"], (20, 40)), "grad": (batch.target, (5, 3, 7))}[
-        where
-    ]
-    tensor[at] = np.nan
-    good = cases.batches()[1]
-
-    def two_steps(step, place):
-        *_, state, _ = bad = step(place(weights, layout.weights), place(cases.state(), P()), place(batch, layout.batch))
-        return bad, step(place(cases.weights(), layout.weights), state, place(good, layout.batch))
-
-    wanted = two_steps(jax.jit(cases.make_step()), lambda tree, specs: tree)
-    (_, state, loss), (_, after, good_loss) = wanted
-    hit = state["w1"].kernel if where == "kernel" else state["w1"].input if where == "x" else state["w2"].output_grad
-    assert np.isnan(loss) and hit.amax_history[0] == 0 and np.isfinite(good_loss)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state, after)))
-    with jax.set_mesh(mesh):
-        got = two_steps(cases.jitted(mesh, layout), lambda tree, specs: cases.put(tree, mesh, specs))
-    cases.assert_same(got, wanted, f"{kind} NaN in {where}")
 
 
 def no_reduction(of):

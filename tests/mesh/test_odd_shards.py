@@ -92,22 +92,6 @@ def test_padded_shards_are_caught(monkeypatch):
         train_uneven("contracted", (10, 12, 14))
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_tensors(kind, shape):
-    """Zeros, and state that was not touched."""
-    mesh = line(kind)
-    state = jaxfp8.init_state(cases.RECIPE)
-    for cut in ("rows", "columns", "contracted"):
-        tensors, (x_spec, kernel_spec, y_spec) = one_product(*shape), CUTS[cut]
-        _, (of_state, *_) = wanted = jax.jit(step)(*tensors, state)
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_state))
-        with jax.set_mesh(mesh):
-            run = jax.jit(functools.partial(step, out=y_spec if kind == "explicit" else None))
-            placed = [cases.put(*pair) for pair in zip(tensors, [mesh] * 3, (x_spec, kernel_spec, y_spec), strict=True)]
-            cases.assert_same(run(*placed, cases.put(state, mesh, P())), wanted, f"{kind} {cut} {shape}")
-
-
 def steps(run, weights, state, batches):
     """Three steps of `cases.mlp`."""
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")

@@ -142,26 +142,6 @@ def test_other_programs(name, checked):
     cases.assert_same(run, cases.reference(recipe, with_state), name)
 
 
-@MOSTLY_CHECKED
-def test_nan_on_one_device(checked):
-    """The loss shows it, no history does, and each device is left with the state of one device."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
-    batches = [jax.tree.map(np.copy, batch) for batch in cases.batches()[:4]]
-    batches[2].x[5, 3, 7] = np.nan
-    wanted = cases.train(jax.jit(cases.make_step()), cases.weights(), cases.state(), batches[:3])
-    assert np.isnan(wanted.losses[2]) and wanted.state["w1"].input.amax_history[0] == 0
-    step = jax.jit(step_inside(mesh, layout, checked))
-    placed = [cases.put(batch, mesh, layout.batch) for batch in batches]
-    run = cases.train(
-        step, cases.put(cases.weights(), mesh, layout.weights), cases.put(cases.state(), mesh, P()), placed[:3]
-    )
-    cases.assert_same(run, wanted, "with a NaN")
-    after = step(cases.put(cases.weights(), mesh, layout.weights), run.state, placed[3])
-    wanted = jax.jit(cases.make_step())(cases.weights(), wanted.state, batches[3])
-    assert np.isfinite(wanted[2])
-    cases.assert_same(after, wanted, "the step after")
-
-
 # ------------------------------------------------------------------------------------------------------ other programs
 
 

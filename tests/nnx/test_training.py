@@ -96,18 +96,6 @@ def test_microbatches_make_one_entry(how):
         assert not np.array_equal(kernel, layer.kernel.get_value())
 
 
-def test_not_finite():
-    """A NaN in x never enters the state, and the model is back the step after."""
-    layer, state = linear(), oracle.LayerState.init(H)
-    for bad in (False, True, False):
-        (x,), (grad,) = operands(0, 1)
-        x[0, 0] = np.nan if bad else x[0, 0]
-        kernel = np.asarray(layer.kernel.get_value())
-        jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-        state = oracle.dense_step(x, kernel, grad, state).state
-        assert_state(layer.dot_general, state, f"bad: {bad}")
-
-
 def test_argnums():
     """Ints and DiffStates, several of them, among arrays."""
     first, second = linear(0), linear(1)

@@ -11,9 +11,8 @@ import optax
 import oracle
 import pytest
 from flax.core import freeze
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
 
-import jaxfp8
 from jaxfp8.linen._train_state import TrainState
 
 from . import replay
@@ -102,55 +101,3 @@ def test_without_state_it_is_flax():
             train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
             results.append((train.params, train.opt_state))
         jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), *results)
-
-
-def test_layers_that_were_not_used():
-    """A zero cotangent is not stored: the state of an unused layer stays; Flax's class stores scale 0."""
-
-    class TwoLayers(nn.Module):
-        @nn.compact
-        def __call__(self, x, both=True):
-            make = functools.partial(nn.Dense, 5, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
-            y = make(name="used")(x)
-            return y + make(name="unused")(x) if both else y
-
-    model, x = TwoLayers(), BATCHES[0][0]
-    train = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(0.1))
-    step = jax.jit(
-        lambda train, both: train.apply_gradients(
-            grads=jax.grad(lambda v: jnp.sum(model.apply(v, x, both) ** 2))(train.params)
-        ),
-        static_argnums=1,
-    )
-    train = step(train, True)
-    later = step(train, False)
-    before, after = (t.params[replay.OWG] for t in (train, later))
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="unused"), after["unused"], before["unused"])
-    assert after["used"]["Fp8DotGeneral_0"]["input_amax_history"][-1] > 0, "the used layer's history rolled"
-
-
-def test_dynamic_scale():
-    """Flax's loss scaling divides the whole tree by 65536: state is bitwise as if it had not, and skips roll back."""
-    train, state = create(), replay.first()
-    scaler = dynamic_scale.DynamicScale(scale=65536.0)
-
-    def scaled_step(train, scaler, x, grad):
-        scaler, finite, _, grads = scaler.value_and_grad(lambda v: replay.loss(v, x, grad))(train.params)
-        stepped = train.apply_gradients(grads=grads)
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        return stepped.replace(params=jax.tree.map(keep, stepped.params, train.params)), scaler
-
-    compiled = jax.jit(scaled_step)
-    for i, (x, grad) in enumerate(BATCHES[:5]):
-        if i == 3:
-            bad = x.copy()
-            bad[0, 0] = np.inf
-            skipped, scaler = compiled(train, scaler, bad, grad)
-            jax.tree.map(functools.partial(oracle.assert_bitwise, what="skipped"), skipped.params, train.params)
-            assert scaler.scale == 32768
-        loss_scale = np.float32(scaler.scale)
-        state = replay.step(state, replay.kernel_of(train.params), [(x, grad * loss_scale)])
-        train, scaler = compiled(train, scaler, x, grad)
-        replay.assert_state(train.params, state, f"step {i}")
-    with pytest.raises(ValueError, match="unscaled"):
-        scaled_step(train, scaler, *BATCHES[5])

@@ -293,31 +293,6 @@ def test_no_false_alarm(recipe):
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize("reduce, factor", [("pmean", 1), ("psum", 8)])
-def test_reduced_over_devices(reduce, factor):
-    """State that all devices agree on survives pmean; psum is seen, in shard_map and after it."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    old, new = old_state(), made(old_state())
-
-    def reduced(new):
-        return jax.tree.map(lambda x: getattr(jax.lax, reduce)(x, "data"), new)
-
-    def mapped(fn, vma, arguments):
-        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P(),) * arguments, out_specs=P(), check_vma=vma))
-
-    expected = made(old_state(), 3.25 * factor)
-    for vma in (False, True):
-        to_device = lambda x: jax.lax.pcast(x, "data", to="varying") if vma else x  # noqa: E731, B023
-        step = mapped(lambda o, n: update_state(o, reduced(jax.tree.map(to_device, n))), vma, 2)  # noqa: B023
-        assert_same_bits(step(old, new), expected, f"inside, check_vma={vma}: ")
-        outside = mapped(lambda n: reduced(jax.tree.map(to_device, n)), vma, 1)(new)  # noqa: B023
-        if factor == 1:
-            assert_same_bits(update_state(old, outside), expected)
-        else:
-            with pytest.raises(ValueError, match="8 times"):
-                update_state(old, outside)
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_rows(kind):
     """Pipeline stages: rows live on different devices and are updated there."""
