@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from transforms.cases import assert_state, pack
 
 import jaxfp8
 from jaxfp8.dot import _einsum, einsum
@@ -126,25 +127,6 @@ def first_state():
     return oracle.LayerState(*(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3)))
 
 
-def to_package(state):
-    return jaxfp8.DotGeneralState(
-        *(
-            type(part)(np.float32(wanted.amax_history), np.float32([wanted.scale]))
-            for part, wanted in (
-                (getattr(jaxfp8.init_state(RECIPE), name), getattr(state, name))
-                for name in ("input", "kernel", "output_grad")
-            )
-        )
-    )
-
-
-def assert_state(got, expected: oracle.LayerState):
-    for name in ("input", "kernel", "output_grad"):
-        part, wanted = getattr(got, name), getattr(expected, name)
-        oracle.assert_bitwise(part.amax_history, wanted.amax_history, f"{name} amax_history")
-        oracle.assert_bitwise(part.scale, wanted.scale.reshape(1), f"{name} scale")
-
-
 def check(case, run=einsum):
     x, kernel = operands(case)
     state = first_state()
@@ -156,7 +138,7 @@ def check(case, run=einsum):
 
     wanted = jax.eval_shape(lambda x, kernel: jnp.einsum(case.eqn, x, kernel), x, kernel)
     grad = fractions(np.random.default_rng(1), wanted.shape, 2.0**-14)
-    y, dx, dkernel, next_state = step(x, kernel, grad, to_package(state))
+    y, dx, dkernel, next_state = step(x, kernel, grad, pack(state))
     assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
 
     x_codes, _, x_next = oracle.step(apply_first(case.x_first, x), state.input, oracle.E4M3)

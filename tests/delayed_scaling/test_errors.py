@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import oracle
 import pytest
 
 import jaxfp8
@@ -65,13 +64,7 @@ def run(x=GOOD_X, kernel=GOOD_KERNEL, dims=MATMUL, **options):
 
 
 BAD_ARGUMENTS = {
-    "x int": ({"x": np.ones((2, 3), np.int32)}, TypeError, r"\bx\b"),
-    "x bool": ({"x": np.ones((2, 3), bool)}, TypeError, r"\bx\b"),
-    "x complex": ({"x": np.ones((2, 3), np.complex64)}, TypeError, r"\bx\b"),
     "x f64": ({"x": np.ones((2, 3), np.float64)}, TypeError, r"\bx\b"),
-    "x fp8": ({"x": np.ones((2, 3), oracle.E4M3.dtype)}, TypeError, r"\bx\b"),
-    "kernel int": ({"kernel": np.ones((3, 4), np.int32)}, TypeError, r"\bkernel\b"),
-    "kernel fp8": ({"kernel": np.ones((3, 4), oracle.E5M2.dtype)}, TypeError, r"\bkernel\b"),
     "k differs": ({"kernel": np.ones((5, 4), np.float32)}, ValueError, "contracting"),
     "batch differs": (
         {

@@ -7,18 +7,7 @@ import pytest
 
 import jaxfp8
 
-from .cases import (
-    OPERANDS,
-    K,
-    M,
-    N,
-    assert_state,
-    assert_step,
-    random_run,
-    to_package,
-    training_step,
-    values,
-)
+from .cases import OPERANDS, K, M, N, assert_state, assert_step, random_run, to_package, training_step, values
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 STATES = {

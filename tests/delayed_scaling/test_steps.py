@@ -11,14 +11,7 @@ import pytest
 
 import jaxfp8
 
-from .cases import (
-    DTYPES,
-    FORMATS,
-    compare_run,
-    newest_two,
-    random_run,
-    scripted_run,
-)
+from .cases import DTYPES, FORMATS, compare_run, newest_two, random_run, scripted_run
 
 
 @DTYPES

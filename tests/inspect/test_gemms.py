@@ -196,25 +196,6 @@ def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
     assert reason in the_reason(function, X, K, platform=not_on)
 
 
-def test_implementations():
-    def inside(name, recipe):
-        def function(x, kernel):
-            with jaxfp8.ops.implementation(name):
-                return fp8(x, kernel, recipe)
-
-        return function
-
-    assert the_reason(inside("reference", CURRENT), X, K) == 'implementation("reference") is selected'
-    assert the_reason(gradients(inside("reference", BLOCK)), X, K) == 'implementation("reference") is selected'
-    inspect.assert_fp8(gradients(inside("xla", CURRENT)), X, K)
-    wanted = 'implementation("xla"): XLA has no FP8 product for this block_scaled_matmul'
-    assert the_reason(inside("xla", BLOCK), X, K) == wanted
-    kernels = jax.ShapeDtypeStruct((3, *K.shape), jnp.float32)
-    xs = jax.ShapeDtypeStruct((3, *X.shape), jnp.float32)
-    inspect.assert_fp8(jax.vmap(fp8), xs, kernels)
-    assert "scaled_matmul" in the_reason(jax.vmap(inside("xla", CURRENT)), xs, kernels)
-
-
 def test_this_machine(monkeypatch):
     """What a machine with a GPU lacks counts; one without is taken to develop for one that has everything."""
     gpu = type("Gpu", (), {"device_kind": "NVIDIA A100", "compute_capability": "8.0", "platform": "gpu"})()

@@ -112,11 +112,7 @@ def test_parameters():
             "wo": {"kernel": (HIDDEN, 7), "bias": (7,)},
         },
         "rms dense": {"scale": (WIDTH,), "dense": {"kernel": (WIDTH, *FEATURES), "bias": FEATURES}},
-        "layer dense": {
-            "scale": (WIDTH,),
-            "norm_bias": (WIDTH,),
-            "dense": {"kernel": (WIDTH, 7), "bias": (7,)},
-        },
+        "layer dense": {"scale": (WIDTH,), "norm_bias": (WIDTH,), "dense": {"kernel": (WIDTH, 7), "bias": (7,)}},
     }
 
 

@@ -33,8 +33,7 @@ def test_trains_as_the_model_edited_by_hand():
 
 
 @pytest.mark.parametrize(
-    "method",
-    [None, "encode", Model.encode, Model.__call__, lambda m, x: m.encode(x), lambda m, x: m.blocks[0](x)],
+    "method", [None, "encode", Model.encode, Model.__call__, lambda m, x: m.encode(x), lambda m, x: m.blocks[0](x)]
 )
 def test_every_way_to_call(method):
     variables = by_hand().init(jax.random.key(0), x())

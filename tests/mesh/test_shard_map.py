@@ -159,11 +159,7 @@ def remat_in_microbatches(loss):
     return in_microbatches(jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable))
 
 
-WRAPPERS = {
-    "remat": jax.checkpoint,
-    "microbatches": in_microbatches,
-    "microbatches of remat": remat_in_microbatches,
-}
+WRAPPERS = {"remat": jax.checkpoint, "microbatches": in_microbatches, "microbatches of remat": remat_in_microbatches}
 
 
 def wrapped(wrap, loss):

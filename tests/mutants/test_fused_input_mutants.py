@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 from fused import cases
 from jax import lax
@@ -12,14 +11,7 @@ from jaxfp8 import ops
 from jaxfp8.dot import _dot_general, _fused_input
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 
 def compare() -> None:

@@ -20,15 +20,8 @@ from jaxfp8.dot import _gemms
 from jaxfp8.numerics import _scaling
 from jaxfp8.recipes import _tensorwise
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def compare_steps(recipe=None, options=None) -> None:

@@ -16,8 +16,6 @@ from transforms import cases
 
 import jaxfp8
 
-CUSTOM_CALLS = list(map(jax.export.DisabledSafetyCheck.custom_call, jaxfp8.ops.custom_call_targets()))
-
 
 def loss_fn(kernel, state, x, grad):
     return jnp.sum(cases.product(x, kernel, state) * grad)
@@ -56,55 +54,6 @@ def python(program, folder, **environment):
 
 
 # -------------------------------------------------------------------------------------------------------------- export
-
-LOAD_AND_RUN = """
-import jax, numpy as np, jaxfp8
-step = jax.export.deserialize(bytearray(open("step.bin", "rb").read()))
-with np.load("in.npz") as file:
-    kernel, *leaves, x, grad = (file[name] for name in file.files)
-state = jax.tree.unflatten(jax.tree.structure(jaxfp8.init_state(jaxfp8.DelayedScaling())), leaves)
-STATE_IS_LEAVES
-for _ in range(2):
-    loss, kernel, state = step.call(kernel, state, x, grad)
-np.savez("out.npz", *jax.tree.leaves((loss, kernel, state)))
-"""
-
-
-def of_leaves(step):
-    """A step whose state is a list of arrays."""
-    treedef = jax.tree.structure(jaxfp8.init_state(cases.RECIPE))
-
-    def step_of_leaves(kernel, leaves, x, grad):
-        loss, kernel, state = step(kernel, jax.tree.unflatten(treedef, leaves), x, grad)
-        return loss, kernel, jax.tree.leaves(state)
-
-    return step_of_leaves
-
-
-EXPORTED = {
-    "leaves": (of_leaves(gradient_step), "leaves"),
-    "DotGeneralState": (gradient_step, "state"),
-}
-
-
-@pytest.mark.parametrize("implementation", ["ffi", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", EXPORTED)
-def test_export(name, implementation, tmp_path):
-    """Saved as bytes, loaded where nothing but jaxfp8 is imported, two steps: the bits of two steps here."""
-    if implementation == "ffi" and not jaxfp8.ops._ffi.has_cpu_kernels:
-        pytest.skip("jaxfp8 was built without its CPU library")
-    kernel, state, x, grad = arguments()
-    function, which = EXPORTED[name]
-    step, state = jax.jit(function), state if which == "state" else jax.tree.leaves(state)
-    with jaxfp8.ops.implementation(implementation):
-        exported = jax.export.export(step, disabled_checks=CUSTOM_CALLS)(kernel, state, x, grad)
-        expected = step(*step(kernel, state, x, grad)[1:], x, grad)
-    assert ("@jaxfp8_" in exported.mlir_module()) == (implementation == "ffi")
-    (tmp_path / "step.bin").write_bytes(exported.serialize())
-    np.savez(tmp_path / "in.npz", *jax.tree.leaves((kernel, state, x, grad)))
-    python(LOAD_AND_RUN.replace("STATE_IS_LEAVES", "" if which == "state" else "state = leaves"), tmp_path)
-    with np.load(tmp_path / "out.npz") as file:
-        assert_same_bits([file[name] for name in file.files], jax.tree.leaves(expected), "exported")
 
 
 # --------------------------------------------------------------------------------------------------- compilation cache

@@ -127,12 +127,7 @@ def test_jit_caches():
         traces.append(None)
         return jax.value_and_grad(lambda variables: jnp.sum(layer().apply(variables, X) ** 2))(variables)
 
-    regions = {
-        "none": None,
-        "mx": {"recipe": MX},
-        "rowwise": {"recipe": ROWWISE},
-        "disabled": {"enabled": False},
-    }
+    regions = {"none": None, "mx": {"recipe": MX}, "rowwise": {"recipe": ROWWISE}, "disabled": {"enabled": False}}
     values = {}
     for turn in range(2):
         for i, (name, options) in enumerate(regions.items()):

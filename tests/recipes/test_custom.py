@@ -269,11 +269,7 @@ def test_quantize_that_returns_the_wrong_thing(result, message):
 
 @pytest.mark.parametrize(
     ("result", "found"),
-    [
-        (lambda y: y.T, r"float32\(8, 6\)"),
-        (lambda y: y.astype(jnp.bfloat16), "bfloat16"),
-        (lambda y: None, "None"),
-    ],
+    [(lambda y: y.T, r"float32\(8, 6\)"), (lambda y: y.astype(jnp.bfloat16), "bfloat16"), (lambda y: None, "None")],
 )
 def test_qgemm_that_returns_the_wrong_thing(result, found):
     recipe = wrong(

@@ -34,8 +34,7 @@ def activation(y, size, pin):
 
 
 activation.defvjp(
-    lambda y, size, pin: (activation(y, size, pin), (size, pin)),
-    lambda of, ct: (_bounded(ct, *of, -7), None, None),
+    lambda y, size, pin: (activation(y, size, pin), (size, pin)), lambda of, ct: (_bounded(ct, *of, -7), None, None)
 )
 
 
@@ -153,7 +152,7 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
         AssertionError: at the first bit that differs, with the step, its event and the leaf.
     """
     places, counts = {}, collections.Counter()
-    simulated = simulation.Run.start(program.first_weights())
+    simulated = simulation.Run.start(cases.weights())
     mesh, tree = program.MESHES[0], None
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(pathlib.Path(folder))

@@ -72,10 +72,7 @@ def gradient(run: Run, batch):
         "w1": product(x1.T, g1, x1_next.scale, g1_next.scale),
         "w2": product(x2.T, g2, x2_next.scale, g2_next.scale),
     }
-    states = {
-        "w1": oracle.LayerState(x1_next, k1_next, g1_next),
-        "w2": oracle.LayerState(x2_next, k2_next, g2_next),
-    }
+    states = {"w1": oracle.LayerState(x1_next, k1_next, g1_next), "w2": oracle.LayerState(x2_next, k2_next, g2_next)}
     return of_weights, states
 
 

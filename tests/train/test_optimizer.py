@@ -46,8 +46,7 @@ TRANSFORMATIONS = {
     "trace and ema": lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda i: 0.01 / (1 + i)),
     "multi_transform": lambda: optax.multi_transform(
-        {"all": optax.adam(1e-2), "none": optax.set_to_zero()},
-        lambda params: jax.tree.map(lambda _: "all", params),
+        {"all": optax.adam(1e-2), "none": optax.set_to_zero()}, lambda params: jax.tree.map(lambda _: "all", params)
     ),
     "masked": lambda: optax.chain(
         optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)), optax.sgd(0.1)

@@ -13,7 +13,7 @@ import jaxfp8
 from jaxfp8._jax import _compat
 from jaxfp8.dot import _gemms
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 
 class Raw(functional.Functional):
@@ -29,14 +29,6 @@ def compare(name, recipe=known_amax.RECIPES["delayed"]):
     program = PROGRAMS[name]
     differentiate = functional.max_grad if program.cast else jax.value_and_grad
     known_amax.check(Raw, program, recipe, differentiate=differentiate)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def addition(function):

@@ -74,31 +74,6 @@ def test_gradients_per_example(dtype):
         expected.wgrad.check(dkernel[i], f"wgrad of example {i}")
 
 
-@pytest.mark.parametrize("in_axis, out_axis", [(0, 0), (2, 1)])
-def test_batch_of_kernels(in_axis, out_axis):
-    """One x, many kernels, one state: the gradient of x is summed, the kernel's amax is that of all kernels."""
-    x, kernels, _ = cases.operands(kernels=(B,))
-    grads = cases.operands(B, seed=1)[2]
-    state = used_state()
-    steps = [dense(x, kernel, grad, state) for kernel, grad in zip(kernels, grads, strict=True)]
-    y, dx, dkernels, got = gradients(
-        jax.vmap(cases.product, in_axes=(None, in_axis, None), out_axes=out_axis),
-        x,
-        np.moveaxis(kernels, 0, in_axis),
-        cases.pack(state),
-        np.moveaxis(grads, 0, out_axis),
-    )
-    cases.assert_state(got, merged([step.state for step in steps]))
-    for i, step in enumerate(steps):
-        step.y.check(np.moveaxis(y, out_axis, 0)[i], f"y {i}")
-        step.wgrad.check(np.moveaxis(dkernels, in_axis, 0)[i], f"wgrad {i}")
-    # One sum over N columns of all kernels, each kernel with the scale of the shared state.
-    codes = {name: np.concatenate([step.codes[name] for step in steps], axis=1) for name in ("kernel", "output_grad")}
-    inverse = {name: getattr(steps[0].state, name).scale for name in codes}
-    total = oracle.scaled_matmul(codes["output_grad"], codes["kernel"], inverse["output_grad"], inverse["kernel"])
-    total.check(dx, "dgrad")
-
-
 @pytest.mark.parametrize("own", OPERANDS)
 def test_one_quantizer_of_its_own(own):
     """Members with a state of their own for one quantizer share the others': the max over all members."""
