@@ -3,13 +3,13 @@
 import copy
 import pickle
 
-import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+from equality import assert_same_bits as assert_same
 from flax import nnx
+from linen.test_quantize import last_match, search
 
 import jaxfp8
 import jaxfp8.nnx
@@ -65,13 +65,6 @@ def x(seed=0):
     return np.random.default_rng(seed).standard_normal((4, 3, D)).astype(np.float32)
 
 
-def assert_same(got, wanted, what=""):
-    """Trees of the same structure and bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted), what
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        oracle.assert_bitwise(np.asarray(a), np.asarray(b), f"{what} {jax.tree_util.keystr(path)}")
-
-
 def state_of(model):
     return nnx.to_pure_dict(nnx.state(model, jaxfp8.nnx.trainable))
 
@@ -115,15 +108,6 @@ def compare_which_rule():
 
 def test_which_rule():
     compare_which_rule()
-
-
-def last_match(rules, paths, op):
-    return next((i for i, rule in reversed(list(enumerate(rules))) if rule.matches(paths, op)), None)
-
-
-def search(self, paths, op):
-    del op
-    return any(_rules.re.search(self.path, path) for path in paths)
 
 
 def without_none(rules, paths, op):
@@ -206,28 +190,6 @@ def test_copies(how):
     assert nnx.graphdef(copied) == nnx.graphdef(model) and copied.fp8_rules == model.fp8_rules
     compare(copied, model)
     assert str(jaxfp8.report(copied)) == str(jaxfp8.report(model))
-
-
-IN_ANOTHER_PROCESS = """
-import pickle, sys
-import jax, numpy as np
-model, x = pickle.load(sys.stdin.buffer)
-from nnx.test_quantize import state_of, step
-pickle.dump(list(map(np.asarray, jax.tree.leaves((state_of(model), step(model, x))))), sys.stdout.buffer)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["pickle", "cloudpickle"])
-def test_pickle_in_another_process(by):
-    if by == "cloudpickle" and cloudpickle is None:
-        pytest.skip("cloudpickle is not installed")
-    layers = {"up": nnx.Linear(D, 16, rngs=nnx.Rngs(0)), "mix": nnx.Einsum("bld,dh->blh", (16, D), rngs=nnx.Rngs(1))}
-    model = quantize(nnx.Sequential(layers["up"], layers["mix"]), [("layers/0", A), ("layers/1", B)])
-    payload = {"pickle": pickle, "cloudpickle": cloudpickle}[by].dumps((model, x()))
-    got, wanted = another_process.run(IN_ANOTHER_PROCESS, payload), (state_of(model), step(model, x()))
-    for i, (got_leaf, leaf) in enumerate(zip(got, jax.tree.leaves(wanted), strict=True)):
-        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
 
 
 def test_mutant_that_loses_state_is_caught(monkeypatch):
