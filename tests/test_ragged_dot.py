@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from delayed_scaling.cases import assert_state, assert_step
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from programs.known_amax import merged
 
 import jaxfp8
@@ -246,6 +246,34 @@ def test_meshes(lhs_spec, rhs_spec, axis_type):
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_experts_on_devices():
+    """shard_map: each device has experts and rows of its own, and all share one state."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
+    lhs, rhs, grad = operands(3, shape=(2,))
+    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
+    lhs[1] *= 3
+
+    def products(lhs, rhs, sizes, state):
+        return jaxfp8.ragged_dot(lhs[0], rhs[0], sizes[0], recipe=RECIPE, state=state)[None]
+
+    each = P("expert")
+    product = jax.shard_map(products, mesh=mesh, in_specs=(each, each, each, P()), out_specs=each)
+
+    @jax.jit
+    def step(lhs, rhs, state):
+        y, vjp = jax.vjp(lambda lhs, rhs, state: product(lhs, rhs, sizes, state), lhs, rhs, state)
+        return (y, *vjp(jnp.asarray(grad)))
+
+    y, dlhs, drhs, state = step(lhs, rhs, jaxfp8.init_state(RECIPE))
+    init = oracle.LayerState.init(HISTORY)
+    steps = [oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], init) for i in range(2)]
+    for i, expected in enumerate(steps):
+        for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
+            getattr(expected, name).check(got[i], f"{name} on device {i}")
+    assert_state(state, merged([s.state for s in steps]), "shard_map")
+
 
 GOOD = {
     "lhs": np.ones((6, 4), np.float32),

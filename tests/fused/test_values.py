@@ -67,6 +67,21 @@ def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers
     assert_same_bits(got, expected, "not fused")
 
 
+@pytest.mark.parametrize("name", ["gelu_gated", "rms"])
+def test_small_products_stay_in_high_precision(name):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, min_size=100)
+    operands, (kernel, _) = cases.operands(CASES[name], 0, BF16), cases.kernel_and_grad()
+    got, expected = both(CASES[name], operands, kernel, jaxfp8.init_state(recipe), recipe=recipe)
+    assert_same_bits(got, expected, "small")
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(got[1][2])), "the state is not touched"
+    exact = CASES[name].values(*operands).exact @ kernel
+    y = cases.product(CASES[name].fuse(*operands), kernel, jaxfp8.init_state(recipe), F32, recipe)
+    # The value is rounded to bf16, and INNER products of it are summed up.
+    np.testing.assert_allclose(
+        y, exact, rtol=0, atol=2.0**-8 * (np.abs(CASES[name].values(*operands).exact) @ np.abs(kernel)).max()
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_scales_of_the_tensor_at_hand(name):
     """Without state, and in the first step of "current": the scale is that of the value's amax, in f32 the same one."""
@@ -84,6 +99,15 @@ def test_scales_of_the_tensor_at_hand(name):
     oracle.assert_bitwise(got[1][2].input.scale, np.reshape(1 / scale, 1), "scale of the first step")
     unit, _ = both(CASES[name], operands, kernel, jaxfp8.init_state(RECIPE))
     assert not np.array_equal(unit[0], got[0]), "the scale matters here"
+
+
+def test_no_rows():
+    case = CASES["silu_gated"]
+    x, (kernel, _) = np.zeros((0, 2, cases.INNER), F32), cases.kernel_and_grad()
+    got, _ = both(case, (x,), kernel, jaxfp8.init_state(RECIPE))
+    value, ((dx,), dkernel, dstate) = got
+    assert value == 0 and dx.shape == x.shape and dkernel.shape == kernel.shape
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves((dkernel, dstate)))
 
 
 X = np.ones((3, 2, 4), F32)

@@ -2,6 +2,7 @@
 
 import warnings
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,40 @@ def test_nnx(name):
     assert models.nbytes(nnx.state(model)) < 0.33 * size
 
 
+@pytest.mark.slow
+def test_other_arguments_stay():
+    """Batch statistics, keywords, methods; products that the example does not reach keep kernel and state."""
+
+    class Model(nn.Module):
+        def setup(self):
+            self.one, self.two = (nn.Dense(N, dot_general_cls=models.fp8(), **BF16) for _ in range(2))
+            self.norm = nn.BatchNorm()
+
+        def __call__(self, x, train, more=False):
+            y = self.norm(self.one(x), use_running_average=not train)
+            return self.two(x) if more else y
+
+        def head(self, x):
+            return self.one(x)
+
+    model = Model()
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        variables = model.init(jax.random.key(0), X, train=False)
+        both = jax.eval_shape(lambda: model.init(jax.random.key(0), X, train=False, more=True))
+        variables = jaxfp8.calibrate(model, variables, [X], train=False)
+        variables["params"]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both["params"]["two"])
+        variables[OWG]["two"] = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), both[OWG]["two"])
+        frozen = jaxfp8.freeze(model, variables, jax.ShapeDtypeStruct(X.shape, X.dtype), train=False)
+        assert_same_bits(frozen["batch_stats"], variables["batch_stats"], "statistics")
+        for options in ({"train": False}, {"train": False, "more": True}):
+            assert_same_bits(model.apply(frozen, X, **options), model.apply(variables, X, **options), str(options))
+        wanted = model.apply(variables, X, method="head")
+        assert_same_bits(model.apply(frozen, X, method="head"), wanted, "another method")
+        again = jaxfp8.freeze(model, variables, X, train=True, mutable=["batch_stats"])
+    assert list(frozen[OWG]) == ["two"] and frozen["params"]["two"]["kernel"] is variables["params"]["two"]["kernel"]
+    assert_same_bits(again["params"], frozen["params"], "traced in training")
+
+
 def test_on_a_mesh():
     """Codes lie as their kernel does, so nothing is gathered; outputs are one device's where sums are exact."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -121,6 +156,19 @@ def test_it_does_not_train():
     # In the unfrozen model the gradient of y has the scale 1 of its empty history; frozen it has its own.
     wanted = jax.grad(loss, argnums=(0, 1))(variables, X)[1]
     assert np.linalg.norm(got - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["row-wise", "MXFP8"])
+def test_gradients_of_x_through_blocks(name):
+    """One layout of the codes is there; the gradient of x multiplies with it the other way."""
+    model, variables, frozen = models.linen(name)
+    got, wanted = (
+        jax.grad(lambda x, of=of: jnp.sum(jnp.sin(model.apply(of, x).astype(jnp.float32))))(X)
+        for of in (frozen, variables)
+    )
+    # Two quantizations of the kernel and one of the gradient, each off by at most 2**-4 of an element.
+    assert np.linalg.norm(got - wanted) < 3 * 2.0**-4 * np.linalg.norm(wanted)
 
 
 class OneProduct(nn.Module):
@@ -248,3 +296,15 @@ def test_a_use_that_freezing_did_not_see():
     assert np.isnan(layer.kernel[...]).all()
     with pytest.raises(ValueError, match=r"nnx.quantize: : jaxfp8.freeze left codes of its kernel alone"):
         jaxfp8.nnx.quantize(layer, [(".*", jaxfp8.MXFP8BlockScaling())])
+
+
+@pytest.mark.slow
+def test_boxed_parameters():
+    """Partitioning metadata, as `nn.with_partitioning` gives it; variables in a FrozenDict."""
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    model = nn.Dense(N, dot_general_cls=models.fp8(), kernel_init=kernel_init, **BF16)
+    variables = model.init(jax.random.key(0), X)
+    variables = jaxfp8.calibrate(model, flax.core.freeze({"params": variables["params"]}), [X])
+    frozen = jaxfp8.freeze(model, variables, X)
+    assert_same_bits(model.apply(frozen, X), model.apply(variables, X), "boxed")
+    assert not jax.tree.leaves(frozen["params"]["kernel"])

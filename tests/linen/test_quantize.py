@@ -12,6 +12,7 @@ from jaxfp8.linen import quantize
 from jaxfp8.recipes import _rules
 
 from .quantized import (
+    OWG,
     RULES,
     A,
     B,
@@ -165,6 +166,19 @@ def test_own_layers():
         (jaxfp8.linen.Dense(5), [("Fp8DotGeneral_0", A)], jaxfp8.linen.Dense(5, recipe=A)),
     ):
         compare_programs(quantize(layer, rules), wanted, x())
+
+
+def test_own_layers_in_high_precision():
+    mlp = quantize(jaxfp8.linen.GatedMLP(16), [("wi", None)])
+    variables = mlp.init(jax.random.key(0), x())
+    assert set(variables[OWG]) == {"wo"}
+    both = quantize(jaxfp8.linen.GatedMLP(16), [("w[io]", None)])
+    assert OWG not in both.init(jax.random.key(0), x())
+    wi, wo = (np.float64(variables["params"][name]["kernel"]) for name in ("wi", "wo"))
+    hidden = np.einsum("bld,dgh->gblh", np.float64(x()), wi)
+    exact = (hidden[0] / (1 + np.exp(-hidden[0])) * hidden[1]) @ wo
+    # f32 products of length 8 and 16 and a few roundings; FP8 would be 2**-4 off.
+    np.testing.assert_allclose(both.apply(variables, x()), exact, rtol=0, atol=2.0**-16 * np.abs(exact).max())
 
 
 class EditedEinsum(nn.Module):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -139,6 +140,16 @@ def test_under_jit(order):
     assert index(layers()) == -1 and index(layers()).dtype == jnp.int32
     for bad in (ORDER[:1], ORDER[:3], ORDER[2:5], ORDER):
         assert names[index(layers(*bad))] == first_nonfinite(layers(*bad), order)
+
+
+def test_nnx():
+    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+    x = np.float32([[1, 2]])
+    good = nnx.grad(lambda m: m(x).sum())(model)
+    bad = nnx.grad(lambda m: jnp.sqrt(0.0 * m(x)).sum())(model)
+    assert all_finite(good) and not all_finite(bad)
+    assert first_nonfinite(good) is None
+    assert first_nonfinite(bad, ["layers/0", "layers/1"]).startswith("layers/1/")
 
 
 def test_an_order_of_another_model():

@@ -2,11 +2,13 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from flax import nnx
 
 import jaxfp8
 from jaxfp8.mixed_precision import Policy
@@ -91,6 +93,22 @@ def test_all_else_stays():
 
 
 # --------------------------------------------------------------------------------------------------------------- table
+
+
+def test_models():
+    """The variables of Linen and NNX models: parameters are cast, state is not."""
+    x = np.ones((4, 8), np.float32)
+    variables = nn.Dense(3, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
+    got = HALF.cast_to_compute(variables)
+    assert {leaf.dtype for leaf in jax.tree.leaves(got["params"])} == {jnp.dtype("float16")}
+    owg = jaxfp8.OVERWRITE_WITH_GRADIENT
+    assert all(a is b for a, b in zip(jax.tree.leaves(got[owg]), jax.tree.leaves(variables[owg]), strict=True))
+
+    model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
+    model(x)
+    state = HALF.cast_to_compute(nnx.state(model))
+    dtypes = {type(v): v.get_value().dtype for _, v in nnx.to_flat_state(state)}
+    assert dtypes[nnx.Param] == jnp.float16 and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
 
 
 LOGITS = np.linspace(-9, 9, 4096)

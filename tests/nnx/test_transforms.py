@@ -10,7 +10,7 @@ import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.nnx import OverwriteWithGradient
 
-from .cases import H, assert_state, expected_state, linear, operands, use
+from .cases import H, assert_plain, assert_state, expected_state, linear, operands, use
 
 USES = 3
 
@@ -54,3 +54,16 @@ def test_state_returned_by_the_loss_is_plain():
 
     _, aux = jaxfp8.nnx.grad(loss, has_aux=True)(layer)
     assert all(leaf.dtype == np.dtype(np.float32) for leaf in jax.tree.leaves(aux))
+
+
+def test_tree_mode():
+    """Without the graph protocol NNX differentiates the whole module; the state comes with it."""
+    layer, state = linear(), oracle.LayerState.init(H)
+    xs, grads = operands(0, 2)
+    kernel = np.asarray(layer.kernel.get_value())
+    with nnx.set_graph_mode(False):
+        gradients = jaxfp8.nnx.grad(each(use))(layer, xs, grads)
+        jaxfp8.nnx.update_state(layer, gradients)
+    uses = [(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)]
+    assert_state(layer.dot_general, expected_state(uses, state), "tree mode")
+    assert_plain(layer)
