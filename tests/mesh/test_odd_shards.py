@@ -133,18 +133,9 @@ def test_outside_of_jit():
 
 
 @pytest.mark.varied
-@pytest.mark.parametrize("spmd_axis_name", [None, "data"])
-@pytest.mark.parametrize("kind, own", [("auto", ""), ("auto", "kernel"), ("auto", "state"), ("auto", "kernel, state")])
-def test_vmap_auto(kind, own, spmd_axis_name):
-    train_members(kind, own, spmd_axis_name)
-
-
+@pytest.mark.parametrize("kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)])
 @pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
-def test_vmap_explicit(own):
-    train_members("explicit", own, None)
-
-
-def train_members(kind, own, spmd_axis_name):
+def test_vmap(own, kind, spmd_axis_name):
     """A batch over "data", of x and of what its members own; rows are cut over "fsdp", columns over "tp"."""
     mesh, members = cases.mesh(kind), 4
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)
