@@ -59,9 +59,9 @@ def _positions(case, values) -> dict:
 
 
 def _differences(case, position) -> int:
-    """How many `parametrize` marks do not give their first value; the jnp reference is a difference too."""
+    """How many `parametrize` marks do not give their first value; the jnp reference and emulation are too."""
     others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
-    return others + (case.callspec.params.get("implementation") == "reference")
+    return others + (case.callspec.params.get("implementation") in ("reference", "emulated"))
 
 
 def _names(argument) -> tuple:
