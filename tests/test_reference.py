@@ -42,6 +42,18 @@ def test_reference_has_the_names_that_packages_export():
     assert exported == set(reference.public_names("jaxfp8"))
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_show_their_own_names(module):
+    """No `jax`, `np` or `Any` among what `dir` and `import *` give; `__all__` is what the reference has."""
+    namespace = vars(importlib.import_module(module))
+    shown = namespace.get("__all__") or [name for name in namespace if not name.startswith("_")]
+    objects = {name: namespace[name] for name in shown}
+    homes = {name: value.__name__ if inspect.ismodule(value) else value.__module__ for name, value in objects.items()
+             if inspect.ismodule(value) or inspect.isclass(value) or inspect.isfunction(value)}  # fmt: skip
+    assert not {name: home for name, home in homes.items() if not home.startswith("jaxfp8")}
+    assert "__all__" not in namespace or shown == reference.public_names(module)
+
+
 def test_a_name_that_is_exported_twice_is_described_once():
     homes = reference.homes()
     assert homes["jaxfp8.linen.Fp8DotGeneral"] == homes["jaxfp8.Fp8DotGeneral"] == "jaxfp8.Fp8DotGeneral"

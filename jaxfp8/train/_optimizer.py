@@ -1,6 +1,7 @@
 """optimizer: wraps an optax transformation so that a bare optax loop overwrites quantizer state, exactly."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from jax import lax
 
 from .._jax._typing import Tree
-from ..recipes import _state_tree
+from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
 
 
@@ -27,9 +28,15 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     the state, bit by bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and is stored in
     the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
 
-    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` undoes what
-    a transformation before this one does to state. A transformation after it must not change the updates of state:
-    `apply_updates` raises where one did, except that an update of all zeros leaves the state as it was.
+    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
+    undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
+    `clip`, `sign`, or an average over other steps (`ema`, `trace`). A transformation after it must not change the
+    updates of state: `apply_updates` raises where one did, except that an update of all zeros leaves the state as it
+    was.
+
+    `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
+    opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state. With `optax.lookahead`
+    both sets of parameters get the next state of the fast ones.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
@@ -51,9 +58,12 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
+        stepped = params.fast if isinstance(params, optax.LookaheadParams) else params
+        extra_args = {name: _argument_without_state(value, stepped) for name, value in extra_args.items()}
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
-        state, opt_state = _steps.finish(params, grads, opt_state, after, updates)
-        return _with_state(updates, state), opt_state
+        state, opt_state = _steps.finish(stepped, grads, opt_state, after, updates)
+        state = optax.LookaheadParams(state, state) if isinstance(params, optax.LookaheadParams) else state
+        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -72,13 +82,15 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
     def apply(update, leaf):
         return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
-    return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, Overwrite))
+    return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, NeedsJaxfp8ApplyUpdates))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Overwrite:
-    """An update that replaces: `leaf + Overwrite.by(value)` is `value`, where `leaf + (value - leaf)` would round.
+class NeedsJaxfp8ApplyUpdates:
+    """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
+
+    The name is what JAX's error shows when Equinox's `apply_updates` meets one.
 
     Attributes:
         bits: the value's bits as unsigned integers with the sign flipped. Integers, because arithmetic of
@@ -95,7 +107,7 @@ class Overwrite:
     __array_ufunc__ = None
 
     @classmethod
-    def by(cls, value) -> "Overwrite":
+    def by(cls, value) -> "NeedsJaxfp8ApplyUpdates":
         """Return the update that replaces a leaf by `value`."""
         value = jnp.asarray(value)
         bits = lax.bitcast_convert_type(value, _unsigned(value.dtype))
@@ -122,16 +134,61 @@ def _sign(dtype):
     return np.asarray(1 << (8 * dtype.itemsize - 1), _unsigned(dtype))
 
 
+class NoState(optax.MaskedNode):
+    """The place of a leaf of state in the trees that `tx` sees: a node without leaves.
+
+    Averages of parameters with it, `(y - (1 - b) * NoState()) / b`, are the parameters: what
+    `optax.contrib.schedule_free_eval_params` computes of all variables.
+    """
+
+    __array_ufunc__ = None
+
+    def __rmul__(self, weight):
+        return self
+
+    def __rsub__(self, leaf):
+        return _Average(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Average:
+    """The average of `leaf` and nothing, before its division by the weight of `leaf`."""
+
+    leaf: jax.Array
+
+    def __truediv__(self, weight):
+        return self.leaf
+
+
 def _without_state(tree) -> Any:
     """Return `tree` with an empty node in the place of each leaf of state."""
     flat = _state_tree.flatten(tree)
-    return flat.replace({i: optax.MaskedNode() for i in flat.positions()})
+    return flat.replace({i: NoState() for i in flat.positions()})
 
 
-def _with_state(updates, tree) -> Any:
-    """Add to the `updates` of parameters an `Overwrite` for each leaf of state in `tree`."""
-    flat = _state_tree.flatten(tree)
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+def _with_state(tree, source, function=lambda leaf: leaf) -> Any:
+    """Return `tree`, which has no state, with `function` of each leaf of state in `source`."""
+    flat = _state_tree.flatten(source)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     for i in flat.positions():
-        leaves[i] = Overwrite.by(flat.leaves[i])
+        leaves[i] = function(flat.leaves[i])
     return treedef.unflatten(leaves)
+
+
+def _argument_without_state(argument, params):
+    """Return an extra argument of `update` for `tx`: a tree, or a function of parameters, without state.
+
+    The function gets the state of `params`, of which it takes no gradient, with the parameters that `tx` gives it.
+    """
+    if not callable(argument) or _state_tree.flatten(argument).positions():  # Equinox modules are trees and callable
+        return _without_state(argument)
+    structure = jax.tree.structure(_without_state(params))
+
+    def function(*args, **kwargs):
+        fixed = jax.lax.stop_gradient(params)
+        args = [_with_state(arg, fixed) if jax.tree.structure(arg) == structure else arg for arg in args]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FP8StateWarning)  # of a gradient of parameters alone, which is meant here
+            return _without_state(argument(*args, **kwargs))
+
+    return function
