@@ -35,8 +35,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     was.
 
     `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
-    opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state. With `optax.lookahead`
-    both sets of parameters get the next state of the fast ones.
+    opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state; it keeps no gradient of
+    state, so `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both sets of parameters get the
+    next state of the fast ones.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
@@ -50,7 +51,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return _steps.begin(tx.init(_without_state(params)), params)
+        return _steps.begin(tx.init(_without_state(params)), _trained(params))
 
     def update(grads, opt_state, params=None, **extra_args):
         if params is None:
@@ -58,11 +59,11 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
-        stepped = params.fast if isinstance(params, optax.LookaheadParams) else params
-        extra_args = {name: _argument_without_state(value, stepped) for name, value in extra_args.items()}
+        trained = _trained(params)
+        extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
-        state, opt_state = _steps.finish(stepped, grads, opt_state, after, updates)
-        state = optax.LookaheadParams(state, state) if isinstance(params, optax.LookaheadParams) else state
+        state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
+        state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
         return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -132,6 +133,11 @@ def _unsigned(dtype) -> np.dtype:
 
 def _sign(dtype):
     return np.asarray(1 << (8 * dtype.itemsize - 1), _unsigned(dtype))
+
+
+def _trained(params):
+    """Return the parameters of which gradients are taken: the fast ones of `optax.lookahead`, else all."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 class NoState(optax.MaskedNode):
