@@ -40,6 +40,10 @@ def update_state(old: Tree, new: Any) -> Tree:
     the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
     other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
 
+    Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
+    microbatches that include the state. Add microbatches by `accumulate_gradients`, and keep everything else away by
+    `jaxfp8.train.optimizer`.
+
     Counters, where a quantizer has them, are those of `new`, divided by c.
 
     Args:
