@@ -31,8 +31,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
     undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
     `clip`, `sign`, or an average over other steps (`ema`, `trace`). A transformation after it must not change the
-    updates of state: `apply_updates` raises where one did, except that an update of all zeros leaves the state as it
-    was.
+    updates of state: `apply_updates` raises where one did, or makes the state negative, where updates of two optimizers
+    were added up; an update of all zeros leaves the state as it was. Log norms of `updates["params"]`.
 
     `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
     opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state; it keeps no gradient of
@@ -72,6 +72,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 def apply_updates(params: Tree, updates: Any) -> Tree:
     """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
 
+    It stands for `eqx.apply_updates`, which adds and so raises: state is overwritten.
+
     Args:
         params: any tree, with leaves that are not arrays.
         updates: what `optimizer(tx).update` returned, None where `params` does not train.
@@ -91,17 +93,18 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
 class NeedsJaxfp8ApplyUpdates:
     """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
 
-    The name is what JAX's error shows when Equinox's `apply_updates` meets one.
+    The name is what JAX's error shows when Equinox's `apply_updates` meets one. Zeroed updates, of `optax.MultiSteps` and
+    code that skips steps make them, leave the leaf as it is. Any other arithmetic shows: with floats in the dtype, with
+    integers in arrays that no longer belong together, which make the leaf -1.
 
     Attributes:
-        bits: the value's bits as unsigned integers with the sign flipped. Integers, because arithmetic of
-            transformations that come later changes their dtype, which is seen. Flipped, because the bits of a number
-            that is not negative are then never 0: zeroed updates, as `optax.MultiSteps` and code that skips steps make
-            them, leave the leaf as it is.
+        bits: the value's bits as unsigned integers.
+        check: the same, each with some bits flipped.
         dtype: the dtype of the value.
     """
 
     bits: jax.Array
+    check: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     # NumPy arrays leave `array + update` to this class.
@@ -112,7 +115,7 @@ class NeedsJaxfp8ApplyUpdates:
         """Return the update that replaces a leaf by `value`."""
         value = jnp.asarray(value)
         bits = lax.bitcast_convert_type(value, _unsigned(value.dtype))
-        return cls(bits ^ _sign(value.dtype), value.dtype)
+        return cls(bits, _checked(bits), value.dtype)
 
     def __radd__(self, leaf):
         leaf = jnp.asarray(leaf)
@@ -121,8 +124,10 @@ class NeedsJaxfp8ApplyUpdates:
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
-        value = lax.bitcast_convert_type(self.bits ^ _sign(self.dtype), self.dtype)
-        return jnp.where(self.bits == 0, leaf, value.astype(leaf.dtype))
+        value = lax.bitcast_convert_type(self.bits, self.dtype).astype(leaf.dtype)
+        # State below zero makes the next step loud, also under jit.
+        value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, leaf.dtype))
+        return jnp.where((self.bits == 0) & (self.check == 0), leaf, value)
 
     __add__ = __radd__
 
@@ -131,8 +136,9 @@ def _unsigned(dtype) -> np.dtype:
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
-def _sign(dtype):
-    return np.asarray(1 << (8 * dtype.itemsize - 1), _unsigned(dtype))
+def _checked(bits):
+    # No sum or multiple of pairs `(b, b ^ pattern)` is such a pair, but for an accident.
+    return bits ^ np.asarray(0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype)
 
 
 def _trained(params):

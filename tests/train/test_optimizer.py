@@ -107,6 +107,9 @@ def test_overwrite_is_exact():
         oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")
         zeroed = jax.tree.map(jnp.zeros_like, update)
         oracle.assert_bitwise(wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf")
+        for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
+            changed = jax.jit(lambda p, u: p + u)(wrap(leaf), jax.tree.map(change, update))
+            oracle.assert_bitwise(changed, np.float32([-1] * 6), "what arithmetic with integers leaves is below zero")
 
 
 def test_params_are_required():
