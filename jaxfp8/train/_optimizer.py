@@ -93,8 +93,8 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
 class NeedsJaxfp8ApplyUpdates:
     """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
 
-    The name is what JAX's error shows when Equinox's `apply_updates` meets one. Zeroed updates, of `optax.MultiSteps` and
-    code that skips steps make them, leave the leaf as it is. Any other arithmetic shows: with floats in the dtype, with
+    JAX's error shows the name when Equinox's `apply_updates` meets an update. Zeroed updates, from `MultiSteps` and
+    code that skips steps, leave the leaf as it is. Any other arithmetic shows: with floats in the dtype; with
     integers in arrays that no longer belong together, which make the leaf -1.
 
     Attributes:
