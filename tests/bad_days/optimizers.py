@@ -46,18 +46,18 @@ def train(
         x, _, grad = operands(i)
         fp8 = params_of(params)[OWG]
 
-        def of(variables, x=x, grad=grad, fp8=fp8):
+        def objective(variables, x=x, grad=grad, fp8=fp8):
             return loss(library, {OWG: fp8, **variables}, x, grad)
 
         trained = params_of(params)
-        value, grads = jax.value_and_grad(of)(trained)
-        updates, opt_state = wrapped.update(grads, opt_state, params, **extra(value, grads, of))
+        value, grads = jax.value_and_grad(objective)(trained)
+        updates, opt_state = wrapped.update(grads, opt_state, params, **extra(value, grads, objective))
         # `tx` alone, at the same point; what it calls runs on the same state.
         without = jax.tree.map(lambda tree: {"params": tree["params"]}, params, is_leaf=lambda t: isinstance(t, dict))
         grads = {"params": grads["params"]}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
-            options = extra(value, grads, of)
+            options = extra(value, grads, objective)
             alone, alone_state = optax.with_extra_args_support(tx).update(grads, alone_state, without, **options)
         params, kernel = optax.apply_updates(params, updates), np.asarray(trained["params"]["kernel"])
         for got, expected in zip(_kernels(params), _kernels(optax.apply_updates(without, alone)), strict=True):
@@ -82,10 +82,14 @@ def more_than_gradients(library):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
         train(library, ahead, tally, "lookahead", 7, lambda p: p.fast, optax.LookaheadParams.init_synced)
         sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True)
-        train(library, sam, tally, "SAM", extra=lambda value, grads, of: {"grad_fn": lambda p, i: jax.grad(of)(p)})
 
-        def for_search(value, grads, of):
-            return {"value": value, "grad": grads, "value_fn": of}
+        def for_sam(value, grads, objective):
+            return {"grad_fn": lambda params, i: jax.grad(objective)(params)}
+
+        train(library, sam, tally, "SAM", extra=for_sam)
+
+        def for_search(value, grads, objective):
+            return {"value": value, "grad": grads, "value_fn": objective}
 
         train(library, optax.lbfgs(1e-2), tally, "L-BFGS", extra=for_search)
         search = optax.chain(optax.sgd(1e-2), optax.scale_by_backtracking_linesearch(5))
@@ -128,7 +132,7 @@ def checkpointed_loop(library):
     kernel = steps.operands(K, K, K, seed=5)[0]
 
     def gradient(grad, kind, is_carried):
-        def of(params):
+        def objective(params):
             kernel, state = params
 
             def body(carry):
@@ -143,7 +147,7 @@ def checkpointed_loop(library):
             )
 
         options = {"checkpointed": {"checkpoints": 2}, "bounded": {}}
-        return grad(of)((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
+        return grad(objective)((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
 
     # The amaxes of x and its successors: exact products, since a first step has scale 1 and rounds as the oracle does.
     largest, y = [], x
