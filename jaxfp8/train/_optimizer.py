@@ -178,7 +178,7 @@ def _without_state(tree) -> Any:
     return flat.replace({i: NoState() for i in flat.positions()})
 
 
-def _with_state(tree, source, function=lambda leaf: leaf) -> Any:
+def _with_state(tree, source, function) -> Any:
     """Return `tree`, which has no state, with `function` of each leaf of state in `source`."""
     flat = _state_tree.flatten(source)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
@@ -196,11 +196,12 @@ def _argument_without_state(argument, params):
         return _without_state(argument)
     structure = jax.tree.structure(_without_state(params))
 
+    def filled(arg):
+        return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
+
     def function(*args, **kwargs):
-        fixed = jax.lax.stop_gradient(params)
-        args = [_with_state(arg, fixed) if jax.tree.structure(arg) == structure else arg for arg in args]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FP8StateWarning)  # of a gradient of parameters alone, which is meant here
-            return _without_state(argument(*args, **kwargs))
+            return _without_state(argument(*map(filled, args), **kwargs))
 
     return function
