@@ -42,6 +42,19 @@ def test_reference_has_the_names_that_packages_export():
     assert exported == set(reference.public_names("jaxfp8"))
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_show_their_own_names(module):
+    """No `jax`, `np` or `Any` among what `dir` and `import *` give; an `__all__` has what the reference has."""
+    namespace = vars(importlib.import_module(module))
+    if "__all__" in namespace:
+        assert namespace["__all__"] == reference.public_names(module)
+        return
+    shown = {name: value for name, value in namespace.items() if not name.startswith("_")}
+    modules = {name: value.__name__ for name, value in shown.items() if inspect.ismodule(value)}
+    defined = {n: v.__module__ for n, v in shown.items() if inspect.isclass(v) or inspect.isfunction(v)}
+    assert not {name: home for name, home in (modules | defined).items() if not home.startswith("jaxfp8")}
+
+
 @pytest.mark.parametrize(
     "markdown, rst",
     [

@@ -74,9 +74,8 @@ def test_linen(capsys):
     expect(rows, wanted("MultiHeadDotProductAttention", "DenseGeneral", "Dense", "Einsum"))
     assert rows["attn/out"]["input"] == (2, 6, 2, 4) and rows["mix"]["input"] == (2, 6, 8)
     assert report.unused == []
-    printed = capsys.readouterr().out
-    assert printed == f"{report}\n"
-    line = next(line for line in printed.splitlines() if line.startswith("attn/key"))
+    assert not capsys.readouterr().out and repr(report) == str(report)
+    line = next(line for line in str(report).splitlines() if line.startswith("attn/key"))
     assert line.split() == ["attn/key", "DenseGeneral", "2x6x8", "8x2x4", "DelayedScaling(amax_history_len=3)"] + [
         "rule", "0", "'attn/(query|key)'"]  # fmt: skip
 

@@ -41,6 +41,10 @@ def update_state(old: Tree, new: Any) -> Tree:
     the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
     other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
 
+    Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
+    microbatches that include the state. Add microbatches by `accumulate_gradients`, and keep everything else away by
+    `jaxfp8.train.optimizer`.
+
     Counters, where a quantizer has them, are those of `new`, divided by c.
 
     Args:
@@ -206,11 +210,12 @@ def _on_host(values):
 
 
 _FOUND = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
+_OR_STALE = ", or comes from the gradient of another step"
 _REMEDIES = (
-    "Uses of one state must combine by max: take the gradient with jaxfp8.value_and_grad, or cast the state with "
-    "jaxfp8.max_grad at the top of the loss, and add microbatches with jaxfp8.accumulate_gradients. Keep "
-    "`_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: jaxfp8.train.optimizer and "
-    "jaxfp8.linen.TrainState do"
+    "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
+    "jaxfp8.value_and_grad, or cast the state with jaxfp8.max_grad at the top of the loss, and add microbatches with "
+    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: "
+    "jaxfp8.train.optimizer and jaxfp8.linen.TrainState do"
 )
 
 
@@ -225,14 +230,14 @@ def _check_factors(factors):
             most, least = jnp.max(factor), jnp.min(factor)
             worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # the most telling
             cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
-            message = _FOUND.format(name=name, factor="{factor}", cause=cause) + _REMEDIES
+            message = _FOUND.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
             checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
     for name, factor in _on_host(factors).items():
         bad = ~(np.abs(factor - 1) <= _TOLERANCE)
         if bad.any():
             worst = factor[bad][0]
             row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
-            cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
+            cause = ("summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled") + _OR_STALE
             raise ValueError(_FOUND.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
 
 

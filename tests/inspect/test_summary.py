@@ -13,6 +13,7 @@ import jaxfp8
 from jaxfp8 import inspect
 
 A = jaxfp8.DelayedScaling(amax_history_len=6)
+OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 
 
 def state(history, scale_inv, counters=None, operand="input"):
@@ -21,7 +22,7 @@ def state(history, scale_inv, counters=None, operand="input"):
     if counters is not None:
         leaves[f"{operand}_counters"] = counters
     leaves = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
-    return {"params": {"layer": {"scale": jnp.ones(3)}}, jaxfp8.OVERWRITE_WITH_GRADIENT: {"layer": leaves}}
+    return {"params": {"layer": {"scale": jnp.ones(3)}}, OWG: {"layer": leaves}}
 
 
 def row_of(*args, **kwargs):
@@ -43,6 +44,7 @@ def test_a_window_by_hand():
         "filled": 4,
         "length": 6,
         "peak": 14.0 / float(scale_inv),
+        "growth": 2.0,
         "follows": "max",
         "saturated": None,
         "flushed": None,
@@ -94,6 +96,25 @@ def test_a_row_for_each_layer_of_a_stack():
     assert [row["newest"] for row in rows] == [1, 5, 9, 13, 17, 21]
     assert [row["saturated"] for row in rows] == [0, 3, 6, 9, 12, 15]
     np.testing.assert_array_equal([row["scale_inv"] for row in rows], scales.ravel().astype(np.float32))
+
+
+def test_a_large_model_takes_a_screen():
+    """Layers that differ in numbers alone share a line, that of the worst; `worst` keeps the worst rows."""
+    layers = {f"block_{i}": state([2 + (i == 7), 2, 1], 2 / 448)[OWG] for i in range(30)}
+    layers |= {"head": state([1, 1], 0)[OWG], "block_40": {"odd": state([9, 3], 3 / 448)[OWG]}}
+    for i in range(9):
+        layers[f"part{i}"] = {"w_2": state([4], 1)[OWG]}
+    found = inspect.summary({OWG: layers})
+    lines = [line.split()[:5] for line in str(found).split("\n")]
+    assert len(found.rows) == 41 and [line[:2] for line in lines[1:3]] == [["block_*/layer/input", "x30"], lines[2][:2]]
+    assert lines[1][3] == "3" and repr(found) == str(found) and len(lines) == 1 + 4
+    worst = inspect.summary({OWG: layers}, worst=3)
+    assert [row["name"] for row in worst.rows] == [
+        "head/layer/input",
+        "block_40/odd/layer/input",
+        "block_7/layer/input",
+    ]
+    assert [row["growth"] for row in worst.rows] == [1, 3, 1.5]
 
 
 def train(steps=4):

@@ -80,12 +80,15 @@ def test_overwrite_is_exact():
     values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
     leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
     for wrap in (jnp.asarray, np.asarray):
-        update = train._optimizer.Overwrite.by(values)
+        update = train._optimizer.NeedsJaxfp8ApplyUpdates.by(values)
         oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
         oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
         oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")
         zeroed = jax.tree.map(jnp.zeros_like, update)
         oracle.assert_bitwise(wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf")
+        for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
+            changed = jax.jit(lambda p, u: p + u)(wrap(leaf), jax.tree.map(change, update))
+            oracle.assert_bitwise(changed, np.float32([-1] * 6), "what arithmetic with integers leaves is below zero")
 
 
 def test_params_are_required():
