@@ -30,4 +30,5 @@ class Fp8Einsum(Fp8Module):
     ) -> jax.Array:
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
         options = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return einsum_by(self.product(), eqn, lhs, rhs, **options)
+        with self.naming():
+            return einsum_by(self.product(), eqn, lhs, rhs, **options)

@@ -13,6 +13,7 @@ from .._jax import _compat
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import max_grad as _max_grad, optimizer, update_state as _update_state
+from ._unstored import watching
 from ._variables import OverwriteWithGradient, trainable
 
 
@@ -32,12 +33,14 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
         A function of f's arguments that returns the value and the gradients, as `nnx.value_and_grad` does. The
         gradient of an `OverwriteWithGradient` variable is its next value.
     """
-    return nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    differentiate = nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    return watching(differentiate, argnums, lambda out: out[1])
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `value_and_grad`, without the value."""
-    return nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    differentiate = nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    return watching(differentiate, argnums, lambda out: out[0] if has_aux else out)
 
 
 @contextlib.contextmanager
