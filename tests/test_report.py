@@ -167,7 +167,7 @@ def test_blocks_in_nn_jit():
 def test_errors():
     with pytest.raises(TypeError, match="report: model: expected a Linen or an NNX module"):
         jaxfp8.report(3)
-    with pytest.raises(TypeError, match="report: args: expected none for an NNX model"):
+    with pytest.raises(TypeError, match="report: args, variables: expected none for an NNX model"):
         jaxfp8.report(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), X)
 
 

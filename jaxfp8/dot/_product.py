@@ -161,8 +161,8 @@ _NOT_UPDATED = (
     "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
 )
 _NO_STATE = (
-    "a gradient through a layer whose recipe keeps state, which the variables do not have: it trains with scales of the "
-    "tensors at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
+    "a gradient through a layer whose recipe keeps state, which the variables do not have: it trains with scales of "
+    "the tensors at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
     "jaxfp8.linen.TrainState.create(params=variables, ...)); or take Float8CurrentScaling"
 )
 

@@ -43,7 +43,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return _steps.begin(tx.init(_without_state(params)), params)
+        opt_state, paths = _steps.begin(tx.init(_without_state(params)), params), _state_tree.flatten(params).in_variables
+        return _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
         if params is None:
@@ -51,9 +52,13 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
+        paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
+        if paths:
+            params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
+            opt_state = opt_state.inner
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
         state, opt_state = _steps.finish(params, grads, opt_state, after, updates)
-        return _with_state(updates, state), opt_state
+        return _with_state(updates, state), _InVariables(opt_state, paths) if paths else opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -73,6 +78,20 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
         return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
     return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, Overwrite))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _InVariables:
+    """Optimizer state that remembers which leaves were state in NNX variables: `update` gets plain arrays.
+
+    Attributes:
+        inner: the optimizer state.
+        paths: of these leaves.
+    """
+
+    inner: Any
+    paths: frozenset = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -125,7 +144,7 @@ def _sign(dtype):
 def _without_state(tree) -> Any:
     """Return `tree` with an empty node in the place of each leaf of state."""
     flat = _state_tree.flatten(tree)
-    return flat.replace({i: optax.MaskedNode() for i in flat.positions()})
+    return _state_tree.unmarked(flat.replace({i: optax.MaskedNode() for i in flat.positions()}))
 
 
 def _with_state(updates, tree) -> Any:
