@@ -145,8 +145,8 @@ def _next_quantizer(*leaves):
     touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
     amax = _scaling.clean(amax)
     # A second optimizer, or a second gradient of one point, finds the step stored: tail and scale are the old ones.
-    is_old, is_rolled = (_alike(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
-    stored = touched & is_old & ~is_rolled & _alike(old_scale, new_scale)
+    from_old, from_rolled = (_difference(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
+    stored = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
     touched &= ~stored
     is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
@@ -173,9 +173,10 @@ def _next_quantizer(*leaves):
     return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor
 
 
-def _alike(a, b):
-    """Return for each row whether two arrays that are not negative are the same up to a cast to bfloat16."""
-    return jnp.all(jnp.abs(a - b) <= _TOLERANCE * a, axis=-1, keepdims=True)
+def _difference(a, b):
+    """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may have been between them, else 2."""
+    difference = (a != b).astype(jnp.int32) + (jnp.abs(a - b) > _TOLERANCE * a)
+    return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
 
 def _factor_of_scale(old, new, amax):
