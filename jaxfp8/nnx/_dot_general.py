@@ -151,6 +151,11 @@ def _not_inside_a_call(name):
     """
     frame = sys._getframe(1)
     while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("flax.linen.") and frame.f_code.co_name == "__call__":
+            raise TypeError(
+                f"{name}: a Linen layer was given the class of NNX, whose state it would lose; pass "
+                f"dot_general_cls=jaxfp8.{'linen.' if 'Einsum' in name else ''}{name}"
+            )
         if frame.f_code is _FORWARD:
             raise TypeError(
                 f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "

@@ -176,4 +176,3 @@ def _pairs(paths) -> list[Quantizer]:
             name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
             pairs.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
     return pairs
-

@@ -43,7 +43,10 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        opt_state, paths = _steps.begin(tx.init(_without_state(params)), params), _state_tree.flatten(params).in_variables
+        opt_state, paths = (
+            _steps.begin(tx.init(_without_state(params)), params),
+            _state_tree.flatten(params).in_variables,
+        )
         return _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
