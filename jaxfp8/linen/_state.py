@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,15 @@ _FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody se
 
 class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse to be called as a product, which layers do with the class in the field `dot_general`."""
+        if "precision" in kwargs:
+            raise TypeError(
+                f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
+                f"Linen, and to a layer of NNX an instance of jaxfp8.nnx.{cls.__name__}"
+            )
+        return super().__new__(cls)
 
     recipe: Any = None
     amax_history_length: int = 1024

@@ -64,7 +64,7 @@ class Linear(nnx.Module):
     def __call__(
         self, x: ArrayLike | Activated | Normalized, out_sharding: NamedSharding | PartitionSpec | None = None
     ) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias.get_value()

@@ -12,6 +12,7 @@ from jax import lax
 from .._jax._typing import Tree
 from ..recipes import _state_tree
 from . import _steps
+from ._update import expect_state
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -43,10 +44,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        opt_state, paths = (
-            _steps.begin(tx.init(_without_state(params)), params),
-            _state_tree.flatten(params).in_variables,
-        )
+        opt_state = _steps.begin(tx.init(_without_state(params)), params)
+        paths = _state_tree.flatten(params).in_variables
         return _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
@@ -59,6 +58,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if paths:
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
             opt_state = opt_state.inner
+        expect_state(_state_tree.flatten(params), _state_tree.flatten(grads).by_path())
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
         state, opt_state = _steps.finish(params, grads, opt_state, after, updates)
         return _with_state(updates, state), _InVariables(opt_state, paths) if paths else opt_state

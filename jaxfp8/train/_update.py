@@ -31,8 +31,8 @@ def update_state(old: Tree, new: Any) -> Tree:
         s' = the scale of `new`
 
     A row that was not touched (its new scale is 0) or is not finite keeps its old value. Where `old` has stored a
-    gradient of this very step already, as of a second optimizer, the two combine: slot 0 is the larger amax. The returned state is clean:
-    old history entries that are negative or not finite become 0, an old scale that is not positive becomes 1.
+    gradient of this very step already, as of a second optimizer, the two combine: slot 0 is the larger amax. The
+    returned state is clean: old history entries that are negative or not finite become 0, an old scale that is not positive becomes 1.
 
     The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
     1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
@@ -56,12 +56,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             of `jit`); shapes differ; `new` holds no state.
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
-    positions = before.positions()
-    if positions and not any(before.paths[i] in gradient for i in positions):
-        raise ValueError(
-            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
-            "a tree without them; take the gradient with respect to the state as well"
-        )
+    expect_state(before, gradient)
     # 1. Collect the quantizers whose leaves have the same types: each group is one call.
     alike, values, factors, least = {}, {}, {}, {}
     for q in before.quantizers:
@@ -89,6 +84,17 @@ def update_state(old: Tree, new: Any) -> Tree:
     _check_factors(factors)
     _check_not_negative(least)
     return before.replace(values)
+
+
+def expect_state(before: _state_tree.StateTree, gradient) -> None:
+    """Raise where a gradient, by path, has nothing of the state that `before` has."""
+    positions = before.positions()
+    if positions and not any(before.paths[i] in gradient for i in positions):
+        raise ValueError(
+            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
+            "a tree without them; take the gradient with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
+            "jaxfp8.nnx.value_and_grad"
+        )
 
 
 def _check_shapes(name, old, new):
@@ -174,7 +180,7 @@ def _next_quantizer(*leaves):
 
 
 def _difference(a, b):
-    """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may have been between them, else 2."""
+    """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may explain it, else 2."""
     difference = (a != b).astype(jnp.int32) + (jnp.abs(a - b) > _TOLERANCE * a)
     return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
