@@ -181,7 +181,7 @@ def _next_quantizer(*leaves):
 
 def _difference(a, b):
     """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may explain it, else 2."""
-    difference = (a != b).astype(jnp.int32) + (jnp.abs(a - b) > _TOLERANCE * a)
+    difference = jnp.where(jnp.abs(a - b) > _TOLERANCE * a, 2, (a != b).astype(jnp.int32))
     return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
 

@@ -3,6 +3,7 @@
 from . import (
     checkpoints as checkpoints,
     ffi as ffi,
+    layers as layers,
     meshes as meshes,
     proof as proof,
     shapes as shapes,
@@ -20,6 +21,7 @@ SUBJECTS = {
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",
+    "layers": "Layers from outside",
     "proof": "Proof of training",
 }
 IN_ORDER = sorted(ROWS, key=lambda row: list(SUBJECTS).index(row.subject))
