@@ -151,7 +151,7 @@ _FORWARD = nnx.LinearGeneral.__call__.__code__
 
 
 def _not_inside_a_call(name):
-    """Refuse `dot_general_cls=Fp8DotGeneral`, of NNX or Linen layers, which would train with scale 1 and an empty history for ever.
+    """Refuse `dot_general_cls=Fp8DotGeneral`, of layers of NNX or Linen, which would train with scale 1 for ever.
 
     The layer makes the object itself, and neither an argument nor a later call shows it: only the stack does.
     """

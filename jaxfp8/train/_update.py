@@ -32,7 +32,8 @@ def update_state(old: Tree, new: Any) -> Tree:
 
     A row that was not touched (its new scale is 0) or is not finite keeps its old value. Where `old` has stored a
     gradient of this very step already, as of a second optimizer, the two combine: slot 0 is the larger amax. The
-    returned state is clean: old history entries that are negative or not finite become 0, an old scale that is not positive becomes 1.
+    returned state is clean: old history entries that are negative or not finite become 0, an old scale that is not
+    positive becomes 1.
 
     The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
     1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
