@@ -34,7 +34,7 @@ class Product:
             leaves it to JAX.
         precise: the products that accumulate precisely.
         reduce: `(amax, state) -> amax`, over the mesh.
-        layer: the path of the layer, for warnings; equal products of two layers are one product.
+        layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
     """
 
     quantizers: tuple
@@ -46,7 +46,7 @@ class Product:
     out_sharding: jax.sharding.PartitionSpec | None
     precise: frozenset
     reduce: AmaxReduction
-    layer: str = dataclasses.field(default="", compare=False)
+    layer: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def batch(self) -> int:

@@ -167,18 +167,20 @@ _NO_STATE = (
 )
 
 
-def warn_of_state(quantizers, is_updated, layer: str = "") -> None:
+def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
     """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
 
     Args:
         quantizers: of the product.
         is_updated: for each leaf of the state whether the gradient is with respect to it.
-        layer: its path; "" for a function, whose state is an argument.
+        layer: its path; None for a function, whose state is an argument.
     """
     message = None
     if is_updated and not any(is_updated) and quantizers[0].updates_state:
         message = _NOT_UPDATED
-    elif layer and not is_updated and any(q.updates_state and jax.tree.leaves(q.init()) for q in quantizers):
+    elif (
+        layer is not None and not is_updated and any(q.updates_state and jax.tree.leaves(q.init()) for q in quantizers)
+    ):
         message = _NO_STATE
     if message:
         _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)

@@ -153,8 +153,8 @@ def _next_quantizer(*leaves):
     amax = _scaling.clean(amax)
     # A second optimizer, or a second gradient of one point, finds the step stored: tail and scale are the old ones.
     from_old, from_rolled = (_difference(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
-    stored = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
-    touched &= ~stored
+    is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
+    touched &= ~is_done
     is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
     by_tail = jnp.sign(new_scale) * tail / jnp.maximum(expected, _TINY)
@@ -171,7 +171,7 @@ def _next_quantizer(*leaves):
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
 
     # 4. Keep the old state of a row that was not touched, or that cannot be used; a stored step takes one more amax.
-    kept = history.at[..., :1].max(jnp.where(stored, _scaling.clean(new_history[..., :1]), 0))
+    kept = history.at[..., :1].max(jnp.where(is_done, _scaling.clean(new_history[..., :1]), 0))
     results = [jnp.where(usable, rolled.at[..., :1].set(amax), kept), scale]
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
