@@ -140,7 +140,7 @@ try:
     MAX_DTYPE = _MaxDtype()
 
     def _add_concrete(x, y):
-        return _MaxRules.add(None, x, y) if x.dtype == MAX_DTYPE else _other_adder(x, y)
+        return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
 
     # jax.debug_nans reads this attribute.
     earray.EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
@@ -204,6 +204,11 @@ _to_max_p = _MemoizedCast(
 def is_max(x) -> bool:
     """Return whether `x` is an array of the max dtype."""
     return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
+
+
+def is_foreign_max(x) -> bool:
+    """Return whether `x` is an array of Flax's dtype for the same purpose, `fp8_ops.fp32_max_grad`."""
+    return getattr(getattr(x, "dtype", None), "name", None) == "fp8_meta32"
 
 
 def to_max(x):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from ..ops._ragged_matmul import sizes_of_groups
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
-    FP8StateWarning,
     GEMMType,
     HighPrecisionQuantizer,
     OperandOptions,
@@ -32,7 +30,7 @@ from ..recipes import (
 from ._dot_general import checked_quantizers
 from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
-from ._product import NOT_UPDATED, OUTPUT_NAME
+from ._product import OUTPUT_NAME, warn_of_state
 from ._shared_state import shared
 from ._vmapped_state import vmapped_state
 from ._wrapping import wrapped
@@ -181,8 +179,7 @@ def _fp8(product, lhs, rhs, group_sizes, state):
 def _fp8_fwd(product, lhs, rhs, group_sizes, state):
     differentiated = [name for name, operand in (("lhs", lhs), ("rhs", rhs)) if operand.perturbed]
     leaves = jax.tree.leaves(state)
-    if leaves and not any(leaf.perturbed for leaf in leaves):
-        warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)
+    warn_of_state(product.quantizers, [leaf.perturbed for leaf in leaves])
     lhs, rhs, group_sizes = lhs.value, rhs.value, group_sizes.value
     state = jax.tree.map(lambda leaf: leaf.value, state)
     with using(product.implementation):

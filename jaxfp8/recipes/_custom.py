@@ -49,7 +49,7 @@ class CustomRecipe(Recipe):
     operands = ROLES
 
     def __post_init__(self) -> None:
-        is_function = callable(self.qfactory) and not isinstance(self.qfactory, type)
+        is_function = callable(self.qfactory) and not isinstance(self.qfactory, (type, Recipe))
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
         self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
         super().__post_init__()

@@ -4,6 +4,7 @@ from . import (
     below_zero as below_zero,
     checkpoints as checkpoints,
     ffi as ffi,
+    layers as layers,
     meshes as meshes,
     optimizers as optimizers,
     proof as proof,
@@ -24,6 +25,7 @@ SUBJECTS = {
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",
+    "layers": "Layers from outside",
     "proof": "Proof of training",
 }
 IN_ORDER = sorted(ROWS, key=lambda row: list(SUBJECTS).index(row.subject))
