@@ -99,6 +99,7 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
             name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
         }
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
+    # The checkpoint's collections replace those of the model; state was merged above and replaces both.
     return {**variables, **restored, **state}
 
 

@@ -123,6 +123,7 @@ def _convert(where, variables, rename, swapped):
             _tree.insert(where, converted, rename(path), flat)
         if not has_state:
             return None
+        # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
         if unused:
             raise ValueError(
                 f"{where}: swapped: {sorted(unused)} match no module; there are "

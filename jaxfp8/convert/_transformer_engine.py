@@ -70,10 +70,12 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
         for path, module in modules.items():
+            # A module of TransformerEngine may have several products; here each product is a module.
             for postfix in _postfixes(where, path, module):
                 state = {}
                 for name, operand in _NAMES.items():
                     history, scale = _tree.quantizer(where, path, module, name + postfix)
+                    # State that is in our layout already would be converted without an error, one slot off.
                     _expect_rotated(_tree.at(path, name + postfix), history)
                     state |= _named(
                         operand, _before_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
@@ -206,6 +208,7 @@ def _numerator(quantizer):
 @functools.partial(jax.jit, static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
     """Convert our `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
+    # [5, 2, 3, 4] becomes [2, 3, 4, 5]; then the oldest amax, 2, gives its slot to the next one.
     rotated = jnp.roll(_scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
     return rotated, _next_scale(quantizer, history, scale_inv)
 

@@ -104,6 +104,7 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     names, positions = _ordered(tree, order)
     if not names:
         return jnp.asarray(np.int32(-1))
+    # `argmax` gives the first of several; without any it gives 0, which `any` tells apart.
     bad = _nonfinite(tree)[np.array(positions)]
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 

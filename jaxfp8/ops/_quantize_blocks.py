@@ -201,6 +201,8 @@ def has_long_blocks(block) -> bool:
 
 def _names(x, *, transpose, rows, cols, **_):
     leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    # Blocks along a dimension are counted by other names in the transpose: unless blocks are square, their numbers
+    # differ.
     results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
     results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
     return [leading + row + col], results + results_t * transpose
