@@ -70,6 +70,7 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
         raise RuntimeError(f"autotune: needs an NVIDIA GPU to measure on: {error}") from error
     if not _ffi.has_cuda_kernels():
         raise RuntimeError(f"autotune: the CUDA module of jaxfp8 is not loaded: {_ffi.error('cuda')}")
+    # CUDA counts the devices of this machine, where JAX counts those of all processes.
     return tune(device.local_hardware_id or 0, gemms_of(fn, *args, **kwargs))
 
 

@@ -46,6 +46,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
     def rename(path):
         if not path:
             return path
+        # Flax names a module after its class unless the user has; names of users are the same in both libraries.
         name, number = _split(path[-1])
         if name == _OTHER_FORMATS:
             raise ValueError(

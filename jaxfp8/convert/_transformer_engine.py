@@ -116,6 +116,7 @@ def to_transformer_engine(
 
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
+        # The same layer comes once for each of its products: their number decides about the names.
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
             match = re.fullmatch(rf"{_OURS}_(\d+)", path[-1]) if path else None
@@ -169,6 +170,7 @@ def _postfixes(where, path, module) -> list[str]:
 
 def _our_path(path, postfix) -> tuple[str, ...]:
     name = path[-1] if path else ""
+    # A wrapper in a Flax layer is a product. A layer of TransformerEngine holds its products itself.
     if re.fullmatch(rf"{_WRAPPER}_\d+", name) and not postfix:
         return (*path[:-1], name.replace(_WRAPPER, _OURS))
     return (*path, _OURS + (postfix or "_0"))
@@ -194,6 +196,7 @@ def _next_scale(quantizer, history, scale_inv):
     """Compute the scale `[..., 1]` of the next step, from our history `[..., H]` and scale `[..., 1]`."""
     algo = quantizer.amax_compute_algo
     history = _scaling.clean(history)
+    # A user's algorithm reads one history; stacked histories are mapped over.
     if callable(algo):
         amax = jnp.vectorize(lambda h: jnp.asarray(algo(h), jnp.float32).reshape(()), signature="(h)->()")(history)
     else:

@@ -96,6 +96,7 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
         raise ValueError(
             f"{where}: {at(path, prefix)}_amax_history: expected shape (..., H) with H >= 1, got {history.shape}"
         )
+    # State may be stacked, history and scale alike.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:
         raise ValueError(

@@ -174,6 +174,7 @@ def _forward(eqn):
 
 
 def _plain(aval):
+    # State in the dtype that autodiff adds by max is float32 to the forward.
     dtype = jnp.float32 if aval.dtype == _compat.MAX_DTYPE else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype)
 

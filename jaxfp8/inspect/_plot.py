@@ -72,6 +72,7 @@ def _lines_of_dict(histories) -> list[tuple]:
         if values.ndim not in (1, 2):
             raise ValueError(f"plot: histories[{name!r}]: expected (steps,) or (steps, H), got {values.shape}")
         is_scale = str(name).endswith(("scale", "scale_inv"))
+        # A history gives two lines: its newest amax and, dashed, its largest.
         newest = values if values.ndim == 1 else values[:, 0]
         lines.append(("", is_scale, str(name), newest, False))
         if values.ndim == 2 and values.shape[1] > 1:

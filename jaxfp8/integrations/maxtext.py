@@ -183,6 +183,7 @@ def _accumulate_with_state(original, module):
                 "gradient_accumulation_steps=1"
             )
         old = _state(model) if is_nnx else {}
+        # A model without FP8 state is left to MaxText alone.
         if not jax.tree.leaves(old):
             return original(loss_fn, config, model, *args, **options)
         # MaxText carries all variables that are no parameters from one microbatch to the next.

@@ -65,6 +65,7 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
 
     def choose(path, new_leaf, old_leaf):
         new_leaf, old_leaf = jnp.asarray(new_leaf), jnp.asarray(old_leaf)
+        # `lax.select` would refuse these as well, without a path to the leaf.
         if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise ValueError(
                 f"select: new: {jax.tree_util.keystr(path)}: expected {old_leaf.dtype}{list(old_leaf.shape)} as in "

@@ -99,6 +99,7 @@ def tensor_op(
     def abstract(*operands, implementation, vmap_dims, **static):
         del implementation
         operand_names, result_names = all_names(operands, vmap_dims, static)
+        # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
         new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
         return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
 
@@ -125,6 +126,7 @@ def tensor_op(
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and by_xla is not None:
             return by_xla, static
+        # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not loaded():
             return reference, static
         # The native library serves this platform. Find what keeps its kernel from running: the user's wish, ...

@@ -52,6 +52,7 @@ def producer_op(name: str, *, produce, names, canonical):
 
         def run(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, **static):
             more, amax_so_far = split(rest, rows, static)
+            # The values stay in f32, as in the kernel: another rounding would give other codes.
             values = produce(x, *more, vmap_dims=vmap_dims, **static)
             options = {"dtype": dtype, "vmap_dims": vmap_dims, "with_amax": with_amax}
             if not transpose:

@@ -231,6 +231,7 @@ def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
     def dtypes(_, *, dtype, scale, **static):
         return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
 
+    # How an op runs on a mesh is said once for each primitive. Long blocks run there in another way: so there are two.
     return [
         tensor_op(
             name,
@@ -250,6 +251,7 @@ def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
 
 
 def _cuda(x, vmap_dims, **static):
+    # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
     if static["block"] not in _scale_layouts.NAMES:
         return reference(x, vmap_dims, **static)
     return custom_call(x, transpose=False, **static)

@@ -119,6 +119,7 @@ def _amax(kind, rng):
 
 
 def _quantize(kind, rng, op=quantize_with, **layouts):
+    # The amax starts from 0, is raised from a given one, or is no result: the custom call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
 
     def function(x, scale, least):
@@ -184,6 +185,7 @@ def _push_amaxes(kind, rng):
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
+    # One term at a time: of a bias and an accumulator together the product adds neither by itself.
     terms = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):

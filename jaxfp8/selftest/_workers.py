@@ -80,6 +80,7 @@ def _start(names, limit, options):
             code = -signal.SIGALRM
         # The worker has moved the position in the files, which both processes share, to their ends.
         lines, last = ((file.seek(0), file.read().decode(errors="replace").splitlines())[1] for file in (out, errors))
+    # Libraries print too: only lines that begin as a row does are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
     message = next((line for line in reversed(last) if line.strip()), "")[:500]
     if code == -signal.SIGALRM:
