@@ -122,7 +122,9 @@ def test_members(kernels, contraction):
     a, b = operands(contraction, 2, 160, 32, 24, members=3)
     scales = np.float32([0.01, 2, 0.3])
     sizes = [[100, 20], [0, 0], [3, 157]]
-    for a_scale, b_scale in ((scales, B_INV), (A_INV, scales), (scales, scales[::-1])):
+    # Products of scales that flush, overflow (where sums are zero) and are subnormal.
+    extremes = np.float32([1.7e-35, 1e25, 2.0**-100]), np.float32([1.1e-5, 1e20, 2.0**-30])
+    for a_scale, b_scale in ((scales, B_INV), (A_INV, scales), (scales, scales[::-1]), extremes):
         check(kernels, a, b, sizes, a_scale, b_scale)
 
 
