@@ -133,7 +133,10 @@ class _Side:
     @property
     def scales_rows(self) -> bool:
         """Return whether a scale is one number along the whole contraction."""
-        return self.block is None or (_blocks.count(self.block, *self.matrix)[1] <= 1 and not self.is_exact)
+        if self.block is None:
+            return True
+        count = _blocks.count(self.block, *self.matrix)[1]
+        return count in (0, 1) and not self.is_exact
 
     @property
     def is_exact(self) -> bool:
