@@ -366,8 +366,8 @@ def select_scale(state: State, fmt: Format, options: Options = Options(), curren
         a = history[0]
     else:
         a = F32(algorithm(history))
-    if not _usable(a) and options.first_step == "current" and not history.any():
-        a = current_amax
+    if not history.any():
+        a = current_amax if options.first_step == "current" else F32(0)
     if _usable(a):
         return amax_to_scale(a, fmt, options.margin)
     stored = np.asarray(state.scale).astype(F32).reshape(())

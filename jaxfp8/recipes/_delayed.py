@@ -39,7 +39,7 @@ class DelayedScaling(Recipe):
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
         amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
             returns an amax f32[]. Entries that were negative or not finite arrive as 0. It may close over constants,
-            not over traced values.
+            not over traced values. A floor acts from the first amax on.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
@@ -200,9 +200,10 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
             if quantizer.first_step == "current":
                 is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history))
             if not is_named:
-                window = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
-                if is_empty is not None:  # the stored scale then counts, for a tensor of zeros
-                    window = jnp.where(is_empty, jnp.zeros_like(window), window)
+                history = _scaling.clean(state.amax_history)
+                # While the history is empty the stored scale counts, also where the function has a floor.
+                window = jnp.asarray(algo(history), jnp.float32).reshape(1)
+                window = jnp.where(jnp.any(history > 0), window, jnp.zeros_like(window))
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
