@@ -54,6 +54,8 @@ class Dense(nn.Module):
     def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
+        if not x.shape:
+            raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
         features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
 
         def kernel_init(key, shape, dtype):

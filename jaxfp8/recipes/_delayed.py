@@ -114,7 +114,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
-            if not (_compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+            is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
+            if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         history, scale = leaves[:2]
         if history.ndim != 1 or scale.shape != (1,):
