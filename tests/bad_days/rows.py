@@ -4,6 +4,7 @@ from . import (
     checkpoints as checkpoints,
     ffi as ffi,
     meshes as meshes,
+    numbers as numbers,
     proof as proof,
     shapes as shapes,
     state as state,
@@ -20,6 +21,7 @@ SUBJECTS = {
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",
+    "numbers": "Numbers from outside",
     "proof": "Proof of training",
 }
 IN_ORDER = sorted(ROWS, key=lambda row: list(SUBJECTS).index(row.subject))
