@@ -156,6 +156,21 @@ try:
     # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
     _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
     ad_util.raw_jaxval_adders[earray.EArray] = _add_concrete
+
+    _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
+
+    def _refuse_broadcast_of_state(ct, *args, **params):
+        """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
+        if getattr(ct, "dtype", None) != MAX_DTYPE:
+            return _transpose_broadcast(ct, *args, **params)
+        raise TypeError(
+            "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
+            "predicate differs between the examples: both branches would run, on all of them. Use jax.lax.map or "
+            "jax.lax.scan over the examples in place of vmap, or call the layer outside of the cond and choose between "
+            "results with jnp.where"
+        )
+
+    ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
 except (ImportError, AttributeError):
     MAX_DTYPE = None
 

@@ -26,6 +26,7 @@ def not_differentiable(name, primals, tangents, **params):
     """Raise where autodiff goes through an op: a derivative of rounding would be silently wrong."""
     del primals, tangents, params
     raise TypeError(
-        f"jaxfp8.ops.{name} is not differentiable. Use jaxfp8.dot_general, which has the straight-through gradient; it "
-        "has first derivatives in reverse mode only."
+        "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only: a second one (the "
+        f"gradient of a gradient, a Hessian) or forward mode would be silently wrong. jaxfp8.ops.{name} is not "
+        "differentiable at all: use jaxfp8.dot_general, which has the straight-through gradient"
     )

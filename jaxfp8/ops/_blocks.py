@@ -37,7 +37,8 @@ def shape(block, m: int, n: int) -> tuple[int, int]:
 
 def count(block, m: int, n: int) -> tuple[int, int]:
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
-    return tuple(math.ceil(size / b) for b, size in zip(shape(block, m, n), (m, n), strict=True))
+    # Without floats and orders: a size of a program that is exported may be symbolic.
+    return tuple(int(size != 0) if b is None else -(-size // b) for b, size in zip(block, (m, n), strict=True))
 
 
 def cut(x, block):

@@ -17,7 +17,11 @@ def array(op: str, name: str, x):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}") from error
+        dtype, fix = getattr(x, "dtype", None), ""
+        if isinstance(dtype, np.dtype) and not dtype.isnative:
+            fix = f", whose bytes are swapped; convert it with .astype(np.{dtype.newbyteorder('=').name})"
+        got = type(x).__name__ if dtype is None else f"{type(x).__name__} of {dtype}"
+        raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
 def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example with .astype(jnp.float32)"):

@@ -94,7 +94,7 @@ def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax,
         vmapped=leading[:vmap_dims],
         with_amax=with_amax,
         data=[((g, m, n), dtype), ((g, n, m), dtype)],
-        after=[((g, math.ceil(m / _SUMMED_ROWS), n), jnp.float32)] * column_sums,
+        after=[((g, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums,
         batch=batch,
     )
     if with_amax and amax_so_far and not batch:  # a batch of no groups keeps its amax

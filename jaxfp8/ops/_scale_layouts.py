@@ -68,7 +68,7 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
     """
     row_tiles, tiles = -(-rows // 128), -(-k // 128)
     return {
-        "rows": (rows, min(k, 1)),
+        "rows": _blocks.count(block, rows, k),
         "1x32": (row_tiles, tiles, 512),
         "1x128": (tiles, rows),
         "128x128": (row_tiles, tiles + -tiles % 4),
