@@ -158,7 +158,7 @@ def _canonical(x, statistics, *parameters, vmap_dims, rows, has_beta):
     # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
     leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
     g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[vmap_dims:]))
-    parameters = [p.reshape(-1, n) for p in parameters]
+    parameters = [p.reshape(math.prod(p.shape[:-1]), n) for p in parameters]
     if vmap_dims and batch != 1:
         parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
     beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
