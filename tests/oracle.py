@@ -375,8 +375,8 @@ def select_scale(state: State, fmt: Format, options: Options = Options(), curren
         a = history[0]
     else:
         a = F32(algorithm(history))
-    if not _usable(a) and options.first_step == "current" and not history.any():
-        a = current_amax
+    if not history.any():
+        a = current_amax if options.first_step == "current" else F32(0)
     if _usable(a):
         return amax_to_scale(a, fmt, options.margin)
     stored = np.asarray(state.scale).astype(F32).reshape(())
@@ -454,6 +454,15 @@ class Product:
             )
 
 
+def rescaled(sums, a_scale_inv, b_scale_inv) -> np.ndarray:
+    """f32 sums times both inverse scales: by the scales' product where that is a normal number, else one by one."""
+    sums, a_scale_inv, b_scale_inv = (np.asarray(x, F32) for x in (sums, a_scale_inv, b_scale_inv))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        product = a_scale_inv * b_scale_inv
+        is_normal = (np.abs(product) >= 2.0**-126) & np.isfinite(product)
+        return np.where(is_normal, sums * product, (sums * a_scale_inv) * b_scale_inv)
+
+
 def scaled_matmul(
     a, b, a_scale_inv, b_scale_inv, *, bias=None, accumulator=None, out_dtype=F32, accumulation="exact", device=None,
     op="scaled_matmul",
@@ -464,10 +473,11 @@ def scaled_matmul(
 
     The bound, with u = 2**-24 and S = sum|a_k b_k|:
       - the sum: `oracle_accumulation.gemm_bound`, which says what `accumulation`, `device` and `op` are;
-      - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it once more (u): 2u |s| S;
+      - s = a_scale_inv * b_scale_inv is rounded once (u) and the multiplication by it once more (u), or both scales
+        multiply the sum one after the other (`rescaled`), which rounds twice as well: 2u |s| S;
       - each of bias and accumulator is one more f32 addition: u times the magnitude of the partial result, at most
         R = |s| S + |bias| + |accumulator|;
-      - s below 2**-126 may be flushed: 2**-126 S more, and nothing where s is an ordinary number;
+      - a scale below 2**-126 may be flushed, and so may s where cuBLASLt multiplies: |s| S more;
       - the final rounding to out_dtype: eps_out times the magnitude of the result (already in error by the above), plus
         half the smallest subnormal.
     """
@@ -478,8 +488,9 @@ def scaled_matmul(
         total = np.abs(a64) @ np.abs(b64).T
         magnitude = total * abs(s)
         bound = gemm_bound(a, b, accumulation, device, op) * abs(s) + magnitude * 2 * PRECISE
-        if abs(s) < 2.0**-126:
-            bound = bound + total * 2.0**-126
+        factors = [a_scale_inv, b_scale_inv] + [s] * (accumulation != "exact" and op == "scaled_matmul")
+        if any(abs(float(np.asarray(factor).reshape(()))) < 2.0**-126 for factor in factors):
+            bound = bound + magnitude
         for term in (bias, accumulator):
             if term is not None:
                 term = np.asarray(term).astype(np.float64)

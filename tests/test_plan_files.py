@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 
 import pytest
 
@@ -125,6 +126,9 @@ def test_damaged_files(cache, table, content, caplog):
         {"m": "16"},
         {"m": 2**63},
         {"m": True},
+        {"m": -16},
+        {"batch": 0},
+        {"microseconds": float("inf")},
         {"m": 24},  # the library refuses it
         {"precise": 1},
         {"a": "f64"},
@@ -152,6 +156,28 @@ def test_folder_that_cannot_be_written(cache, caplog):
     with caplog.at_level(logging.WARNING):
         store.add(PLATFORM, {gemm(): plan()})
     assert store.on(PLATFORM) == {gemm(): plan()} and "for this process only" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", [".json", ".lock"])
+def test_pipe_in_place_of_a_file(cache, table, suffix):
+    """Nobody writes into it or reads from it, and nothing waits."""
+    cache.mkdir()
+    os.mkfifo(path_in(cache).with_suffix(suffix))
+    signal.alarm(20)  # kills the process that waits
+    files.Store().load()
+    files.Store().add(PLATFORM, {gemm(): plan()})
+    signal.alarm(0)
+    assert table == {} and files.read(path_in(cache))[1] == ({gemm(): plan()} if suffix == ".json" else {})
+
+
+@pytest.mark.parametrize("folder", ["x" * 5000, "~\udc80\u2603" * 400, "/dev/null", "/proc/self/mem/cache"])
+def test_folder_that_cannot_be(cache, table, monkeypatch, folder):
+    """The package is imported, and measurements hold for the process."""
+    monkeypatch.setenv("JAXFP8_CACHE_DIR", folder)
+    store = files.Store()
+    store.load()
+    store.add(PLATFORM, {gemm(): plan()})
+    assert store.on(PLATFORM) == {gemm(): plan()} and table == {}
 
 
 def _add(folder, first):

@@ -11,6 +11,7 @@
 
 #include <type_traits>
 
+#include "common/scale_product.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/memory.h"
 #include "cuda/common/ptx.h"
@@ -138,8 +139,8 @@ __device__ __forceinline__ Bytes<2 * sizeof(Out)> Narrow(float first, float seco
 }
 
 template <class Out>
-__device__ __forceinline__ void StoreTile(const KernelParams& params, const RaggedRange& range, float scale,
-                                          const Accumulators& sums) {
+__device__ __forceinline__ void StoreTile(const KernelParams& params, const RaggedRange& range,
+                                          const ScaleFactors& scales, const Accumulators& sums) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const RaggedPlan& plan = params.plan;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void StoreTile(const KernelParams& params, const Ragg
       for (int j = 0; j < kColumnBlocks; ++j) {
         const int32_t left = plan.columns - first_column - j * 8;
         const Bytes<2 * sizeof(Out)> pair =
-            Narrow<Out>(sums[i][j][2 * half] * scale, sums[i][j][2 * half + 1] * scale);
+            Narrow<Out>(scales.Scale(sums[i][j][2 * half]), scales.Scale(sums[i][j][2 * half + 1]));
         if (left >= 2 && params.wide_stores) {
           Store(address + j * 8, pair);
         } else {
@@ -209,12 +210,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) RaggedMatmulKernel(Ke
     WaitForCopies<0>();
     __syncthreads();  // the next tile begins with the first stage
 
-    const float scale = params.a_scale_inv[range.member * params.a_scale_stride] *
-                        params.b_scale_inv[range.member * params.b_scale_stride];
+    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[range.member * params.a_scale_stride],
+                                               params.b_scale_inv[range.member * params.b_scale_stride]);
     switch (params.out_dtype) {
-      case Dtype::kBF16: StoreTile<BF16>(params, range, scale, sums); break;
-      case Dtype::kF16: StoreTile<F16>(params, range, scale, sums); break;
-      default: StoreTile<F32>(params, range, scale, sums); break;
+      case Dtype::kBF16: StoreTile<BF16>(params, range, scales, sums); break;
+      case Dtype::kF16: StoreTile<F16>(params, range, scales, sums); break;
+      default: StoreTile<F32>(params, range, scales, sums); break;
     }
   }
 }

@@ -45,10 +45,12 @@ def linearizes_by(op: Primitive, rule) -> None:
     def linearize(is_vjp, is_linear, *primals, **params):
         del is_vjp
         result, residuals, function = rule(is_linear, *primals, **params)
+        # True: the result has a tangent. JAX calls no rule where no operand has one.
         if _has_structured:
             return result, True, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
         return result, True, residuals, function
 
+    # The form of the rule is private. In a version that has changed it, every gradient would fail.
     if jax.__version_info__ < (0, 13):
         _linearizations[op] = linearize
 
@@ -65,6 +67,8 @@ def devices_of(ctx) -> str:
     what `custom_partitioning` calls back cannot be written out.
     """
     context = ctx.module_context.axis_context
+    # A `shard_map` over some of the axes leaves the others to XLA: its program is neither that of one device nor that
+    # of the whole mesh.
     if hasattr(context, "manual_axes"):
         return "shard" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
     if getattr(context, "num_devices", None) == 1:
@@ -78,6 +82,7 @@ def devices_of(ctx) -> str:
 def gpus_of(ctx) -> list:
     """Return the GPUs that a program is lowered for, as far as JAX tells."""
     context = ctx.module_context.axis_context
+    # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names no devices.
     mesh = getattr(context, "mesh", None)
     devices = getattr(context, "device_assignment", None) or (
         mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
@@ -109,11 +114,13 @@ try:
         @staticmethod
         def add(dtype, x, y):
             del dtype
+            # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
             return to_max(lax.max(from_max(x), from_max(y)))
 
         @staticmethod
         def zero(dtype):
             del dtype
+            # State is not negative, so 0 is neutral in a max too.
             return to_max(jnp.float32(0))
 
         @staticmethod
@@ -123,6 +130,8 @@ try:
 
         @staticmethod
         def global_sharded_result_handler(aval, out_sharding, committed):
+            # A jitted function that returns this dtype gives a float32 array in the wrapper that JAX has for extended
+            # dtypes.
             physical = core.physical_aval(aval)
             handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
             return handler.wrap(lambda x: earray.EArray(aval, x))
@@ -147,6 +156,21 @@ try:
     # Outside of jit autodiff adds concrete arrays of an extended dtype, and JAX has no adder for their type.
     _other_adder = ad_util.raw_jaxval_adders.get(earray.EArray)
     ad_util.raw_jaxval_adders[earray.EArray] = _add_concrete
+
+    _transpose_broadcast = ad.primitive_transposes[lax.broadcast_in_dim_p]
+
+    def _refuse_broadcast_of_state(ct, *args, **params):
+        """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
+        if getattr(ct, "dtype", None) != MAX_DTYPE:
+            return _transpose_broadcast(ct, *args, **params)
+        raise TypeError(
+            "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
+            "predicate differs between the examples: both branches would run, on all of them. Use jax.lax.map or "
+            "jax.lax.scan over the examples in place of vmap, or call the layer outside of the cond and choose between "
+            "results with jnp.where"
+        )
+
+    ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
 except (ImportError, AttributeError):
     MAX_DTYPE = None
 
@@ -160,6 +184,7 @@ class _Cast(Primitive):
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
+        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
         linearizes_by(self, lambda is_linear, x: (self.bind(x), (), lambda residuals, t: self.bind(t)))
         batching.defvectorized(self)
 
@@ -181,6 +206,7 @@ class _MemoizedCast(_Cast):
         with set_current_trace(x._trace):
             memo = self._memo.setdefault(x._trace, {})
             source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
+            # The id of a tracer that has died may be that of another one now.
             if source is not x or result is None:
                 result = super().bind_with_trace(x._trace, args, *rest)
                 memo[id(x)] = weakref.ref(x), weakref.ref(result)

@@ -15,6 +15,7 @@ def compiled(op: Primitive) -> Callable:
         return jax.jit(functools.partial(op.bind, **dict(params)))
 
     def run(*operands, **params):
+        # Where `jit` is disabled, the function would bind the op outside of jit, and come here again without end.
         with jax.disable_jit(False):
             return jitted(tuple(params.items()))(*operands)
 
@@ -25,6 +26,7 @@ def not_differentiable(name, primals, tangents, **params):
     """Raise where autodiff goes through an op: a derivative of rounding would be silently wrong."""
     del primals, tangents, params
     raise TypeError(
-        f"jaxfp8.ops.{name} is not differentiable. Use jaxfp8.dot_general, which has the straight-through gradient; it "
-        "has first derivatives in reverse mode only."
+        "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only: a second one (the "
+        f"gradient of a gradient, a Hessian) or forward mode would be silently wrong. jaxfp8.ops.{name} is not "
+        "differentiable at all: use jaxfp8.dot_general, which has the straight-through gradient"
     )

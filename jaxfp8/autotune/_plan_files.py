@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -23,6 +24,7 @@ except ImportError:  # not a POSIX system: the last writer wins
 
 SHIPPED = Path(__file__).with_name("_plans")
 _FORMAT = 1
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _log = logging.getLogger("jaxfp8")
 
 
@@ -42,6 +44,8 @@ def file_name(platform: Platform) -> str:
 def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
     """Read a file; leave out entries, or a whole file, that do not have the form of `write`."""
     try:
+        if path.exists() and not path.is_file():  # reading a pipe may never end
+            raise OSError("not a regular file")
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"format {content['format']}")
@@ -68,10 +72,11 @@ def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
 
 def _is_plan(gemm: Gemm, plan: Plan) -> bool:
     numbers = all(type(getattr(gemm, name)) is type_ for name, type_ in Gemm.__annotations__.items())
-    in_range = numbers and all(-(2**63) <= value < 2**63 for value in gemm if type(value) is int)
+    in_range = numbers and all(0 < value < 2**63 for value in gemm if type(value) is int)
     dtypes = numbers and all(dtype in DTYPES for dtype in (gemm.a, gemm.b, gemm.out))
     words = isinstance(plan.algorithm, str) and re.fullmatch("[0-9a-f]{128}", plan.algorithm)
-    return bool(in_range and dtypes and words and all(isinstance(time, (int, float)) and time > 0 for time in plan[1:]))
+    times = all(isinstance(time, (int, float)) and 0 < time < math.inf for time in plan[1:])
+    return bool(in_range and dtypes and words and times)
 
 
 def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
@@ -97,7 +102,8 @@ def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
 def _locked(path: Path):
     """Wait while another process holds the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
+    # Without waiting: opening a pipe for writing would never end.
+    with open(path.with_suffix(".lock"), "w", opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as lock:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -117,7 +123,12 @@ class Store:
     def load(self) -> None:
         """Read the shipped plans and those of this machine, which take precedence, into the module's table."""
         for folder in (SHIPPED, cache_folder()):
-            for path in sorted(folder.glob("plans_*.json")):
+            try:
+                paths = sorted(folder.glob("plans_*.json"))
+            except (OSError, ValueError) as error:
+                _log.warning("jaxfp8: no plans are read from %s: %s", folder, error)
+                continue
+            for path in paths:
                 platform, plans = read(path)
                 for gemm, plan in plans.items():
                     try:
@@ -140,7 +151,7 @@ class Store:
                 before = read(path)
                 present = before[1] if before[0] == platform else {}
                 write(path, platform, present | plans)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.warning("jaxfp8: plans are kept for this process only: %s", error)
 
 

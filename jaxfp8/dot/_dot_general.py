@@ -27,7 +27,7 @@ from ..recipes import (
 from . import _scopes
 from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
 from ._gemms import Product
-from ._layout import layouts, out_shape
+from ._layout import checked_numbers, layouts, out_shape
 from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
 from ._wrapping import current_layer
@@ -85,6 +85,7 @@ def dot_general(
         _operand("x", x if fused is None else fused.value),
         _operand("kernel", kernel),
     )
+    both = layouts(x.shape, kernel.shape, dimension_numbers)
     if isinstance(recipe, HighPrecision):
         recipe = None
     if recipe is not None:
@@ -94,7 +95,6 @@ def dot_general(
             dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
             preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
     out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
-    both = layouts(x.shape, kernel.shape, dimension_numbers)
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
@@ -117,7 +117,7 @@ def dot_general(
         x_codes = quantize_fused(fused, quantizers[0], state.input, reduce)
     product = Product(
         quantizers=quantizers,
-        dimension_numbers=jax.tree.map(int, tuple(tuple(map(tuple, pair)) for pair in dimension_numbers)),
+        dimension_numbers=checked_numbers(dimension_numbers),
         vmap_dims=0,
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,

@@ -4,6 +4,7 @@ Dimensions are put in order and never merged: on a mesh each keeps its own shard
 """
 
 import dataclasses
+import operator
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,13 +53,31 @@ class Layout:
         return jnp.transpose(x, np.argsort(self._order))
 
 
+def checked_numbers(dimension_numbers) -> tuple:
+    """Return dimension numbers as tuples of Python integers.
+
+    Raises:
+        TypeError: they are not two pairs of sequences of integers.
+    """
+    try:
+        (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
+        pairs = (x_contract, kernel_contract), (x_batch, kernel_batch)
+        return tuple(tuple(tuple(map(operator.index, dims)) for dims in pair) for pair in pairs)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "dot_general: dimension_numbers: expected ((x_contract, kernel_contract), (x_batch, kernel_batch)), each a "
+            f"sequence of ints, for example (((1,), (0,)), ((), ())) of two matrices; got {dimension_numbers!r}"
+        ) from error
+
+
 def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     """Return the layouts of both operands of `jax.lax.dot_general`.
 
     Raises:
+        TypeError: the dimension numbers have another form.
         ValueError: the dimension numbers do not fit the shapes.
     """
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = dimension_numbers
+    (x_contract, kernel_contract), (x_batch, kernel_batch) = checked_numbers(dimension_numbers)
     for name, x_dims, kernel_dims in (
         ("contracting", x_contract, kernel_contract),
         ("batch", x_batch, kernel_batch),

@@ -64,7 +64,8 @@ def calibrate(
     if hasattr(batches, "shape"):
         got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
         raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
-    batches = ((batch if isinstance(batch, tuple) else (batch,)) for batch in batches)
+    # A NamedTuple is one argument: it is a pytree with names.
+    batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
     # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)

@@ -58,6 +58,8 @@ class Dense(nn.Module):
     ) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
+        if not x.shape:
+            raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
         features = sizes("Dense: features", self.features)
 
         def kernel_init(key, shape, dtype):

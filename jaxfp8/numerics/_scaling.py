@@ -32,8 +32,8 @@ def _bits(x):
 def positive_finite(x: jax.Array) -> jax.Array:
     """Return whether `0 < x < inf`, subnormals included."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
-    below_zero = bits - np.full(bits.shape, 1, np.uint32)  # 0 wraps around
-    return lax.lt(below_zero, np.full(bits.shape, _INF_BITS - 1, np.uint32))
+    below_zero = bits - lax.full_like(bits, 1)  # 0 wraps around
+    return lax.lt(below_zero, lax.full_like(bits, _INF_BITS - 1))
 
 
 def below_zero(x: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import ONE, tensor_op
-from ._product import ProductSpec, spec_fields
+from ._product import ProductSpec, rescaled, spec_fields
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
 
@@ -133,7 +133,10 @@ class _Side:
     @property
     def scales_rows(self) -> bool:
         """Return whether a scale is one number along the whole contraction."""
-        return self.block is None or (_blocks.count(self.block, *self.matrix)[1] <= 1 and not self.is_exact)
+        if self.block is None:
+            return True
+        count = _blocks.count(self.block, *self.matrix)[1]
+        return count in (0, 1) and not self.is_exact
 
     @property
     def is_exact(self) -> bool:
@@ -190,7 +193,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
         rounded = functools.partial(product, dtype=spec.out_dtype)
         in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
         return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
-    # 2. Multiply. 3. Apply the scales that are one number along the contraction, as one factor for each element.
+    # 2. Multiply. 3. Apply the scales that are one number along the contraction.
     out = in_f32(*operands)
     factors = []
     for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
@@ -201,8 +204,10 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
             for axis, size in zip(axes, scale.shape, strict=True):
                 shape[axis] = size
             factors.append(scale.reshape(shape))
-    if factors:
-        out = out * jnp.broadcast_to(math.prod(factors[1:], start=factors[0]), out.shape)
+    if len(factors) == 2:
+        out = rescaled(out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape))
+    elif factors:
+        out = out * jnp.broadcast_to(factors[0], out.shape)
     return (spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),)
 
 

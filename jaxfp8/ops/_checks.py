@@ -17,7 +17,11 @@ def array(op: str, name: str, x):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}") from error
+        dtype, fix = getattr(x, "dtype", None), ""
+        if isinstance(dtype, np.dtype) and not dtype.isnative:
+            fix = f", whose bytes are swapped; convert it with .astype(np.{dtype.newbyteorder('=').name})"
+        got = type(x).__name__ if dtype is None else f"{type(x).__name__} of {dtype}"
+        raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
 def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example with .astype(jnp.float32)"):
@@ -110,11 +114,13 @@ def product(op: str, a, b, batch: int | None, contracting: int):
         batch: how many leading dimensions a and b share; None where m and n are one each.
         contracting: how many dimensions `k` stands for.
     """
+    # Where m and n are one dimension each, the rank of a tells how many dimensions are left for the batch.
     a, is_matrix = fp8(op, "a", a), batch is None
     batch = a.ndim - 1 - contracting if is_matrix else batch
     a = rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
     b = fp8(op, "b", b)
     leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
+    # The operands agree in front (batch) and at the end (k); m and n, in between, are free.
     matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
     if not matches or (is_matrix and b.ndim != a.ndim):
         needed = ", ".join(map(str, (*leading, "n", *k)))

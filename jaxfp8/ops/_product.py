@@ -1,7 +1,10 @@
-"""The dimensions of a dense product: what scaled_matmul and block_scaled_matmul share."""
+"""The dimensions of a dense product and its scales: what scaled_matmul, block_scaled_matmul and ragged_matmul share."""
 
 import dataclasses
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -45,6 +48,33 @@ class ProductSpec:
         leading = vmap_dims + self.batch
         columns = (*range(leading), *range(leading + self.rows, out.ndim))
         return out + lax.broadcast_in_dim(bias.astype(out.dtype), out.shape, columns)
+
+
+def rescaled(
+    sums: jax.Array, a_scale_inv: jax.Array, b_scale_inv: jax.Array, spread: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h does.
+
+    The product of the scales is one factor where it is a normal number. Where it flushes or overflows, the result need
+    not: there the scales multiply one after the other.
+
+    Args:
+        sums: f32.
+        a_scale_inv, b_scale_inv: f32, of shapes that broadcast.
+        spread: broadcasts a factor of the scales' shape to that of sums.
+    """
+    first, second = _factors(a_scale_inv, b_scale_inv)
+    return sums * spread(first) * spread(second)
+
+
+@jax.jit
+def _factors(a_scale_inv, b_scale_inv):
+    """Return the two factors; one function of a program for all of its products."""
+    product, limits = a_scale_inv * b_scale_inv, np.finfo(np.float32)
+    a_scale_inv, b_scale_inv = (jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv))
+    size = jnp.abs(product)
+    is_normal = lax.clamp(limits.tiny, size, limits.max) == size
+    return lax.select(is_normal, product, a_scale_inv), lax.select(is_normal, lax.full_like(product, 1), b_scale_inv)
 
 
 def spec_fields(op: str, leading, m, n, contracting, bias, out_dtype, precise):

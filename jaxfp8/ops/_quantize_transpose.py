@@ -66,6 +66,7 @@ def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, col
 def _names(x, *scalars, rows, cols, with_amax, column_sums, dtype):
     del dtype
     batch, rows, cols = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
     results = [batch + rows + cols, batch + cols + rows, *[ONE] * with_amax, *[batch + cols] * column_sums]
     return [batch + rows + cols, *[ONE] * len(scalars)], results
 
@@ -93,7 +94,7 @@ def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax,
         vmapped=leading[:vmap_dims],
         with_amax=with_amax,
         data=[((g, m, n), dtype), ((g, n, m), dtype)],
-        after=[((g, math.ceil(m / _SUMMED_ROWS), n), jnp.float32)] * column_sums,
+        after=[((g, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums,
         batch=batch,
     )
     if with_amax and amax_so_far and not batch:  # a batch of no groups keeps its amax

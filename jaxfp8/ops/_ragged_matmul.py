@@ -13,6 +13,7 @@ from . import _checks, _ffi, _shapes
 from ._dequantize import widening_on_cpu
 from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
+from ._product import rescaled
 
 RAGGED = ("rows", "contraction")
 # How many rows the jnp program multiplies at once: about as many as a group has, within these.
@@ -189,7 +190,6 @@ def _ragged_contraction(a, b, group_sizes):
 def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise, widen=None):
     """Widen the codes, which is exact, and multiply with f32 accumulation in a loop."""
     del precise
-    scale_inv = a_scale_inv * b_scale_inv
     shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
     if 0 in a.shape or 0 in b.shape:
         return (lax.full(shape, 0, out_dtype),)
@@ -200,7 +200,8 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, o
     else:  # one after the other: as one batch, each step of the loop would touch the product of every vmapped index
         flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
         out = lax.map(lambda operands: product(*operands), tuple(flat)).reshape(shape)
-    return ((out * _shapes.spread(scale_inv, shape)).astype(out_dtype),)
+    out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
+    return (out.astype(out_dtype),)
 
 
 def _on_cpu(*operands, **static):

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _checks, _ffi, _shapes
 from ._dequantize import widening_on_cpu
 from ._primitive import ONE, tensor_op
-from ._product import ProductSpec, spec_fields
+from ._product import ProductSpec, rescaled, spec_fields
 
 # The workspace of cuBLASLt: its advice for Hopper, more than it asks for on Ada. XLA lends the memory to other steps of
 # the program.
@@ -44,6 +44,7 @@ def scaled_matmul(
 
         ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
+    Where `a_scale_inv * b_scale_inv` is no normal number, `(a @ b.mT) * a_scale_inv * b_scale_inv` in this order.
     On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
     accumulation: with `K` products, `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
     of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md has the bound).
@@ -126,10 +127,8 @@ def _grouped(matmul):
     return run
 
 
-def _finish(spec, out, scale_inv, bias, accumulator):
-    """Scale, add to and round an f32 product `[g, m, n]`; a scale_inv of None means that it is scaled."""
-    if scale_inv is not None:
-        out = out * lax.broadcast_in_dim(scale_inv, (scale_inv.shape[0], *out.shape[1:]), (0,))
+def _finish(spec, out, bias, accumulator):
+    """Add to and round a scaled f32 product `[g, m, n]`."""
     if bias is not None:
         out = out + bias[:, None, :].astype(jnp.float32)
     if accumulator is not None:
@@ -157,10 +156,12 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
     n = b.shape[1]
     # 1. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
-        scale_inv = a_scale_inv * b_scale_inv
-        if scale_inv.shape[0] > 1:
-            scale_inv = jnp.repeat(scale_inv, g // scale_inv.shape[0])
-        return _finish(spec, _dot(_to_f32(a), _to_f32(b)), scale_inv, bias, accumulator)
+        sums = _dot(_to_f32(a), _to_f32(b))
+
+        def spread(scale):
+            return lax.broadcast_in_dim(jnp.repeat(scale, g // scale.shape[0]), sums.shape, (0,))
+
+        return _finish(spec, rescaled(sums, a_scale_inv, b_scale_inv, spread), bias, accumulator)
 
     # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
     # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
@@ -198,7 +199,7 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
         out = out[:, :m, :n]
     if finished:
         return out
-    return _finish(spec, out, None, bias, accumulator)
+    return _finish(spec, out, bias, accumulator)
 
 
 def _spaced(scale):
@@ -210,7 +211,7 @@ def _reference(*operands, vmap_dims, spec, widen=_to_f32):
     """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
-    out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+    out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
     return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
 
 
@@ -255,7 +256,7 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
     out = spec.dot(*wide, vmap_dims, precision=precision, preferred_element_type=dtype)
     if not scales_inside:
-        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
+        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
     return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
 
 

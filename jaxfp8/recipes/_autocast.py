@@ -1,6 +1,7 @@
 """autocast: the recipe of layers that name no recipe."""
 
 import contextlib
+import contextvars
 import dataclasses
 
 import jax
@@ -17,6 +18,8 @@ class _Region:
 
 # A context that is part of jit's cache key: another recipe is another program. Each thread has its own.
 _region = jax.make_user_context(default_value=None)
+# The region of the task that runs: tasks of asyncio share a thread, which JAX cannot tell apart.
+_region_of_task = contextvars.ContextVar("region", default=None)
 
 
 @contextlib.contextmanager
@@ -26,8 +29,10 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
             loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
 
-    Regions nest, the innermost wins; each thread has its own. The backward of what was traced inside belongs to it,
-    wherever it runs. A model is initialized in the region it is used in: a layer has the state of its recipe.
+    Regions nest, the innermost wins; each thread has its own. Do not await inside of a region: jit's cache knows
+    threads, and no tasks. What another task then opens, or traces, raises. The backward of what was traced inside
+    belongs to it, wherever it runs. A model is initialized in the region it is used in: a layer has the state of its
+    recipe.
 
     Args:
         recipe: of layers that name none; None is `DelayedScaling()`, what these layers have outside of any region.
@@ -36,18 +41,36 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
 
     Raises:
         TypeError: recipe is none, or enabled no bool.
+        RuntimeError: the region of another asyncio task is open on this thread.
     """
     if recipe is not None:
         checked("autocast: recipe", recipe)
     if not isinstance(enabled, bool):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
-    with _region(_Region(recipe, enabled)):
-        yield
+    _current()
+    region = _Region(recipe, enabled)
+    token = _region_of_task.set(region)
+    try:
+        with _region(region):
+            yield
+    finally:
+        _region_of_task.reset(token)
+
+
+def _current() -> _Region | None:
+    """Return the region here in the program."""
+    region = _region.value
+    if region is not None and region is not _region_of_task.get():
+        raise RuntimeError(
+            "autocast: the region of another asyncio task is open on this thread, and JAX caches programs by thread: "
+            "leave the region before each await, or give each task its thread (asyncio.to_thread)"
+        )
+    return region
 
 
 def is_off() -> bool:
     """Tell whether what is traced here computes in high precision whatever its recipe."""
-    region = _region.value
+    region = _current()
     return region is not None and not region.enabled
 
 
@@ -64,6 +87,6 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     if is_off():
         return None
     if recipe is None:
-        region = _region.value
+        region = _current()
         recipe = default() if region is None or region.recipe is None else region.recipe
     return None if isinstance(checked("layer: recipe", recipe), HighPrecision) else recipe

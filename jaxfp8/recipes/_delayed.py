@@ -40,7 +40,7 @@ class DelayedScaling(Recipe):
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
         amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
             returns an amax f32[]. Entries that were not finite arrive as 0. It may close over constants,
-            not over traced values.
+            not over traced values. A floor acts from the first amax on.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
             is the tensor's own, at the cost of one more read then and of a conditional always.
@@ -115,7 +115,8 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
-            if not (_compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating) or _compat.is_foreign_max(leaf)):
+            is_float = _compat.is_max(leaf) or _compat.is_foreign_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
+            if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         history, scale = leaves[:2]
         if history.ndim != 1 or scale.shape != (1,):
@@ -198,15 +199,15 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
         for i, read in zip(positions, scales, strict=True):
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = read.scale, read.scale_inv, None
-            is_loud = jnp.any(_scaling.below_zero(state.amax_history))
             if quantizer.first_step == "current":
-                has_scale = is_loud | jnp.any(_scaling.below_zero(state.scale))  # NaN, whatever the tensor is
-                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~has_scale
+                # The scale of a state below zero is NaN, whatever the tensor is.
+                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
             if not is_named:
-                window = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
-                if is_empty is not None:  # the stored scale then counts, for a tensor of zeros
-                    window = jnp.where(is_empty, jnp.zeros_like(window), window)
-                window = jnp.where(is_loud, jnp.float32(-1), window)
+                history = _scaling.clean(state.amax_history)
+                # While the history is empty the stored scale counts, also where the function has a floor.
+                window = jnp.asarray(algo(history), jnp.float32).reshape(1)
+                window = jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+                window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
@@ -215,6 +216,10 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
                 counting = Counting(_scaling.clean(state.counters[2:]), last_scale_inv=state.scale.reshape(1))
             steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty, counting)
     return steps
+
+
+def _is_below_zero(state):
+    return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(_scaling.below_zero(state.scale))
 
 
 def next_states(quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction) -> list[Any]:

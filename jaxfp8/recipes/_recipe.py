@@ -1,9 +1,10 @@
 """Recipe: the options and checks that all recipes share."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
 from ..numerics import Format
@@ -16,6 +17,8 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Say how the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
+
+    In a pytree a recipe is a static node without leaves: another recipe is another structure.
 
     These options belong to every recipe and are given by keyword.
 
@@ -35,6 +38,11 @@ class Recipe:
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an argument."""
+        super().__init_subclass__(**kwargs)
+        jax.tree_util.register_static(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to be the product of a layer, which calls what it is given.
@@ -76,10 +84,11 @@ class Recipe:
             self.expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
         if hasattr(self, "power_2_scale"):
             self.expect(isinstance(self.power_2_scale, (bool, np.bool_)), "power_2_scale", "a bool", TypeError)
-        self.expect(not isinstance(self.pipeline_axes, str), "pipeline_axes", "a tuple of mesh axis names", TypeError)
+        for name, needed in (("pipeline_axes", "mesh axis names"), ("precise", f"names out of {PRODUCTS}")):
+            is_names = isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str)
+            self.expect(is_names, name, f"a tuple of {needed}", TypeError)
         if self.pipeline_axes is not NOT_SAID:
             object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
-        self.expect(not isinstance(self.precise, str), "precise", f"a tuple of names out of {PRODUCTS}", TypeError)
         object.__setattr__(self, "precise", tuple(self.precise))
         self.expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
         is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)

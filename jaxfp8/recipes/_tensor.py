@@ -75,11 +75,10 @@ class QTensor:
     def transposed(self, batch: int = 0) -> "QTensor":
         """Return the tensor with its rows as columns, `[*batch, *cols, *rows]`."""
         first = self.data.ndim - self.cols
-        data_t = self.data_t
-        if data_t is None:
-            order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
-            data_t = jnp.transpose(self.data, order)
-        turned = {"data": data_t, "data_t": self.data, "cols": first - batch}
+        order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
+        data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
+        source = None if self.source is None else jnp.transpose(self.source, order)
+        turned = {"data": data_t, "data_t": self.data, "source": source, "cols": first - batch}
         if self.scale_inv_t is not None:
             turned |= {"scale_inv": self.scale_inv_t, "scale_inv_t": self.scale_inv}
         elif self.scale_inv is not None and not self.has_one_scale:
@@ -100,7 +99,8 @@ class QTensor:
         """
         shape_t = (*shape[:batch], *shape[len(shape) - cols :], *shape[batch : len(shape) - cols])
         data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
-        return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, cols=cols)
+        source = None if self.source is None else self.source.reshape(shape)
+        return dataclasses.replace(self, data=self.data.reshape(shape), data_t=data_t, source=source, cols=cols)
 
     def map_scales(self, function: Callable[[jax.Array], jax.Array]) -> "QTensor":
         """Return the QTensor with `function(scale)` in place of each array of scales."""
@@ -135,12 +135,46 @@ class QTensor:
         return QTensor(data, self.scale_inv, source=source, step=self.step)
 
     def dequantize(self, dtype: Any) -> jax.Array:
-        """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding."""
+        """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding.
+
+        The gradient goes straight through to `source`.
+
+        Raises:
+            TypeError: codes without a source are differentiated.
+        """
         if self.scale_inv is None:
             return self.data.astype(dtype)
+        data, scale_inv = self.data, self.scale_inv
+        if self.source is not None:
+            data, scale_inv = jax.lax.stop_gradient((data, scale_inv))
         if self.has_one_scale and self.is_fp8:
-            return ops.dequantize(self.data, self.scale_inv, dtype)
-        return dequantized(self.data, self.scale_inv, self.block, self.cols).astype(dtype)
+            values = ops.dequantize(data, scale_inv, dtype)
+        else:
+            values = dequantized(*_final((data, scale_inv)), self.block, self.cols).astype(dtype)
+        return values if self.source is None else _straight_through(self.source, values)
+
+
+@jax.custom_jvp
+def _straight_through(source, values):
+    """Return `values`, with the gradient of `source`."""
+    del source
+    return values
+
+
+@_straight_through.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
+@jax.custom_jvp
+def _final(codes_and_scales):
+    """Return codes and scales, which have no derivative."""
+    return codes_and_scales
+
+
+@_final.defjvp
+def _(primals, tangents):
+    raise TypeError("QTensor.dequantize: a QTensor without its source has no gradient; see jaxfp8.quantize_params")
 
 
 def value_of(operand: jax.Array, codes: QTensor | None, dtype: Any) -> jax.Array:

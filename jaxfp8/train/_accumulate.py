@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 
 from .._jax._typing import Tree
 from ..numerics import _scaling
+from ..ops import _checks
 from ..recipes import _state_tree
 
 
@@ -31,8 +32,14 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
         The sum, in the structure of `grads`.
 
     Raises:
-        ValueError: the structures differ.
+        TypeError: weight is not a number.
+        ValueError: the structures differ; weight has a dimension.
     """
+    if weight is not None:
+        weight = _checks.array("accumulate_gradients", "weight", weight)
+        if not jnp.isrealobj(weight):
+            raise TypeError(f"accumulate_gradients: weight: expected a real number, got {weight.dtype}")
+        _checks.shape("accumulate_gradients", "weight", weight, ())
     new = _state_tree.flatten(grads)
     if acc is None:
         so_far = [jnp.zeros_like(leaf) for leaf in new.leaves]
@@ -59,7 +66,7 @@ def _add(acc, grad, weight):
         return grad
     grad = jnp.asarray(grad)
     if weight is not None:
-        grad = grad * jnp.asarray(weight).astype(grad.dtype)
+        grad = grad * weight.astype(grad.dtype)
     return acc + grad.astype(jnp.result_type(acc))
 
 

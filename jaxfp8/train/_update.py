@@ -177,7 +177,9 @@ def _next_quantizer(*leaves):
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
 
     # 4. Keep the old state of a row that was not touched, or that cannot be used; a stored step takes one more amax.
-    kept = history.at[..., :1].max(jnp.where(is_done, _scaling.clean(new_history[..., :1]), 0))
+    newest = history[..., :1]
+    larger = jnp.maximum(newest, _scaling.clean(new_history[..., :1]))
+    kept = history.at[..., :1].set(jnp.where(is_done, larger, newest))
     results = [jnp.where(usable, rolled.at[..., :1].set(amax), kept), scale]
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))

@@ -6,6 +6,7 @@ from . import (
     ffi as ffi,
     layers as layers,
     meshes as meshes,
+    numbers as numbers,
     optimizers as optimizers,
     proof as proof,
     shapes as shapes,
@@ -26,6 +27,7 @@ SUBJECTS = {
     "meshes": "Meshes",
     "ffi": "FFI",
     "layers": "Layers from outside",
+    "numbers": "Numbers from outside",
     "proof": "Proof of training",
 }
 IN_ORDER = sorted(ROWS, key=lambda row: list(SUBJECTS).index(row.subject))

@@ -40,6 +40,19 @@ def test_accumulation_in_place():
     assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
 
 
+@pytest.mark.parametrize("a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)])
+def test_scales_without_a_normal_product(record_property, a_scale, b_scale):
+    """cuBLASLt does not say in which order it multiplies: what it does is recorded, and no wrong number is accepted."""
+    a, b = np.full((16, 32), 16, oracle.E4M3.dtype), np.full((16, 32), 16, oracle.E4M3.dtype)
+    a[0] = 0
+    got = np.asarray(ops.scaled_matmul(a, b, np.float32(a_scale), np.float32(b_scale), out_dtype=jnp.float32))
+    right = np.float32(float(np.float32(a_scale)) * float(np.float32(b_scale)) * 2.0**13)
+    record_property("zero", str(got[0, 0]))
+    record_property("largest", f"{got[1, 0]}, exact {right}")
+    np.testing.assert_array_equal(got[1:], np.full((15, 16), got[1, 0]))
+    assert got[1, 0] == 0 or not np.isfinite(got[1, 0]) or abs(got[1, 0] / right - 1) < 2.0**-9
+
+
 # What cuBLASLt multiplies, by the compute capabilities that have it: powers of two on 10 and 12 as blocks of 32.
 OF_HOPPER = (((1, None), (1, None)), ((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 SCALED_BLOCKS = {

@@ -1,0 +1,329 @@
+"""Numbers, arguments and programs that came from outside: what was silently wrong, hung, or had no message."""
+
+import asyncio
+import collections
+import os
+import pathlib
+import tempfile
+import threading
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax import export
+
+import jaxfp8
+from jaxfp8 import ops
+from jaxfp8.autotune import _plan_files
+from jaxfp8.ops._plans import Gemm, Plan, Platform
+
+from .libraries import OURS
+from .steps import in_two_octaves, next_state, normal, operands, same_bits, step_of, tally_products
+from .verdict import Tally, refused, row
+
+M, K, N = 16, 24, 8
+NUMBERS = (((1,), (0,)), ((), ()))
+FUNCTIONS = "it is a function of ours"
+RECIPES = (
+    jaxfp8.Float8CurrentScaling(),
+    jaxfp8.Float8RowwiseScaling(),
+    jaxfp8.Float8BlockScaling(),
+    jaxfp8.MXFP8BlockScaling(),
+)
+
+
+def with_amaxes(library, x, kernel, grad):
+    """Variables whose scales are right for these operands."""
+    return library.variables(kernel, next_state(oracle.LayerState.init(4), (x, kernel, grad)))
+
+
+@row("gradients of 1e-30: the product of the scales is no normal number, the result is", any_layer=True)
+def tiny_gradients(library):
+    """dx of a kernel of 1e-5 and a gradient of 1e-30 is 1e-35, the product of their scales 4e-43."""
+    tally, given = Tally(), operands(M, K, N, grads=1e-30, kernel=1e-5)
+    step = step_of(library, N)(with_amaxes(library, *given), given[0], given[2])
+    worst = tally_products(tally, step, given, "gradients of 1e-30")
+    return tally.verdict(f"off by {worst:.2g} times what FP8 may cost")
+
+
+@row("operands of 1e24: the product of the scales overflows, zeros stay zeros", any_layer=True)
+def huge_operands(library):
+    tally, (x, kernel, grad) = Tally(), operands(M, K, N, data=1e24, kernel=1e24)
+    x[3] = kernel[:, 2] = 0
+    y = np.asarray(step_of(library, N)(with_amaxes(library, x, kernel, grad), x, grad).y)
+    tally((y[3] == 0).all() and (y[:, 2] == 0).all(), "zeros became " + str(y[3, :2]))
+    return tally.verdict()
+
+
+@row("the gradient through a quantized tensor's values goes to its source", peer="Flax has no quantized tensor")
+def through_dequantize(library):
+    del library
+    tally, kernel = Tally(), in_two_octaves(1, (K, N), 4)
+    weight = normal(2, (K, N))
+    for recipe in (jaxfp8.DelayedScaling(), *RECIPES):
+        quantizer = recipe.quantizers()[1]
+        q, _ = quantizer.quantize(jnp.asarray(kernel), quantizer.init())
+        fields = {"block": q.block, "power_2_scale": q.power_2_scale}
+
+        def values(kernel, scale_inv, source, q=q, fields=fields):
+            q = jaxfp8.QTensor(q.data, scale_inv, source=kernel if source else None, **fields)
+            return jnp.vdot(q.dequantize(jnp.float32), weight)
+
+        got = jax.jit(jax.grad(values), static_argnums=2)(jnp.asarray(kernel), q.scale_inv, True)
+        tally(same_bits(np.asarray(got), weight), f"{type(recipe).__name__}: the gradient is {np.asarray(got)[0, :2]}")
+        if q.scale_inv.dtype == np.float32:
+            call = lambda q=q, values=values: jax.grad(values, 1)(kernel, q.scale_inv, False)  # noqa: E731
+            refused(call, tally, f"{type(recipe).__name__} without a source", "derivatives|gradient")
+    return tally.verdict()
+
+
+@row("export with a batch of any size, read again")
+def symbolic_batch(library):
+    """Values, in every recipe of ours, and gradients."""
+    tally, (x, kernel, grad) = Tally(), operands(40, K, N)
+    variables = with_amaxes(library, x, kernel, grad)
+    checks = [export.DisabledSafetyCheck.custom_call(f"jaxfp8_{name}") for name in CUSTOM_CALLS]
+    (b,) = export.symbolic_shape("b")
+
+    def exported(fn):
+        types = [jax.ShapeDtypeStruct((b, size), np.float32) for size in (K, N)]
+        program = export.export(jax.jit(fn), disabled_checks=checks)(*types)
+        return export.deserialize(program.serialize()).call
+
+    layer = library.dense(N)
+    products = {"the layer": lambda x, kernel: layer.apply({**variables, "params": {"kernel": kernel}}, x)}
+    if library.is_ours:
+        products |= {
+            type(recipe).__name__: lambda x, kernel, recipe=recipe: jaxfp8.dot_general(
+                x, kernel, NUMBERS, recipe=recipe
+            )
+            for recipe in RECIPES
+        }
+    for name, product in products.items():
+
+        def both(x, grad, product=product):
+            y, vjp = jax.vjp(product, x, jnp.asarray(kernel))
+            return y, *vjp(grad)
+
+        with tally.raising(name):
+            run = exported(both)
+            for size in (1, 40):
+                got, expected = run(x[:size], grad[:size]), jax.jit(both)(x[:size], grad[:size])
+                # A contraction of any size adds in another order: two roundings a term, and the sum.
+                for a, e in zip(got, expected, strict=True):
+                    limit = (size + 4) * 2.0**-23 * 40 * np.abs(e).max()
+                    tally(np.abs(np.asarray(a) - np.asarray(e)).max() <= limit, f"{name}, a batch of {size}")
+    return tally.verdict()
+
+
+CUSTOM_CALLS = (
+    "amax_v1", "amax_to_scale_v1", "quantize_v3", "quantize_transpose_v3", "dequantize_v1", "delayed_scales_v1",
+    "push_amaxes_v1",
+)  # fmt: skip
+
+
+@row("autocast in tasks of asyncio that overlap: right or an error", peer="Flax has no autocast")
+def overlapping_tasks(library):
+    del library
+    tally, (x, kernel, _) = Tally(), operands(M, K, N)
+    layer = nn.Dense(N, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    run = jax.jit(lambda x: layer.apply({"params": {"kernel": kernel}}, x))
+    expected = [np.asarray(jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)) for recipe in RECIPES]
+
+    async def task(i, awaits):
+        with jaxfp8.autocast(RECIPES[i]):
+            if awaits:
+                await asyncio.sleep(0.001 * (1 + i))
+            got = np.asarray(run(x))
+        if not awaits:
+            await asyncio.sleep(0.001)
+        return got
+
+    async def all_tasks(awaits):
+        return await asyncio.gather(*(task(i, awaits) for i in range(3)), return_exceptions=True)
+
+    for awaits in (False, True):
+        results = asyncio.run(all_tasks(awaits))
+        for i, got in enumerate(results):
+            is_error = isinstance(got, RuntimeError) and "asyncio" in str(got)
+            good = is_error if awaits and i else not isinstance(got, Exception) and (got == expected[i]).all()
+            tally(good, f"task {i}, awaiting inside {awaits}: {str(got)[:60]}")
+        with jaxfp8.autocast(RECIPES[3]):  # no region is left over
+            tally((np.asarray(run(x)) == expected[3]).all(), f"after tasks that await inside {awaits}")
+    return tally.verdict()
+
+
+@row("plan files that are pipes, in no folder, or of negative sizes", peer="Flax measures no products")
+def plan_files(library):
+    """Reading and writing go on, in time; the process keeps what it measured."""
+    del library
+    tally, platform = Tally(), Platform("H200", 90, 130002)
+    gemm = Gemm(1, 16, 48, 32, "f8e4m3fn", "f8e5m2", "bf16", False, False, True, 32 << 20, 128)
+    plan = Plan("0123456789abcdef" * 8, 2.5, 3.5)
+
+    def use(folder, what):
+        os.environ["JAXFP8_CACHE_DIR"] = folder
+        store = _plan_files.Store()
+        thread = threading.Thread(target=lambda: (store.load(), store.add(platform, {gemm: plan})), daemon=True)
+        thread.start()
+        thread.join(10)
+        tally(not thread.is_alive() and store.on(platform).get(gemm) == plan, what)
+
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(_plan_files._log, "warning"),
+        mock.patch.object(_plan_files._ffi, "set_gemm_plan"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, _plan_files.file_name(platform))
+            for suffix in (".json", ".lock"):
+                path.with_suffix(suffix).unlink(missing_ok=True)
+                os.mkfifo(path.with_suffix(suffix))
+                use(folder, f"a pipe as {suffix}")
+            for change in ({"m": -16}, {"batch": 0}, {"k": -(2**62)}):
+                _plan_files.write(path, platform, {gemm._replace(**change): plan})
+                tally(_plan_files.read(path)[1] == {}, f"{change} is read")
+        use("x" * 5000, "a long path")
+        use("/dev/null", "a device")
+    return tally.verdict()
+
+
+@row("an algorithm with a floor: steps are no sums", peer="Flax has one algorithm")
+def floor(library):
+    del library
+    tally = Tally()
+    for least in (7.0, 448.0, 1344.0, 1e-3):
+        recipe = jaxfp8.DelayedScaling(
+            amax_history_len=4, amax_compute_algo=lambda h, least=least: jnp.maximum(h.max(), least)
+        )
+        gradient = jax.jit(
+            jax.grad(
+                lambda state, x, kernel, recipe=recipe: jnp.sum(
+                    jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe, state=state)
+                )
+            )
+        )
+        state, expected = jaxfp8.init_state(recipe), oracle.State(np.zeros(4, np.float32), np.float32(1))
+        options = oracle.Options(amax_compute_algo=lambda h, least=least: np.maximum(h.max(), np.float32(least)))
+        for i in range(3):
+            x, kernel, _ = operands(M, K, N, data=1e-2, seed=3 * i)
+            with tally.raising(f"a floor of {least}"):
+                state = jaxfp8.update_state(state, gradient(state, x, kernel))
+                expected = oracle.step(x, expected, oracle.E4M3, options)[2]
+                got = oracle.State(np.asarray(state.input.amax_history), np.asarray(state.input.scale)[0])
+                tally(same_bits(tuple(vars(got).values()), tuple(vars(expected).values())), f"{least}: {got}")
+    return tally.verdict()
+
+
+Batch = collections.namedtuple("Batch", "x grad")
+
+
+class _OfABatch(nn.Module):
+    @nn.compact
+    def __call__(self, batch):
+        return OURS.dense(N)(batch.x)
+
+
+@row("calibrate on batches that are named tuples", peer="Flax has no calibration")
+def named_tuples(library):
+    del library
+    tally, (x, _, grad) = Tally(), operands(M, K, N)
+    model = _OfABatch()
+    variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), Batch(x, grad)), [Batch(x, grad)])
+    history = jax.tree.leaves(variables[jaxfp8.OVERWRITE_WITH_GRADIENT])[0]
+    tally(history[0] == np.abs(x).max(), f"the amax of x is {history[0]}")
+    return tally.verdict()
+
+
+@row("vmap of a cond under a gradient: the amax of the examples that took the branch, or a named error", any_layer=True)
+def vmap_of_cond(library):
+    """Of two examples the one of 8 times the size does not take the branch."""
+    tally, (x, kernel, grad) = Tally(), operands(M, K, N)
+    layer, variables = library.dense(N), with_amaxes(library, x, kernel, grad)
+    examples = jnp.stack([x, 8 * x])
+
+    def loss(transform):
+        def one(variables, x, taken):
+            return jax.lax.cond(taken, lambda: jnp.vdot(layer.apply(variables, x), grad), lambda: jnp.float32(0))
+
+        return lambda variables: jnp.sum(transform(variables, one, jnp.array([True, False])))
+
+    def by_vmap(variables, one, taken):
+        return jax.vmap(lambda x, taken: one(variables, x, taken))(examples, taken)
+
+    def by_map(variables, one, taken):
+        return jax.lax.map(lambda example: one(variables, *example), (examples, taken))
+
+    def amax(transform):
+        return library.history(library.grad(loss(transform))(variables), "input")[0]
+
+    largest = np.abs(x).max()
+    refused(lambda: amax(by_vmap), tally, "vmap", "jax.lax.map", lambda got: got == largest)
+    with tally.raising("lax.map"):  # the remedy
+        tally(amax(by_map) == largest, f"with lax.map the amax is {amax(by_map) / largest} times the true one")
+    return tally.verdict()
+
+
+@row("arguments that cannot be: an error that names them and what to pass", peer=FUNCTIONS)
+def messages(library):
+    del library
+    tally, (x, kernel, _), recipe = Tally(), operands(M, K, N), RECIPES[0]
+
+    def product(x=x, kernel=kernel, numbers=NUMBERS, **options):
+        return jaxfp8.dot_general(x, kernel, numbers, **{"recipe": recipe} | options)
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(product(x)))(jnp.asarray(x))
+
+    def second(x):
+        return jax.grad(lambda x: jnp.sum(gradient(x)))(jnp.asarray(x))
+
+    def weighted(weight):
+        return jaxfp8.accumulate_gradients(None, {"params": {"kernel": kernel}}, weight=weight)
+
+    delayed, swapped = jaxfp8.DelayedScaling(), x.astype(">f4")
+    cases = {
+        **{
+            f"numbers {numbers}": (lambda numbers=numbers: product(numbers=numbers), r"dimension_numbers: .*\(\(\(1")
+            for numbers in (1, None, "ab", ((1,), (0,)), ((1, 0), ((), ())), (((1.0,), (0,)), ((), ())))
+        },
+        "swapped bytes": (lambda: product(swapped), r"x: .*swapped.*\.astype\(np\.float32\)"),
+        "swapped bytes of an op": (lambda: ops.quantize(swapped, 1.0, jnp.float8_e4m3fn), r"x: .*\.astype\("),
+        "x without dimensions": (lambda: product(np.float32(1)), r"x\(\)"),
+        "x of a layer without dimensions": (
+            lambda: jaxfp8.linen.Dense(4).init(jax.random.key(0), np.float32(1)),
+            r"x: expected .*\[\]",
+        ),
+        **{
+            f"weight {weight}": (lambda weight=weight: weighted(weight), "accumulate_gradients: weight: expected")
+            for weight in ("one third", [1, 2], 1j, np.ones(3))
+        },
+        "a second derivative": (lambda: second(x), "^jaxfp8.dot_general.*first derivatives"),
+        "shapes, and no state": (lambda: product(kernel=kernel[:5], recipe=delayed), r"dimension_numbers.*kernel\(5"),
+        "no state": (lambda: product(recipe=delayed), r"state: DelayedScaling keeps state"),
+    }  # fmt: skip
+    for what, (call, names) in cases.items():
+        refused(call, tally, what, names)
+    return tally.verdict()
+
+
+@row("a recipe as an argument of a jitted function", peer="Flax has one recipe")
+def recipe_as_argument(library):
+    del library
+    tally, (x, kernel, _), traces = Tally(), operands(M, K, N), []
+
+    @jax.jit
+    def run(x, recipe):
+        traces.append(recipe)
+        return jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)
+
+    for recipe in (*RECIPES, *(type(recipe)() for recipe in RECIPES)):
+        got, expected = run(x, recipe), jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)
+        tally(same_bits(np.asarray(got), np.asarray(expected)), repr(recipe))
+    tally(len(traces) == len(RECIPES), f"{len(traces)} traces")
+    tree = {"a": RECIPES[0], "b": x}
+    tally(jax.tree.map(lambda leaf: leaf, tree)["a"] == RECIPES[0] and len(jax.tree.leaves(tree)) == 1, "a tree")
+    return tally.verdict()
