@@ -53,7 +53,7 @@ class Recipe:
         name = type(self).__name__
         raise TypeError(
             f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected what makes or is a "
-            f"product: in Linen dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe={name}(...)), in NNX "
+            f"product: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
             f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
         )
 
