@@ -47,10 +47,19 @@ struct PushAmaxesParams {
   int64_t groups;
 };
 
-// What is not positive and finite is recorded, and read, as 0.
+// What is not positive and finite is recorded as 0.
 JAXFP8_HD uint32_t CleanBits(float x) {
   const uint32_t bits = FloatToBits(x);
   return IsPositiveFinite(bits) ? bits : 0;
+}
+
+// An entry as the maximum of a history counts it: what is below zero, which no step makes, as infinity, which no entry
+// is; NaN and infinity as 0.
+JAXFP8_HD uint32_t EntryBits(float x) { return IsBelowZero(FloatToBits(x)) ? kInfBits : CleanBits(x); }
+
+// `largest` is the maximum of EntryBits; infinity makes the scale NaN.
+JAXFP8_HD ScalePair DelayedScale(uint32_t largest, float stored, float numerator) {
+  return AmaxToScale(largest == kInfBits ? -1.0f : BitsToFloat(largest), stored, numerator);
 }
 
 // One step of a history, before the newest amax enters: the entry of `slot` moves here. What arrives in slot 0 is the

@@ -1,7 +1,8 @@
 // From an amax to a scale: the arithmetic shared by the CPU and CUDA kernels, to the bit.
 //
 //   has_amax  = 0 < amax < inf
-//   scale     = has_amax ? numerator / clamp(amax)    clamped so that the scale lies in [2^-126, 2^126]
+//   scale     = amax < 0 || stored < 0 ? NaN          no step makes either: an optimizer has stepped on the state
+//             : has_amax ? numerator / clamp(amax)    clamped so that the scale lies in [2^-126, 2^126]
 //             : 0 < stored < inf ? 1 / clamp(stored) : 1
 //   scale_inv = 1 / scale                             of the rounded scale
 //
@@ -43,6 +44,9 @@ JAXFP8_HD float Divide(float x, float y) {
 // 0 < x < inf, of bits: 0 wraps around, NaN and negative numbers are above.
 JAXFP8_HD bool IsPositiveFinite(uint32_t bits) { return bits - 1 < kInfBits - 1; }
 
+// -inf <= x < 0, of bits: -0 and NaN of either sign are not.
+JAXFP8_HD bool IsBelowZero(uint32_t bits) { return bits - 0x80000001u < kInfBits; }
+
 JAXFP8_HD uint32_t ClampBits(uint32_t bits, uint32_t low, uint32_t high) {
   return bits < low ? low : bits > high ? high : bits;
 }
@@ -58,6 +62,10 @@ JAXFP8_HD ScalePair AmaxToScale(float amax, float stored, float numerator) {
 
   const uint32_t amax_bits = FloatToBits(amax);
   const uint32_t stored_bits = FloatToBits(stored);
+  if (IsBelowZero(amax_bits) || IsBelowZero(stored_bits)) {
+    const float nan = BitsToFloat(0x7fc00000u);
+    return {nan, nan};
+  }
   const bool has_amax = IsPositiveFinite(amax_bits);
   const uint32_t stored_in_range =
       IsPositiveFinite(stored_bits) ? ClampBits(stored_bits, kMinScaleBits, kMaxScaleBits) : kOneBits;

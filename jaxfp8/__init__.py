@@ -6,7 +6,7 @@
 `scale`, and state here with it, is `scale_inv`.
 """
 
-import sys
+import sys as _sys
 
 from . import (
     convert as convert,
@@ -30,7 +30,8 @@ from .dot import (
 )
 from .inference import calibrate as calibrate, freeze as freeze
 from .inspect._report import Report as Report, report as report
-from .linen import Fp8DotGeneral as Fp8DotGeneral
+from .integrations._quantize import quantize as quantize
+from .linen import Fp8DotGeneral as Fp8DotGeneral, make_dot_general_cls as make_dot_general_cls
 from .numerics import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Format
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
@@ -66,9 +67,12 @@ from .train import (
     value_and_grad as value_and_grad,
 )
 
+# The version; a wheel with the CUDA module is of this version and "+cuda13".
+__version__ = "0.1.0"
+
 # Not when a product is lowered: programs from a cache or an export, which never are, use the plans too.
 if has_cuda_kernels():
     _plan_files.store.load()
 
 # `import jaxfp8.checkpoint_policies` finds it too: users know no `dot`.
-sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies
+_sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies

@@ -50,6 +50,14 @@ def cuda_custom_calls(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def nothing_stays_traced():
+    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     tiers.mark(items, pathlib.Path(__file__).parent)

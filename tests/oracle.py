@@ -325,6 +325,12 @@ class State:
         return State(np.zeros(length, F32), F32(1))
 
 
+def is_below_zero(x) -> np.ndarray:
+    """Whether an optimizer has stepped on it: -inf <= x < 0, by the bits, which no flushing thread changes."""
+    bits = np.asarray(x, F32).view(np.uint32).astype(np.int64)
+    return (bits > 0x80000000) & (bits <= 0xFF800000)
+
+
 def clean_history(history) -> np.ndarray:
     """The history as it is read: f32, entries that are negative or not finite count as 0."""
     history = np.asarray(history).astype(F32)
@@ -336,18 +342,19 @@ def _usable(value) -> bool:
 
 
 def scale_pair(amax, stored, numerator) -> tuple[np.ndarray, np.ndarray]:
-    """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1; correctly rounded.
+    """(scale, scale_inv) of each amax: numerator / amax, else 1 / stored, else 1; correctly rounded. NaN below zero.
 
     The divisor is clamped, so that scale and scale_inv are in [2**-126, 2**126]; a subnormal amax counts as 2**-126.
     The quotients are formed in f64: rounding one twice is harmless (53 >= 2 * 24 + 2 bits).
     """
     with np.errstate(invalid="ignore"):  # signalling NaNs
+        is_state = ~(is_below_zero(amax) | is_below_zero(stored))
         amax, stored, numerator = np.asarray(amax, np.float64), np.asarray(stored, np.float64), float(numerator)
     low, high = float(SCALE_MIN), float(SCALE_MAX)
     smallest, largest = max(numerator / high, low), min(numerator / low, float(np.finfo(F32).max))
     has_amax, has_stored = ((v > 0) & (v < np.inf) for v in (amax, stored))
     divisor = np.where(has_amax, np.clip(amax, smallest, largest), np.where(has_stored, np.clip(stored, low, high), 1))
-    scale = (np.where(has_amax, numerator, 1) / divisor).astype(F32)
+    scale = np.where(is_state, np.where(has_amax, numerator, 1) / divisor, np.nan).astype(F32)
     return scale, (1 / scale.astype(np.float64)).astype(F32)
 
 
@@ -358,6 +365,8 @@ def amax_to_scale(a, fmt: Format, margin: int = 0) -> np.float32:
 
 def select_scale(state: State, fmt: Format, options: Options = Options(), current_amax=None) -> np.float32:
     """The scale of this step, from the stored history and scale (and the tensor in hand for first_step="current")."""
+    if np.any(is_below_zero(np.asarray(state.amax_history).astype(F32))) or is_below_zero(state.scale).any():
+        return F32(np.nan)
     history = clean_history(state.amax_history)
     algorithm = options.amax_compute_algo
     if algorithm == "max":
@@ -379,8 +388,10 @@ def select_scale(state: State, fmt: Format, options: Options = Options(), curren
 
 def delayed_scale(history, stored, numerator, most_recent=False):
     """(history moved one step with 0 in slot 0, scale, scale_inv) of one quantizer before a step."""
+    is_stepped_on = np.any(is_below_zero(history))
     history = clean_history(history)
-    scale, scale_inv = scale_pair(history[0] if most_recent else history.max(), stored, numerator)
+    amax = F32(-1) if is_stepped_on else history[0] if most_recent else history.max()
+    scale, scale_inv = scale_pair(amax, stored, numerator)
     history = np.roll(history, -1)
     history[0] = 0
     return history, scale, scale_inv

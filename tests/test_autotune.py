@@ -10,9 +10,8 @@ from flax import nnx
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.autotune import AutotuneReport
 from jaxfp8.autotune._autotune import gemms_of
-from jaxfp8.ops._plans import Gemm, Platform
+from jaxfp8.ops._plans import Gemm
 
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
@@ -113,12 +112,6 @@ def test_nnx():
         assert gemms_of(function, layer, of_shape(16, 64, dtype=jnp.float32)) == products
 
 
-def test_products_that_are_not_custom_calls():
-    with ops.implementation("xla"):
-        assert gemms_of(product, of_shape(16, 32), of_shape(48, 32)) == []
-    assert gemms_of(lambda x: x + 1, np.ones(3)) == []
-
-
 def test_without_a_gpu():
     try:
         jax.local_devices(backend="cuda")
@@ -134,16 +127,3 @@ def test_without_the_library(monkeypatch):
     monkeypatch.setattr(ops._ffi, "_has_cuda_kernels", False)
     with pytest.raises(RuntimeError, match="autotune: the CUDA module of jaxfp8 is not loaded: "):
         jaxfp8.autotune(product, of_shape(16, 32), of_shape(48, 32))
-
-
-def test_report():
-    rows = [
-        {"gemm": gemm(1, 8192, 4096, 14336), "first_us": 812.34, "best_us": 700.0, "gain": 1.1605, "is_new": True},
-        {"gemm": gemm(2, 16, 32, 48, a=E5M2, accumulate=True), "first_us": 5, "best_us": 5, "gain": 1, "is_new": False},
-    ]
-    assert str(AutotuneReport(Platform("NVIDIA H200", 90, 130002), rows)).splitlines() == [
-        "NVIDIA H200, cuBLASLt 130002: 2 FP8 products",
-        "product                                                   first us  best us  gain          ",
-        "8192 x 4096 x 14336, f8e4m3fn by f8e4m3fn to bf16            812.3    700.0  1.16  measured",
-        "2 x 16 x 32 x 48, f8e5m2 by f8e4m3fn to bf16, accumulate       5.0      5.0  1.00     known",
-    ]

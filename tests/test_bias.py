@@ -57,61 +57,6 @@ def test_values_and_gradient(dtype, bias_dtype):
         without.y.check(y)
 
 
-def test_bias_alone_wants_a_gradient():
-    x, kernel, bias, grad = operands(2)
-    state = jaxfp8.init_state(RECIPE)
-    dbias = jax.grad(lambda bias: jnp.vdot(product(x, kernel, bias, state), grad))(bias)
-    sum_of_rows(grad).check(dbias)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, K), (K,)], ids=str)
-def test_any_rows(shape):
-    _, kernel, bias, _ = operands(3)
-    x = np.random.default_rng(0).standard_normal(shape).astype(F32)
-    numbers = (((len(shape) - 1,), (0,)), ((), ()))
-    state = jaxfp8.init_state(RECIPE)
-
-    def of(x, bias):
-        return jaxfp8.dot_general(x, kernel, numbers, recipe=RECIPE, state=state, bias=bias)
-
-    y, vjp = jax.vjp(of, x, bias)
-    codes, kernel_codes = (oracle.quantize(a, 1, oracle.E4M3)[0] for a in (x.reshape(-1, K), kernel))
-    oracle.scaled_matmul(codes, kernel_codes.T, 1, 1, bias=bias).check(np.asarray(y).reshape(-1, N))
-    grad = np.random.default_rng(1).standard_normal(y.shape).astype(F32)
-    sum_of_rows(grad).check(vjp(grad)[1])
-
-
-def test_kernel_of_several_free_dimensions_and_a_batch():
-    """bias has the free dimensions of kernel; it is the same for all members of a batch."""
-    rng = np.random.default_rng(4)
-    x, kernel = rng.standard_normal((2, M, K)).astype(F32), rng.standard_normal((2, K, 2, N)).astype(F32)
-    bias, grad = rng.standard_normal((2, N)).astype(F32), rng.standard_normal((2, M, 2, N)).astype(F32)
-    state = jaxfp8.init_state(RECIPE)
-
-    def of(x, kernel, bias):
-        return jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state, bias=bias)
-
-    y, vjp = jax.vjp(of, x, kernel, bias)
-    bare = jaxfp8.dot_general(x, kernel, (((2,), (1,)), ((0,), (0,))), recipe=RECIPE, state=state)
-    np.testing.assert_allclose(y, np.asarray(bare) + bias, rtol=0, atol=1e-5)  # a rounding of f32 of numbers below 20
-    sum_of_rows(grad.reshape(-1, 2 * N)).check(vjp(grad)[2].reshape(-1))
-
-
-def test_vmap_over_x_is_one_product():
-    """The bias of all is the sum over all; so is its gradient."""
-    x, kernel, bias, grad = operands(5)
-    xs, grads = np.stack([x, 2 * x, -x]), np.stack([grad, grad, 3 * grad])
-    state = jaxfp8.init_state(RECIPE)
-
-    def loss(bias, state):
-        y = jax.vmap(lambda x: product(x, kernel, bias, state))(xs)
-        return jnp.vdot(y, grads)
-
-    dbias, next_state = jax.grad(loss, argnums=(0, 1))(bias, state)
-    sum_of_rows(grads).check(dbias)
-    assert next_state.input.amax_history[0] == np.abs(xs).max()
-
-
 @pytest.mark.parametrize("shared_state", [True, False])
 def test_vmap_over_kernels(shared_state):
     """Experts: a kernel and a bias each; state shared or each its own."""
@@ -130,23 +75,6 @@ def test_vmap_over_kernels(shared_state):
     amaxes = np.abs(x).max(axis=(1, 2))
     got = np.asarray(next_state.input.amax_history)[..., 0]
     np.testing.assert_array_equal(got, amaxes.max() if shared_state else amaxes)
-
-
-def test_shared_by_a_scan():
-    """The gradients of the uses of a bias add, those of the state combine by max."""
-    x, kernel, bias, grad = operands(7)
-    state = jaxfp8.init_state(RECIPE)
-
-    @jax.jit
-    def loss(bias, state):
-        def body(total, scale):
-            return total + jnp.vdot(product(x * scale, kernel, bias, state), grad), None
-
-        return jax.lax.scan(body, jnp.float32(0), jnp.float32([1, 4, 2]))[0]
-
-    dbias, next_state = jax.grad(loss, argnums=(0, 1))(bias, state)
-    sum_of_rows(np.concatenate([grad] * 3)).check(dbias)
-    assert next_state.input.amax_history[0] == 4 * np.abs(x).max()
 
 
 def test_errors():

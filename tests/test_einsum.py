@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from transforms.cases import assert_state, pack
 
 import jaxfp8
 from jaxfp8.dot import _einsum, einsum
@@ -126,25 +127,6 @@ def first_state():
     return oracle.LayerState(*(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3)))
 
 
-def to_package(state):
-    return jaxfp8.DotGeneralState(
-        *(
-            type(part)(np.float32(wanted.amax_history), np.float32([wanted.scale]))
-            for part, wanted in (
-                (getattr(jaxfp8.init_state(RECIPE), name), getattr(state, name))
-                for name in ("input", "kernel", "output_grad")
-            )
-        )
-    )
-
-
-def assert_state(got, expected: oracle.LayerState):
-    for name in ("input", "kernel", "output_grad"):
-        part, wanted = getattr(got, name), getattr(expected, name)
-        oracle.assert_bitwise(part.amax_history, wanted.amax_history, f"{name} amax_history")
-        oracle.assert_bitwise(part.scale, wanted.scale.reshape(1), f"{name} scale")
-
-
 def check(case, run=einsum):
     x, kernel = operands(case)
     state = first_state()
@@ -156,7 +138,7 @@ def check(case, run=einsum):
 
     wanted = jax.eval_shape(lambda x, kernel: jnp.einsum(case.eqn, x, kernel), x, kernel)
     grad = fractions(np.random.default_rng(1), wanted.shape, 2.0**-14)
-    y, dx, dkernel, next_state = step(x, kernel, grad, to_package(state))
+    y, dx, dkernel, next_state = step(x, kernel, grad, pack(state))
     assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
 
     x_codes, _, x_next = oracle.step(apply_first(case.x_first, x), state.input, oracle.E4M3)
@@ -175,19 +157,6 @@ def check(case, run=einsum):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"))
 def test_equations(case):
     check(case)
-
-
-def test_oracle_knows_the_equations():
-    """The case's own reading is numpy's: what the table says of an equation is no opinion of this file."""
-    for case in CASES:
-        x, kernel = (value.astype(np.float64) for value in operands(case))
-        reduced = np.einsum(
-            case.product or case.eqn, apply_first(case.x_first, x), apply_first(case.kernel_first, kernel)
-        )
-        if case.eqn == "k...,kn->n":  # numpy wants the ellipsis in the output; jnp sums over it
-            np.testing.assert_array_equal(reduced, np.asarray(jnp.einsum(case.eqn, *operands(case))))
-            continue
-        np.testing.assert_array_equal(reduced, np.einsum(case.eqn, x, kernel), err_msg=case.eqn)
 
 
 def test_swapped_operands_would_be_seen(monkeypatch):
@@ -213,37 +182,6 @@ def test_swapped_operands_would_be_seen(monkeypatch):
     monkeypatch.setattr(_einsum, "dot_general", swap)
     with pytest.raises(AssertionError, match="amax_history"):
         check(Case("mk,kn->mn", (5, 7), (7, 3)))
-
-
-def test_labels_of_a_moe_layer_are_one_product():
-    """Forward and backward of an equation are three products and three quantizations, no more."""
-    x, kernel = operands(Case("gecm,emh->gech", (2, 3, 4, 5), (3, 5, 6)))
-
-    def loss(x, kernel, state):
-        return jnp.sum(einsum("gecm,emh->gech", x, kernel, recipe=RECIPE, state=state) ** 2)
-
-    with jaxfp8.ops.implementation("ffi"):
-        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, kernel, jaxfp8.init_state(RECIPE)).as_text()
-    assert text.count("stablehlo.dot_general") == 3, "the products; those of a CPU are XLA's"
-    assert text.count("@jaxfp8_quantize_transpose_v") == 3 and text.count("@jaxfp8_quantize_v") == 0
-
-
-def test_dtypes():
-    """x bf16 with an f32 kernel: each gradient in its operand's dtype, also through a sum in f32."""
-    kernel = jax.ShapeDtypeStruct((7, 3), np.float32)
-    for eqn, shape in (("mk,kn->mn", (5, 7)), ("mka,kn->mn", (5, 7, 2))):
-        for out_dtype in (None, oracle.BF16):
-
-            def step(x, kernel, state, eqn=eqn, out_dtype=out_dtype):
-                options = {"recipe": RECIPE, "preferred_element_type": out_dtype}
-                y, vjp = jax.vjp(lambda *args: einsum(eqn, *args[:2], state=args[2], **options), x, kernel, state)
-                return y, *vjp(y)
-
-            x = jax.ShapeDtypeStruct(shape, oracle.BF16)
-            y, dx, dkernel, state = jax.eval_shape(step, x, kernel, jaxfp8.init_state(RECIPE))
-            assert y.dtype == (out_dtype or np.float32)
-            assert (dx.dtype, dkernel.dtype) == (oracle.BF16, np.float32)
-            assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {np.dtype(np.float32)}
 
 
 def test_sums_are_not_rounded_to_the_operand():
@@ -290,24 +228,6 @@ def test_vmap_is_a_batch_label(eqn):
         return jax.vmap(member, in_axes)(x, kernel)
 
     check(Case(eqn, *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term))), vmapped)
-
-
-def test_vmap_of_states():
-    """A state a member: each member's step alone."""
-    rng = np.random.default_rng(4)
-    x, kernel = fractions(rng, (3, 5, 7), 2.0**-5), fractions(rng, (3, 7, 2), 2.0**-9)
-    x *= np.float32([1, 2, 4]).reshape(3, 1, 1)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), to_package(first_state()))
-
-    def loss(x, kernel, state):
-        return jnp.sum(einsum("mk,kn->mn", x, kernel, recipe=RECIPE, state=state))
-
-    got = jax.jit(jax.vmap(jax.grad(loss, 2)))(x, kernel, states)
-    step = jax.jit(jax.grad(loss, 2))
-    for i in range(3):
-        alone = step(x[i], kernel[i], to_package(first_state()))
-        for part, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(alone), strict=True):
-            oracle.assert_bitwise(part[i], wanted, f"member {i}")
 
 
 BAD = {

@@ -1,7 +1,5 @@
 """`DelayedScaling(min_size=)`: small products stay in high precision, and their state as it was."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,20 +37,6 @@ def test_the_rule(sizes, is_fp8):
     assert touched == [is_fp8] * 6
     kept = jaxfp8.update_state(state, next_state)
     assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (kept, state)), strict=True)) != is_fp8
-
-
-def test_off_by_default():
-    x, kernel = matrices(1, 1, 1)
-    recipe = dataclasses.replace(RECIPE, min_size=0)
-    assert recipe == jaxfp8.DelayedScaling(amax_history_len=3)
-    next_state = step(x, kernel, recipe, jaxfp8.init_state(recipe))[2]
-    assert next_state.input.scale[0] == 1
-
-
-def test_a_program_without_fp8():
-    x, kernel = matrices(4, 4, 4)
-    text = jax.jit(step, static_argnums=2).lower(x, kernel, RECIPE, jaxfp8.init_state(RECIPE)).as_text()
-    assert "jaxfp8" not in text and "f8E" not in text
 
 
 def test_bias_and_codes():

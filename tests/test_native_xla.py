@@ -6,7 +6,6 @@ What XLA makes of the programs on an H200 is in `aot/test_xla.py`.
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,50 +99,6 @@ def test_without_an_fp8_product():
     oracle.scaled_matmul(a, b, scale, scale, out_dtype=oracle.BF16).check(got)
 
 
-def test_the_matmul_of_the_guide():
-    """Its function beside the op, on the same codes; and its scales for the next step beside those of a state."""
-    keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.uniform(key, shape, jnp.bfloat16) for key, shape in zip(keys, [(16, 32), (32, 64)], strict=True))
-    one = jnp.bfloat16(1)
-    a_fp8, b_fp8 = (x.astype(jnp.float8_e4m3fn) for x in (a, b))
-
-    @jax.jit
-    def matmul_fp8(a_fp8, a_scale, b_fp8, b_scale):
-        return jax.lax.dot(a_fp8.astype(jnp.bfloat16) * a_scale, b_fp8.astype(jnp.bfloat16) * b_scale)
-
-    theirs = matmul_fp8(a_fp8, one, b_fp8, one)
-    with ops.implementation("xla"):
-        ours = ops.scaled_matmul(a_fp8, b_fp8.T, np.float32(1), np.float32(1))
-    exact = oracle.scaled_matmul(np.asarray(a_fp8), np.asarray(b_fp8).T, 1, 1, out_dtype=oracle.BF16)
-    exact.check(ours)
-    exact.check(theirs)
-
-    def product(a, b, state):
-        return jaxfp8.dot_general(a, b, ROWS_BY_COLUMNS, recipe=RECIPE, state=state)
-
-    def run(state):
-        y, vjp = jax.vjp(functools.partial(product, a, b), state)
-        return y, vjp(jnp.ones_like(y))[0]
-
-    with ops.implementation("xla"):
-        y, state = run(jaxfp8.init_state(RECIPE))
-        exact.check(y)
-        _, state = run(state)  # reads the amaxes of the first step
-    for x, of in ((a, state.input), (b, state.kernel)):
-        # As the guide has it, in f32. The package has FP8_MAX / amax and stores its inverse: two roundings, not one.
-        scale = np.float32(np.abs(np.asarray(x, np.float32)).max()) / np.float32(448)
-        np.testing.assert_allclose(of.scale[0], scale, rtol=3 * 2.0**-24)
-
-
-def test_products_of_fp8_arrays_as_the_guide_says():
-    """`lax.dot` of FP8 arrays gives FP8; of two formats it multiplies in a wider type. Neither knows a scale."""
-    a, b = (jnp.ones(shape, jnp.float8_e4m3fn) for shape in ((16, 32), (32, 64)))
-    assert jax.lax.dot(a, b).dtype == jnp.float8_e4m3fn
-    with ops.implementation("xla"):
-        mixed = ops.scaled_matmul(a.astype(jnp.float8_e5m2), b.T, np.float32(0.5), np.float32(2))
-    assert mixed.dtype == jnp.bfloat16 and (np.asarray(mixed) == 32).all()
-
-
 def test_the_gradient_accumulation_of_the_guide():
     """Three uses of one state in a scan: `fp32_max_grad` and in_qdq of Flax, `max_grad` and a product of ours."""
     f32 = jnp.float32
@@ -176,22 +131,3 @@ def test_the_gradient_accumulation_of_the_guide():
     oracle.assert_bitwise(new.input.amax_history, np.asarray(new_history), "history")
     oracle.assert_bitwise(new.input.scale, np.asarray(new_scale), "scale")
     np.testing.assert_array_equal(new_history, [2, 0, 0])  # added up, they would be [6, 0, 0]
-
-
-def test_layer_of_the_guide():
-    """`Dense(dot_general_cls=...)` with Flax's class and with ours: the same product."""
-    x = jax.random.uniform(jax.random.key(0), (16, 32)).astype(jnp.bfloat16)
-    theirs, ours = (
-        nn.Dense(64, dtype=jnp.bfloat16, dot_general_cls=cls) for cls in (fp8_ops.Fp8DotGeneralOp, jaxfp8.Fp8DotGeneral)
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        variables = theirs.init(jax.random.key(1), x)
-        expected = jax.jit(theirs.apply)(variables, x)
-    with ops.implementation("xla"):
-        params = {"params": variables["params"]} | {
-            jaxfp8.OVERWRITE_WITH_GRADIENT: ours.init(jax.random.key(1), x)[jaxfp8.OVERWRITE_WITH_GRADIENT]
-        }
-        got = jax.jit(ours.apply)(params, x)
-    assert got.dtype == expected.dtype == jnp.bfloat16
-    # Both multiply the codes at scale 1; Flax's rounds the product to bf16 before it adds the bias, which is zero here.
-    np.testing.assert_array_equal(got, expected)

@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -50,24 +49,6 @@ def table(monkeypatch):
 
 def path_in(folder, platform=PLATFORM):
     return folder / files.file_name(platform)
-
-
-def test_folder(monkeypatch):
-    monkeypatch.setenv("JAXFP8_CACHE_DIR", "/a/b")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert files.cache_folder() == Path("/a/b")
-    monkeypatch.delenv("JAXFP8_CACHE_DIR")
-    assert files.cache_folder() == Path("/c/jaxfp8")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert files.cache_folder() == Path("/home/someone/.cache/jaxfp8")
-
-
-def test_names():
-    """One file for a model and a version; nothing in a name of a device leaves the folder."""
-    names = {files.file_name(PLATFORM), files.file_name(PLATFORM._replace(cublaslt_version=130100))}
-    assert names == {f"plans_NVIDIA-H200_cublaslt-{v}.json" for v in (130002, 130100)}
-    assert files.file_name(PLATFORM._replace(device_name="../a b/")) == "plans_..-a-b-_cublaslt-130002.json"
 
 
 def test_round_trip(cache, table):
@@ -167,15 +148,6 @@ def test_damaged_entries(cache, table, change, caplog):
         files.Store().load()
     assert table == {(PLATFORM, gemm(32)): ALGORITHM}
     assert "ignoring" in caplog.text
-
-
-def test_missing_entry_fields(cache, table):
-    content = good()
-    del content["plans"][1]["alignment"]
-    cache.mkdir()
-    path_in(cache).write_text(json.dumps(content))
-    files.Store().load()
-    assert table == {(PLATFORM, gemm(16)): ALGORITHM}
 
 
 def test_folder_that_cannot_be_written(cache, caplog):

@@ -1,7 +1,5 @@
 """ragged_dot against the oracle's loop over groups: products and gradients in their bound, state bit by bit."""
 
-import dataclasses
-import functools
 import warnings
 
 import jax
@@ -9,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import FORMATS, assert_state, assert_step, to_package
-from jax import lax
+from delayed_scaling.cases import assert_state, assert_step
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from programs.known_amax import merged
 
@@ -87,57 +84,10 @@ def test_dtypes(dtype):
     compare_steps(dtype=dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats(name):
-    package, forward, backward = FORMATS[name]
-    recipe = dataclasses.replace(RECIPE, fp8_format=package)
-    compare_steps(recipe, forward=forward, backward=backward)
-
-
 @pytest.mark.parametrize("name", ["reference", "ffi", "xla"])
 def test_implementations(name):
     with ops.implementation(name):
         compare_steps(steps=2)
-
-
-def test_backward_uses_the_implementation_of_the_forward():
-    lhs, rhs, grad = operands(3)
-    sizes = np.int32(SIZES["rows beyond"])
-    with ops.implementation("reference"):
-        y, vjp = jax.vjp(lambda a, b, s: jaxfp8.ragged_dot(a, b, sizes, recipe=RECIPE, state=s), lhs, rhs,
-                         jaxfp8.init_state(RECIPE))  # fmt: skip
-    text = jax.jit(vjp).lower(grad).as_text()
-    assert "jaxfp8_quantize" not in text and y.shape == (M, N)
-
-
-def test_remat():
-    compare_steps(wrap=jax.checkpoint)
-    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable))
-    compare_steps(wrap=functools.partial(jax.checkpoint, policy=jaxfp8.checkpoint_policies.save_fp8_residuals))
-
-
-def test_mixed_dtypes():
-    """bf16 activations and an f32 kernel: results in f32, gradients in the dtype of their operand."""
-    lhs, rhs, grad = operands(3)
-    lhs = lhs.astype(oracle.BF16)
-    sizes = SIZES["all rows"]
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY), dgrad_dtype=oracle.BF16)
-    got = training_step()(lhs, rhs, grad, np.int32(sizes), jaxfp8.init_state(RECIPE))
-    assert [x.dtype for x in got[:3]] == [np.float32, oracle.BF16, np.float32]
-    assert_step(got, expected, "mixed")
-    y = jaxfp8.ragged_dot(lhs, rhs, np.int32(sizes), recipe=RECIPE, state=WITHOUT, preferred_element_type=oracle.F16)
-    assert y.dtype == oracle.F16
-
-
-def test_rows_of_no_group():
-    """As lax.ragged_dot: zeros, and no gradient."""
-    lhs, rhs, grad = operands(3)
-    sizes = np.int32(SIZES["rows beyond"])
-    y, dlhs, _, _ = training_step()(lhs, rhs, grad, sizes, jaxfp8.init_state(RECIPE))
-    plain, vjp = jax.vjp(lambda x: lax.ragged_dot(x, rhs, sizes), lhs)
-    for ours, theirs in ((y, plain), (dlhs, *vjp(grad))):
-        np.testing.assert_array_equal(np.asarray(ours)[50:], 0)
-        np.testing.assert_array_equal(np.asarray(theirs)[50:], 0)
 
 
 def test_without_state():
@@ -153,34 +103,6 @@ def test_without_state():
     expected.dgrad.check(dlhs)
     expected.wgrad.check(drhs)
     assert next_state == WITHOUT
-
-
-def test_only_one_gradient():
-    """What a gradient does not read is not written: no transposed codes of lhs without that of rhs."""
-    lhs, rhs, grad = operands(3)
-    sizes, state = np.int32(SIZES["rows beyond"]), jaxfp8.init_state(RECIPE)
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
-
-    def loss(lhs, rhs, state):
-        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=RECIPE, state=state) * grad)
-
-    dlhs, next_state = jax.grad(loss, argnums=(0, 2))(lhs, rhs, state)
-    expected.dgrad.check(dlhs)
-    assert_state(next_state, expected.state, "without drhs")
-    drhs, next_state = jax.grad(loss, argnums=(1, 2))(lhs, rhs, state)
-    expected.wgrad.check(drhs)
-    assert_state(next_state, expected.state, "without dlhs")
-    one = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 2)))(lhs, rhs, state))
-    assert one.count("jaxfp8_ragged_matmul") == 2 and one.count("jaxfp8_quantize_transpose") == 1, one
-
-
-def test_forward_only_keeps_the_state():
-    state = to_package(oracle.LayerState.init(HISTORY))
-    lhs, rhs, _ = operands(3)
-    text = str(
-        jax.make_jaxpr(lambda s: jaxfp8.ragged_dot(lhs, rhs, np.int32([1, 2, 3]), recipe=RECIPE, state=s))(state)
-    )
-    assert "push_history" not in text, text
 
 
 @pytest.mark.parametrize("m, k, n, g", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
@@ -323,6 +245,9 @@ def test_meshes(lhs_spec, rhs_spec, axis_type):
         assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
 
 
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
 def test_experts_on_devices():
     """shard_map: each device has experts and rows of its own, and all share one state."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
@@ -349,8 +274,6 @@ def test_experts_on_devices():
             getattr(expected, name).check(got[i], f"{name} on device {i}")
     assert_state(state, merged([s.state for s in steps]), "shard_map")
 
-
-# ------------------------------------------------------------------------------------------------------------- errors
 
 GOOD = {
     "lhs": np.ones((6, 4), np.float32),
@@ -399,11 +322,6 @@ def test_only_first_derivatives_in_reverse_mode():
             jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
         with pytest.raises(TypeError):
             jax.hessian(lambda x: _loss(x, state))(lhs)
-
-
-def test_state_that_never_moves_warns():
-    with pytest.warns(jaxfp8.FP8StateWarning, match="never updates"):
-        jax.grad(_loss)(jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE))
 
 
 # ------------------------------------------------------------------------------------------------------------- mutants

@@ -1,6 +1,5 @@
 """Inference: no state in the variables, or scales that are given."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,42 +40,6 @@ def test_scales_of_the_tensors_at_hand(margin):
     expected.y.check(y)
     expected.dgrad.check(dx)
     expected.wgrad.check(dkernel)
-
-
-def test_linen_without_the_collection():
-    x = operands(size=3e4)[0]
-    model = nn.Dense(N, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    variables = model.init(jax.random.key(0), x)
-    y = model.apply({"params": variables["params"]}, x)
-    recipe = jaxfp8.DelayedScaling()
-    kernel = variables["params"]["kernel"]
-    np.testing.assert_array_equal(y, jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=STATELESS))
-    saturated = model.apply(variables, x)  # with fresh state the scale is 1, and data above 448 saturates
-    assert np.abs(y - x @ kernel).mean() < 0.1 * np.abs(saturated - x @ kernel).mean()
-
-
-def test_given_scales():
-    """A state with empty histories is its scales: calibrated, stored, used as they are."""
-    x, kernel, _ = operands()
-    given = [np.float32(oracle.amax(a) / 448) for a in (x, kernel)]
-    recipe = jaxfp8.DelayedScaling(amax_history_len=1)
-    state = jaxfp8.init_state(recipe)
-    state = jaxfp8.DotGeneralState(
-        *(
-            jaxfp8.QuantizerState(part.amax_history, jnp.full(1, scale))
-            for part, scale in zip((state.input, state.kernel), given, strict=True)
-        ),
-        state.output_grad,
-    )
-    y = jax.jit(lambda x, kernel: jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state))(x, kernel)
-    empty = np.zeros(1, np.float32)
-    expected = oracle.dense_step(
-        x,
-        kernel,
-        np.zeros((M, N), np.float32),
-        oracle.LayerState(*(oracle.State(empty, scale) for scale in given), oracle.State(empty, np.float32(1))),
-    )
-    expected.y.check(y)
 
 
 @pytest.mark.parametrize("x_batched", [False, True])

@@ -15,12 +15,12 @@ void DelayedScales(const DelayedScalesParams& params) {
       float* next_history = quantizer.next_history + group * length;
       uint32_t largest = 0;
       for (int64_t slot = 0; slot < length; ++slot) {
-        const uint32_t bits = CleanBits(history[slot]);
+        const uint32_t bits = EntryBits(history[slot]);
         const int64_t next = NextSlot(slot, length);
-        next_history[next] = next == 0 ? 0.0f : BitsToFloat(bits);
-        if (slot == 0 || !params.most_recent) largest = std::max(largest, bits);
+        next_history[next] = next == 0 || bits == kInfBits ? 0.0f : BitsToFloat(bits);
+        if (slot == 0 || !params.most_recent || bits == kInfBits) largest = std::max(largest, bits);
       }
-      const ScalePair pair = AmaxToScale(BitsToFloat(largest), quantizer.stored[group], quantizer.numerator);
+      const ScalePair pair = DelayedScale(largest, quantizer.stored[group], quantizer.numerator);
       quantizer.scale[group] = pair.scale;
       quantizer.scale_inv[group] = pair.scale_inv;
       quantizer.amax[group] = 0.0f;

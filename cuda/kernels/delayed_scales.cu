@@ -20,16 +20,16 @@ __global__ void __launch_bounds__(kBlockSize) DelayedScalesKernel(const __grid_c
     float* next_history = quantizer.next_history + group * length;
     AmaxAccumulator<F32> accumulator;
     for (int64_t slot = threadIdx.x; slot < length; slot += kBlockSize) {
-      const float entry = BitsToFloat(CleanBits(history[slot]));
+      const uint32_t bits = EntryBits(history[slot]);
       const int64_t next = NextSlot(slot, length);
-      next_history[next] = next == 0 ? 0.0f : entry;
-      if (slot == 0 || !params.most_recent) accumulator.Add(entry);
+      next_history[next] = next == 0 || bits == kInfBits ? 0.0f : BitsToFloat(bits);
+      if (slot == 0 || !params.most_recent || bits == kInfBits) accumulator.Add(BitsToFloat(bits));
     }
     block_amax.Put(accumulator.OverWarp());
     __syncthreads();
     const uint32_t largest = block_amax.InFirstWarp();
     if (threadIdx.x == 0) {
-      const ScalePair pair = AmaxToScale(BitsToFloat(largest), quantizer.stored[group], quantizer.numerator);
+      const ScalePair pair = DelayedScale(largest, quantizer.stored[group], quantizer.numerator);
       quantizer.scale[group] = pair.scale;
       quantizer.scale_inv[group] = pair.scale_inv;
       quantizer.amax[group] = 0.0f;

@@ -14,6 +14,14 @@ import jax
 from ._gemms import RESIDUAL_NAME as RESIDUAL_NAME
 from ._product import OUTPUT_NAME as OUTPUT_NAME
 
+__all__ = [
+    "OUTPUT_NAME",
+    "RESIDUAL_NAME",
+    "save_fp8_residuals",
+    "save_fp8_residuals_and_gemm_outputs",
+    "save_gemm_outputs",
+]
+
 # The backward GEMMs read what is kept, a byte for each element of input and kernel. Where the result itself is needed
 # again, for a nonlinearity after it, operands are quantized and multiplied once more.
 save_fp8_residuals: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)

@@ -95,12 +95,7 @@ def _zeros(prefix, history, scale):
     histories = jax.tree.leaves(history)  # one array; none in an optimizer, which keeps nothing for state
 
     def beside(leaf):
-        axis = slot_axis(histories[0].shape, leaf.shape)
-        if axis is None:
-            raise ValueError(
-                f"with_counters: {prefix}scale: expected a scale (..., 1) beside a history (..., H), got shapes "
-                f"{leaf.shape} and {histories[0].shape}"
-            )
+        axis = slot_axis(f"with_counters: {prefix}scale", histories[0], leaf)
         shape = list(leaf.shape)
         shape[axis] = 3
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -47,12 +47,7 @@ def quantizers(where: str, tree) -> list[Arrays]:
         if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
         leaves = [flat.leaves[i] for i in quantizer.positions()]
-        axis = _state_tree.slot_axis(leaves[0].shape, leaves[1].shape)
-        if axis is None:
-            raise ValueError(
-                f"{where}: {quantizer.name}: expected a history (..., H) and a scale (..., 1), got shapes "
-                f"{leaves[0].shape} and {leaves[1].shape}"
-            )
+        axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves[:2])
         history, scale_inv, *counters = (_slots_last(leaf, axis) for leaf in leaves)
         arrays.append(Arrays(_below_collection(quantizer.name), history, scale_inv, next(iter(counters), None)))
     if not arrays:

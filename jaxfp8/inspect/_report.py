@@ -10,9 +10,9 @@ from ._report_rows import COLUMNS
 from ._table import aligned, natural
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """The layers of a model; `str` is a table of them.
+    """The layers of a model; `str` and `repr` are a table of them.
 
     Attributes:
         rows: a dict for each layer: `layer` (its path), `kind` (its class), `input` and `kernel` (their shapes, None
@@ -24,16 +24,16 @@ class Report:
     rows: list[dict[str, Any]]
     unused: list[str]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [row | {"recipe": row["recipe"] or "high precision"} for row in self.rows]
         lines = [COLUMNS] + [tuple(_text(row[column]) for column in COLUMNS) for row in rows]
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
 def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Report:
-    """Print which layer of a model runs which recipe, and why; also for models without rules.
+    """Return which layer of a model runs which recipe, and why; also for models without rules. It prints as a table.
 
-        jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32))
+        print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
 
     A Linen model knows its layers only when it runs: `init` is traced with the arguments, for shapes alone. Layers that
     these arguments do not reach are not there. An NNX model needs none. In an `autocast` region the report is of what
@@ -61,7 +61,6 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
         if strict:
             raise ValueError(f"{message}\n{result}")
         warnings.warn(message, stacklevel=2)
-    print(result)
     return result
 
 

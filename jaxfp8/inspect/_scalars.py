@@ -49,9 +49,11 @@ def measure(variables: Any) -> Measured:
     """
     names, values = [], []
     for arrays in quantizers("measure: variables", variables):
-        history = _scaling.clean(jnp.asarray(arrays.amax_history).astype(jnp.float32))
+        history = jnp.asarray(arrays.amax_history).astype(jnp.float32)
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
-        scale, newest = 1 / scale_inv, history[..., 0]
+        is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(scale_inv)
+        history = _scaling.clean(history)
+        scale, newest = jnp.where(is_bad, jnp.nan, 1 / scale_inv), history[..., 0]
         figures = [scale, newest, jnp.max(history, axis=-1), newest * scale]
         labels = _FIGURES
         if arrays.counters is not None:
@@ -68,9 +70,10 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
 
         writer.write_scalars(step, jaxfp8.inspect.scalars(measured))
 
-    For each quantizer `scale` (what multiplies), `amax` (of the step just run), `amax_max` (of its window) and `peak`
-    (`amax * scale`; above 448 in e4m3 and 57344 in e5m2 it saturated); with counters also `saturated`, `flushed` and
-    `steps_since_change`. Names are `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. Waits for the device.
+    For each quantizer `scale` (what multiplies; NaN where the state is below zero), `amax` (of the step just run),
+    `amax_max` (of its window) and `peak` (`amax * scale`; above 448 in e4m3 and 57344 in e5m2 it saturated); with
+    counters also `saturated`, `flushed` and `steps_since_change`. Names are
+    `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. Waits for the device.
 
     Args:
         variables: what `measure` gave, or variables as of `jaxfp8.inspect.summary`.

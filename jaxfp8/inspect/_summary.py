@@ -1,6 +1,7 @@
 """summary: the step just run, as the state of every quantizer records it."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -27,9 +28,16 @@ _COLUMNS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+# A table of more rows than a screen has has a line for each group.
+_SCREEN = 40
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """The quantizers of a model; `str` is a table of them.
+    """The quantizers of a model; `str` and `repr` are a table of them.
+
+    A table of more than 40 quantizers has a line for each group of those whose names differ in numbers alone, with the
+    worst of the group: `block_*/up/Fp8DotGeneral_*/input x32`.
 
     Attributes:
         rows: a dict for each quantizer, for each layer of a stack one of its own:
@@ -40,9 +48,12 @@ class Summary:
               smallest of the `filled` entries, out of `length`. None where nothing was recorded.
             - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
               (448 for e4m3, 57344 for e5m2) it saturated; far below, small numbers were flushed. None as `newest`.
+            - `growth`: `newest` over the largest of the other entries; above 1 the step saturated, where the scale
+              follows the maximum without a margin. None where there are no others.
             - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that
-              has just left a full window), `"unit"` (scale 1, nothing seen before); None: not from this window, as
-              after a custom algorithm, or where something else wrote the state.
+              has just left a full window), `"unit"` (scale 1, nothing seen before), `"below zero"` (an optimizer has
+              stepped on the state: the scale is NaN); None: not from this window, as after a custom algorithm, or
+              where something else wrote the state.
             - `saturated`, `flushed`: fractions of the elements, by the counters; None without them.
             - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them
               from the window, where the scale follows its maximum; else None.
@@ -50,18 +61,19 @@ class Summary:
 
     rows: list[dict[str, Any]]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [tuple(_COLUMNS.values())]
-        for row in self.rows:
+        for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
             cells = row | {"filled": f"{row['filled']}/{row['length']}"}
             lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
         return aligned(lines, right=1)
 
 
-def summary(variables: Any) -> Summary:
+def summary(variables: Any, *, worst: int | None = None) -> Summary:
     """Summarize the FP8 state of a model after a step: scale, amax window, and counters where they are kept.
 
         print(jaxfp8.inspect.summary(state))
+        print(jaxfp8.inspect.summary(state, worst=10))
 
     It reads the state and costs nothing while training. The fractions `saturated` and `flushed` need
     `jaxfp8.inspect.with_counters`.
@@ -69,9 +81,11 @@ def summary(variables: Any) -> Summary:
     Args:
         variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
             inside; concrete arrays. The state of an optimizer is left out.
+        worst: the number of quantizers to keep, the worst first: scales that are not positive, then the largest
+            fraction that saturated, the largest that was flushed, the largest growth. None: all.
 
     Returns:
-        The `Summary`, in the order of the tree.
+        The `Summary`, in the order of the tree, or the worst first.
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
@@ -90,15 +104,33 @@ def summary(variables: Any) -> Summary:
             name = arrays.name + member(index)
             row_counters = None if counters is None else counters[index]
             rows.append(_row(name, history[index], float(scale_inv[index][0]), row_counters))
-    return Summary(rows)
+    return Summary(rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst])
+
+
+def _badness(row) -> tuple:
+    return row["scale"] is None, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
+
+
+def _groups(rows) -> list[dict[str, Any]]:
+    """Return the worst row of each group of names that differ in numbers alone, under the name of the group."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
+    return [
+        max(group, key=_badness) | ({"name": f"{name} x{len(group)}"} if len(group) > 1 else {})
+        for name, group in groups.items()
+    ]
 
 
 def _row(name, history, scale_inv, counters) -> dict[str, Any]:
-    entries = history[np.isfinite(history) & (history > 0)]
+    is_recorded = np.isfinite(history) & (history > 0)
+    entries, before = history[is_recorded], history[1:][is_recorded[1:]].max(initial=0)
     is_scale = np.isfinite(scale_inv) and scale_inv > 0
     newest = float(history[0]) if entries.size else None
     scale = 1 / scale_inv if is_scale else None
     follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
+    if np.any(history < 0) or scale_inv < 0:
+        scale, follows, steps = np.nan, "below zero", None
     saturated, flushed, steps = (None, None, steps) if counters is None else map(float, counters)
     return {
         "name": name,
@@ -110,6 +142,7 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
         "filled": int(entries.size),
         "length": int(history.size),
         "peak": None if newest is None or scale is None else newest * scale,
+        "growth": float(history[0] / before) if is_recorded[0] and before else None,
         "follows": follows,
         "saturated": saturated,
         "flushed": flushed,

@@ -24,6 +24,8 @@ from ..nnx import OverwriteWithGradient, trainable, value_and_grad
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, Recipe, _state_tree, checked
 from ..train import accumulate_gradients, update_state
 
+__all__ = ["Fp8DirectDotGeneralOp", "install"]
+
 _TRIED = "0.2.5"
 _QUANTIZATIONS = "maxtext.layers.quantizations"
 _ACCUMULATION = "maxtext.utils.gradient_accumulation"

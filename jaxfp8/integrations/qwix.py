@@ -17,6 +17,8 @@ from .. import linen, nnx as jaxfp8_nnx
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import Float8BlockScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Rule
 
+__all__ = ["FORMATS", "OPERATIONS", "QtProvider", "quantize_model", "rules_from_qwix"]
+
 # The operations for which qwix and jaxfp8 both have rules.
 OPERATIONS = ("dot_general", "einsum")
 # Our formats by the names of qwix's forward and backward types.

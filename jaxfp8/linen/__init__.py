@@ -3,7 +3,7 @@
 from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from . import _serialization as _serialization
 from ._dense import Dense as Dense
-from ._dot_general import Fp8DotGeneral as Fp8DotGeneral
+from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, make_dot_general_cls as make_dot_general_cls
 from ._einsum import Fp8Einsum as Fp8Einsum
 from ._gated_mlp import GatedMLP as GatedMLP
 from ._norm_dense import NormDense as NormDense

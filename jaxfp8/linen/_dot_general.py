@@ -1,5 +1,7 @@
 """Fp8DotGeneral: the `dot_general_cls` of Linen layers."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,7 +9,7 @@ from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import Activated, Normalized
-from ..recipes import QTensor
+from ..recipes import QTensor, Recipe, checked
 from ._state import Fp8Module
 
 
@@ -15,7 +17,7 @@ class Fp8DotGeneral(Fp8Module):
     """FP8 products for any Linen layer that takes a `dot_general_cls`; a plain swap for `nn.Fp8DotGeneral`.
 
         nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
-        nn.Dense(features, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
+        nn.Dense(features, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
 
     State is in the collection `_overwrite_with_gradient`, under Flax's names: for each of `input`, `kernel` and
     `output_grad` an `{name}_amax_history` f32 `(H,)`, slot 0 newest, and a `{name}_scale` f32 `(1,)`,
@@ -40,7 +42,7 @@ class Fp8DotGeneral(Fp8Module):
             raise TypeError(
                 f"{type(self.parent).__name__}: {self.name}: expected a class or a function that makes a product, got "
                 f"an instance; pass {self.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
-                f"{self.name}=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)"
+                f"{self.name}=jaxfp8.make_dot_general_cls(recipe)"
             )
         super().__post_init__()
 
@@ -66,3 +68,22 @@ class Fp8DotGeneral(Fp8Module):
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+
+
+def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:
+    """Return `Fp8DotGeneral` with a recipe, as a `dot_general_cls`; equal recipes give the same object.
+
+        nn.Dense(features, dot_general_cls=jaxfp8.make_dot_general_cls(jaxfp8.MXFP8BlockScaling()))
+
+    An NNX layer takes an object instead: `dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe)`.
+
+    Raises:
+        TypeError: `recipe` is not a Recipe.
+    """
+    return _cached_cls(checked("make_dot_general_cls: recipe", recipe))
+
+
+@functools.cache
+def _cached_cls(recipe):
+    # One object for equal recipes: `partial` compares by identity, and layers are compared when programs are cached.
+    return functools.partial(Fp8DotGeneral, recipe=recipe)

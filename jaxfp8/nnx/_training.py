@@ -12,7 +12,7 @@ from flax import nnx
 from .._jax import _compat
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT
-from ..train import max_grad as _max_grad, optimizer, update_state as _update_state
+from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
 from ._variables import OverwriteWithGradient, trainable
 
 
@@ -73,7 +73,7 @@ def _with_max_grad(f):
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        with max_grad(args, kwargs):
+        with named_errors("nnx.value_and_grad"), max_grad(args, kwargs):
             out = f(*args, **kwargs)
         if any(map(_compat.is_max, jax.tree.leaves(out))):  # state that was read on the way
             out = jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)

@@ -1,6 +1,7 @@
 """FP8 formats: which dtype goes forward, which backward, and the largest value of each."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +16,17 @@ class Format:
         name: as TransformerEngine names it.
         dtype: of the operands `x` and `kernel`.
         backward_dtype: of `grad`, the gradient of the output.
+
+    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names.
     """
 
     name: str
     dtype: np.dtype
     backward_dtype: np.dtype
+
+    E4M3: ClassVar["Format"]
+    E5M2: ClassVar["Format"]
+    HYBRID: ClassVar["Format"]
 
     @property
     def max(self) -> float:
@@ -40,6 +47,7 @@ E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
 E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
 # float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, whose numbers span more.
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
+Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
 
 
 def fp8_max(dtype: DTypeLike) -> float:

@@ -36,6 +36,12 @@ def positive_finite(x: jax.Array) -> jax.Array:
     return lax.lt(below_zero, lax.full_like(bits, _INF_BITS - 1))
 
 
+def below_zero(x: jax.Array) -> jax.Array:
+    """Return whether `-inf <= x < 0`, subnormals included: state that no step makes, only an optimizer's step on it."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)  # -0 and negative NaN are just outside
+    return lax.lt(bits - lax.full_like(bits, 0x80000001), lax.full_like(bits, _INF_BITS))
+
+
 def clean(x: jax.Array) -> jax.Array:
     """Return state as f32, with 0 in place of an entry that is negative or not finite."""
     x = x.astype(jnp.float32)
@@ -88,8 +94,8 @@ def scale_numerator(fp8_max: float, margin: float) -> np.float32:
 def amax_to_scale(amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32) -> tuple[jax.Array, jax.Array]:
     """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or that of `old_scale_inv`.
 
-    `numerator / amax` if `0 < amax < inf`, else `1 / old_scale_inv` if that is positive and finite, else 1; clamped to
-    [2**-126, 2**126].
+    NaN if either is below zero; else `numerator / amax` if `0 < amax < inf`, else `1 / old_scale_inv` if that is
+    positive and finite, else 1; clamped to [2**-126, 2**126].
     """
     # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
     # bound, out of the division: they count as 2**-126.
@@ -103,7 +109,9 @@ def amax_to_scale(amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float
     scale = round_quotient(
         jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range)
     )
-    return scale, round_quotient(jnp.ones_like(scale), scale)
+    is_state = ~(below_zero(amax) | below_zero(old_scale_inv))
+    scale_inv = round_quotient(jnp.ones_like(scale), scale)
+    return jnp.where(is_state, scale, jnp.float32(np.nan)), jnp.where(is_state, scale_inv, jnp.float32(np.nan))
 
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

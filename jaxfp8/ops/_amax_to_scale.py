@@ -17,7 +17,8 @@ def amax_to_scale(
 
     Equivalent to, in f32, each division rounded correctly and the scale clamped to [2**-126, 2**126]:
 
-        scale = fp8_max / amax / 2**margin     if 0 < amax < inf
+        scale = NaN                            if amax < 0 or stored < 0
+                fp8_max / amax / 2**margin     else if 0 < amax < inf
                 1 / stored                     else if 0 < stored < inf
                 1                              else
         scale_inv = 1 / scale

@@ -50,7 +50,7 @@ def delayed_scales(
     Equivalent to, for each quantizer:
 
         history = jnp.where((history > 0) & (history < inf), history, 0)
-        amax = jnp.max(history)                      # history[0] with "most_recent"
+        amax = jnp.max(history)                      # history[0] with "most_recent"; -1 if an entry was below zero
         scale, scale_inv = amax_to_scale(amax, stored, fp8_max=fp8_max, margin=margin)
         history = jnp.roll(history, -1).at[0].set(0)
 
@@ -155,9 +155,11 @@ def _scales_reference(*operands, vmap_dims, numerators, most_recent):
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
         # 1. Read the amax of the window. 2. Move the history: drop slot 1, the oldest, and free slot 0.
+        is_loud = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True)
         history = _scaling.clean(history)
         newest, length = history[..., :1], history.shape[-1]
         amax = newest if most_recent else _scaling.abs_max(history, axis=-1).reshape(newest.shape)
+        amax = jnp.where(is_loud, jnp.float32(-1), amax)
         moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
         results.append((moved[..., :length], *_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
     return [part for parts in zip(*results, strict=True) for part in parts]

@@ -41,12 +41,13 @@ class AmaxReduction:
             return AmaxReduction(None, stages)
         if not set(stages) <= set(manual):
             raise ValueError(
-                f"dot_general: recipe.pipeline_axes: expected axes of this shard_map, which has {manual}, got {stages}"
+                f"dot_general: recipe.pipeline_axes: expected axes of this shard_map or pmap, which has {manual}, got "
+                f"{stages}"
             )
         axes = tuple(axis for axis in manual if axis not in stages)
         if stages is NOT_SAID:
             warnings.warn(
-                "shard_map(check_vma=False) hides over which mesh axes FP8 state differs: amaxes are reduced over "
+                "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
                 f"{axes}. If the stages of a pipeline lie along one of them, set the recipe's pipeline_axes=(name,); "
                 "if not, say so with pipeline_axes=()",
                 FP8StateWarning,

@@ -32,13 +32,14 @@ class DelayedScaling(Recipe):
         sf = FP8_MAX / a / 2**margin                   # 1 / s while h is empty; at most 2**126
         q  = quantize(x, sf);  s' = 1 / sf;  h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
 
-    so that the amax of step t first acts at step t + 1, and one bad step never enters the window.
+    so that the amax of step t first acts at step t + 1, and one bad step never enters the window. An entry of h or an s
+    below zero, which no step makes and an optimizer's step on the state does, makes sf NaN.
 
     Attributes:
         margin: headroom in powers of two.
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
         amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
-            returns an amax f32[]. Entries that were negative or not finite arrive as 0. It may close over constants,
+            returns an amax f32[]. Entries that were not finite arrive as 0. It may close over constants,
             not over traced values. A floor acts from the first amax on.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
         first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
@@ -198,13 +199,16 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
         for i, read in zip(positions, scales, strict=True):
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = read.scale, read.scale_inv, None
+            is_loud = jnp.any(_scaling.below_zero(state.amax_history))
             if quantizer.first_step == "current":
-                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history))
+                has_scale = is_loud | jnp.any(_scaling.below_zero(state.scale))  # NaN, whatever the tensor is
+                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~has_scale
             if not is_named:
-                history = _scaling.clean(state.amax_history)
                 # While the history is empty the stored scale counts, also where the function has a floor.
-                window = jnp.asarray(algo(history), jnp.float32).reshape(1)
-                window = jnp.where(jnp.any(history > 0), window, jnp.zeros_like(window))
+                window = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
+                has_amax = jnp.any(_scaling.positive_finite(state.amax_history))
+                window = jnp.where(has_amax, window, jnp.zeros_like(window))
+                window = jnp.where(is_loud, jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )

@@ -114,14 +114,25 @@ def prefix_of(name: str) -> str | None:
     return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
 
 
-def slot_axis(history_shape, scale_shape) -> int | None:
-    """Return the axis of the slots of a history; all other axes are rows. None where the two shapes do not fit."""
-    if len(history_shape) != len(scale_shape) or not history_shape:
-        return None
-    differ = [i for i, (h, s) in enumerate(zip(history_shape, scale_shape, strict=True)) if h != s]
-    if not differ:
-        return -1  # H = 1
-    return differ[0] if len(differ) == 1 and scale_shape[differ[0]] == 1 else None
+def slot_axis(where: str, history, scale) -> int:
+    """Return the axis of the slots of a history; all other axes are rows.
+
+    Args:
+        where: the function, the argument and the quantizer, for the message.
+        history, scale: its arrays.
+
+    Raises:
+        ValueError: the two shapes do not fit.
+    """
+    if len(history.shape) == len(scale.shape) > 0:
+        differ = [i for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True)) if h != s]
+        if not differ:
+            return -1  # H = 1
+        if len(differ) == 1 and scale.shape[differ[0]] == 1:
+            return differ[0]
+    raise ValueError(
+        f"{where}: expected a history (..., H) and a scale (..., 1), got shapes {history.shape} and {scale.shape}"
+    )
 
 
 def _is_product(x) -> bool:

@@ -1,6 +1,7 @@
 """optimizer: wraps an optax transformation so that a bare optax loop overwrites quantizer state, exactly."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from jax import lax
 
 from .._jax._typing import Tree
-from ..recipes import _state_tree
+from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
 
 
@@ -27,9 +28,16 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     the state, bit by bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and is stored in
     the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
 
-    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` undoes what
-    a transformation before this one does to state. A transformation after it must not change the updates of state:
-    `apply_updates` raises where one did, except that an update of all zeros leaves the state as it was.
+    Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
+    undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
+    `clip`, `sign`, or an average over other steps (`ema`, `trace`). A transformation after it must not change the
+    updates of state: `apply_updates` raises where one did, or makes the state negative, where updates of two optimizers
+    were added up; an update of all zeros leaves the state as it was. Log norms of `updates["params"]`.
+
+    `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
+    opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state; it keeps no gradient of
+    state, so `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both sets of parameters get the
+    next state of the fast ones.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
@@ -43,7 +51,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return _steps.begin(tx.init(_without_state(params)), params)
+        return _steps.begin(tx.init(_without_state(params)), _trained(params))
 
     def update(grads, opt_state, params=None, **extra_args):
         if params is None:
@@ -51,15 +59,20 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
+        trained = _trained(params)
+        extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
-        state, opt_state = _steps.finish(params, grads, opt_state, after, updates)
-        return _with_state(updates, state), opt_state
+        state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
+        state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
+        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def apply_updates(params: Tree, updates: Any) -> Tree:
     """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
+
+    It stands for `eqx.apply_updates`, which adds and so raises: state is overwritten.
 
     Args:
         params: any tree, with leaves that are not arrays.
@@ -72,34 +85,37 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
     def apply(update, leaf):
         return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
-    return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, Overwrite))
+    return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, NeedsJaxfp8ApplyUpdates))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Overwrite:
-    """An update that replaces: `leaf + Overwrite.by(value)` is `value`, where `leaf + (value - leaf)` would round.
+class NeedsJaxfp8ApplyUpdates:
+    """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
+
+    JAX's error shows the name when Equinox's `apply_updates` meets an update. Zeroed updates, from `MultiSteps` and
+    code that skips steps, leave the leaf as it is. Any other arithmetic shows: with floats in the dtype; with
+    integers in arrays that no longer belong together, which make the leaf -1.
 
     Attributes:
-        bits: the value's bits as unsigned integers with the sign flipped. Integers, because arithmetic of
-            transformations that come later changes their dtype, which is seen. Flipped, because the bits of a number
-            that is not negative are then never 0: zeroed updates, as `optax.MultiSteps` and code that skips steps make
-            them, leave the leaf as it is.
+        bits: the value's bits as unsigned integers.
+        check: the same, each with some bits flipped.
         dtype: the dtype of the value.
     """
 
     bits: jax.Array
+    check: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     # NumPy arrays leave `array + update` to this class.
     __array_ufunc__ = None
 
     @classmethod
-    def by(cls, value) -> "Overwrite":
+    def by(cls, value) -> "NeedsJaxfp8ApplyUpdates":
         """Return the update that replaces a leaf by `value`."""
         value = jnp.asarray(value)
         bits = lax.bitcast_convert_type(value, _unsigned(value.dtype))
-        return cls(bits ^ _sign(value.dtype), value.dtype)
+        return cls(bits, _checked(bits), value.dtype)
 
     def __radd__(self, leaf):
         leaf = jnp.asarray(leaf)
@@ -108,8 +124,10 @@ class Overwrite:
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
-        value = lax.bitcast_convert_type(self.bits ^ _sign(self.dtype), self.dtype)
-        return jnp.where(self.bits == 0, leaf, value.astype(leaf.dtype))
+        value = lax.bitcast_convert_type(self.bits, self.dtype).astype(leaf.dtype)
+        # State below zero makes the next step loud, also under jit.
+        value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, leaf.dtype))
+        return jnp.where((self.bits == 0) & (self.check == 0), leaf, value)
 
     __add__ = __radd__
 
@@ -118,20 +136,72 @@ def _unsigned(dtype) -> np.dtype:
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
-def _sign(dtype):
-    return np.asarray(1 << (8 * dtype.itemsize - 1), _unsigned(dtype))
+def _checked(bits):
+    # No sum or multiple of pairs `(b, b ^ pattern)` is such a pair, but for an accident.
+    return bits ^ np.asarray(0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype)
+
+
+def _trained(params):
+    """Return the parameters of which gradients are taken: the fast ones of `optax.lookahead`, else all."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+class NoState(optax.MaskedNode):
+    """The place of a leaf of state in the trees that `tx` sees: a node without leaves.
+
+    Averages of parameters with it, `(y - (1 - b) * NoState()) / b`, are the parameters: what
+    `optax.contrib.schedule_free_eval_params` computes of all variables.
+    """
+
+    __array_ufunc__ = None
+
+    def __rmul__(self, weight):
+        return self
+
+    def __rsub__(self, leaf):
+        return _Average(leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Average:
+    """The average of `leaf` and nothing, before its division by the weight of `leaf`."""
+
+    leaf: jax.Array
+
+    def __truediv__(self, weight):
+        return self.leaf
 
 
 def _without_state(tree) -> Any:
     """Return `tree` with an empty node in the place of each leaf of state."""
     flat = _state_tree.flatten(tree)
-    return flat.replace({i: optax.MaskedNode() for i in flat.positions()})
+    return flat.replace({i: NoState() for i in flat.positions()})
 
 
-def _with_state(updates, tree) -> Any:
-    """Add to the `updates` of parameters an `Overwrite` for each leaf of state in `tree`."""
-    flat = _state_tree.flatten(tree)
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+def _with_state(tree, source, function) -> Any:
+    """Return `tree`, which has no state, with `function` of each leaf of state in `source`."""
+    flat = _state_tree.flatten(source)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     for i in flat.positions():
-        leaves[i] = Overwrite.by(flat.leaves[i])
+        leaves[i] = function(flat.leaves[i])
     return treedef.unflatten(leaves)
+
+
+def _argument_without_state(argument, params):
+    """Return an extra argument of `update` for `tx`: a tree, or a function of parameters, without state.
+
+    The function gets the state of `params`, of which it takes no gradient, with the parameters that `tx` gives it.
+    """
+    if not callable(argument) or _state_tree.flatten(argument).positions():  # Equinox modules are trees and callable
+        return _without_state(argument)
+    structure = jax.tree.structure(_without_state(params))
+
+    def filled(arg):
+        return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
+
+    def function(*args, **kwargs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FP8StateWarning)  # of a gradient of parameters alone, which is meant here
+            return _without_state(argument(*map(filled, args), **kwargs))
+
+    return function

@@ -1,6 +1,8 @@
 """Combine the uses of one state by max: its cotangents form a monoid with max as addition and 0 as neutral element."""
 
+import contextlib
 import functools
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -72,10 +74,36 @@ def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool 
     def loss_with_shared_state(*args, **kwargs):
         positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         positions = {n % len(args) for n in positions}
-        out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
+        with named_errors("value_and_grad"):
+            out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
         return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
 
     return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux)
+
+
+@contextlib.contextmanager
+def named_errors(function: str):
+    """Say what an error about the dtype of FP8 state means, in a loss that `function` differentiates."""
+    try:
+        yield
+    except Exception as error:
+        if str(_compat.MAX_DTYPE) in str(error):
+            raise TypeError(
+                f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
+                f"with it ({error}); take norms and decay of the parameters, as in `optax.global_norm(variables["
+                "'params'])`"
+            ) from error
+        if isinstance(error, AssertionError) and _raised_in(error).startswith("equinox."):
+            raise TypeError(
+                f"{function}: loss_fn: expected FP8 state outside of Equinox's checkpointed loops, which add up its "
+                "gradients; carry it through the loop with jaxfp8.fork and take jax.grad, or use kind='bounded'"
+            ) from error
+        raise
+
+
+def _raised_in(error) -> str:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "")
 
 
 def grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -98,6 +126,7 @@ def fork(state: Any) -> Any:
             state, used = jaxfp8.fork(state)
             return (state, total + f(x, used)), None
 
+    Loops with a backward of their own need it, as Equinox's `while_loop(kind="checkpointed")`: under `jax.grad`.
     `fork` needs only public JAX, and works where `max_grad` does not.
 
     Args:

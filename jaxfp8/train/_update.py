@@ -31,7 +31,8 @@ def update_state(old: Tree, new: Any) -> Tree:
         s' = the scale of `new`
 
     A row that was not touched (its new scale is 0) or is not finite keeps its old value. The returned state is clean:
-    old history entries that are negative or not finite become 0, an old scale that is not positive becomes 1.
+    old history entries that are not finite become 0, an old scale that is 0 or not finite becomes 1. Old state below
+    zero, which only an optimizer that stepped on it makes, is an error and stays as it is: its scale is NaN.
 
     The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
     1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
@@ -39,6 +40,10 @@ def update_state(old: Tree, new: Any) -> Tree:
     amax, and the scale `s' / c`; `jax.experimental.checkify.checkify` around the step reports it with the message of
     the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
     other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
+
+    Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
+    microbatches that include the state. Add microbatches by `accumulate_gradients`, and keep everything else away by
+    `jaxfp8.train.optimizer`.
 
     Counters, where a quantizer has them, are those of `new`, divided by c.
 
@@ -51,8 +56,8 @@ def update_state(old: Tree, new: Any) -> Tree:
         `old` with its quantizer state replaced and in the dtypes of `old`; all other leaves are those of `old`.
 
     Raises:
-        ValueError: state was summed, averaged, clipped or unscaled, or that of a user's quantizer is negative (outside
-            of `jit`); shapes differ; `new` holds no state.
+        ValueError: state was summed, averaged, clipped or unscaled, or is below zero (outside of `jit`); shapes differ;
+            `new` holds no state.
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
     positions = before.positions()
@@ -62,7 +67,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             "a tree without them; take the gradient with respect to the state as well"
         )
     # 1. Collect the quantizers whose leaves have the same types: each group is one call.
-    alike, values, factors, least = {}, {}, {}, {}
+    alike, values, factors, old_least, new_least = {}, {}, {}, {}, {}
     for q in before.quantizers:
         positions = [i for i in q.positions() if gradient.get(before.paths[i]) is not None]
         if not {q.amax_history, q.scale} <= set(positions):
@@ -75,28 +80,25 @@ def update_state(old: Tree, new: Any) -> Tree:
     # 2. Compute the next state of each group, and the factors by which the gradients were multiplied on their way.
     for group in alike.values():
         results = _next_quantizers([leaves for *_, leaves in group])
-        for (name, positions, _), (*leaves, factor) in zip(group, results, strict=True):
+        for (name, positions, _), (*leaves, factor, least) in zip(group, results, strict=True):
             values |= dict(zip(positions, leaves, strict=True))
-            factors[name] = factor
+            factors[name], old_least[name] = factor, least
     # 3. Overwrite the state of users' own quantizers.
     for i in before.unpaired:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             values[i] = _next_other(before.leaves[i], leaf)
-            least[before.name(i)] = jnp.min(leaf, initial=0)
+            new_least[before.name(i)] = jnp.minimum(*(jnp.min(x, initial=0) for x in (before.leaves[i], leaf)))
     # 4. Report whatever has changed the state on its way.
+    _check_not_negative(old_least, _STEPPED_ON)
     _check_factors(factors)
-    _check_not_negative(least)
+    _check_not_negative(new_least, _NEGATIVE)
     return before.replace(values)
 
 
 def _check_shapes(name, old, new):
     for argument, (history, scale, *_) in (("old", old), ("new", new)):
-        if _state_tree.slot_axis(history.shape, scale.shape) is None:
-            raise ValueError(
-                f"update_state: {argument}: {name}: expected a history (..., H) and a scale (..., 1), got shapes "
-                f"{history.shape} and {scale.shape}"
-            )
+        _state_tree.slot_axis(f"update_state: {argument}: {name}", history, scale)
     shapes, expected = ([str(leaf.shape) for leaf in leaves] for leaves in (new, old))
     if shapes != expected:
         raise ValueError(
@@ -107,7 +109,7 @@ def _check_shapes(name, old, new):
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """Return `(history, scale, factors)` of each quantizer, counters before the factors; all have the same types.
+    """Return `(history, scale, factors, lowest)` of each quantizer, counters before the factors; types are the same.
 
     The quantizers are stacked, so that the arithmetic on a whole model's state takes the launches of one quantizer.
 
@@ -124,17 +126,20 @@ def _next_quantizer(*leaves):
     """Return the next state of all rows of one quantizer.
 
     Returns:
-        `(history, scale, factors)`, counters before the factors. The factors are the numbers by which each row was
-        multiplied on its way.
+        `(history, scale, factors, lowest)`, counters before the factors. The factors are the numbers by which each row
+        was multiplied on its way, `lowest` the smallest number of each row of the old state.
     """
-    # 1. Move the slots of history and scale to the last axis, clean the old state and roll it.
+    # 1. Move the slots of history and scale to the last axis, clean the old state and roll it. A row with a number
+    # below zero keeps it, so that it stays visible.
     old, new = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
     (old_history, old_scale, *old_counters), (new_history, new_scale, *new_counters) = old, new
-    axis = _state_tree.slot_axis(old_history.shape, old_scale.shape)
+    axis = _state_tree.slot_axis("update_state", old_history, old_scale)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
     history, old_scale, new_history, new_scale = rows  # [..., H] and [..., 1]
-    history = _scaling.clean(history)
-    old_scale = jnp.where(_scaling.positive_finite(old_scale), old_scale, jnp.float32(1))
+    history = jnp.where(_scaling.below_zero(history), history, _scaling.clean(history))
+    is_scale = _scaling.positive_finite(old_scale) | _scaling.below_zero(old_scale)
+    old_scale = jnp.where(is_scale, old_scale, jnp.float32(1))
+    lowest = jnp.minimum(jnp.min(history, axis=-1, keepdims=True), old_scale)
     rolled = jnp.roll(history, -1, axis=-1)
     amax = new_history[..., :1]
 
@@ -142,6 +147,7 @@ def _next_quantizer(*leaves):
     # history is empty from the scale. The two reductions have one shape; all else fuses into one kernel.
     expected, tail = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
     touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
+    touched &= ~_scaling.below_zero(lowest)
     amax = _scaling.clean(amax)
     is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
@@ -164,7 +170,7 @@ def _next_quantizer(*leaves):
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
         results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
     moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
-    return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor
+    return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor, lowest
 
 
 def _factor_of_scale(old, new, amax):
@@ -196,12 +202,20 @@ def _cast(x, dtype):
     return jnp.minimum(x, jnp.asarray(jnp.finfo(dtype).max, x.dtype)).astype(dtype)
 
 
+def _on_host(values):
+    """Return the values that this process can see, by one transfer. One process must not raise alone."""
+    concrete = {name: x for name, x in values.items() if not isinstance(x, jax.core.Tracer)}
+    concrete = {name: x for name, x in concrete.items() if x.is_fully_addressable or x.is_fully_replicated}
+    return jax.device_get(concrete)
+
+
 _FOUND = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
+_OR_STALE = ", or comes from the gradient of another step"
 _REMEDIES = (
-    "Uses of one state must combine by max: take the gradient with jaxfp8.value_and_grad, or cast the state with "
-    "jaxfp8.max_grad at the top of the loss, and add microbatches with jaxfp8.accumulate_gradients. Keep "
-    "`_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: jaxfp8.train.optimizer and "
-    "jaxfp8.linen.TrainState do"
+    "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
+    "jaxfp8.value_and_grad, or cast the state with jaxfp8.max_grad at the top of the loss, and add microbatches with "
+    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: "
+    "jaxfp8.train.optimizer and jaxfp8.linen.TrainState do"
 )
 
 
@@ -211,40 +225,44 @@ def _check_factors(factors):
     Args:
         factors: for each quantizer's name the factors of its rows.
     """
-    visible = {}
     for name, factor in factors.items():
         if isinstance(factor, jax.core.Tracer):
             most, least = jnp.max(factor), jnp.min(factor)
             worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # the most telling
             cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
-            message = _FOUND.format(name=name, factor="{factor}", cause=cause) + _REMEDIES
+            message = _FOUND.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
             checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
-        # Values of other processes cannot be seen, and one process must not raise alone.
-        elif factor.is_fully_addressable or factor.is_fully_replicated:
-            visible[name] = factor
-    for name, factor in zip(visible, jax.device_get(list(visible.values())), strict=True):
+    for name, factor in _on_host(factors).items():
         bad = ~(np.abs(factor - 1) <= _TOLERANCE)
         if bad.any():
             worst = factor[bad][0]
             row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
-            cause = "summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled"
+            cause = ("summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled") + _OR_STALE
             raise ValueError(_FOUND.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
 
 
+_STEPPED_ON = (
+    "update_state: old: {name}: expected a state that is not negative, got {least}: an optimizer has stepped on it, "
+    "and its scale is NaN from then on. Keep the state out of the optimizer, as jaxfp8.train.optimizer and "
+    "jaxfp8.linen.TrainState do, and repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
+)
 _NEGATIVE = (
     "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
     "Keep an offset, or the parts above and below zero; and keep the state out of whatever changes gradients"
 )
 
 
-def _check_not_negative(least):
-    """Raise for state of a user's quantizer with negative numbers; under a trace, leave a check for checkify.
+def _check_not_negative(least, message):
+    """Raise for state with negative numbers; under a trace, leave a check for checkify.
 
     Args:
-        least: the smallest number of each leaf, or 0.
+        least: for each name the smallest number, or those of its rows.
+        message: of the error, with a `name` and a `least`.
     """
     for name, value in least.items():
         if isinstance(value, jax.core.Tracer):
-            checkify.debug_check(~(value < 0), _NEGATIVE.format(name=name, least="{least}"), least=value)
-        elif (value.is_fully_addressable or value.is_fully_replicated) and value < 0:
-            raise ValueError(_NEGATIVE.format(name=name, least=f"{value:.4g}"))
+            value = jnp.min(value)
+            checkify.debug_check(~(value < 0), message.format(name=name, least="{least}"), least=value)
+    for name, value in _on_host(least).items():
+        if np.min(value) < 0:
+            raise ValueError(message.format(name=name, least=f"{np.min(value):.4g}"))

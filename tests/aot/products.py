@@ -1,6 +1,11 @@
-"""Prints, as JSON, the FP8 products that autotune finds in programs for eight H200s, and the devices ops ask about."""
+"""Prints, as JSON, what eight H200s multiply: FP8 products that autotune finds, custom calls of block-scaled products.
+
+Of each device's shards; and the devices that ops ask about.
+"""
 
 import json
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +26,11 @@ LAYOUTS = {
     "both": (P("fsdp"), P("tp")),
     "contracted": (P(None, DEVICES), P(None, DEVICES)),
 }
+SCALINGS = {
+    "blocks": ({"block": (1, 128)}, {"block": (128, 128)}),
+    "rows": ({"block": (1, None)}, {"block": (1, None)}),
+    "MX": ({"block": (1, 32), "scale": "e8m0"},) * 2,
+}
 
 
 def product(a, b):
@@ -32,24 +42,52 @@ def product(a, b):
     return jax.lax.scan(body, jnp.zeros((a.shape[0], b.shape[0])), None, length=2)[0]
 
 
+def block_scaled(scalings):
+    def run(x, kernel):
+        (a, a_scale), (b, b_scale) = (
+            ops.quantize_blocks(of, jnp.float8_e4m3fn, **options)
+            for of, options in zip((x, kernel), scalings, strict=True)
+        )
+        blocks = {"a_block": scalings[0]["block"], "b_block": scalings[1]["block"]}
+        return ops.block_scaled_matmul(a, b, a_scale, b_scale, **blocks)
+
+    return jax.jit(run)
+
+
+def custom_calls(text):
+    """Operands of the products, and how many tensors are gathered."""
+    calls = [line for line in text.splitlines() if '"jaxfp8_block_scaled_matmul_v1"' in line]
+    constraints = [re.search(r"operand_layout_constraints=\{(.*?\})\}", line).group(1) for line in calls]
+    operands = [re.findall(r"(\w+)\[([\d,]*)\]", constraint) for constraint in constraints]
+    return {"operands": operands, "gathers": len(re.findall(r" all-gather(?:-start)?\(", text))}
+
+
 def main():
     mesh, asked, missing = h200_mesh(), [], _support.missing
+    warnings.simplefilter("ignore")
 
     def record(ctx, *, cublaslt):
         asked.extend([gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx))
         return missing(ctx, cublaslt=cublaslt)
 
-    _support.missing = record
-    found = {}
-    for name, specs in LAYOUTS.items():
-        operands = [
-            jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn, sharding=NamedSharding(mesh, spec))
+    def operands(specs, dtype):
+        return [
+            jax.ShapeDtypeStruct((rows, K), dtype, sharding=NamedSharding(mesh, spec))
             for rows, spec in zip((M, N), specs, strict=True)
         ]
-        found[name] = gemms_of(product, *operands)
+
+    _support.missing = record
+    found = {name: gemms_of(product, *operands(specs, jnp.float8_e4m3fn)) for name, specs in LAYOUTS.items()}
     in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(DEVICES), P()), out_specs=P(DEVICES), check_vma=False)
     found["shard_map"] = gemms_of(in_shards, *(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N)))
-    print(json.dumps({"found": found, "asked": asked}))
+    blocks = {
+        f"{scaling} {layout}": custom_calls(
+            block_scaled(options).lower(*operands(specs, jnp.bfloat16)).compile().as_text()
+        )
+        for scaling, options in SCALINGS.items()
+        for layout, specs in LAYOUTS.items()
+    }
+    print(json.dumps({"found": found, "blocks": blocks, "asked": asked}))
 
 
 if __name__ == "__main__":

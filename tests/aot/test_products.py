@@ -1,4 +1,4 @@
-"""The products that autotune measures for a mesh: those of one device's shards."""
+"""The products of a mesh are those of each device's shards: for autotune, and with the scales of their blocks."""
 
 import json
 
@@ -6,12 +6,7 @@ import pytest
 
 from .products import LAYOUTS, K, M, N
 
-
-@pytest.fixture(scope="module")
-def report(on_h200):
-    return json.loads(on_h200("products"))
-
-
+# (m, n, k) of one device.
 SHARDS = {
     "rows": (M // 8, N, K),
     "columns": (M, N // 8, K),
@@ -21,14 +16,30 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "shard_map"])
+@pytest.fixture(scope="module")
+def report(on_h200):
+    return json.loads(on_h200("products"))
+
+
+@pytest.mark.parametrize("layout", SHARDS)
 def test_products_of_shards(report, layout):
     (gemm,) = report["found"][layout]
-    sizes = list(SHARDS[layout])
-    assert gemm == [1, *sizes, "f8e4m3fn", "f8e4m3fn", "f32", False, False, False, 32 << 20, 256]
+    assert gemm == [1, *SHARDS[layout], "f8e4m3fn", "f8e4m3fn", "f32", False, False, False, 32 << 20, 256]
 
 
 def test_ops_ask_the_devices_of_the_program(report):
     """Not those of the machine that compiles: every op was lowered for eight H200s."""
     assert len(report["asked"]) % 8 == 0 and report["asked"]
     assert all(device == ["NVIDIA H200", "9.0"] for device in report["asked"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scaling", ["blocks", "rows"])
+def test_block_scaled_products_of_shards(report, scaling, layout):
+    """With scales in cuBLASLt's layouts. No tensor core of Hopper's reads those of MX."""
+    (m, n, k), blocks = SHARDS[layout], SHARDS[layout][2] // 128
+    scales = ((1, m), (1, n)) if scaling == "rows" else ((1, blocks, m), (1, n // 128, -(-blocks // 4) * 4))
+    shapes, dtypes = [(1, m, k), (1, n, k), *scales], ["f8e4m3fn", "f8e4m3fn", "f32", "f32"]
+    expected = [[dtype, ",".join(map(str, shape))] for dtype, shape in zip(dtypes, shapes, strict=True)]
+    assert report["blocks"][f"{scaling} {layout}"] == {"operands": [expected], "gathers": 0}
+    assert report["blocks"][f"MX {layout}"]["operands"] == []

@@ -2,6 +2,7 @@
 
 import pathlib
 import socket
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from mesh.test_processes import run_together
 
 import jaxfp8
 
@@ -185,6 +185,18 @@ def partial_sums(library):
     slot = library.history(after[1], "input")[0]
     tally(slot == exact, f"amax {slot:g}, of the sum {exact:g}")
     return tally.verdict(f"amax {slot:g} of the sum, 40 of its parts")
+
+
+def run_together(commands, seconds, **options):
+    """Run commands at the same time; when one fails, or time is up, kill all of them."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) for command in commands]
+    try:
+        for process in running:
+            _, errors = process.communicate(timeout=seconds)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in running:
+            process.kill()
 
 
 @row("processes over Gloo: as one")

@@ -1,10 +1,12 @@
 """All rows, by subject in the order of tests/reliability/README.md."""
 
 from . import (
+    below_zero as below_zero,
     checkpoints as checkpoints,
     ffi as ffi,
     meshes as meshes,
     numbers as numbers,
+    optimizers as optimizers,
     proof as proof,
     shapes as shapes,
     state as state,
@@ -18,6 +20,8 @@ SUBJECTS = {
     "shapes": "Shapes and types",
     "state": "State",
     "trainers": "Trainers",
+    "below_zero": "State that no step makes",
+    "optimizers": "Optimizers and trainers from outside",
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",

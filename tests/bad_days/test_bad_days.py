@@ -120,33 +120,3 @@ def test_exit_status_and_table(verdicts, status, monkeypatch, capsys, tmp_path):
     record = json.loads((tmp_path / "out.json").read_text())["verdicts"]
     assert len(record["jaxfp8"]) == len(record["flax"]) == count
     assert f"| {count} |" in printed.split("## Counts")[1]
-
-
-def test_no_such_row(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--only", "no such row"])
-    assert "--only" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_crash_is_a_verdict_and_the_next_row_runs(monkeypatch):
-    """The worker dies in the second of three rows."""
-    program = (
-        "import dataclasses, os, sys; from tests.bad_days import worker; from tests.bad_days import rows;"
-        "row = rows.BY_NAME['zero_blocks'];"
-        "rows.BY_NAME['zero_blocks'] = dataclasses.replace(row, judge=lambda library: os.abort());"
-        "worker.main(*sys.argv[1:])"
-    )
-    original = command.subprocess.Popen
-
-    def popen(arguments, **options):
-        return original([arguments[0], "-c", program, *arguments[3:]], **options)
-
-    monkeypatch.setattr(command.subprocess, "Popen", popen)
-    found = command.verdicts("jaxfp8", ["zero_tensors", "zero_blocks", "unused_expert"], False)
-    assert [found[name].outcome for name in ("zero_tensors", "zero_blocks", "unused_expert")] == [
-        Outcome.RIGHT,
-        Outcome.CRASH,
-        Outcome.RIGHT,
-    ]
-    assert "-6" in found["zero_blocks"].measured

@@ -116,43 +116,6 @@ def test_a_whole_call(checkout, call):
     assert all("(commit abc1234)" in logs[name] for name in STEPS[call][2:])
 
 
-def test_a_prebuilt_wheel_with_the_python_of_the_checkout(checkout):
-    show = '*selftest*) ls "${PYTHONPATH%%:*}/jaxfp8";;'
-    _, steps, logs = session(checkout, cases=show)
-    assert "the modules are those of the wheel" in logs["install"] and "flax-0.12.12" in logs["install"]
-    assert "build-isolation" not in logs["install"]
-    # The old.py of the wheel is gone.
-    assert logs["selftest"].splitlines()[1:] == ["__init__.py", "_cuda.abi3.so", "file.cc"]
-    assert steps["test"] == "test of abc1234"
-    (checkout / "jaxfp8" / "__init__.py").write_text("# of another day\n")
-    _, steps, logs = session(checkout)
-    assert steps["test"] == "test of abc1234+changes" and "are those of the wheel" in logs["install"]
-
-
-def test_other_libraries_than_the_wheels_are_built(checkout):
-    (checkout / "cuda" / "file.cc").write_text("changed")
-    _, steps, logs = session(checkout)
-    assert "no wheel of these modules: building" in logs["install"] and "JAXFP8_CUDA=ON" in logs["install"]
-    assert "wheelhouse/flax" in logs["install"] and "wheelhouse/jaxfp8" not in logs["install"]
-    assert steps["test"] == "test of abc1234+changes"
-
-
-def test_without_a_wheelhouse(checkout):
-    shutil.rmtree(checkout / "wheelhouse")
-    done, _, _ = session(checkout)
-    assert done.returncode == 2 and "set JAXFP8_COMMIT" in done.stderr
-    done, steps, logs = session(checkout, JAXFP8_COMMIT="def5678")
-    assert done.returncode == 0 and steps["test"] == "test of def5678"
-    assert list(steps)[1:] == [name for name in STEPS["test"] if name != "compile"] and "building" in logs["install"]
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(checkout)]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
-        subprocess.run([*git, *command], check=True)
-    (checkout / "CMakeLists.txt").write_text("project(changed)\n")
-    described = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    _, steps, _ = session(checkout, STEPS="machine")
-    assert steps["test"] == f"test of {described}-dirty"
-
-
 def test_a_failure_stops_nothing_else(checkout):
     done, steps, _ = session(checkout, cases="*'not alone'*) echo 3 failed; exit 1;;\n*selftest*) exit 3;;")
     assert done.returncode == 1 and list(steps)[1:] == STEPS["test"]
@@ -163,44 +126,7 @@ def test_a_failure_stops_nothing_else(checkout):
     assert "3 failed" in done.stdout and "--- selftest" in done.stdout
 
 
-def test_without_a_build_nothing_is_tested(checkout):
-    done, steps, _ = session(checkout, cases="*install*) exit 2;;")
-    assert done.returncode == 1 and list(steps)[1:] == ["machine", "install"] and " exit 1 " in steps["install"]
-
-
-def test_a_compiler_that_fails_shows(checkout):
-    compiles = "*JAXFP8_CUDA=ON*) echo error: no nvcc; exit 1;;"
-    done, steps, _ = session(checkout, cases=compiles)
-    assert done.returncode == 1 and " exit 1 " in steps["compile"] and "error: no nvcc" in done.stdout
-    assert " exit 0 " in steps["gpu-tests"]
-
-
-@pytest.mark.slow
-def test_a_step_that_hangs_says_where(checkout):
-    """It is interrupted, not killed, and what no longer fits is not started."""
-    hangs = """*'not alone'*)
-      trap 'echo "!!! KeyboardInterrupt in test_norms !!!"; exit 2' INT
-      echo '  File "/x/test_gpu_ops.py", line 7 in test_norms'
-      while :; do sleep 0.1; done;;"""
-    done, steps, _ = session(checkout, cases=hangs, budget=9, STEPS="gpu-tests gpu-tests-alone")
-    assert done.returncode == 1 and " exit 124 " in steps["gpu-tests"]
-    assert "!!! KeyboardInterrupt in test_norms !!!" in done.stdout
-    assert 'took 60 s: test_gpu_ops.py", line 7 in test_norms\n' in done.stdout
-    assert "not started: the budget of 9 s is spent" in steps["gpu-tests-alone"]
-
-
-def test_chosen_steps_and_disabled_ops(checkout):
-    _, steps, logs = session(checkout, STEPS="gpu-tests", JAXFP8_DISABLE="quantize_norm", cases="*'-m pytest'*) env;;")
-    assert list(steps) == ["test", "gpu-tests"] and steps["test"] == "test of abc1234, without quantize_norm"
-    assert "JAXFP8_DISABLE=quantize_norm" in logs["gpu-tests"]
-
-
 def test_gpu_tests_are_where_it_looks():
     tests = ROOT / "tests"
     marked = {path.relative_to(tests).parts[0] for path in tests.rglob("*.py") if "mark.gpu" in path.read_text()}
     assert marked == {"ops", "cuda", "benchmarks"}  # the last is this file
-
-
-def test_of_no_call(checkout):
-    done, _, _ = session(checkout, call="")
-    assert done.returncode == 2 and "expected test, bench or sanitize, got ''" in done.stderr

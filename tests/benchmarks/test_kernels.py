@@ -11,9 +11,7 @@ import pytest
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.append(BENCHMARKS)
 
-import _gpu_process  # noqa: E402
 import kernels  # noqa: E402
-from _gpu_inputs import Options  # noqa: E402
 
 from jaxfp8 import ops  # noqa: E402
 
@@ -94,59 +92,3 @@ def test_traffic(name, bytes_an_element):
     work = make(m, n)
     counted = kernels._traffic(work, work.arguments(0))
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
-
-
-def scripted(monkeypatch, *records):
-    """`run_in_a_process` with processes that left these records; returns its result and the parts they were given."""
-    given, records = [], iter(records)
-
-    def run_once(name, arguments, environment, deadline):
-        given.append(arguments[1:])
-        return next(records)
-
-    monkeypatch.setattr(_gpu_process, "_run_once", run_once)
-    result = _gpu_process.run_in_a_process("kernels", "", ["a", "b", "c"], [], 60)
-    return {name: result[name] for name in ("rows", "errors")}, given
-
-
-def record(rows=(), errors=(), done=(), running=None):
-    return {"rows": dict.fromkeys(rows, {}), "errors": dict(errors), "done": list(done), "running": running}
-
-
-def test_a_kernel_that_kills_its_process(monkeypatch):
-    first = record(["a, 1x1"], done=["a"], running="b"), "exit status -11"
-    second = record(["c, 1x1"], done=["c"]), ""
-    result, given = scripted(monkeypatch, first, second)
-    assert given == [["a", "b", "c"], ["c"]]
-    assert result == {"rows": {"a, 1x1": {}, "c, 1x1": {}}, "errors": {"b": "exit status -11"}}
-
-
-def test_a_kernel_that_may_have_lost_the_device(monkeypatch):
-    """The process ends after it, here with a crash as well, and the next one goes on."""
-    first = record(errors={"a": "illegal address"}, done=["a"]), "exit status -6"
-    result, given = scripted(monkeypatch, first, (record(["b, 1x1", "c, 1x1"], done=["b", "c"]), ""))
-    assert given == [["a", "b", "c"], ["b", "c"]]
-    assert set(result["rows"]) == {"b, 1x1", "c, 1x1"} and result["errors"]["a"] == "illegal address"
-
-
-def test_a_process_that_never_starts(monkeypatch):
-    result, given = scripted(monkeypatch, ({}, "exit status 1: no jax"))
-    assert len(given) == 1 and result == {"rows": {}, "errors": {"kernels": "exit status 1: no jax"}}
-
-
-def test_the_record_of_a_process(tmp_path):
-    """It is written after each part. A wrong answer stops nothing; where the device may be lost, the process ends."""
-    path = tmp_path / "case.json"
-
-    def run(options, part):
-        if part == "wrong":
-            raise AssertionError("off by 1")
-        if part == "lost":
-            raise jax.errors.JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        return {part: {"us": 1}}, {}
-
-    case = type("Case", (), {"run": staticmethod(run)})
-    options = Options(tiny=True, turns=1)
-    result = _gpu_process.run_case("kernels", case, options, ["a", "wrong", "b", "lost", "c"], path)
-    assert list(result["rows"]) == ["a", "b"] and result["done"] == ["a", "wrong", "b", "lost"]
-    assert set(result["errors"]) == {"wrong", "lost"} and path.exists()

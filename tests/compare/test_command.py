@@ -1,6 +1,5 @@
 """The command as a user runs it: table, JSON, picture, verdict, options."""
 
-import importlib.util
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from jaxfp8.compare import Run, __main__ as command, _plot, _report
+from jaxfp8.compare import Run, __main__ as command, _plot
 from jaxfp8.compare._arms import ARMS, FP8_ARMS
 from jaxfp8.compare._programs import Program
 
@@ -75,42 +74,6 @@ def first(done, name):
     return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith(name))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--arms", "bf16", "int4"], "int4"),
-        (["--arms", "tf32"], "tf32 needs an NVIDIA GPU"),
-        (["--steps", "1"], "--steps has to be 2 or more"),
-        (["--seeds", "0"], "--seeds has to be 1 or more"),
-        (["--layers", "0"], "--layers has to be 1 or more"),
-        (["--width", "100"], "--width has to be a multiple of 32"),
-        (["--time-only", "--seeds", "3"], "--seeds goes with training"),
-    ],
-)
-def test_refuses(options, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command.parse_arguments(options)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_tf32_is_an_arm_where_a_gpu_has_it(monkeypatch):
-    monkeypatch.setattr(command, "has_tf32", lambda: True)
-    assert command.parse_arguments([]).arms == list(ARMS)
-
-
-@pytest.mark.slow
-def test_time_only_without_matplotlib_and_tqdm(monkeypatch, capsys, tmp_path, user_promotion):
-    monkeypatch.chdir(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in ("matplotlib", "tqdm") else find(n))
-    assert command.main(["--tiny", "--time-only", "--arms", "f32", "delayed", "--json", "time.json"]) == 0
-    printed = capsys.readouterr().out
-    assert "loss" not in printed and "pip install matplotlib" in printed
-    results = json.loads((tmp_path / "time.json").read_text())["results"]
-    assert [len(results[name]["step_ms"]) for name in ("f32", "delayed")] == [4, 4]
-    assert not (tmp_path / "compare.png").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [math.nan, pytest.param(4.5, marks=pytest.mark.slow)])
 def test_a_wrong_arm_is_not_timed(monkeypatch, user_promotion, loss):
@@ -162,18 +125,3 @@ def test_proof_sets_the_exit_status(monkeypatch, capsys, tmp_path, options, diff
         assert not last.startswith(("PASS", "FAIL"))
     else:
         assert last.startswith(f"{verdict}: ") and all(f"{name} " in last for name in FP8_ARMS)
-
-
-def test_how_products_ran():
-    """What a GPU's programs hold is told apart."""
-
-    def program(**counts):
-        names = ("products", "products_by_kernel", "products_by_xla", "quantizers", "quantizers_by_kernel")
-        return Program(None, None, 0, dict.fromkeys(names, 0) | counts)
-
-    assert program().how() == "no FP8"
-    how = program(products=12, products_by_kernel=12, quantizers=20, quantizers_by_kernel=8).how()
-    assert how == "12 products by custom calls (cuBLASLt); 8 quantizers by custom calls, 12 in jnp"
-    how = program(products=12, products_by_xla=9, quantizers=4).how()
-    assert how == "9 products by XLA's own FP8 rewriting, 3 products of widened codes by XLA:CPU; 4 in jnp"
-    assert program().peak_bytes is None and _report._mib(None) == "-"

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from flax import linen as nn
 
 import jaxfp8
 from jaxfp8 import convert
@@ -139,31 +138,6 @@ def as_leaves(state) -> dict:
     return {f"{o}_{leaf}": getattr(getattr(state, o), leaf) for o in OPERANDS for leaf in ("amax_history", "scale")}
 
 
-def test_the_table_of_the_seeds():
-    """Before rotation [5, 2, 3, 4] here is after rotation [0, 3, 4, 5] there; what is gone is of no further use."""
-    run = replays(4)
-    for amax in (1, 2, 3, 4, 5):
-        for quantizer in run.values():
-            quantizer.step(np.float32(amax))
-    assert run["input"].history.tolist() == [0, 3, 4, 5]
-    ours = convert.from_transformer_engine({"layer": te_leaves(run)})["layer"]["Fp8DotGeneral_0"]
-    assert ours["input_amax_history"].tolist() == [5, 0, 3, 4], "2 is the oldest: it is gone, and 5 gives the scale"
-    oracle.assert_bitwise(ours["input_scale"], np.float32([1]) / np.float32([448 / 5]), "inverted")
-    there = {"layer": {"Fp8DotGeneral_0": {**ours, "input_amax_history": np.float32([5, 2, 3, 4])}}}
-    assert convert.to_transformer_engine(there)["layer"]["x_amax_history"].tolist() == [0, 3, 4, 5]
-
-
-def test_the_dropped_amax_that_set_the_scale_is_found_again():
-    """H = 2, amaxes 9, 5: the scale is that of 9, the history has only 5. Then 9 must leave the window."""
-    run = replays(2)
-    for amax in (9, 5):
-        for quantizer in run.values():
-            quantizer.step(np.float32(amax))
-    assert run["kernel"].history.tolist() == [0, 5]
-    ours = convert.from_transformer_engine({"layer": te_leaves(run)})["layer"]["Fp8DotGeneral_0"]
-    np.testing.assert_allclose(ours["kernel_amax_history"], [5, 9], rtol=2.0**-22)
-
-
 @pytest.mark.parametrize("margin", [0, 1.3])
 def test_every_dropped_amax_is_found_again(margin):
     """H = 1 keeps nothing but the scale. All 2**23 significands, so all amaxes, give a scale that survives the way here
@@ -237,52 +211,6 @@ def test_names_of_both_collections():
         {"Fp8DotGeneral_0": ours[OWG]["Dense_0"]["Fp8DotGeneral_0"]},
         "one layer",
     )
-
-
-def test_a_linen_layer_reads_it():
-    """The tree that comes out is the one our layer has."""
-    run = replays(4)
-    for quantizer in run.values():
-        quantizer.step(np.float32(14))
-    layer = nn.Dense(2, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(amax_history_length=4))
-    x = np.full((1, 3), 100, np.float32)
-    variables = layer.init(jax.random.key(0), x)
-    theirs = {"params": variables["params"], "fp8_metas": te_leaves(run)}
-    ours = convert.from_transformer_engine(theirs)
-    assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, variables)
-    kernel = np.zeros((3, 2), np.float32)
-    kernel[0] = 14
-    y = layer.apply({**ours, "params": {"kernel": kernel, "bias": np.zeros(2, np.float32)}}, x)
-    assert y.tolist() == [[14.0 * 14, 14.0 * 14]], "100 saturates at 448 / scale = 14"
-
-
-def test_stacked_state_is_converted_member_by_member():
-    members = []
-    for seed in range(3):
-        run = replays(3)
-        for amaxes in stream("random", seed, steps=4 + seed):
-            for quantizer, amax in zip(run.values(), amaxes, strict=True):
-                quantizer.step(amax)
-        members.append(te_leaves(run))
-    stacked = {"layers": {name: np.stack([m[name] for m in members]) for name in members[0]}}
-    ours = convert.from_transformer_engine(stacked)
-    for i, member in enumerate(members):
-        alone = convert.from_transformer_engine({"layers": member})
-        assert_same_tree(jax.tree.map(lambda leaf, i=i: leaf[i], ours), alone, f"member {i}")
-    assert_same_tree(convert.to_transformer_engine(ours), stacked, "back")
-
-
-def test_an_algorithm_of_the_users():
-    """TransformerEngine has none in JAX; a function that is "max" converts as "max"."""
-    run = replays(3)
-    for amax in (9, 5, 2, 4):
-        for quantizer in run.values():
-            quantizer.step(np.float32(amax))
-    theirs = {"layers": {name: np.stack([leaf, leaf]) for name, leaf in te_leaves(run).items()}}
-    function = jaxfp8.DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.max())
-    ours = convert.from_transformer_engine(theirs, function)
-    assert_same_tree(ours, convert.from_transformer_engine(theirs), "from")
-    assert_same_tree(convert.to_transformer_engine(ours, function), theirs, "to")
 
 
 TE = te_leaves(replays(3))

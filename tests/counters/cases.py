@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from programs.known_amax import OPERANDS, merged
 
 import jaxfp8
 from jaxfp8.inspect import with_counters
@@ -16,7 +17,6 @@ from jaxfp8.inspect import with_counters
 M, K, N, H = 16, 32, 8, 3
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-OPERANDS = ("input", "kernel", "output_grad")
 ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
 
@@ -47,13 +47,7 @@ class Expected:
             is_same = np.float32(after).tobytes() == np.float32(getattr(self.state, name).scale).tobytes()
             unchanged = self.counters[name][2] + 1 if is_same else 0
             self.counters[name] = np.float32([*np.max(fractions, axis=0), unchanged])
-        states = [{name: getattr(step.state, name) for name in OPERANDS} for step in steps]
-        self.state = oracle.LayerState(
-            *(
-                oracle.State(np.max([of[name].amax_history for of in states], axis=0), states[0][name].scale)
-                for name in OPERANDS
-            )
-        )
+        self.state = merged([step.state for step in steps])
         return self.counters
 
 

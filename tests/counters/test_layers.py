@@ -1,118 +1,29 @@
 """Every layer over several steps, and every way by which a tensor comes to its codes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import oracle
-import pytest
-from flax import linen as nn, nnx
 
 import jaxfp8
-from jaxfp8.inspect import with_counters
 
-from .cases import (
-    OWG,
-    RECIPE,
-    ROWS_BY_COLUMNS,
-    Expected,
-    K,
-    M,
-    N,
-    assert_counters,
-    counted_state,
-    of_state,
-    tensors,
-    use,
-)
+from .cases import Expected, K, M, N, assert_counters, counted_state, of_state, tensors, use
 
 
-class Plain:
-    """The same few steps by `jaxfp8.dot_general`, a Linen layer and an NNX layer."""
-
-    def __init__(self, kernel):
-        self.state = counted_state()
-        self.gradient = jax.jit(jax.grad(use, argnums=1), donate_argnums=1)
-
-    def step(self, x, kernel, grad):
-        self.state = jaxfp8.update_state(self.state, self.gradient(kernel, jax.tree.map(jnp.copy, self.state), x, grad))
-        return of_state(self.state)
-
-
-class Linen(Plain):
-    def __init__(self, kernel):
-        layer = nn.Dense(N, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(RECIPE))
-        variables = with_counters(layer.init(jax.random.key(0), np.ones((M, K), np.float32)))
-        self.train = jaxfp8.linen.TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.set_to_zero())
-        self.gradient = jax.jit(jax.grad(lambda variables, x, grad: jnp.vdot(layer.apply(variables, x), grad)))
-
-    def step(self, x, kernel, grad):
-        params = self.train.params | {"params": {"kernel": jnp.asarray(kernel)}}
-        self.train = self.train.replace(params=params)
-        self.train = self.train.apply_gradients(grads=self.gradient(params, x, grad))
-        (module,) = self.train.params[OWG].values()
-        return lambda name: module[f"{name}_counters"]
-
-
-class Nnx(Plain):
-    def __init__(self, kernel):
-        dot_general = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
-        self.layer = nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(0))
-        self.layer.kernel.set_value(jnp.asarray(kernel))
-        assert with_counters(self.layer) is self.layer
-        loss = lambda layer, x, grad: jnp.vdot(layer(x), grad)  # noqa: E731
-        self.gradient = nnx.jit(jaxfp8.nnx.grad(loss))
-
-    def step(self, x, kernel, grad):
-        jaxfp8.nnx.update_state(self.layer, self.gradient(self.layer, x, grad))
-        return lambda name: getattr(self.layer.dot_general, f"{name}_counters").get_value()
-
-
-@pytest.mark.parametrize("kind", [Plain, Linen, Nnx])
-def test_steps(kind):
+def test_steps():
     """Scale 1, then the first from an amax, then no new largest amax for a while, then one."""
     x, kernel, grad = tensors()
-    expected, product = Expected(), kind(kernel)
-    seen = []
+    expected, state, seen = Expected(), counted_state(), []
+    gradient = jax.jit(jax.grad(use, argnums=1))
     for step, size in enumerate(np.float32([1, 1, 0.5, 4, 1])):
-        uses = [(x[0] * size, kernel, grad[0])]
-        counters = expected.step(uses)
-        assert_counters(product.step(*uses[0]), counters, f"step {step}")
+        operands = (x[0] * size, kernel, grad[0])
+        state = jaxfp8.update_state(state, gradient(kernel, state, operands[0], operands[2]))
+        counters = expected.step([operands])
+        assert_counters(of_state(state), counters, f"step {step}")
         seen.append(counters["input"])
     # The case covers what it is about: both fractions, and a scale that stays, changes, stays and changes.
     assert np.all(np.float32(seen)[:, 1] > 0) and seen[0][0] > 0 and seen[3][0] > 0
     assert [of[2] for of in seen] == [1, 0, 1, 2, 0]
-
-
-@pytest.mark.parametrize("recipe", [pytest.param("callable", marks=pytest.mark.slow), "first_step"])
-def test_any_way_to_a_scale(recipe):
-    """An algorithm of the user's own, and a first scale from the tensor in hand: what counts is the scale that ran."""
-    options = {"amax_compute_algo": jnp.max} if recipe == "callable" else {"first_step": "current"}
-    recipe = dataclasses.replace(RECIPE, **options)
-    (x,), kernel, (grad,) = tensors()
-    state = with_counters(jaxfp8.init_state(recipe))
-
-    def loss(state):
-        return jnp.vdot(jaxfp8.dot_general(x, kernel, ROWS_BY_COLUMNS, recipe=recipe, state=state), grad)
-
-    for _ in range(2):
-        before, state = state, jaxfp8.update_state(state, jax.jit(jax.grad(loss))(state))
-        scale = np.float32(1) / np.asarray(state.input.scale)[0]
-        fractions = oracle.counts(x, scale, oracle.E4M3) / np.float32(x.size)
-        steps = float(np.array_equal(before.input.scale, state.input.scale)) * (before.input.counters[2] + 1)
-        oracle.assert_bitwise(state.input.counters, np.float32([*fractions, steps]), str(options))
-
-
-def test_kernels_that_were_quantized_before():
-    (x,), kernel, (grad,) = tensors(8)
-
-    def loss(kernel, state):
-        return use(jaxfp8.quantize_params({"w": kernel}, {"w": state}, RECIPE)["w"], state, x, grad)
-
-    _, got = jax.jit(jax.grad(loss, argnums=(0, 1)))(kernel, counted_state())
-    assert_counters(of_state(got), Expected().step([(x, kernel, grad)]), "quantize_params")
 
 
 def test_inputs_that_are_computed_on_the_way():
@@ -144,16 +55,3 @@ def test_inputs_are_counted_as_they_are_quantized():
         jax.grad(lambda state: use(kernel, state, jaxfp8.normalized(x, gamma, kind="rms", epsilon=0.0), grad))
     )(counted_state())
     oracle.assert_bitwise(got.input.counters, np.float32([1 / 16, 1 / 16, 1]), "norm")
-
-
-@pytest.mark.slow
-def test_groups_of_rows():
-    (x,), _, (grad,) = tensors(10)
-    kernels, sizes = np.random.default_rng(0).standard_normal((2, K, N)).astype(np.float32), np.int32([5, M - 5])
-
-    def loss(state):
-        return jnp.vdot(jaxfp8.ragged_dot(x, kernels, sizes, recipe=RECIPE, state=state), grad)
-
-    got = jax.grad(loss)(counted_state())
-    expected = oracle.counts(x, 1, oracle.E4M3) / np.float32(x.size)
-    oracle.assert_bitwise(got.input.counters, np.float32([*expected, 1]), "ragged_dot")

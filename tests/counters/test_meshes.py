@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from jaxfp8.inspect import with_counters
 
-from .cases import OPERANDS, RECIPE, ROWS_BY_COLUMNS, Expected, assert_counters, counted_state, of_state, tensors, use
+from .cases import OPERANDS, RECIPE, ROWS_BY_COLUMNS, Expected, assert_counters, counted_state, of_state, tensors
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -56,20 +55,3 @@ def test_shard_map(check_vma):
     got = of_state(jax.jit(step)(counted_state(), kernel, x, grad))
     for name in OPERANDS:
         oracle.assert_bitwise(got(name), expected[name], name)
-
-
-def test_pipeline_stages_count_for_themselves():
-    x, kernel, grad = tensors(7, uses=4)
-    mesh = jax.make_mesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
-    states = with_counters(jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), jaxfp8.init_state(RECIPE)))
-
-    def local(state, kernel, x, grad):
-        state = jax.tree.map(lambda leaf: leaf[0], state)
-        got = jax.grad(use, argnums=1)(kernel, state, x[0], grad[0])
-        return jax.tree.map(lambda leaf: leaf[None], got)
-
-    specs = P("stage"), P(), P("stage", "data"), P("stage", "data")
-    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("stage")))(states, kernel, x, grad)
-    for i, of in enumerate(zip(x, grad, strict=True)):
-        expected = Expected().step([(of[0], kernel, of[1])])
-        assert_counters(of_state(got), expected, f"stage {i}", i)  # halves: their mean is exact

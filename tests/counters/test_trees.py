@@ -14,7 +14,6 @@ import optax
 import oracle
 import pytest
 from flax import linen as nn, nnx, serialization
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxfp8
 from jaxfp8.inspect import with_counters, without_counters
@@ -82,26 +81,6 @@ def test_trees(variables):
         with_counters({"input_amax_history": jnp.ones(3), "input_scale": jnp.ones(2)})
 
 
-@pytest.mark.slow
-def test_optimizers_that_were_made_before(variables):
-    """In the middle of training: a TrainState, and the state of a bare optax optimizer."""
-    x = tensors()[0][0]
-
-    def gradient(variables):
-        return jax.grad(lambda v: jnp.sum(Mlp().apply(v, x)))(variables)
-
-    train = jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(1e-3, momentum=0.9))
-    train = with_counters(train)
-    train = train.apply_gradients(grads=gradient(train.params))
-    tx = jaxfp8.train.optimizer(optax.sgd(1e-3, momentum=0.9))
-    bare, opt_state = with_counters((variables, tx.init(variables)))
-    updates, opt_state = tx.update(gradient(bare), opt_state, bare)
-    for after in (train.params, optax.apply_updates(bare, updates)):
-        counters = after[OWG]["Dense_0"]["Fp8DotGeneral_0"]["input_counters"]
-        expected = oracle.counts(x, 1, oracle.E4M3) / np.float32(x.size)
-        oracle.assert_bitwise(counters, np.float32([*expected, 1]), "input")
-
-
 def test_nnx_models():
     """In place, with the optimizer that was made before; states as trees; a bridged Linen model."""
     dot_general = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
@@ -128,22 +107,6 @@ def test_nnx_models():
     oracle.assert_bitwise(module["input_counters"].get_value(), np.float32([*expected, 1]), "bridged")
 
 
-def test_placed_as_the_scale_is():
-    mesh = jax.make_mesh((8,), ("stage",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, P("stage"))
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), jaxfp8.init_state(RECIPE))
-    counted = with_counters(jax.device_put(stacked, sharding))
-    assert counted.input.counters.shape == (8, 3) and counted.input.counters.sharding == sharding
-
-
-def test_state_of_another_shape_is_named():
-    state = dataclasses.replace(counted_state().input, counters=jnp.zeros(2))
-    state = dataclasses.replace(counted_state(), input=state)
-    (x,), kernel, (grad,) = tensors()
-    with pytest.raises(ValueError, match=r"state.input: expected counters \(3,\), got \(2,\); .*with_counters"):
-        use(kernel, state, x, grad)
-
-
 @pytest.mark.parametrize("saved_with", [False, True])
 @pytest.mark.parametrize("used_with", [False, True])
 def test_checkpoints(variables, saved_with, used_with):
@@ -160,23 +123,3 @@ def test_checkpoints(variables, saved_with, used_with):
 
     model, saved = (with_counters(variables) if flag else variables for flag in (used_with, saved_with))
     assert flat(jaxfp8.convert.merge_state(model, saved)).keys() == flat(model).keys()
-
-
-def test_conversions_leave_them_out(variables):
-    small = {OWG: {"a": {"Fp8DotGeneral_0": variables[OWG]["Dense_0"]["Fp8DotGeneral_0"]}}}
-    assert structure(jaxfp8.convert.to_flax(with_counters(small))) == structure(jaxfp8.convert.to_flax(small))
-    to_te = jaxfp8.convert.to_transformer_engine
-    assert structure(to_te(with_counters(small))) == structure(to_te(small))
-
-
-@pytest.mark.slow
-def test_exported_programs():
-    """Programs that take state are saved with the names of its classes, counters or not."""
-    (x,), kernel, (grad,) = tensors()
-    for state in (jaxfp8.init_state(RECIPE), counted_state()):
-        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops._ffi.custom_call_targets()]
-        exported = jax.export.export(jax.jit(jax.grad(use, argnums=1)), disabled_checks=checks)(kernel, state, x, grad)
-        again = jax.export.deserialize(exported.serialize())
-        jax.tree.map(
-            np.testing.assert_array_equal, again.call(kernel, state, x, grad), exported.call(kernel, state, x, grad)
-        )

@@ -1,8 +1,6 @@
 """What the CUDA tests share: the emulated kernels and handlers, built once."""
 
-import jax
 import pytest
-from ops import cases
 
 from . import emulated
 
@@ -26,9 +24,11 @@ def kernels(emulated_library, request):
 @pytest.fixture(scope="session")
 def handlers():
     """The handlers of cuda/ as custom calls `emulated_cuda_<op>` of the CPU."""
-    if emulated.compiler() is None:
-        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
-    library = emulated.build_handlers(jax.ffi.include_dir())
-    for op, target in cases.CUDA_TARGETS.items():
-        jax.ffi.register_ffi_target(f"emulated_cuda_{op}", jax.ffi.pycapsule(library[target]), platform="cpu")
-    return library
+    return emulated.register_handlers()
+
+
+@pytest.fixture
+def over_handlers():
+    """Ops on a CPU as on a GPU, over the emulated handlers."""
+    with emulated.ops():
+        yield

@@ -4,6 +4,7 @@ Every output lies between guard bytes and is poisoned first, so that a write out
 can be shifted off their alignment. The launchers take canonical forms: a leading group dimension.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,9 +14,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import oracle
 import oracle_blocks
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
@@ -99,6 +102,50 @@ def build_handlers(ffi_include: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(_cached("libemulated_handlers.so", "-shared", *handlers, *_kernels())))
 
 
+@functools.cache
+def register_handlers() -> ctypes.CDLL:
+    """Register the handlers as custom calls of the CPU, and lower ops to them inside of `ops`."""
+    from jax._src.interpreters import mlir
+
+    from jaxfp8.ops import _ffi, _primitive
+
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
+    library = build_handlers(jax.ffi.include_dir())
+    for op in _ffi.OPS:
+        handler = jax.ffi.pycapsule(library[_ffi.target_name(op)])
+        jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
+    for op in _primitive._NOT_ON:
+        on_cpu, on_cuda = (mlir._platform_specific_lowerings[platform][op].rule for platform in ("cpu", "cuda"))
+        mlir.register_lowering(op, functools.partial(_lower, on_cpu, on_cuda.args[1]), platform="cpu")
+    return library
+
+
+def _lower(rule, native, ctx, *operands, implementation, **static):
+    if implementation != "emulated":
+        return rule(ctx, *operands, implementation=implementation, **static)
+    return rule.func("cuda", native, lambda: True, ctx, *operands, implementation=None, **static)
+
+
+@contextlib.contextmanager
+def ops():
+    """Ops on a CPU as on a GPU, over the emulated handlers."""
+    from jaxfp8.ops import _ffi, _implementation
+
+    library = register_handlers()
+    with pytest.MonkeyPatch.context() as patch, _implementation.using("emulated"):
+        patch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
+        yield
+    assert library.emulator_take_misaligned() == 0, "misaligned access"
+
+
+def launches(library: ctypes.CDLL) -> tuple[int, int, int]:
+    """What was put on streams since the last call: kernels, memsets, copies."""
+    counts = (ctypes.c_int64 * 3)()
+    library.emulator_take_launches(counts)
+    return tuple(counts)
+
+
 class _Buffer:
     """`shape` of `dtype` at `shift` bytes off a 256-byte boundary, between guards."""
 
@@ -117,19 +164,6 @@ class _Buffer:
         outside = np.concatenate([self._storage[: self._first], self._storage[self._last :]])
         assert (outside == _POISON).all(), f"{what}: written outside of its buffer"
         return self.array
-
-
-class _DelayedScalesQuantizer(ctypes.Structure):
-    _POINTERS = ("history", "stored", "next_history", "scale", "scale_inv", "amax")
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("length", ctypes.c_int64),
-        ("numerator", ctypes.c_float),
-    ]
-
-
-class _PushAmaxesQuantizer(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("history", "amax", "next_history")), ("length", ctypes.c_int64)]
 
 
 class _TileParams(ctypes.Structure):
@@ -192,9 +226,8 @@ class Emulated:
 
     def __init__(self, library: ctypes.CDLL):
         self.library = library
-        library.transpose_tiles.restype = ctypes.c_int64
-        library.ragged_tiles.restype = ctypes.c_int64
-        library.emulator_take_misaligned.restype = ctypes.c_int64
+        for name in ("transpose_tiles", "ragged_tiles", "emulator_take_misaligned"):
+            getattr(library, name).restype = ctypes.c_int64
         self.configure()
 
     def configure(self, multiprocessors: int = 132, backwards: bool = False) -> None:
@@ -212,46 +245,8 @@ class Emulated:
         self._launch("amax", _DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
 
-    def amax_to_scale(self, amax, stored, numerator, shift=0):
-        buffers = [_Buffer(amax.shape, np.float32, shift, values) for values in (amax, stored)]
-        results = [_Buffer(amax.shape, np.float32, shift) for _ in range(2)]
-        amax_pointer, stored_pointer, *result_pointers = (buffer.pointer for buffer in [*buffers, *results])
-        numerator = ctypes.c_float(numerator)
-        self._launch("amax_to_scale", amax_pointer, stored_pointer, numerator, *result_pointers, amax.size)
-        return tuple(buffer.result(name) for buffer, name in zip(results, ("scale", "scale_inv"), strict=True))
-
     def launches(self):
-        """What was put on streams since the last call: (kernels, memsets, copies)."""
-        counts = (ctypes.c_int64 * 3)()
-        self.library.emulator_take_launches(counts)
-        return tuple(counts)
-
-    def delayed_scales(self, histories, stored, numerators, most_recent=False):
-        """`[(history, scale, scale_inv, amax)]` of each quantizer."""
-        groups = histories[0].shape[0]
-        quantizers, outputs, keep = (_DelayedScalesQuantizer * len(histories))(), [], []
-        for i, (history, own) in enumerate(zip(histories, stored, strict=True)):
-            inputs = [_Buffer(x.shape, np.float32, 0, x) for x in (history, own)]
-            results = [_Buffer(shape, np.float32) for shape in (history.shape, *[own.shape] * 3)]
-            pointers = [buffer.pointer for buffer in (*inputs, *results)]
-            quantizers[i] = _DelayedScalesQuantizer(*pointers, history.shape[1], numerators[i])
-            outputs.append(results)
-            keep.append(inputs)
-        self._launch("delayed_scales", quantizers, len(histories), groups, int(most_recent))
-        names = ("history", "scale", "scale_inv", "amax")
-        return [tuple(b.result(name) for b, name in zip(own, names, strict=True)) for own in outputs]
-
-    def push_amaxes(self, histories, amaxes, in_place=True):
-        groups = histories[0].shape[0]
-        quantizers, outputs, keep = (_PushAmaxesQuantizer * len(histories))(), [], []
-        for i, (history, amax) in enumerate(zip(histories, amaxes, strict=True)):
-            before, own = (_Buffer(x.shape, np.float32, 0, x) for x in (history, amax))
-            after = before if in_place else _Buffer(history.shape, np.float32)
-            quantizers[i] = _PushAmaxesQuantizer(before.pointer, own.pointer, after.pointer, history.shape[1])
-            outputs.append(after)
-            keep += [before, own]
-        self._launch("push_amaxes", quantizers, len(histories), groups)
-        return [after.result("history") for after in outputs]
+        return launches(self.library)
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, amax=True):
         scale = np.atleast_1d(np.float32(scale))

@@ -31,87 +31,50 @@ def positive(*shape):
     return abs(numbers(*shape)) + 1
 
 
-def blocks(op, block, **options):
-    return lambda x: op(x, E4M3, block=block, **options)
+def op(name, *positions, **options):
+    """A call of an op: arrays, then what stands behind them."""
+    return lambda *arrays: getattr(ops, name)(*arrays, *positions, **options)
 
 
+ROWS, MATRIX, BLOCK = numbers(3, 1001), numbers(217, 41, dtype=BF16), numbers(130, 264, dtype=BF16)
+LONG = 16392  # rows that do not fit into shared memory
 # name -> function, arguments
 OWN = {
-    "amax": (ops.amax, numbers(37, 41, dtype=BF16)),
-    "amax_to_scale": (jax.vmap(lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0)), positive(5), positive(5)),
-    "delayed_scales": (
-        lambda *histories: ops.delayed_scales(histories, [ONE] * 2, fp8_max=(448.0, 57344.0)),
-        positive(7),
-        positive(300),
-    ),
+    "amax": (ops.amax, MATRIX),
+    "amax_to_scale": (jax.vmap(op("amax_to_scale", fp8_max=448.0)), positive(5), positive(5)),
+    "delayed_scales": (lambda *x: ops.delayed_scales(x, [ONE] * 2, fp8_max=(448.0,) * 2), positive(7), positive(300)),
     "push_amaxes": (lambda *x: ops.push_amaxes(x[:2], x[2:]), positive(7), positive(300), positive(1), positive(1)),
-    "quantize": (lambda x: ops.quantize(x, ONE, E4M3), numbers(217, 41, dtype=BF16)),
-    "quantize, groups": (jax.vmap(lambda x: ops.quantize(x, ONE, E5M2)), numbers(3, 1001)),
-    "quantize_transpose": (lambda x: ops.quantize_transpose(x, ONE, E4M3), numbers(217, 41, dtype=F16)),
-    "quantize_transpose, sums": (
-        lambda x: ops.quantize_transpose(x, ONE, E5M2, column_sums=True),
-        numbers(130, 264, dtype=BF16),
-    ),
-    "dequantize": (lambda x: ops.dequantize(x, ONE, F16), codes(9, 111, dtype=E5M2)),
-    "quantize_activation": (
-        lambda x: ops.quantize_activation(x, ONE, E4M3, activation="gelu"),
-        numbers(130, 264, dtype=BF16),
-    ),
-    "quantize_activation, gated": (
-        lambda x: ops.quantize_activation(x, ONE, E4M3, activation="silu_gated"),
-        numbers(33, 2, 41),
-    ),
-    "quantize_norm": (
-        lambda x, gamma: ops.quantize_norm(x, gamma, None, ONE, E4M3, kind="rms", epsilon=1e-6),
-        numbers(33, 520, dtype=BF16),
-        numbers(520),
-    ),
-    # Rows that do not fit into shared memory.
+    "quantize": (op("quantize", ONE, E4M3), MATRIX),
+    "quantize, groups": (jax.vmap(op("quantize", ONE, E5M2)), ROWS),
+    "quantize_transpose": (op("quantize_transpose", ONE, E4M3), MATRIX.astype(F16)),
+    "quantize_transpose, sums": (op("quantize_transpose", ONE, E5M2, column_sums=True), BLOCK),
+    "dequantize": (op("dequantize", ONE, F16), codes(9, 111, dtype=E5M2)),
+    "quantize_activation": (op("quantize_activation", ONE, E4M3, activation="gelu"), BLOCK),
+    "gated": (op("quantize_activation", ONE, E4M3, activation="silu_gated"), numbers(33, 2, 41)),
+    "quantize_norm": (op("quantize_norm", None, ONE, E4M3, kind="rms", epsilon=1e-6), BLOCK, numbers(264)),
     "quantize_norm, long rows": (
-        lambda x, gamma, beta: ops.quantize_norm(x, gamma, beta, ONE, E4M3, kind="layer", epsilon=1e-6),
-        numbers(17, 16392, dtype=BF16),
-        numbers(16392),
-        numbers(16392),
+        op("quantize_norm", ONE, E4M3, kind="layer", epsilon=1e-6),
+        *(numbers(17, LONG, dtype=BF16), numbers(LONG), numbers(LONG)),
     ),
-    "quantize_blocks": (blocks(ops.quantize_blocks, (1, 128)), numbers(130, 264, dtype=BF16)),
-    "quantize_blocks_transpose": (blocks(ops.quantize_blocks_transpose, (128, 128)), numbers(217, 41)),
-    "quantize_blocks_transpose, MX": (
-        blocks(ops.quantize_blocks_transpose, (1, 32), scale="e8m0"),
-        numbers(130, 264, dtype=BF16),
-    ),
-    "quantize_blocks_transpose, rows": (blocks(ops.quantize_blocks_transpose, (1, None)), numbers(130, 41, dtype=BF16)),
-    "ragged_matmul": (
-        lambda a, b, sizes: ops.ragged_matmul(a, b, ONE, ONE, sizes),
-        codes(64, 70),
-        codes(4, 40, 70),
-        np.int32([5, 0, 40, 3]),
-    ),
+    "quantize_blocks": (op("quantize_blocks", E4M3, block=(1, 128)), BLOCK),
+    "quantize_blocks_transpose": (op("quantize_blocks_transpose", E4M3, block=(128, 128)), MATRIX),
+    "quantize_blocks_transpose, MX": (op("quantize_blocks_transpose", E4M3, block=(1, 32), scale="e8m0"), BLOCK),
+    "quantize_blocks_transpose, rows": (op("quantize_blocks_transpose", E4M3, block=(1, None)), MATRIX),
+    "ragged_matmul": (op("ragged_matmul", ONE, ONE, np.int32([5, 0, 40, 3])), codes(64, 70), codes(4, 40, 70)),
     "ragged_matmul, contraction": (
-        lambda a, b, sizes: ops.ragged_matmul(a, b, ONE, ONE, sizes, ragged="contraction"),
-        codes(40, 150),
-        codes(33, 150, dtype=E5M2),
-        np.int32([70, 0, 61]),
+        op("ragged_matmul", ONE, ONE, np.int32([70, 0, 61]), ragged="contraction"),
+        *(codes(40, 150), codes(33, 150, dtype=E5M2)),
     ),
 }
 CUBLASLT = {
-    "scaled_matmul": (
-        lambda a, b, c: ops.scaled_matmul(a, b, ONE, ONE, accumulator=c, out_dtype=F32),
-        codes(49, 80),
-        codes(112, 80),
-        numbers(49, 112),
-    ),
+    "scaled_matmul": (op("scaled_matmul", ONE, ONE, out_dtype=F32), codes(49, 80), codes(112, 80)),
     "scaled_matmul, groups": (
-        jax.vmap(lambda a, b, scale: ops.scaled_matmul(a, b, scale, ONE)),
-        codes(3, 48, 80),
-        codes(3, 112, 80),
-        positive(3),
+        jax.vmap(op("scaled_matmul", ONE)),
+        *(codes(3, 48, 80), codes(3, 112, 80), positive(3)),
     ),
     "block_scaled_matmul": (
-        lambda a, b, *scales: ops.block_scaled_matmul(a, b, *scales, a_block=(1, 128), b_block=(128, 128)),
-        codes(129, 200),
-        codes(57, 200),
-        positive(129, 2),
-        positive(1, 2),
+        op("block_scaled_matmul", a_block=(1, 128), b_block=(128, 128)),
+        *(codes(129, 200), codes(57, 200), positive(129, 2), positive(1, 2)),
     ),
 }
 

@@ -49,27 +49,10 @@ def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, o
 )
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
 def test_sizes(kernels, contraction, sizes, m, k, n):
+    """Operands and result on a 16-byte boundary, and off it."""
     a, b = operands(contraction, len(sizes), m, k, n)
-    check(kernels, a, b, sizes)
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-@pytest.mark.parametrize("shift", [1, 16])
-def test_alignment(kernels, contraction, shift):
-    """Operands and result off a 16-byte boundary, and not."""
-    a, b = operands(contraction, 3, 144, 48, 32)
-    for out_dtype in (np.dtype(np.float32), oracle.BF16):
-        check(kernels, a, b, [33, 48, 60], shift=shift, out_dtype=out_dtype)
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-@pytest.mark.parametrize("a_fmt", FORMATS, ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("b_fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_dtypes(emulated_library, contraction, a_fmt, b_fmt):
-    a, b = operands(contraction, 2, 60, 96, 33, a_fmt, b_fmt)
-    for out_dtype in (oracle.BF16, oracle.F16, np.dtype(np.float32)):
-        for precise in (False, True):
-            check(emulated_library, a, b, [23, 30], out_dtype=out_dtype, precise=precise, what=out_dtype.name)
+    for shift, out_dtype in ((0, np.float32), (1, oracle.BF16), (16, oracle.BF16)):
+        check(kernels, a, b, sizes, shift=shift, out_dtype=out_dtype)
 
 
 @pytest.mark.parametrize("precise", [False, True])
@@ -91,57 +74,6 @@ def test_fast_is_not_precise(emulated_library):
     precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
     with pytest.raises(AssertionError, match="out of bound"):
         precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-def test_every_code(emulated_library, contraction):
-    """All codes meet; NaN and infinities stay in their rows and columns."""
-    a, b = operands(contraction, 1, 64, 64, 64)
-    for codes_of in (a, b):
-        flat = codes_of.view(np.uint8).reshape(-1)
-        flat[: 256 * (flat.size // 256) : 16] = np.resize(np.arange(256, dtype=np.uint8), flat.size // 16)
-    check(emulated_library, a, b, [64])
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-def test_nan_stays_in_its_group(kernels, contraction):
-    sizes, (a, b) = [40, 30, 50], operands(contraction, 3, 160, 48, 32)
-    rows_of = a[0].T if contraction else a[0]
-    rows_of[39:41] = rows_of[119:122] = np.nan
-    rows_of[39] = rows_of[119] = 1
-    if contraction:
-        b[0, :, 40] = b[0, :, 120:] = np.nan
-    else:
-        b[0, 1] = np.nan
-    check(kernels, a, b, sizes)
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-def test_members(kernels, contraction):
-    """Sizes and scales of its own for each member."""
-    a, b = operands(contraction, 2, 160, 32, 24, members=3)
-    scales = np.float32([0.01, 2, 0.3])
-    sizes = [[100, 20], [0, 0], [3, 157]]
-    # Products of scales that flush, overflow (where sums are zero) and are subnormal.
-    extremes = np.float32([1.7e-35, 1e25, 2.0**-100]), np.float32([1.1e-5, 1e20, 2.0**-30])
-    for a_scale, b_scale in ((scales, B_INV), (A_INV, scales), (scales, scales[::-1]), extremes):
-        check(kernels, a, b, sizes, a_scale, b_scale)
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-def test_sizes_that_cannot_be(kernels, contraction):
-    a, b = operands(contraction, 4, 150, 32, 24)
-    got = kernels.ragged_matmul(a, b, A_INV, B_INV, np.int32([[-5, 100, 2**31 - 1, 7]]), precise=True)
-    summed = {"accumulation": "precise", "device": "8.9"}
-    oracle.ragged_matmul(a[0], b[0], A_INV, B_INV, [0, 100, 50, 0], **summed).check(got[0])
-
-
-@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
-@pytest.mark.parametrize("m, k, n, groups", [(0, 4, 5, 2), (6, 0, 5, 2), (6, 4, 0, 2), (6, 4, 5, 0)])
-def test_no_elements(emulated_library, contraction, m, k, n, groups):
-    a, b = operands(contraction, groups, m, k, n)
-    got = emulated_library.ragged_matmul(a, b, 1, 1, np.zeros((1, groups), np.int32))
-    assert not got.any()
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])

@@ -1,7 +1,6 @@
 """Products on a GPU, cuBLASLt's and our own, within the bound of the device's tensor cores; measured plans."""
 
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -18,38 +17,9 @@ from ops import cases
 from jaxfp8 import ops
 from jaxfp8.autotune import _plan_files
 
-from .gpu import DTYPE_IDS, DTYPES, FORMATS, GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes
+from .gpu import GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.mark.parametrize("m, n, k", [(16, 32, 48), (256, 512, 1024), (1000, 520, 300), (17, 33, 65)])
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
-def test_product(m, n, k, out_dtype, precise):
-    for a_format, b_format in itertools.product(FORMATS, FORMATS):
-        a, b = random_codes((m, k), a_format, 1), random_codes((n, k), b_format, 2)
-        a_scale, b_scale = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
-        got = ops.scaled_matmul(a, b, a_scale, b_scale, out_dtype=out_dtype, precise=precise)
-        expected = oracle.scaled_matmul(
-            a, b, a_scale, b_scale, out_dtype=out_dtype, **cases.accumulation("cuda", precise)
-        )
-        expected.check(got, f"{a_format.name} by {b_format.name}")
-
-
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=DTYPE_IDS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_bias_and_accumulator(out_dtype, accumulate):
-    m, n, k = 64, 96, 128
-    a, b = random_codes((m, k), oracle.E4M3, 1), random_codes((n, k), oracle.E4M3, 2)
-    rng = np.random.default_rng(3)
-    bias = rng.standard_normal(n).astype(oracle.F16 if out_dtype == oracle.F16 else oracle.BF16)
-    accumulator = rng.standard_normal((m, n)).astype(np.float32) if accumulate else None
-    scales = (np.float32(2.0**-8), np.float32(2.0**-8))
-    for bias_or_none in (None, bias):
-        options = {"bias": bias_or_none, "accumulator": accumulator, "out_dtype": out_dtype}
-        got = ops.scaled_matmul(a, b, *scales, precise=True, **options)
-        oracle.scaled_matmul(a, b, *scales, **options, **cases.accumulation("cuda", precise=True)).check(got)
 
 
 def test_accumulation_in_place():
@@ -68,26 +38,6 @@ def test_accumulation_in_place():
     error = np.abs(np.asarray(four_times(jnp.zeros((64, 96), jnp.float32)), np.float64) - 4 * exact.exact)
     # Four products, each with the bound of one, and four additions of partial sums of at most four products.
     assert (error <= 4 * exact.bound + 4 * oracle.PRECISE * 4 * np.abs(exact.exact)).all()
-
-
-@pytest.mark.parametrize("own_scales", [False, True])
-def test_batched_product(own_scales):
-    g, m, n, k = 3, 32, 48, 64
-    a, b = random_codes((g, m, k), oracle.E4M3, 1), random_codes((g, n, k), oracle.E5M2, 2)
-    scales = np.float32([0.5, 2, 3]) * np.float32(2.0**-9)
-    if not own_scales:
-        scales = np.full_like(scales, scales[0])
-
-    def product(a, b, s):
-        return ops.scaled_matmul(a, b, s, np.float32(2.0**-9), out_dtype=jnp.float32, precise=True)
-
-    if own_scales:
-        got = jax.vmap(product)(a, b, scales)
-    else:
-        got = jax.vmap(product, in_axes=(0, 0, None))(a, b, scales[0])
-    for i in range(g):
-        options = cases.accumulation("cuda", precise=True)
-        oracle.scaled_matmul(a[i], b[i], scales[i], np.float32(2.0**-9), **options).check(got[i], f"group {i}")
 
 
 @pytest.mark.parametrize("a_scale, b_scale", [(1.7e-35, 1.1e-5), (1.1e-5, 1.7e-35), (1.3e25, 1.7e20)])
@@ -138,29 +88,16 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
         expected.check(pair[0], f"{blocks}, group 0")
 
 
-# Groups around chunks of 16, slices of 64 and tiles of 128; odd sizes, which go element by element.
-RAGGED = [
-    ([40, 60, 50], 150, 64, 32),
-    ([10, 0, 130, 1, 64], 304, 80, 40),
-    ([16, 48, 64], 128, 208, 16),
-    ([5, 90], 99, 33, 7),
-    ([0, 0], 30, 32, 16),
-    ([1] * 64, 100, 256, 136),
-    ([700, 0, 1500, 3], 2500, 512, 384),
-]
-
-
-@pytest.mark.parametrize("sizes, m, k, n", RAGGED)
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])
-@pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
-def test_ragged_product(sizes, m, k, n, ragged, precise):
+@pytest.mark.parametrize("sizes, m, k, n", [([10, 0, 130, 1, 64], 304, 80, 40), ([700, 0, 1500, 3], 2500, 512, 384)])
+def test_large_ragged_products(sizes, m, k, n, ragged):
+    """More slices and tiles than tests/ops has."""
     shapes = ((m, k), (len(sizes), n, k)) if ragged == "rows" else ((k, m), (n, m))
+    a, b = random_codes(shapes[0], oracle.E4M3, 1), random_codes(shapes[1], oracle.E5M2, 2)
     scales = np.float32(2.0**-9), np.float32(0.3 * 2.0**-9)
-    for a_format, b_format, out_dtype in itertools.product(FORMATS, FORMATS, DTYPES):
-        a, b = random_codes(shapes[0], a_format, 1), random_codes(shapes[1], b_format, 2)
-        got = ops.ragged_matmul(a, b, *scales, np.int32(sizes), ragged=ragged, out_dtype=out_dtype, precise=precise)
-        options = {"out_dtype": out_dtype} | cases.accumulation("cuda", precise)
-        oracle.ragged_matmul(a, b, *scales, sizes, **options).check(got, f"{a_format.name} by {b_format.name}")
+    for precise in (False, True):
+        got = ops.ragged_matmul(a, b, *scales, np.int32(sizes), ragged=ragged, out_dtype=jnp.float32, precise=precise)
+        oracle.ragged_matmul(a, b, *scales, sizes, **cases.accumulation("cuda", precise)).check(got, f"{sizes}")
 
 
 @pytest.mark.parametrize("ragged", ["rows", "contraction"])

@@ -55,34 +55,3 @@ def test_instructions_an_element(kernels, label):
     figure = loop.cost.instructions / elements
     assert figure <= budget, f"{label}: {figure:.1f} instructions an element, the budget is {budget}"
     assert figure > budget - 1.5, f"{label}: {figure:.1f} instructions an element: lower the budget of {budget}"
-
-
-SASS = """\
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/                   ISETP.GE.AND P0, PT, R2, R3, PT ;
-        /*0020*/               @P0 BRA 0x80 ;
-        /*0030*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
-        /*0040*/                   IADD3 R2, R2, 0x1, RZ ;
-        /*0050*/                   STG.E.64 desc[UR4][R2.64], R4 ;
-        /*0060*/                   BRA 0xb0 ;
-        /*0070*/                   NOP ;
-        /*0080*/              @!P1 LDG.E.U16.CONSTANT R4, desc[UR4][R2.64] ;
-        /*0090*/              @!P1 STG.E.U8 desc[UR4][R2.64], R4 ;
-        /*00a0*/                   IADD3 R2, R2, 0x1, RZ ;
-        /*00b0*/                   ISETP.GE.AND P2, PT, R2, R3, PT ;
-        /*00c0*/              @!P2 BRA 0x10 ;
-        /*00d0*/                   EXIT ;
-        /*00e0*/                   BRA 0xe0;
-"""
-
-
-def test_the_fast_path_is_counted():
-    """The wide branch counts, and not the element-wise one: two before it, its four, and two after it."""
-    lines = [sass._INSTRUCTION.match(line) for line in SASS.splitlines()]
-    instructions = [
-        sass.Instruction(int(m["address"], 16), m["guard"] or "", m["opcode"], m["operands"].strip()) for m in lines
-    ]
-    (loop,) = sass.loops(instructions)
-    assert loop.cost == sass.Cost(loaded=16, moved=16 + 8, instructions=2 + 4 + 2)
-    assert (loop.head, loop.end, loop.depth) == (0x10, 0xB0, 1)
-    assert sass.main_loop(instructions) == loop

@@ -5,7 +5,8 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
-from programs.known_amax import OPERANDS
+from programs.known_amax import OPERANDS as OPERANDS
+from transforms.cases import pack
 
 import jaxfp8
 
@@ -26,10 +27,7 @@ def newest_two(history):
 
 def to_package(state: oracle.LayerState, dtype=np.float32):
     """The oracle's state as the package's pytree."""
-    parts = (getattr(state, name) for name in OPERANDS)
-    template = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=len(state.input.amax_history)))
-    leaves = [leaf for part in parts for leaf in (part.amax_history.astype(dtype), part.scale.reshape(1).astype(dtype))]
-    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), pack(state))
 
 
 def assert_state(got, expected: oracle.LayerState, what: str, dtype=np.float32) -> None:

@@ -101,17 +101,6 @@ def test_scales_of_the_tensor_at_hand(name):
     assert not np.array_equal(unit[0], got[0]), "the scale matters here"
 
 
-def test_current_has_no_value_outside_of_its_conditional():
-    """The conditional computes the amax from x: the values themselves are in no program but in the first step's."""
-    case, recipe = CASES["silu_gated"], jaxfp8.DelayedScaling(amax_history_len=4, first_step="current")
-    (x,), (kernel, _) = cases.operands(case), cases.kernel_and_grad()
-    jaxpr = jax.make_jaxpr(lambda x: cases.product(case.fuse(x), kernel, jaxfp8.init_state(recipe), None, recipe))(x)
-    (cond,) = [
-        eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond" and any(v.aval.shape == x.shape for v in eqn.invars)
-    ]
-    assert not [v for v in cond.invars if v.aval.shape == (cases.ROWS, cases.INNER)]
-
-
 def test_no_rows():
     case = CASES["silu_gated"]
     x, (kernel, _) = np.zeros((0, 2, cases.INNER), F32), cases.kernel_and_grad()
@@ -119,39 +108,6 @@ def test_no_rows():
     value, ((dx,), dkernel, dstate) = got
     assert value == 0 and dx.shape == x.shape and dkernel.shape == kernel.shape
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((dkernel, dstate)))
-
-
-@pytest.mark.varied
-@pytest.mark.parametrize("rows", [(2, 3), (1, 2, 3)], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "silu_gated", "layer"])
-def test_more_dimensions(name, rows):
-    """Rows are all dimensions but the last."""
-    case, (kernel, _) = CASES[name], cases.kernel_and_grad()
-    x, *parameters = cases.operands(case)
-    state = jaxfp8.init_state(RECIPE)
-    flat = cases.product(case.fuse(x, *parameters), kernel, state)
-    y = cases.product(case.fuse(x.reshape(*rows, *x.shape[1:]), *parameters), kernel, state)
-    oracle.assert_bitwise(y, np.asarray(flat).reshape(*rows, cases.OUT), "y")
-
-
-def test_a_quantized_kernel_and_a_bias():
-    case, (kernel, _) = CASES["silu_gated"], cases.kernel_and_grad()
-    operands, bias = cases.operands(case), np.random.default_rng(3).standard_normal(cases.OUT).astype(F32)
-
-    def total(operands, kernel, bias, state, quantize):
-        if quantize:
-            kernel = jaxfp8.quantize_params({"kernel": kernel}, {"kernel": state}, RECIPE)["kernel"]
-        fused = case.fuse(*operands)
-        y = jaxfp8.dot_general(fused, kernel, cases.MATMUL, recipe=RECIPE, state=state, bias=bias)
-        return jnp.sum(jnp.sin(y)), y
-
-    arguments = operands, kernel, bias, jaxfp8.init_state(RECIPE)
-    gradient = jax.grad(total, argnums=(0, 1, 2, 3), has_aux=True)
-    got, expected = (gradient(*arguments, quantize) for quantize in (True, False))
-    assert_same_bits(got, expected, "quantized kernel")
-    bare = cases.product(case.fuse(*operands), kernel, arguments[-1])
-    # One rounding of a number below 64, in either.
-    np.testing.assert_allclose(got[1], np.asarray(bare) + bias, rtol=0, atol=2.0**-17)
 
 
 X = np.ones((3, 2, 4), F32)

@@ -1,11 +1,10 @@
-"""The Python ops and `dot_general` with random arguments: the answer of the oracle, or an error that names the op."""
+"""The Python ops with random arguments: the answer of the oracle, or an error that names the op."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 
-import jaxfp8
 from jaxfp8 import ops
 
 from . import values
@@ -135,73 +134,7 @@ def scaled_matmul(rng):
     return lambda: ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=dtype), check if good else None
 
 
-def dot_general(rng):
-    """Any contraction with a state: products by a matrix of each batch, and the next state, bitwise."""
-    counts = [int(n) for n in rng.integers(0, 3, 4)]  # dimensions of batch, contraction, x alone, kernel alone
-    batch, contract, rows, cols = ([int(n) for n in rng.choice([1, 2, 3, 5, 8], count)] for count in counts)
-    fold = lambda sides: int(np.prod(sides))  # noqa: E731
-    dtype = _pick(rng, HIGH)
-    size = 2.0 ** rng.integers(-6, 7)
-    x = (rng.standard_normal((*batch, *rows, *contract)) * size).astype(dtype)
-    kernel = (rng.standard_normal((*batch, *contract, *cols)) * size).astype(dtype)
-    orders = [rng.permutation(v.ndim) for v in (x, kernel)]
-    places = [np.argsort(order) for order in orders]
-    nb, nc, nr = len(batch), len(contract), len(rows)
-    numbers = (
-        ([int(places[0][i]) for i in range(nb + nr, nb + nr + nc)], [int(places[1][i]) for i in range(nb, nb + nc)]),
-        ([int(places[0][i]) for i in range(nb)], [int(places[1][i]) for i in range(nb)]),
-    )
-    is_bad = rng.random() < 0.3 and nc > 0
-    if is_bad:  # one contracted side is another one
-        kernel = np.concatenate([kernel, kernel[(slice(None),) * nb + (slice(0, 1),)]], axis=nb)
-    given = x.transpose(orders[0]), kernel.transpose(orders[1])
-    history = values.not_negative(rng, (3, 3))
-    history[np.isinf(history) | (history > 1e6) | (history < 1e-6)] = 1
-    state = oracle.LayerState(*(oracle.State(h, np.float32(0.5)) for h in history))
-    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
-
-    def call():
-        packed = jaxfp8.DotGeneralState(
-            *(
-                jaxfp8.QuantizerState(s.amax_history, s.scale.reshape(1))
-                for s in (state.input, state.kernel, state.output_grad)
-            )
-        )
-        product = lambda x, kernel, state: jaxfp8.dot_general(x, kernel, numbers, recipe=recipe, state=state)  # noqa: E731
-        y, vjp = jax.vjp(product, *given, packed)
-        return y, vjp(jnp.ones_like(y))
-
-    def check(got):
-        y, (dx, dkernel, after) = got
-        flat_x = x.reshape(fold(batch), fold(rows), fold(contract))
-        flat_kernel = kernel.reshape(fold(batch), fold(contract), fold(cols))
-        x_codes, _, x_next = oracle.step(flat_x, state.input, oracle.E4M3)
-        k_codes, _, k_next = oracle.step(flat_kernel, state.kernel, oracle.E4M3)
-        ones = np.ones((fold(batch), fold(rows), fold(cols)), dtype)
-        g_codes, _, g_next = oracle.step(ones, state.output_grad, oracle.E5M2)
-        # Free dimensions come in the order in which they stand in the operand.
-        free = [nb + np.argsort(places[0][nb : nb + nr]), nb + nr + np.argsort(places[1][nb + nc :])]
-        order = np.argsort([*range(nb), *free[0], *free[1]])
-        y = np.asarray(y).transpose(order)
-        assert y.shape == (*batch, *rows, *cols), y.shape
-        y = y.reshape(ones.shape)
-        dx = np.asarray(dx).transpose(places[0]).reshape(flat_x.shape)
-        dkernel = np.asarray(dkernel).transpose(places[1]).reshape(flat_kernel.shape)
-        for i in range(fold(batch)):
-            for what, out, a, b, inverses in (
-                ("y", y, x_codes[i], k_codes[i].T, (x_next.scale, k_next.scale)),
-                ("dx", dx, g_codes[i], k_codes[i], (g_next.scale, k_next.scale)),
-                ("dkernel", dkernel, x_codes[i].T, g_codes[i].T, (x_next.scale, g_next.scale)),
-            ):
-                oracle.scaled_matmul(a, b, *inverses, out_dtype=dtype).check(out[i], what)
-        for name, wanted in (("input", x_next), ("kernel", k_next), ("output_grad", g_next)):
-            oracle.assert_bitwise(getattr(after, name).amax_history, wanted.amax_history, f"{name} history")
-            oracle.assert_bitwise(getattr(after, name).scale, wanted.scale.reshape(1), f"{name} scale")
-
-    return call, None if is_bad else check
-
-
-CALLS = {f.__name__: f for f in (amax, quantize, quantize_transpose, dequantize, scaled_matmul, dot_general)}
+CALLS = {f.__name__: f for f in (amax, quantize, quantize_transpose, dequantize, scaled_matmul)}
 
 
 def check(seed: int) -> str:

@@ -3,10 +3,6 @@
 `make test-all` goes on for five minutes with seeds of its own: `python -m tests.fuzz`.
 """
 
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -32,12 +28,6 @@ def test_some_calls_of_handlers():
 
 def test_some_calls_of_ops():
     assert {fuzzed_ops.check(seed) for seed in range(12)} == {"right", "refused"}
-
-
-def test_seeds_cover_everything():
-    calls = [targets.random_call(np.random.default_rng(seed)) for seed in SEEDS]
-    assert {call.op for call in calls} == set(targets.targets.SPECS)
-    assert 10 < sum(targets.answer(call) is None for call in calls) < 35
 
 
 def test_a_bad_call_that_is_accepted(monkeypatch):
@@ -87,26 +77,3 @@ def test_mutants_of_handlers_are_found(monkeypatch):
     with pytest.raises(AssertionError, match="differ"):
         for seed in SEEDS:
             targets.check(seed)
-
-
-@pytest.mark.slow
-def test_a_crash_is_a_finding():
-    """A process that dies in a call: its seed is reported, the next ones run, and the exit status is 1."""
-    root = pathlib.Path(__file__).parents[2]
-    program = f"""
-import sys
-sys.path.insert(0, {str(root)!r})
-from tests.fuzz import __main__ as fuzz
-original = fuzz.subprocess.Popen
-def popen(command, **options):
-    lines = "import os; from tests.fuzz import worker; one = worker.one\\n" \\
-        "worker.one = lambda seed: os.abort() if seed == 5 else one(seed)\\n" \\
-        f"worker.main({{','.join(command[3:])}})"
-    return original([sys.executable, "-c", lines], **options)
-fuzz.subprocess.Popen = popen
-sys.argv = ["fuzz", "--minutes", "0.6", "--workers", "1"]
-sys.exit(fuzz.main())
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and "seed 5: the process ended with -6" in done.stdout, done.stdout + done.stderr
-    assert "1 crash" in done.stdout

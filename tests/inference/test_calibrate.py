@@ -10,7 +10,6 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
@@ -107,52 +106,6 @@ def test_a_layer_called_twice():
     assert_state(*shared_state(), FORWARD, "shared")
 
 
-class Deep(nn.Module):
-    """Layers in a loop, a branch that the result does not depend on, dropout."""
-
-    @nn.compact
-    def __call__(self, x, deterministic=True):
-        def layer(dense, x, _):
-            return nn.relu(dense(x)), None
-
-        stack = nn.scan(layer, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)
-        x, _ = stack(nn.Dense(K, dtype=jnp.bfloat16, dot_general_cls=FP8), x.astype(jnp.bfloat16), None)
-        x = nn.Dropout(0.5, deterministic=deterministic)(x)
-        unused = nn.Dense(3, dtype=jnp.bfloat16, dot_general_cls=FP8, name="unused")(x)
-        return {"y": nn.Dense(N, dtype=jnp.bfloat16, dot_general_cls=FP8)(x), "best": jnp.argmax(unused)}
-
-
-@pytest.mark.slow
-def test_as_training_steps():
-    """Deep models: the state of training steps that leave the parameters alone; and jit around all of it."""
-    model = Deep()
-    variables = variables_of(model, BATCHES[0])
-
-    @jax.jit
-    def step(state, x):
-        def loss(state):
-            return jnp.sum(model.apply(variables | {OWG: state}, x)["y"].astype(jnp.float32))
-
-        return jaxfp8.update_state(state, jax.grad(loss)(state))
-
-    wanted = variables[OWG]
-    for x in BATCHES[:2]:
-        wanted = step(wanted, x)
-    got = jaxfp8.calibrate(model, variables, BATCHES[:2], deterministic=True)[OWG]
-    inside = jax.jit(lambda v: jaxfp8.calibrate(model, v, BATCHES[:2]))(variables)[OWG]
-
-    def forward(tree):
-        return {
-            jax.tree_util.keystr(path): leaf
-            for path, leaf in jax.tree.leaves_with_path(tree)
-            if path[-1].key.startswith(FORWARD)
-        }
-
-    assert_same_bits(forward(got), forward(wanted), "calibrated ")
-    assert_same_bits(inside, got, "inside jit ")
-    assert not np.any(got["unused"]["Fp8DotGeneral_0"]["input_amax_history"])
-
-
 def test_state_that_is_not_there():
     """A bf16 checkpoint: the model makes the state, then fills it."""
     model = dense()
@@ -191,28 +144,6 @@ def test_nnx():
 
 
 @pytest.mark.slow
-def test_functions():
-    """State anywhere in a tree, also that of a custom recipe."""
-    recipe = jaxfp8.CustomRecipe(lambda role: jaxfp8.DelayedScalingQuantizer(amax_history_len=H))
-    kernel = normal(5, K, N)
-    variables = {"kernel": kernel, "state": [jaxfp8.init_state(recipe)]}
-
-    def function(variables, x):
-        return jaxfp8.dot_general(
-            x, variables["kernel"], (((1,), (0,)), ((), ())), recipe=recipe, state=variables["state"][0]
-        )
-
-    got = jaxfp8.calibrate(function, variables, BATCHES)
-    wanted = expected(kernel, BATCHES)
-    for name in FORWARD:
-        oracle.assert_bitwise(getattr(got["state"][0], name).amax_history, getattr(wanted, name).amax_history, name)
-    y = function(variables, BATCHES[-1])
-    assert got["state"][0].output.amax_history.shape == y.shape[:0] + (H,)
-    assert np.any(got["state"][0].output.amax_history) and not np.any(got["state"][0].output_grad.amax_history)
-    assert not np.any(got["state"][0].input_grad.amax_history) and got["kernel"] is kernel
-
-
-@pytest.mark.slow
 def test_on_a_mesh():
     """Eight devices record what one does: the amax of the whole batch."""
     model = dense()
@@ -226,39 +157,6 @@ def test_on_a_mesh():
     got = jaxfp8.calibrate(model, placed, map(place(P("data")), BATCHES))
     assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got[OWG]))
-
-
-def test_stop_gradient_records_nothing():
-    model = dense()
-    variables = variables_of(model, BATCHES[0])
-    got = jaxfp8.calibrate(lambda v, x: lax.stop_gradient(model.apply(v, x)) + x[:, :N], variables, BATCHES)
-    assert_same_bits(got, variables, "untouched ")
-
-
-class Uses(jaxfp8.Quantizer):
-    """Counts its uses, in an array with no name of its own or with one."""
-
-    def __init__(self, named):
-        self.named = named
-
-    def init(self):
-        return {"uses": jnp.zeros((1,), jnp.float32)} if self.named else jnp.zeros((1,), jnp.float32)
-
-    def quantize(self, x, state):
-        return jaxfp8.Float8CurrentScaling().quantizers()[0].quantize(x, None)[0], jax.tree.map(lambda n: n + 1, state)
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_custom_quantizers_of_gradients_see_nothing(named):
-    """Without a loss there is no gradient that they should learn from."""
-    recipe = jaxfp8.CustomRecipe(lambda role: Uses(named))
-    model = nn.Dense(N, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe))
-    state = jaxfp8.calibrate(model, variables_of(model, BATCHES[0]), BATCHES)[OWG]["Fp8DotGeneral_0"]
-    uses = {name: float(leaf[0]) for name, leaf in state.items()}
-    leaf = "uses" if named else "state"
-    forward, backward = ("input", "weight", "output"), ("grad_input", "grad_output")
-    wanted = dict.fromkeys((f"linear_{role}_{leaf}" for role in forward), len(BATCHES))
-    assert uses == wanted | {f"linear_{role}_{leaf}": 0 for role in backward}
 
 
 def test_errors():

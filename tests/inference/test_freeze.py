@@ -1,6 +1,5 @@
 """freeze: the outputs of the model it was, bit by bit, from codes and fixed scales alone."""
 
-import dataclasses
 import warnings
 
 import flax.core
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxfp8
 import jaxfp8.nnx
 from inference import models
-from inference.models import BF16, OWG, RECIPE, K, N, X
+from inference.models import BF16, OWG, K, N, X
 
 FAST = {"Dense, bf16", "own Dense", "Linear, bf16"}
 
@@ -41,15 +40,6 @@ def test_linen(name):
     kernels = sum(flat[path].size for path in codes)
     saved = models.nbytes(variables) - models.nbytes(frozen)
     assert name == "tied" or saved >= 3 * kernels - 4 * kernels / 32 - 64
-
-
-def test_frozen_powers_of_two_run_on_blackwell():
-    """The recipe that runs a frozen kernel says how its scales are rounded."""
-    model = jaxfp8.linen.Dense(N, recipe=jaxfp8.Float8BlockScaling(power_2_scale=True))
-    variables = model.init(jax.random.key(0), X)
-    frozen = jaxfp8.freeze(model, variables, X)
-    for platform in ("sm_90", "sm_100"):
-        jaxfp8.inspect.assert_fp8(model.apply, frozen, X, platform=platform)
 
 
 def test_against_the_oracle():
@@ -122,17 +112,6 @@ def test_other_arguments_stay():
     assert_same_bits(again["params"], frozen["params"], "traced in training")
 
 
-@pytest.mark.slow
-def test_min_size_decides_once():
-    recipe = dataclasses.replace(RECIPE, min_size=20)
-    model = nn.Dense(N, dot_general_cls=models.fp8(recipe))
-    variables = model.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match="freeze: model: expected FP8 products"):
-        jaxfp8.freeze(model, variables, X[0, :1])  # 1 x 32 x 48 is less than 20**3
-    frozen = jaxfp8.freeze(model, jaxfp8.calibrate(model, variables, [X]), X)
-    assert_same_bits(model.apply(frozen, X)[0, :1], model.apply(frozen, X[0, :1]), "small x")
-
-
 def test_on_a_mesh():
     """Codes lie as their kernel does, so nothing is gathered; outputs are one device's where sums are exact."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -192,64 +171,6 @@ def test_gradients_of_x_through_blocks(name):
     assert np.linalg.norm(got - wanted) < 3 * 2.0**-4 * np.linalg.norm(wanted)
 
 
-@pytest.mark.slow
-def test_custom_recipes():
-    @dataclasses.dataclass(frozen=True)
-    class Counting(jaxfp8.Quantizer):
-        def init(self):
-            return jnp.zeros((1,), jnp.float32)
-
-        def quantize(self, x, state):
-            return jaxfp8.QTensor(x.astype(jnp.float8_e4m3fn), jnp.ones((1,), jnp.float32)), state + 1
-
-    def of(**roles):
-        return nn.Dense(N, dot_general_cls=models.fp8(jaxfp8.CustomRecipe(lambda role: roles.get(role))), **BF16)
-
-    delayed, current = (
-        jaxfp8.DelayedScalingQuantizer(amax_history_len=4),
-        jaxfp8.Float8CurrentScalingQuantizer("float8_e4m3fn"),
-    )
-    model = of(linear_input=delayed, linear_weight=current)
-    variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
-    assert_same_bits(
-        model.apply(jaxfp8.freeze(model, variables, X), X), model.apply(variables, X), "delayed by current"
-    )
-    for role in ("linear_input", "linear_weight"):
-        model = of(**{"linear_input": current, "linear_weight": current, role: Counting()})
-        with pytest.raises(
-            ValueError, match=f"freeze: recipe: expected delayed scaling.* {role[7:].replace('weight', 'kernel')}"
-        ):
-            jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
-
-
-@dataclasses.dataclass(frozen=True)
-class Int8(jaxfp8.Quantizer):
-    """Integers, as in the docstring of `Quantizer`."""
-
-    def quantize(self, x, state):
-        scale_inv = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1) / 127
-        return jaxfp8.QTensor(jnp.round(x / scale_inv[0]).astype(jnp.int8), scale_inv), state
-
-
-def test_codes_that_are_no_fp8():
-    """In high precision, as where `inspect.compare` looks, they are what they stand for."""
-    model = nn.Dense(N, use_bias=False, dot_general_cls=models.fp8(jaxfp8.CustomRecipe(lambda role: Int8())))
-    variables = model.init(jax.random.key(0), X)
-    frozen = jaxfp8.freeze(model, variables, X)
-    assert frozen["params"]["Fp8DotGeneral_0"]["kernel"].dtype == jnp.int8
-    # Products of dequantized operands, in another order of sums: K additions in float32 each, of the same numbers.
-    kernel = np.asarray(variables["params"]["kernel"])
-    bound = 2 * (K + 1) * 2.0**-24 * np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() * 1.02
-    assert (np.abs(model.apply(frozen, X) - model.apply(variables, X)) < bound).all()
-    with jaxfp8.autocast(enabled=False):
-        y = model.apply(frozen, X)
-    # An element of the kernel is off by half a step of amax / 127, and a row of X sums K of them.
-    bound = np.abs(X).sum(-1, keepdims=True) * np.abs(kernel).max() / 254 * 1.01
-    assert (np.abs(np.asarray(y) - X @ kernel) < bound).all()
-    (row,) = jaxfp8.inspect.compare(model, X, frozen).rows
-    assert row["output"] > 30
-
-
 class OneProduct(nn.Module):
     """One product for two kernels: their shapes, or their numbers, differ."""
 
@@ -276,13 +197,6 @@ def test_one_product_with_several_kernels(second):
         ValueError, match="freeze: expected one kernel for each FP8 product, got one that is called with"
     ):
         jaxfp8.freeze(model, variables, X)
-
-
-def test_one_product_for_query_key_and_value():
-    shared = jaxfp8.Fp8DotGeneral(recipe=jaxfp8.Float8CurrentScaling())
-    model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_dot_general=shared)
-    with pytest.raises(ValueError, match="freeze: expected one kernel .* several: qkv_dot_general; give each kernel"):
-        jaxfp8.freeze(model, model.init(jax.random.key(0), X), X)
 
 
 def test_products_in_branches():

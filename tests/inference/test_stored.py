@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import orbax.checkpoint as ocp
 import pytest
 from equality import assert_same_bits
-from flax import nnx
 
 import jaxfp8
 from inference import models
@@ -33,32 +31,6 @@ def test_msgpack(name):
     assert len(data) < 0.34 * len(flax.serialization.to_bytes(variables))
     restored = flax.serialization.from_bytes(target(name), data)
     assert_same_bits(models.run(model, restored), models.run(model, variables), name)
-
-
-@pytest.mark.slow
-def test_orbax(tmp_path):
-    model, variables, frozen = models.linen("Dense, bf16")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "frozen", frozen)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "frozen", target("Dense, bf16"))
-    assert_same_bits(models.run(model, restored), models.run(model, variables), "restored")
-
-
-@pytest.mark.slow
-def test_orbax_nnx(tmp_path):
-    def abstract():
-        model = models.NNX["Linear, bf16"](nnx.Rngs(0))
-        return jaxfp8.freeze(model, jax.ShapeDtypeStruct(X.shape, X.dtype))
-
-    model = models.NNX["Linear, bf16"](nnx.Rngs(0))
-    frozen = jaxfp8.freeze(jaxfp8.calibrate(model, [X]), X)
-    graph, state = nnx.split(nnx.eval_shape(abstract))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "frozen", nnx.state(frozen))
-        checkpointer.wait_until_finished()
-        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "frozen", state))
-    assert_same_bits(restored(X), frozen(X), "restored")
 
 
 LOAD = """
@@ -110,21 +82,6 @@ def test_export_without_jaxfp8(tmp_path):
         wanted = np.asarray(models.run(model, variables))
     assert "custom_call @jaxfp8" not in program.mlir_module()
     oracle.assert_bitwise(in_a_fresh_process(tmp_path, program, [X]), wanted, "y")
-
-
-@pytest.mark.slow
-def test_export_with_weights_as_arguments(tmp_path):
-    model, variables, frozen = models.linen("own Dense")
-    (tmp_path / "frozen").write_bytes(flax.serialization.to_bytes(frozen))
-    prepare = """
-from flax import serialization
-variables = program.in_tree.unflatten(program.in_avals)[0][0]
-variables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), variables)
-variables = serialization.from_bytes(variables, open(f"{folder}/frozen", "rb").read())
-arguments = [variables, *arguments]
-"""
-    y = in_a_fresh_process(tmp_path, exported(model.apply, frozen, X), [X], "import jaxfp8", prepare)
-    oracle.assert_bitwise(y, np.asarray(models.run(model, variables)), "y")
 
 
 def test_what_is_in_a_program():

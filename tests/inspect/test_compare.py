@@ -122,76 +122,6 @@ def test_figures_by_hand():
         np.testing.assert_allclose(list(row.values()), list(same.values())[1:], atol=1e-3)
 
 
-@pytest.mark.slow
-def test_the_layers_of_stacks_remat_and_calls():
-    """Layer by layer as if each was unrolled."""
-    rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
-    amaxes = np.array([[4.0, 1.0, 4.0], [2.0, 1.0, 4.0], [0.1, 1.0, 4.0]])  # the last layer's input saturates
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            dense = nn.Dense(16, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A))
-            return nn.tanh(dense(x)), None
-
-    axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
-    stack = nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs={"params": True}, length=3)()
-    kernels = jnp.asarray(rng.standard_normal((3, 16, 16)), jnp.float32) / 4
-    states = [state_of(*amax) for amax in amaxes]
-    leaves = {
-        f"{operand}_{leaf}": jnp.stack([getattr(getattr(state, operand), leaf) for state in states])
-        for operand in ("input", "kernel", "output_grad")
-        for leaf in ("amax_history", "scale")
-    }
-    variables = {
-        "params": {"Dense_0": {"kernel": kernels}},
-        jaxfp8.OVERWRITE_WITH_GRADIENT: {"Dense_0": {"Fp8DotGeneral_0": leaves}},
-    }
-    comparison = inspect.compare(stack, (x, None), variables, loss=lambda y: jnp.sum(y[0]))
-
-    def unrolled(x, *kernels):
-        for kernel, state in zip(kernels, states, strict=True):
-            x = nn.tanh(jaxfp8.dot_general(x, kernel, MATMUL, recipe=A, state=state))
-        return x
-
-    wanted = inspect.compare(unrolled, (x, *kernels), loss=jnp.sum)
-    by_layer = {row["layer"]: row for row in comparison.rows}
-    assert set(by_layer) == {f"Dense_0[{i}]" for i in range(3)}
-    for row in wanted.rows:
-        i = int(row["layer"].removeprefix("product (call ").removesuffix(")"))
-        for figure, value in row.items():
-            if figure != "layer":
-                assert abs(by_layer[f"Dense_0[{i}]"][figure] - value) < DB, (i, figure)
-    assert comparison.rows[0]["layer"] == "Dense_0[2]" and comparison.rows[0]["output"] < 3
-    assert min(comparison.rows[1][figure] for figure in FIGURES) > 15
-
-
-@pytest.mark.slow
-def test_members_of_a_batch_and_experts():
-    rng = np.random.default_rng(2)
-    x, kernels = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 8, 16), (3, 16, 4)))
-    recipe = jaxfp8.Float8CurrentScaling()
-
-    def product(x, kernel):
-        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe)
-
-    rows = {row["layer"]: row for row in inspect.compare(jax.vmap(product), (x, kernels), loss=jnp.sum).rows}
-    assert set(rows) == {"product[0]", "product[1]", "product[2]"}
-    for i in range(3):
-        for figure, exact, got in (
-            ("output", x[i] @ kernels[i], product(x[i], kernels[i])),
-            ("model_output", x[i] @ kernels[i], product(x[i], kernels[i])),
-        ):
-            assert abs(rows[f"product[{i}]"][figure] - db(*(np.asarray(a, np.float64) for a in (exact, got)))) < 1e-2
-
-    def experts(x, kernels):
-        return jaxfp8.ragged_dot(x, kernels, jnp.array([3, 0, 4], jnp.int32), recipe=recipe)
-
-    (row,) = inspect.compare(experts, (x[0], kernels)).rows
-    assert all(20 < value < 40 for name, value in row.items() if name != "layer")
-
-
 def test_nnx():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -214,27 +144,6 @@ def test_nnx():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))  # nothing is updated
 
 
-@pytest.mark.slow
-def test_frozen_kernels():
-    """The kernel is what its codes say, in both; it has no gradient, and does not come first for that."""
-    rng = np.random.default_rng(1)
-    x, kernel, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 32), (32, 24), (16, 24)))
-    model = nn.Dense(24, use_bias=False, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe=A))
-    variables = jaxfp8.calibrate(model, {"params": {"kernel": jnp.asarray(kernel)}}, [x])
-    frozen = jaxfp8.freeze(model, variables, x)
-    found = inspect.compare(model, x, frozen, loss=lambda y: jnp.sum(y * w))
-    (row,) = found.rows
-    codes = rounded(kernel, np.abs(kernel).max())
-    output = db(x @ codes, rounded(x, np.abs(x).max()) @ codes)
-    # Without state gradients are scaled by their own amax.
-    grad = db(w @ codes.T, rounded(w, np.abs(w).max(), oracle.E5M2) @ codes.T)
-    for prefix in ("", "model_"):
-        assert row[f"{prefix}output"] == pytest.approx(output, abs=DB)
-        assert row[f"{prefix}input_grad"] == pytest.approx(grad, abs=DB)
-        assert row[f"{prefix}kernel_grad"] is None
-    assert str(found).split()[-1] == "-"
-
-
 def test_what_is_lost_wholly_or_not_at_all():
     x, kernel = jnp.ones((4, 8)), jnp.ones((8, 4))
 
@@ -248,14 +157,6 @@ def test_what_is_lost_wholly_or_not_at_all():
     assert set(compared(448, 448, 57344).values()) == {math.inf}  # scales of 1, and codes of 1
     # All of x is flushed to zero: what is lost of what needs it is all there was.
     assert compared(1e30, 448, 57344) == {"output": 0.0, "input_grad": math.inf, "kernel_grad": 0.0}
-
-
-def test_nan():
-    def product(x, kernel):
-        return jaxfp8.dot_general(x, kernel, MATMUL, recipe=jaxfp8.Float8CurrentScaling())
-
-    (row,) = inspect.compare(product, (jnp.full((4, 8), jnp.nan), jnp.ones((8, 4))), loss=jnp.sum).rows
-    assert math.isnan(row["output"]) and row["input_grad"] > 100
 
 
 def test_errors():

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -136,14 +135,6 @@ def test_reasons(case):
     assert the_reason(function, X, K) == wanted
 
 
-def test_reasons_are_those_of_the_backward_too():
-    reason = the_reason(gradients(functools.partial(fp8, recipe=None)), X, K)
-    assert reason == "the recipe is None"
-    rows = inspect.gemms(gradients(functools.partial(fp8, recipe=jaxfp8.Float8CurrentScaling(min_size=65))), X, K).rows
-    assert sorted(row["pass"] for row in rows) == ["backward", "backward", "forward"]
-    assert {row["why"] for row in rows} == {"smaller than min_size=65 of the recipe"}
-
-
 def test_autocast():
     dense = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
     variables = jax.eval_shape(dense.init, jax.random.key(0), X)
@@ -203,48 +194,6 @@ def test_recipes_that_not_every_gpu_has(recipe, runs_on, not_on, reason):
     inspect.assert_fp8(gradients(function), X, K)
     inspect.assert_fp8(gradients(function), X, K, platform=runs_on)
     assert reason in the_reason(function, X, K, platform=not_on)
-
-
-@pytest.mark.parametrize("recipe", [jaxfp8.Float8BlockScaling, jaxfp8.Float8RowwiseScaling])
-def test_powers_of_two_run_on_hopper_and_on_blackwell(recipe):
-    """Of a kernel that was quantized before, its codes say how they are scaled."""
-    recipe = recipe(power_2_scale=True)
-    for platform in ("sm_90", "sm_100", "sm_120"):
-        inspect.assert_fp8(gradients(functools.partial(fp8, recipe=recipe)), X, K, platform=platform)
-
-    def of_codes(made_by, x, kernel):
-        codes, _ = made_by.quantizers()[1].quantize(kernel, None)
-        return jaxfp8.dot_general(x, codes, MATMUL, recipe=recipe, preferred_element_type=jnp.float32)
-
-    inspect.assert_fp8(functools.partial(of_codes, recipe), X, K, platform="sm_100")
-    plain = functools.partial(of_codes, type(recipe)())
-    assert "power_2_scale=True" in the_reason(plain, X, K, platform="sm_100")
-
-
-def test_implementations():
-    def inside(name, recipe):
-        def function(x, kernel):
-            with jaxfp8.ops.implementation(name):
-                return fp8(x, kernel, recipe)
-
-        return function
-
-    assert the_reason(inside("reference", CURRENT), X, K) == 'implementation("reference") is selected'
-    assert the_reason(gradients(inside("reference", BLOCK)), X, K) == 'implementation("reference") is selected'
-    inspect.assert_fp8(gradients(inside("xla", CURRENT)), X, K)
-    wanted = 'implementation("xla"): XLA has no FP8 product for this block_scaled_matmul'
-    assert the_reason(inside("xla", BLOCK), X, K) == wanted
-    kernels = jax.ShapeDtypeStruct((3, *K.shape), jnp.float32)
-    xs = jax.ShapeDtypeStruct((3, *X.shape), jnp.float32)
-    inspect.assert_fp8(jax.vmap(fp8), xs, kernels)
-    assert "scaled_matmul" in the_reason(jax.vmap(inside("xla", CURRENT)), xs, kernels)
-
-
-def test_a_machine_with_amds_gpus(monkeypatch):
-    """JAX calls their backend "gpu", as it does NVIDIA's."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_support, "local_gpus", list)
-    assert the_reason(fp8, X, K).startswith("rocm has no FP8 GEMM")
 
 
 def test_this_machine(monkeypatch):
@@ -314,14 +263,6 @@ def test_products_inside(wrapper):
         assert reasons.count("backward") >= 2 and "forward" in reasons
 
 
-def test_state_that_is_shared_by_max():
-    def loss(state, x, kernel):
-        return jnp.sum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=A, state=jaxfp8.max_grad(state)))
-
-    inspect.assert_fp8(loss, jaxfp8.init_state(A), X, K)
-    inspect.assert_fp8(jaxfp8.value_and_grad(loss, argnums=(0, 1, 2)), jaxfp8.init_state(A), X, K)
-
-
 def test_layers_of_linen():
     class Body(nn.Module):
         @nn.compact
@@ -383,30 +324,6 @@ def test_nnx_and_its_training_step():
         inspect.assert_fp8(step, model, optimizer, x)
     assert type(model.up) is jaxfp8.nnx.Linear and not hasattr(model.up, "inspected_path")
     assert isinstance(model.up.kernel.get_value(), jax.Array)
-
-
-def test_a_train_state_with_flags_and_functions_inside():
-    model = nn.Dense(16, dot_general_cls=jaxfp8.Fp8DotGeneral)
-    x = jnp.ones(X.shape)
-    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(1e-3))
-
-    @functools.partial(jax.jit, static_argnames=("activation", "train"))
-    def step(state, x, activation, *, train=True):
-        assert train is False
-        grads = jax.grad(lambda v: jnp.sum(activation(state.apply_fn(v, x))))(state.params)
-        return state.apply_gradients(grads=grads)
-
-    inspect.assert_fp8(step, state, x, nn.relu, train=False)
-
-
-def test_flax_own_fp8_is_left_to_xla():
-    model = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    inspect.assert_fp8(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X)
-
-
-def test_a_function_without_products():
-    with pytest.raises(AssertionError, match="<lambda> has no matrix product"):
-        inspect.assert_fp8(lambda x: x + 1, X)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])

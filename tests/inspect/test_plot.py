@@ -38,23 +38,6 @@ def test_a_dict_of_arrays(tmp_path):
     assert picture.ndim == 3 and picture.std() > 0.01
 
 
-def test_a_list_of_trees():
-    def tree(step):
-        quantizer = jaxfp8.QuantizerState(
-            jnp.asarray([[step, 9.0], [2.0 * step, 9.0]]), jnp.asarray([[0.5**step], [0.25]])
-        )
-        return {"up": jaxfp8.DotGeneralState(quantizer, quantizer, quantizer)}
-
-    found = lines_of(inspect.plot([tree(1.0), tree(2.0), tree(3.0)]))
-    operands = ("input", "kernel", "output_grad")
-    assert list(found) == [f"{what} of {operand}" for operand in operands for what in ("amax", "scale")]
-    for operand in operands:
-        np.testing.assert_array_equal(found[f"amax of {operand}"]["up[0]", "-"], [1, 2, 3])
-        np.testing.assert_array_equal(found[f"amax of {operand}"]["up[1]", "-"], [2, 4, 6])
-        np.testing.assert_array_equal(found[f"scale of {operand}"]["up[0]", "-"], [2, 4, 8])
-        np.testing.assert_array_equal(found[f"scale of {operand}"]["up[1]", "-"], [4, 4, 4])
-
-
 def test_errors(monkeypatch):
     one = {"up": jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=2))}
     for histories, error, match in (

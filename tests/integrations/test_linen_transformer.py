@@ -1,13 +1,6 @@
-"""The layers of Flax's lm1b and wmt examples, with what these put around them: logical partitioning, dropout, packed
-masks, logits of the shared embedding, a decode cache, `sow`, and blocks in `nn.remat` and `nn.scan`.
-
-With `FLAX_CHECKOUT=<a checkout of google/flax>` the example's own model trains too.
+"""Layers as Flax's lm1b has them, with what it puts around them: logical partitioning, dropout, `sow`, a shared
+embedding, and blocks in `nn.scan` of `nn.remat`.
 """
-
-import importlib.util
-import os
-import pathlib
-import sys
 
 import chex
 import flax.linen as nn
@@ -18,11 +11,12 @@ import optax
 import pytest
 
 import jaxfp8
-from jaxfp8 import OVERWRITE_WITH_GRADIENT
+from jaxfp8 import OVERWRITE_WITH_GRADIENT as OWG
 
 VOCABULARY, LENGTH, WIDTH = 32, 8, 16
-RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
-RULES = [(".*", RECIPE)]
+RULES = [(".*", jaxfp8.DelayedScaling(amax_history_len=4))]
+BF16 = {"dtype": jnp.bfloat16}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -31,75 +25,38 @@ def promotion_as_clients_have_it():
         yield
 
 
-def partitioned(init, *names):
-    return nn.with_logical_partitioning(init, names)
-
-
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x, deterministic):
-        uniform, zeros = nn.initializers.xavier_uniform(), nn.initializers.zeros
-        hidden = nn.Dense(
-            2 * WIDTH,
-            dtype=jnp.bfloat16,
-            kernel_init=partitioned(uniform, "embed", "mlp"),
-            bias_init=partitioned(zeros, "mlp"),
-        )(x)
-        hidden = nn.Dropout(0.1)(nn.relu(hidden), deterministic=deterministic)
-        return nn.Dense(WIDTH, dtype=jnp.bfloat16, kernel_init=partitioned(uniform, "mlp", "embed"))(hidden)
+def boxed(*names):
+    return {"kernel_init": nn.with_logical_partitioning(nn.initializers.xavier_uniform(), names)}
 
 
 class Block(nn.Module):
-    decode: bool = False
-
     @nn.compact
-    def __call__(self, x, mask, deterministic):
-        attention = nn.MultiHeadDotProductAttention(
-            num_heads=4,
-            dtype=jnp.bfloat16,
-            use_bias=False,
-            dropout_rate=0.1,
-            broadcast_dropout=False,
-            deterministic=deterministic,
-            decode=self.decode,
-            kernel_init=partitioned(nn.initializers.xavier_uniform(), "embed", "kv"),
-            name="attention",
-        )
-        x = x + attention(nn.LayerNorm(dtype=jnp.bfloat16)(x), mask=mask)
-        x = x + Mlp(name="mlp")(nn.LayerNorm(dtype=jnp.bfloat16)(x), deterministic)
+    def __call__(self, x, deterministic):
+        options = {"dropout_rate": 0.1, "deterministic": deterministic, **boxed("embed", "kv"), **BF16}
+        attention = nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False, name="attention", **options)
+        x = x + attention(nn.LayerNorm(**BF16)(x))
+        hidden = nn.relu(nn.Dense(2 * WIDTH, name="up", **boxed("embed", "mlp"), **BF16)(nn.LayerNorm(**BF16)(x)))
+        hidden = nn.Dropout(0.1)(hidden, deterministic=deterministic)
         self.sow("intermediates", "norm", jnp.linalg.norm(x.astype(jnp.float32)))
-        return x, None
+        return x + nn.Dense(WIDTH, name="down", **boxed("mlp", "embed"), **BF16)(hidden), None
 
 
 class Model(nn.Module):
-    """`form` is how the two blocks are put together: "plain", "remat" or "scan" (of rematerialized blocks)."""
-
-    form: str = "plain"
-    decode: bool = False
+    is_scan: bool = False
 
     @nn.compact
     def __call__(self, tokens, deterministic=False):
-        embed = nn.Embed(
-            VOCABULARY, WIDTH, embedding_init=partitioned(nn.initializers.normal(1.0), "vocab", "embed"), name="embed"
-        )
-        mask = None
-        if not self.decode:
-            mask = nn.combine_masks(nn.make_attention_mask(tokens > 0, tokens > 0), nn.make_causal_mask(tokens))
+        embed = nn.Embed(VOCABULARY, WIDTH, name="embed")
         x = embed(tokens).astype(jnp.bfloat16)
-        block = Block if self.form == "plain" else nn.remat(Block, prevent_cse=False, static_argnums=(3,))
-        if self.form == "scan":
-            stack = nn.scan(
-                block,
-                variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0, "intermediates": 0, "cache": 0},
-                split_rngs={"params": True, "dropout": True},
-                in_axes=(nn.broadcast, nn.broadcast),
-                length=2,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            x, _ = stack(self.decode, name="blocks")(x, mask, deterministic)
+        if self.is_scan:
+            axes = {"params": 0, OWG: 0, "intermediates": 0}
+            options = {"in_axes": nn.broadcast, "length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
+            block = nn.remat(Block, prevent_cse=False, static_argnums=(2,))
+            stack = nn.scan(block, variable_axes=axes, split_rngs={"params": True, "dropout": True}, **options)
+            x, _ = stack(name="blocks")(x, deterministic)
         else:
             for i in range(2):
-                x, _ = block(self.decode, name=f"block{i}")(x, mask, deterministic)
+                x, _ = Block(name=f"block{i}")(x, deterministic)
         return embed.attend(x.astype(jnp.float32)) / np.sqrt(WIDTH)
 
 
@@ -107,7 +64,12 @@ def batch(step):
     return jnp.asarray(np.random.default_rng(step).integers(1, VOCABULARY, (4, LENGTH)))
 
 
-def train(model, variables, steps=3, batches=batch):
+def init(model):
+    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch(0))
+    return {name: tree for name, tree in variables.items() if name != "intermediates"}
+
+
+def train(model, variables, steps=2):
     """Losses, and the last variables, of steps that lm1b's `train_step` takes too: dropout by step, adam."""
     state = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
@@ -123,148 +85,46 @@ def train(model, variables, steps=3, batches=batch):
 
     losses = []
     for i in range(steps):
-        state, loss = step(state, batches(i))
+        state, loss = step(state, batch(i))
         losses.append(float(loss))
     return losses, state.params
 
 
-def init(model):
-    variables = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch(0))
-    return {name: tree for name, tree in variables.items() if name != "intermediates"}
-
-
-def equal(a, b):
-    chex.assert_trees_all_equal(nn.meta.unbox(a), nn.meta.unbox(b))
-
-
-@pytest.mark.slow
 def test_boxes_of_logical_partitioning():
     """Parameters keep their boxes and get their shardings; state has none, so it is whole on every device."""
     model = jaxfp8.linen.quantize(Model(), RULES)
     variables = init(model)
-    assert isinstance(variables["params"]["block0"]["mlp"]["Dense_0"]["kernel"], nn.LogicallyPartitioned)
     specs = nn.logical_to_mesh(nn.get_partition_spec(variables), [("embed", None), ("mlp", "tensor"), ("kv", "tensor")])
-    assert specs["params"]["block0"]["mlp"]["Dense_0"]["kernel"] == jax.P(None, "tensor")
-    assert set(jax.tree.leaves(specs[OVERWRITE_WITH_GRADIENT], is_leaf=lambda x: isinstance(x, jax.P))) == {jax.P()}
-    boxed_losses, boxed = train(model, variables, steps=2)
-    losses, unboxed = train(model, nn.meta.unbox(variables), steps=2)
-    assert isinstance(boxed["params"]["block0"]["mlp"]["Dense_0"]["kernel"], nn.LogicallyPartitioned)
-    assert boxed_losses == losses
-    equal(boxed, unboxed)
+    assert specs["params"]["block0"]["up"]["kernel"] == jax.P(None, "tensor")
+    assert set(jax.tree.leaves(specs[OWG], is_leaf=lambda x: isinstance(x, jax.P))) == {jax.P()}
+    losses, trained = train(model, variables)
+    unboxed_losses, unboxed = train(model, nn.meta.unbox(variables))
+    assert isinstance(trained["params"]["block0"]["up"]["kernel"], nn.LogicallyPartitioned)
+    assert losses == unboxed_losses
+    chex.assert_trees_all_equal(nn.meta.unbox(trained), unboxed)
 
 
-@pytest.mark.slow
-def test_forms():
-    """Remat trains as none does; a scan over layers has their state stacked, each layer's what it is without."""
-    plain = jaxfp8.linen.quantize(Model(), RULES)
-    variables = init(plain)
-    losses, trained = train(plain, variables)
-    remat_losses, remat = train(jaxfp8.linen.quantize(Model("remat"), RULES), variables)
-    # The same dropout: its keys are by path. XLA may fuse what runs again in another way, so that sums in bf16 and f32
-    # round elsewhere, at most 2**-8 of each term.
-    np.testing.assert_allclose(remat_losses, losses, rtol=2**-8)
-    histories = remat[OVERWRITE_WITH_GRADIENT]["block1"]["mlp"]["Dense_0"]["Fp8DotGeneral_0"]["input_amax_history"]
-    assert histories.shape == (4,) and (histories[:3] > 0).sum() + (histories[3] > 0) == 3
+def test_scan_over_blocks():
+    """State is stacked, and each row is that of its block in the model without a scan."""
+    plain, scanned = (jaxfp8.linen.quantize(Model(is_scan), RULES) for is_scan in (False, True))
+    variables, of_scan = init(plain), init(scanned)
+    assert of_scan["params"]["blocks"]["up"]["kernel"].names == ("layers", "embed", "mlp")
+    params = nn.meta.unbox(variables["params"])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[f"block{i}"] for i in range(2)))
+    stacked = {"params": {"blocks": stacked, "embed": params["embed"]}, OWG: of_scan[OWG]}
 
-    scanned = jaxfp8.linen.quantize(Model("scan"), RULES)
-    of_scan = init(scanned)
-    kernel = of_scan["params"]["blocks"]["mlp"]["Dense_0"]["kernel"]
-    assert kernel.names == ("layers", "embed", "mlp")
-    stacked = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(nn.meta.unbox(variables["params"])[f"block{i}"] for i in range(2))
-    )
-    params = nn.meta.unbox(of_scan["params"]) | {
-        "blocks": stacked,
-        "embed": nn.meta.unbox(variables["params"]["embed"]),
-    }
-    state = of_scan[OVERWRITE_WITH_GRADIENT]
-
-    def loss(model, variables):
-        return jnp.mean(model.apply(variables, batch(0), deterministic=True) ** 2)
-
-    got = jax.grad(lambda v: loss(scanned, v))({"params": params, OVERWRITE_WITH_GRADIENT: state})
-    wanted = jax.grad(lambda v: loss(plain, v))(nn.meta.unbox(variables))
-    for i in range(2):
-        for name in ("input", "kernel"):  # amaxes of bf16 values, which may round to either neighbour: 2**-8 each way
-            of = [
-                tree[f"{name}_amax_history"]
-                for tree in (
-                    got[OVERWRITE_WITH_GRADIENT]["blocks"]["mlp"]["Dense_0"]["Fp8DotGeneral_0"],
-                    wanted[OVERWRITE_WITH_GRADIENT][f"block{i}"]["mlp"]["Dense_0"]["Fp8DotGeneral_0"],
-                )
-            ]
-            np.testing.assert_allclose(of[0][i], of[1], rtol=2**-7)
-
-
-@pytest.mark.slow
-def test_decode_cache():
-    """One token at a time, with a cache that `init` makes, gives what the whole sequence gives; state is only read."""
-    plain = jaxfp8.linen.quantize(Model(), RULES)
-    _, variables = train(plain, nn.meta.unbox(init(plain)))
-    tokens = batch(7)
-    wanted = plain.apply(variables, tokens, deterministic=True)
-    decoder = jaxfp8.linen.quantize(Model(decode=True), RULES)
-    cache = decoder.init(jax.random.key(0), tokens, deterministic=True)["cache"]
-    for i in range(LENGTH):
-        logits, changed = decoder.apply(
-            variables | {"cache": cache}, tokens[:, i : i + 1], deterministic=True, mutable=["cache"]
-        )
-        cache = changed["cache"]
-        # The same codes and scales; softmax and its sum are in bf16, 2**-8 each, over two blocks, and logits are O(4).
-        np.testing.assert_allclose(logits[:, 0], wanted[:, i], atol=2**-4)
-    assert set(changed) == {"cache"}
-
-
-@pytest.mark.slow
-def test_one_step_of_a_scan():
-    """Boxes, scan, remat, dropout and `sow` in one gradient."""
-    model = jaxfp8.linen.quantize(Model("scan"), RULES)
-    variables = init(model)
-
-    @jax.jit
-    def step(variables):
+    def state_of(model, variables):
         def loss(variables):
-            y, aside = model.apply(variables, batch(0), rngs={"dropout": jax.random.key(2)}, mutable=["intermediates"])
+            y, aside = model.apply(variables, batch(0), deterministic=True, mutable=["intermediates"])
             return jnp.mean(y**2), aside["intermediates"]
 
-        return jax.grad(loss, has_aux=True)(variables)
+        gradient, aside = jax.jit(jax.grad(loss, has_aux=True))(variables)
+        return jaxfp8.update_state(variables, gradient)[OWG], aside
 
-    grads, aside = step(variables)
+    (got, aside), (wanted, _) = state_of(scanned, stacked), state_of(plain, nn.meta.unbox(variables))
     assert aside["blocks"]["norm"][0].shape == (2,)
-    assert grads["params"]["blocks"]["mlp"]["Dense_0"]["kernel"].names == ("layers", "embed", "mlp")
-    new = jaxfp8.update_state(variables, grads)[OVERWRITE_WITH_GRADIENT]
-    for layer in ("query", "key", "value", "out"):
-        history = new["blocks"]["attention"][layer]["Fp8DotGeneral_0"]["output_grad_amax_history"]
-        assert history.shape == (2, 4) and (history[:, 0] > 0).all() and not history[:, 1:].any()
-
-
-@pytest.mark.slow
-def test_flaxs_own_lm1b():
-    checkout = os.environ.get("FLAX_CHECKOUT")
-    if not checkout:
-        pytest.skip("FLAX_CHECKOUT does not name a checkout of google/flax")
-    path = pathlib.Path(checkout) / "examples" / "lm1b" / "models.py"
-    spec = importlib.util.spec_from_file_location("lm1b_models", path)
-    models = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = models  # its dataclasses look their module up
-    spec.loader.exec_module(models)
-    config = models.TransformerConfig(
-        vocab_size=VOCABULARY,
-        output_vocab_size=VOCABULARY,
-        logits_via_embedding=True,
-        dtype=jnp.bfloat16,
-        emb_dim=WIDTH,
-        qkv_dim=WIDTH,
-        mlp_dim=2 * WIDTH,
-        num_heads=4,
-        num_layers=2,
-        max_len=LENGTH,
-    )
-    losses = {}
-    for name, rules in {"fp8": RULES, "bf16": []}.items():
-        model = jaxfp8.linen.quantize(models.TransformerLM(config), rules)
-        # The same batch again: of tokens that are random every time there is nothing to learn.
-        losses[name], variables = train(model, init(model), steps=20, batches=lambda step: batch(0))
-        assert bool(jax.tree.leaves(variables.get(OVERWRITE_WITH_GRADIENT, {}))) == (name == "fp8")
-    assert losses["fp8"][-1] < losses["fp8"][0] - 0.5
-    assert abs(losses["fp8"][-1] - losses["bf16"][-1]) < 0.1
+    for i in range(2):
+        for name in ("input", "kernel"):  # amaxes of bf16 values, which may round to either neighbour: 2**-8 each way
+            leaf = f"{name}_amax_history"
+            of_block = wanted[f"block{i}"]["up"]["Fp8DotGeneral_0"][leaf]
+            np.testing.assert_allclose(got["blocks"]["up"]["Fp8DotGeneral_0"][leaf][i], of_block, rtol=2**-7)

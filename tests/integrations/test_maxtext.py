@@ -2,7 +2,6 @@
 installed, on MaxText itself: its own training loop at tiny size."""
 
 import dataclasses
-import importlib.metadata
 import sys
 import types
 
@@ -150,17 +149,6 @@ def step(accumulate, graphdef, state, data):
     return nnx.state(model), grads
 
 
-def test_without_it_state_would_stand_still(standin):
-    """Why MaxText refuses: its own accumulation does not differentiate the state."""
-    own = standin.train.gradient_accumulation_loss_and_grad
-    with maxtext.install(RECIPE):
-        model = Model(standin.quantizations.Fp8Quantization())
-    assert standin.train.gradient_accumulation_loss_and_grad is own  # closed: as it was
-    with pytest.warns(jaxfp8.FP8StateWarning):
-        own(loss_fn, None, model, None, None, (jnp.ones((2, 6, K)), jnp.ones((2, 6, N))), None)
-    assert not model.product.input_amax_history.get_value().any()
-
-
 def test_state_of_linen_is_not_added_up(standin):
     """MaxText before 0.2.5 has Linen models, whose state is among the parameters that it sums."""
     with maxtext.install(RECIPE):
@@ -190,12 +178,6 @@ def test_classes(standin):
     mask = jnp.eye(2, dtype=bool)  # of tokens to experts
     np.testing.assert_array_equal(quantization().einsum(dtype=jnp.bfloat16).apply(variables, "ab,bc->ac", mask, x), x)
     assert variables["_overwrite_with_gradient"]["fp8_einsum"]["input_amax_history"].shape == (H,)
-
-
-def test_the_type_of_state_has_flaxs_name():
-    """MaxText's pipelines and shardings look for it."""
-    assert jaxfp8.nnx.OverwriteWithGradient.__name__ == "_overwrite_with_gradient"
-    assert nnx.variable_type_from_name("_overwrite_with_gradient") is jaxfp8.nnx.OverwriteWithGradient
 
 
 @dataclasses.dataclass
@@ -234,61 +216,4 @@ def test_a_maxtext_without_a_hook(standin, module, owner, name):
     assert dict(vars(standin.quantizations.Fp8Quantization)) == before
 
 
-def test_errors(standin, monkeypatch):
-    with pytest.raises(TypeError, match="maxtext.install: recipe: expected a recipe"):
-        maxtext.install("fp8")
-    monkeypatch.setitem(sys.modules, "maxtext.layers.quantizations", None)
-    with pytest.raises(ImportError, match=r"maxtext.install: expected MaxText 0.2.5 .* maxtext.layers.quantizations"):
-        maxtext.install()
-
-
 # ------------------------------------------------------------------------------------------------- MaxText itself
-
-
-TINY = """run_name=tiny dataset_type=synthetic steps=3 base_emb_dim=32 base_num_query_heads=2 base_num_kv_heads=2
-base_mlp_dim=64 base_num_decoder_layers=2 head_dim=16 vocab_size=64 max_target_length=16 hardware=cpu
-enable_checkpointing=false attention=dot_product dtype=bfloat16 log_config=false skip_jax_distributed_system=true
-quantization=fp8 sharding_tolerance=1.0 enable_goodput_recording=false monitor_goodput=false""".split()
-
-
-@pytest.mark.slow
-def test_maxtexts_own_training_loop(tmp_path, monkeypatch):
-    """Two microbatches of one sequence per device train as one of two: the same tokens and steps."""
-    try:
-        importlib.metadata.version("maxtext")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("MaxText is not installed")
-    monkeypatch.setenv("DECOUPLE_GCLOUD", "TRUE")
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        from maxtext.configs import pyconfig
-        from maxtext.trainers.pre_train import train
-
-        base = pyconfig.__file__.replace("pyconfig.py", "base.yml")
-
-        def run(steps):
-            options = [f"gradient_accumulation_steps={steps}", f"per_device_batch_size={2 // steps}"]
-            losses, iteration = [], train.training_loop_iteration
-
-            def listening(device_state, *args):
-                metrics = iteration(device_state, *args)
-                losses.append(float(metrics["scalar"]["learning/loss"]))
-                run.state = device_state["state"]
-                return metrics
-
-            with monkeypatch.context() as patch:
-                patch.setattr(train, "training_loop_iteration", listening)
-                train.run(*train.initialize(["", base, f"base_output_directory={tmp_path}", *TINY, *options]))
-            found = jax.tree_util.tree_leaves_with_path(run.state)
-            return losses, {jax.tree_util.keystr(path): leaf for path, leaf in found if "amax_history" in str(path)}
-
-        with pytest.raises(Exception, match="not compatible with gradient accumulation"):
-            run(2)
-        with maxtext.install(RECIPE):
-            (losses, state), (wanted, one) = run(2), run(1)
-    # bf16 gradients of tiny losses near 4: a fraction of a percent.
-    np.testing.assert_allclose(losses, wanted, rtol=5e-3)
-    assert len(state) >= 7 * 3 and state.keys() == one.keys()
-    for name, leaf in state.items():
-        assert leaf.shape == (2, H) and (np.asarray(leaf) > 0).sum() >= 2 * (STEPS - 2), name
-        if "output_grad" not in name:  # the loss of a microbatch is scaled otherwise
-            np.testing.assert_allclose(leaf, one[name], rtol=2**-4, err_msg=name)

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
+from equality import assert_same_bits as assert_same
 
 import jaxfp8
 from jaxfp8.linen import quantize
@@ -74,13 +74,6 @@ def by_hand():
 
 def x(seed=0):
     return np.random.default_rng(seed).standard_normal((BATCH, 3, D)).astype(np.float32)
-
-
-def assert_same(got, wanted, what=""):
-    """Trees of the same structure, dtypes and bits."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted), what
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        oracle.assert_bitwise(np.asarray(a), np.asarray(b), f"{what} {jax.tree_util.keystr(path)}")
 
 
 def step(module):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import pytest
 
 from jaxfp8.linen._einsum import Fp8Einsum
 
@@ -54,24 +53,3 @@ def test_steps():
         variables = step(variables, scaled["input"], scaled["kernel"], scaled["output_grad"])
         states = {name: oracle.step(scaled[name], states[name], formats[name])[2] for name in parts}
         assert_state(variables[OWG], oracle.LayerState(**states), f"step {i}")
-
-
-def test_fields_and_dtypes():
-    """Flax's fields choose history and formats; the result's dtype is what the operands promote to, or asked for."""
-    x, kernel = operands()
-    module = Fp8Einsum(amax_history_length=7, e4m3_dtype=jnp.float8_e5m2)
-    variables = module.init(jax.random.key(0), EQN, x, kernel)
-    assert variables[OWG]["input_amax_history"].shape == (7,)
-    results = {np.float32: module.apply(variables, EQN, x.astype(oracle.BF16), kernel)}
-    results[oracle.BF16] = module.apply(variables, EQN, x, kernel, preferred_element_type=jnp.bfloat16)
-    for dtype, y in results.items():
-        assert y.dtype == dtype
-    codes = [oracle.quantize(value, 1, oracle.E5M2)[0].astype(np.float64) for value in (x, kernel)]
-    exact, total = np.einsum(EQN, *codes), np.einsum(EQN, *map(np.abs, codes))
-    # Five products are summed in f32, and the result is rounded to bf16.
-    bound = 2.0**-8 * np.abs(exact) + 8 * oracle.PRECISE * total
-    assert (np.abs(np.asarray(results[oracle.BF16]).astype(np.float64) - exact) <= bound).all()
-    with pytest.raises(ValueError, match="Fp8Einsum: e4m3_dtype"):
-        Fp8Einsum(e4m3_dtype=jnp.float8_e4m3fnuz).init(jax.random.key(0), EQN, x, kernel)
-    with pytest.raises(ValueError, match="einsum: eqn"):
-        module.apply(variables, "emh,gecm,x->gech", x, kernel)

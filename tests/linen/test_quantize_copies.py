@@ -17,7 +17,7 @@ import pytest
 import jaxfp8
 from jaxfp8.linen import _quantize, quantize
 
-from .quantized import RULES, A, B, Block, D, Model, assert_same, by_hand, by_rules, fp8, step, x
+from .quantized import RULES, A, B, Block, D, Model, assert_same, fp8, step, x
 
 try:
     import cloudpickle
@@ -128,33 +128,6 @@ def same_hash(*models):
     return outcome(lambda: hash(models[0]) == hash(models[1]))
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_run_as_the_original(how):
-    plain, rules = MODELS["setup"]
-    quantized = quantize(plain, rules)
-    copied = COPIES[how](quantized)
-    variables = quantized.init(jax.random.key(0), x())
-    assert len(jax.tree.leaves(variables["_overwrite_with_gradient"])) == 24
-    assert_same(copied.init(jax.random.key(0), x()), variables)
-    assert_same(step(copied)(variables, x()), step(quantized)(variables, x()))
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_of_models_around_models_with_rules(how):
-    outer = nn.Sequential([quantize(Block(), BLOCK_RULES), Block()])
-    copied = COPIES[how](outer)
-    assert copied == outer and type(copied.layers[0]) is type(outer.layers[0])
-    assert_same(copied.init(jax.random.key(0), x()), outer.init(jax.random.key(0), x()))
-
-
-@pytest.mark.parametrize("how", ["copy", "deepcopy"])
-def test_copies_of_bound_models(how):
-    variables = by_hand().init(jax.random.key(0), x())
-    bound, hand = by_rules().bind(variables), by_hand().bind(variables)
-    assert_same(COPIES[how](bound)(x()), COPIES[how](hand)(x()))
-    assert_same(COPIES[how](bound.shared)(x()), COPIES[how](hand.shared)(x()))
-
-
 IN_ANOTHER_PROCESS = """
 import pickle, sys
 import jax, numpy as np
@@ -165,24 +138,10 @@ pickle.dump(list(map(np.asarray, jax.tree.leaves((variables, step(model)(variabl
 """
 
 
-def assert_runs_in_another_process(quantized, pickled):
-    variables = quantized.init(jax.random.key(0), x())
-    wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
-    got = another_process.run(IN_ANOTHER_PROCESS, pickled)
-    for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
-        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
-
-
 @pytest.mark.slow
-def test_pickle_in_another_process():
-    quantized = quantize(Block(), BLOCK_RULES)
-    assert_runs_in_another_process(quantized, pickle.dumps((quantized, x())))
-
-
-@pytest.mark.slow
-@needs_cloudpickle
-def test_cloudpickle_in_another_process():
-    """Of a class that only this function knows, and a recipe with a function of its own."""
+@pytest.mark.parametrize("pickler", [pickle, pytest.param(cloudpickle, marks=needs_cloudpickle)])
+def test_in_another_process(pickler):
+    """cloudpickle: of a class that only this function knows, and a recipe with a function of its own."""
 
     class Local(nn.Module):
         @nn.compact
@@ -190,8 +149,13 @@ def test_cloudpickle_in_another_process():
             return nn.Dense(D, name="mlp")(x)
 
     recipe = jaxfp8.DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history[0])
-    quantized = quantize(Local(), [("mlp", recipe)])
-    assert_runs_in_another_process(quantized, cloudpickle.dumps((quantized, x())))
+    local = quantize(Local(), [("mlp", recipe)])
+    quantized = quantize(Block(), BLOCK_RULES) if pickler is pickle else local
+    variables = quantized.init(jax.random.key(0), x())
+    wanted = jax.tree.leaves((variables, step(quantized)(variables, x())))
+    got = another_process.run(IN_ANOTHER_PROCESS, pickler.dumps((quantized, x())))
+    for i, (got_leaf, leaf) in enumerate(zip(got, wanted, strict=True)):
+        oracle.assert_bitwise(got_leaf, np.asarray(leaf), f"leaf {i}")
 
 
 def test_mutant_that_pickles_by_the_class_is_caught(monkeypatch):

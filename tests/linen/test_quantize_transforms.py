@@ -167,10 +167,6 @@ def test_blocks_in_nn_jit_outside_of_jit():
     assert_same(other.apply(variables, x()), hand.apply(variables, x()))
 
 
-def test_nn_jit_of_the_model():
-    compare_training(quantize(Jitted(), [("dense", A)]), Jitted(A), x(), steps=1)
-
-
 def test_path_that_nn_jit_cannot_see_is_refused():
     """Blocks in a field of a module in nn.remat have the path of that module in their flags."""
     hidden = nn.remat(nn.Sequential)([Jitted(), Jitted()])

@@ -155,8 +155,7 @@ def activation(y, size):
 
 
 activation.defvjp(
-    lambda y, size: (activation(y, size), size),
-    lambda size, ct: (jnp.clip(jnp.round(ct * 4) / 4, -7, 7) * size, None),
+    lambda y, size: (activation(y, size), size), lambda size, ct: (jnp.clip(jnp.round(ct * 4) / 4, -7, 7) * size, None)
 )
 
 

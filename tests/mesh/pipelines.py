@@ -14,7 +14,6 @@ import pathlib
 import pickle
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,29 +137,6 @@ def by_vmap():
     return make_step(differentiated(rotated(jax.vmap(layer))))
 
 
-class Stage(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        product = functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE)
-        return activation(nn.Dense(WIDTH, use_bias=False, dot_general_cls=product, name="dense")(x))
-
-
-def by_linen():
-    """`nn.vmap` over stages."""
-    model = nn.vmap(Stage, variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True})()
-
-    def stages(weights, state, held):
-        leaves = {
-            f"{operand}_{leaf}": getattr(getattr(state, operand), leaf)
-            for operand in ("input", "kernel", "output_grad")
-            for leaf in ("amax_history", "scale")
-        }
-        variables = {"params": {"dense": {"kernel": weights}}, OWG: {"dense": {"Fp8DotGeneral_0": leaves}}}
-        return model.apply(variables, held)
-
-    return make_step(differentiated(rotated(stages)))
-
-
 def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), skipping=False):
     """Each device runs its stage, and sends what it has to the device with the next one.
 
@@ -204,7 +180,6 @@ def by_ppermute(checked, recipe=RECIPE, inside=True, manual=("stage", "data"), s
 
 PROGRAMS = {
     "vmap": by_vmap,
-    "nn.vmap": by_linen,
     "shard_map": functools.partial(by_ppermute, checked=True),
     "shard_map, gradient outside": functools.partial(by_ppermute, checked=True, inside=False),
     "shard_map, pipeline_axes": functools.partial(by_ppermute, checked=True, recipe=STAGED),

@@ -152,29 +152,3 @@ def test_separate_reductions_are_caught(monkeypatch):
     text = compiled("auto", "all")
     with pytest.raises(ValueError):
         check_amaxes(text, "all")
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        "replica_groups={{0,2},{1,3},{4,6},{5,7}}",
-        "replica_groups=[4,2]<=[2,2,2]T(0,2,1)",
-        "replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}",
-        "replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(0,2,1)) {'c'}",
-    ],
-)
-def test_the_reader_of_programs(written):
-    """Collectives as XLA writes them: several results, and each way to name groups of devices."""
-    text = f"""
-%region_7.3 (a: f32[], b: f32[]) -> f32[] {{
-  ROOT %maximum.1 = f32[] maximum(%a, %b)
-}}
-
-ENTRY %main.9_spmd (param: f32[8]) -> f32[] {{
-  %all-reduce.1 = (f32[1]{{0}}, /*index=1*/u8[4,16]{{1,0}}) all-reduce(%x, %y), {written}, to_apply=%region_7.3
-}}
-"""
-    (found,) = hlo.collectives(text)
-    groups = tuple(map(frozenset, ((0, 2), (1, 3), (4, 6), (5, 7))))
-    assert found.groups == groups and found.is_amax and found.computation == "main.9_spmd"
-    assert found.results == (("f32", (1,)), ("u8", (4, 16))) and found.bytes == 4 + 64

@@ -92,38 +92,9 @@ def test_padded_shards_are_caught(monkeypatch):
         train_uneven("contracted", (10, 12, 14))
 
 
-@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_tensors(kind, shape):
-    """Zeros, and state that was not touched."""
-    mesh = line(kind)
-    state = jaxfp8.init_state(cases.RECIPE)
-    for cut in ("rows", "columns", "contracted"):
-        tensors, (x_spec, kernel_spec, y_spec) = one_product(*shape), CUTS[cut]
-        _, (of_state, *_) = wanted = jax.jit(step)(*tensors, state)
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_state))
-        with jax.set_mesh(mesh):
-            run = jax.jit(functools.partial(step, out=y_spec if kind == "explicit" else None))
-            placed = [cases.put(*pair) for pair in zip(tensors, [mesh] * 3, (x_spec, kernel_spec, y_spec), strict=True)]
-            cases.assert_same(run(*placed, cases.put(state, mesh, P())), wanted, f"{kind} {cut} {shape}")
-
-
 def steps(run, weights, state, batches):
     """Three steps of `cases.mlp`."""
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")
-
-
-@pytest.mark.parametrize(
-    "kind, shape",
-    [("explicit", (1, 1, 1)), ("auto", (4, 1, 1))]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("auto", (1, 1, 1)), ("explicit", (1, 2, 4)))],
-)
-def test_axes_of_size_one(kind, shape):
-    mesh = cases.mesh(kind, shape)
-    with jax.set_mesh(mesh):
-        weights, state, batches = cases.arguments(mesh, LAYOUT)
-        run = cases.train(cases.jitted(mesh, LAYOUT), weights, state, batches[:3])
-    cases.assert_same(run, cases.reference(steps=3), f"{kind} {shape}")
 
 
 @pytest.mark.varied
@@ -135,35 +106,6 @@ def test_without_set_mesh(kind, context):
     mesh = cases.mesh(kind)
     with mesh if context == "with mesh" else contextlib.nullcontext():
         steps(cases.jitted(mesh, LAYOUT), *cases.arguments(mesh, LAYOUT))
-
-
-def test_shardings_of_arguments_only():
-    """Of arrays that lie on the mesh; and of `in_shardings`, for arrays that do not."""
-    mesh = cases.mesh()
-    steps(jax.jit(cases.make_step()), *cases.arguments(mesh, LAYOUT))
-    run = jax.jit(cases.make_step(), in_shardings=cases.shardings(mesh, (LAYOUT.weights, P(), LAYOUT.batch)))
-
-    def from_host(weights, state, batch):
-        return jax.device_get(run(weights, state, batch))
-
-    steps(from_host, cases.weights(), cases.state(), cases.batches())
-
-
-def test_compiled_ahead_of_time():
-    mesh = cases.mesh("explicit")
-    weights, state, batches = cases.arguments(mesh, LAYOUT)
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (weights, state, batches[0])
-    )
-    steps(cases.jitted(mesh, LAYOUT).lower(*shapes).compile(), weights, state, batches)
-
-
-def test_donated():
-    mesh = cases.mesh()
-    weights, state, batches = cases.arguments(mesh, LAYOUT)
-    results = cases.shardings(mesh, (LAYOUT.weights, P(), P()))
-    steps(jax.jit(cases.step_on(mesh, LAYOUT), out_shardings=results, donate_argnums=(0, 1)), weights, state, batches)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((weights, state)))
 
 
 @pytest.mark.parametrize(
@@ -191,18 +133,9 @@ def test_outside_of_jit():
 
 
 @pytest.mark.varied
-@pytest.mark.parametrize("spmd_axis_name", [None, "data"])
-@pytest.mark.parametrize("kind, own", [("auto", ""), ("auto", "kernel"), ("auto", "state"), ("auto", "kernel, state")])
-def test_vmap_auto(kind, own, spmd_axis_name):
-    train_members(kind, own, spmd_axis_name)
-
-
+@pytest.mark.parametrize("kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)])
 @pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
-def test_vmap_explicit(own):
-    train_members("explicit", own, None)
-
-
-def train_members(kind, own, spmd_axis_name):
+def test_vmap(own, kind, spmd_axis_name):
     """A batch over "data", of x and of what its members own; rows are cut over "fsdp", columns over "tp"."""
     mesh, members = cases.mesh(kind), 4
     in_axes = (0, 0 if "kernel" in own else None, 0 if "state" in own else None)

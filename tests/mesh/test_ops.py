@@ -87,24 +87,6 @@ def test_product(spec, extra):
     expected.check(product(put(a, spec), put(b, P("fsdp")), options), f"a {spec}, b by rows")
 
 
-def test_members_with_scales_of_their_own():
-    x, scales = values(4, 6, 10), np.float32([1, 2, 4, 0.5])
-    quantize = jax.jit(jax.vmap(lambda x, scale: ops.quantize(x, scale, FORMAT.dtype)))
-    data, tops = quantize(put(x, P("data", "tp")), put(scales, P("data")))
-    for i in range(4):
-        assert_all_bitwise((data[i], tops[i]), oracle.quantize(x[i], scales[i], FORMAT), f"member {i}")
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_amax_so_far(spec):
-    """The largest of what was there and of all shards."""
-    x, scale = values(4, 6, 10), np.float32(3)
-    for amax in np.float32([0, 1, 100]):
-        for op in (ops.quantize, ops.quantize_transpose):
-            *_, top = jax.jit(lambda x, a, op=op: op(x, scale, FORMAT.dtype, amax=a))(put(x, spec), amax)
-            oracle.assert_bitwise(np.asarray(top), np.maximum(amax, oracle.amax(x)), f"{op.__name__}, {amax}")
-
-
 @pytest.mark.parametrize("spec", [P(), *SPECS[:3], P(("data", "tp"), "fsdp")], ids=str)
 def test_counts(spec):
     """Each device counts its shard; one sum over the devices makes them counts of the tensor."""

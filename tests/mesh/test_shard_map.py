@@ -126,46 +126,20 @@ def test_gradient_outside(name):
     cases.assert_same(run, cases.reference(), f"{name}, outside")
 
 
-@MOSTLY_CHECKED
-def test_explicit_mesh(checked):
-    mesh, layout = cases.mesh("explicit"), cases.LAYOUTS["all"]
-    run = train(step_inside(mesh, layout, checked), mesh, layout)
-    cases.assert_same(run, cases.reference(), "explicit")
+OTHERS = {
+    "explicit mesh": ("explicit", RECIPE, True),
+    "first step current": ("auto", CURRENT, True),  # of the whole tensor, though devices see shards
+    "products without state": ("auto", RECIPE, False),
+}
 
 
 @MOSTLY_CHECKED
-def test_first_step_current(checked):
-    """The first scale is that of the whole tensor, though a conditional decides and devices see shards."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
-    run = train(step_inside(mesh, layout, checked, CURRENT), mesh, layout, CURRENT, steps=2)
-    cases.assert_same(run, cases.reference(CURRENT, steps=2), "first step current")
-
-
-@MOSTLY_CHECKED
-def test_products_without_state(checked):
-    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
-    run = train(step_inside(mesh, layout, checked), mesh, layout, with_state=False)
-    cases.assert_same(run, cases.reference(with_state=False), "products without state")
-
-
-@MOSTLY_CHECKED
-def test_nan_on_one_device(checked):
-    """The loss shows it, no history does, and each device is left with the state of one device."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
-    batches = [jax.tree.map(np.copy, batch) for batch in cases.batches()[:4]]
-    batches[2].x[5, 3, 7] = np.nan
-    wanted = cases.train(jax.jit(cases.make_step()), cases.weights(), cases.state(), batches[:3])
-    assert np.isnan(wanted.losses[2]) and wanted.state["w1"].input.amax_history[0] == 0
-    step = jax.jit(step_inside(mesh, layout, checked))
-    placed = [cases.put(batch, mesh, layout.batch) for batch in batches]
-    run = cases.train(
-        step, cases.put(cases.weights(), mesh, layout.weights), cases.put(cases.state(), mesh, P()), placed[:3]
-    )
-    cases.assert_same(run, wanted, "with a NaN")
-    after = step(cases.put(cases.weights(), mesh, layout.weights), run.state, placed[3])
-    wanted = jax.jit(cases.make_step())(cases.weights(), wanted.state, batches[3])
-    assert np.isfinite(wanted[2])
-    cases.assert_same(after, wanted, "the step after")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_programs(name, checked):
+    kind, recipe, with_state = OTHERS[name]
+    mesh, layout = cases.mesh(kind), cases.LAYOUTS["all"]
+    run = train(step_inside(mesh, layout, checked, recipe), mesh, layout, recipe, with_state)
+    cases.assert_same(run, cases.reference(recipe, with_state), name)
 
 
 # ------------------------------------------------------------------------------------------------------ other programs
@@ -181,13 +155,11 @@ def in_microbatches(loss, count=2):
     return total
 
 
-WRAPPERS = {
-    "remat": jax.checkpoint,
-    "microbatches": in_microbatches,
-    "microbatches of remat": lambda loss: in_microbatches(
-        jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
-    ),
-}
+def remat_in_microbatches(loss):
+    return in_microbatches(jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable))
+
+
+WRAPPERS = {"remat": jax.checkpoint, "microbatches": in_microbatches, "microbatches of remat": remat_in_microbatches}
 
 
 def wrapped(wrap, loss):
@@ -222,40 +194,17 @@ def test_constants_inside_of_the_map(name, constant):
 
 
 @pytest.mark.varied
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@CHECKED
-def test_inside_of_the_map(checked, wrap):
-    mesh, layout = cases.mesh(), cases.LAYOUTS["tp"]
-    loss = wrapped(wrap, local_loss(layout, checked))
-    run = train(step_inside(mesh, layout, checked, loss=loss), mesh, layout)
-    cases.assert_same(run, cases.reference(), "inside")
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_around_the_map(wrap):
-    mesh, layout = cases.mesh(), cases.LAYOUTS["tp"]
-    run = train(step_outside(mesh, layout, True, around=functools.partial(wrapped, wrap)), mesh, layout)
-    cases.assert_same(run, cases.reference(), "around")
-
-
-@MOSTLY_CHECKED
-def test_steps_in_a_scan(checked):
-    """All steps in one program: what a step leaves is what the next one takes, in type as well."""
-    mesh, layout = cases.mesh(), cases.LAYOUTS["all"]
-    one = step_inside(mesh, layout, checked)
-
-    def all_steps(weights, state, batches):
-        def body(carry, batch):
-            *carry, loss = one(*carry, batch)
-            return carry, loss
-
-        (weights, state), losses = lax.scan(body, [weights, state], batches)
-        return cases.Run(weights, state, list(losses))
-
-    with jax.set_mesh(mesh):
-        weights, state, batches = cases.arguments(mesh, layout)
-        run = jax.jit(all_steps)(weights, state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches))
-    cases.assert_same(run, cases.reference(), "scan of steps")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
+def test_wrapped(where, wrap):
+    """Inside of the map, or around it."""
+    mesh, layout, around = cases.mesh(), cases.LAYOUTS["tp"], functools.partial(wrapped, WRAPPERS[wrap])
+    if where == "around":
+        step = step_outside(mesh, layout, True, around=around)
+    else:
+        checked = where == "check_vma"
+        step = step_inside(mesh, layout, checked, loss=around(local_loss(layout, checked)))
+    cases.assert_same(train(step, mesh, layout), cases.reference(), where)
 
 
 @MOSTLY_CHECKED

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 from fused import cases
 from jax import lax
@@ -12,14 +11,7 @@ from jaxfp8 import ops
 from jaxfp8.dot import _dot_general, _fused_input
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 
 def compare() -> None:
@@ -113,10 +105,6 @@ def forgets_functions():
     yield
     for cached in (_fused_input._activate, _fused_input._normalize):
         cached.cache_clear()
-
-
-def test_the_package_passes():
-    compare()
 
 
 @pytest.mark.usefixtures("forgets_functions")

@@ -20,29 +20,14 @@ from jaxfp8.dot import _gemms
 from jaxfp8.numerics import _scaling
 from jaxfp8.recipes import _tensorwise
 
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 HISTORY = 4
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 def compare_steps(recipe=None, options=None) -> None:
     """A run with every event against the oracle: raises AssertionError at the first difference."""
     recipe = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY)
     compare_run(recipe, scripted_run(np.float32), options)
-
-
-def compare_codes() -> None:
-    """quantize against the oracle over rounding boundaries and corner cases."""
-    for fmt in cases.FORMATS:
-        x = np.concatenate([oracle.rounding_probes(fmt), oracle.f32_corner_cases(), np.float32([1e30, -1e30])])
-        for scale in np.float32([1, 0.3, 2.0**126]):
-            cases.assert_quantized(ops.quantize(x, scale, cases.dtype_of(fmt)), x, scale, fmt)
 
 
 # --------------------------------------------------------------------------------------------------- mutants of a step
@@ -201,11 +186,6 @@ STEP_MUTANTS = {
     "bad values saturate": op_mutant(lambda x, scale: (jnp.nan_to_num(x), scale)),
     "no clamp of the scale": unclamped_scale,
 }
-
-
-def test_the_package_itself_passes():
-    compare_steps()
-    compare_codes()
 
 
 @pytest.mark.parametrize("install", STEP_MUTANTS.values(), ids=STEP_MUTANTS)

@@ -29,6 +29,7 @@ bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
 
 // A double has 53 >= 2 * 24 + 2 bits: rounding its quotient once more gives the correctly rounded float.
 float ExpectedScale(double amax, double stored, double numerator) {
+  if (amax < 0 || stored < 0) return Float(0x7fc00000u);
   constexpr double kLargest = std::numeric_limits<float>::max();
   if (amax > 0 && std::isfinite(amax)) {
     const double smallest = std::max(numerator / 0x1p126, 0x1p-126);
@@ -47,6 +48,10 @@ void CheckScales(const std::vector<float>& amax, const std::vector<float>& store
   bool normal = true;
   for (int64_t i = 0; i < count; ++i) {
     expected[i] = ExpectedScale(amax[i], stored[i], numerator);
+    if (std::isnan(expected[i])) {
+      expected_inv[i] = expected[i];
+      continue;
+    }
     expected_inv[i] = static_cast<float>(1 / static_cast<double>(expected[i]));
     normal = normal && std::isnormal(expected[i]) && std::isnormal(expected_inv[i]);
   }

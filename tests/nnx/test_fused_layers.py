@@ -98,15 +98,6 @@ def test_linen_and_nnx_agree(name, dtype):
         assert y.dtype == dtype
 
 
-def test_kernels_are_initialized_as_those_of_one_dimension():
-    size = int(np.prod(FEATURES))
-    ours, theirs = Linear(WIDTH, FEATURES, rngs=nnx.Rngs(3)), nnx.Linear(WIDTH, size, rngs=nnx.Rngs(3))
-    oracle.assert_bitwise(ours.kernel.get_value().reshape(WIDTH, size), theirs.kernel.get_value(), "kernel")
-    mlp = GatedMLP(WIDTH, HIDDEN, param_dtype=BF16, rngs=nnx.Rngs(0))
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(mlp, nnx.Param))} == {BF16}
-    assert mlp.wi.bias is None and mlp.wo.kernel.get_value().shape == (HIDDEN, WIDTH)
-
-
 def one(name, rngs):
     options = {"recipe": RECIPE, "rngs": rngs}
     if name == "dense":
@@ -114,24 +105,6 @@ def one(name, rngs):
     if name.endswith("mlp"):
         return GatedMLP(WIDTH, HIDDEN, 7, activation=name.split()[0], **options)
     return NormDense(WIDTH, FEATURES, kind=name.split()[0], **options)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stacked_layers(name):
-    """nnx.vmap over layers: each has its own parameters and state."""
-
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def make(rngs):
-        return one(name, rngs)
-
-    models = make(nnx.Rngs(0))
-    x = inputs()
-    y = nnx.vmap(lambda model: model(x))(models)
-    graph, state = nnx.split(models)
-    for i in range(3):
-        model = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
-        np.testing.assert_allclose(y[i], model(x), rtol=2.0**-20, atol=2.0**-18)  # XLA sums up WIDTH terms in f32
 
 
 def test_errors():

@@ -68,27 +68,6 @@ def test_five_steps(make):
     assert_plain(layer)
 
 
-def test_loop_under_jit():
-    """The loop of the documentation, with the optimizer as an argument; the optimizer holds nothing of the state."""
-    layer, state = linear(), oracle.LayerState.init(H)
-    optimizer = jaxfp8.nnx.Optimizer(layer, HARSH)
-    plain = nnx.Optimizer(layer, HARSH, wrt=nnx.Param)
-    assert len(jax.tree.leaves(nnx.state(optimizer))) == len(jax.tree.leaves(nnx.state(plain)))
-
-    @nnx.jit
-    def step(layer, optimizer, x, grad):
-        loss, gradients = jaxfp8.nnx.value_and_grad(use)(layer, x, grad)
-        optimizer.update(layer, gradients)
-        return loss
-
-    for i in range(5):
-        (x,), (grad,) = operands(i, 1)
-        state = oracle.dense_step(x, np.asarray(layer.kernel.get_value()), grad, state).state
-        assert np.isfinite(step(layer, optimizer, x, grad))
-        assert_state(layer.dot_general, state, f"step {i}")
-    assert optimizer.step.get_value() == 5
-
-
 @pytest.mark.parametrize("how", ["MultiSteps", "accumulate_gradients"])
 def test_microbatches_make_one_entry(how):
     """The max over the microbatches, once per optimizer step."""
@@ -115,28 +94,6 @@ def test_microbatches_make_one_entry(how):
         state = expected_state([(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)], state)
         assert_state(layer.dot_general, state, f"step {i}")
         assert not np.array_equal(kernel, layer.kernel.get_value())
-
-
-def test_layers_that_did_not_run_keep_their_state():
-    layers = nnx.List(linear(seed) for seed in range(2))
-    optimizer = jaxfp8.nnx.Optimizer(layers, optax.sgd(0.1))
-    (x,), (grad,) = operands(0, 1)
-    kernel = np.asarray(layers[0].kernel.get_value())
-    optimizer.update(layers, jaxfp8.nnx.grad(lambda layers: use(layers[0], x, grad))(layers))
-    assert_state(layers[0].dot_general, oracle.dense_step(x, kernel, grad, oracle.LayerState.init(H)).state, "ran")
-    assert_state(layers[1].dot_general, oracle.LayerState.init(H), "did not")
-
-
-def test_not_finite():
-    """A NaN in x never enters the state, and the model is back the step after."""
-    layer, state = linear(), oracle.LayerState.init(H)
-    for bad in (False, True, False):
-        (x,), (grad,) = operands(0, 1)
-        x[0, 0] = np.nan if bad else x[0, 0]
-        kernel = np.asarray(layer.kernel.get_value())
-        jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
-        state = oracle.dense_step(x, kernel, grad, state).state
-        assert_state(layer.dot_general, state, f"bad: {bad}")
 
 
 def test_argnums():

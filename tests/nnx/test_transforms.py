@@ -19,22 +19,6 @@ def each(use):
     return lambda layer, xs, grads: sum(use(layer, x, grad) for x, grad in zip(xs, grads, strict=True))
 
 
-def test_split_state_and_jax_grad():
-    """The functional way: `nnx.split`, `jax.grad` of the state, `nnx.merge`."""
-    layer = linear()
-    graphdef, state, params = nnx.split(layer, OverwriteWithGradient, ...)
-    xs, grads = operands(0, USES)
-
-    @jax.jit
-    def gradient(state):
-        return jax.grad(lambda state: each(use)(nnx.merge(graphdef, state, params), xs, grads))(state)
-
-    nnx.update(layer, gradient(state))
-    kernel = np.asarray(layer.kernel.get_value())
-    uses = [(x, kernel, grad) for x, grad in zip(xs, grads, strict=True)]
-    assert_state(layer.dot_general, expected_state(uses, oracle.LayerState.init(H)), "split")
-
-
 def test_state_as_argument():
     """A split model's `nnx.State` in place of the module, with uses that only the cast at the top can combine."""
     layer = linear()

@@ -62,19 +62,16 @@ def run_target(call, prefix: str = "", **options):
 AMAXES_SO_FAR = np.float32([0, 2.0**-149, 1e-3, 1e30, np.inf])
 
 
+def assert_codes(name, got, x, scale, fmt: oracle.Format, what: str) -> None:
+    """Compares the results of `quantize` or `quantize_transpose` with the oracle."""
+    results = ("data", "data_t", "amax") if name == "quantize_transpose" else ("codes", "amax")
+    for value, expected, result in zip(got, getattr(oracle, name)(x, scale, fmt), results, strict=True):
+        assert_bitwise(value, expected, f"{what}: {name}: {result} at scale {scale!r}")
+
+
 def assert_quantized(got, x, scale, fmt: oracle.Format, what: str = "quantize") -> None:
-    """`got` is the (data, amax) of an op; compares both with the oracle."""
-    codes, top = oracle.quantize(x, scale, fmt)
-    assert_bitwise(got[0], codes, f"{what}: codes at scale {scale!r}")
-    assert_bitwise(got[1], top, f"{what}: amax at scale {scale!r}")
-
-
-def assert_transposed(got, x, scale, fmt: oracle.Format, what: str = "quantize_transpose") -> None:
-    """`got` is the (data, data_t, amax) of an op; compares all with the oracle."""
-    for value, expected, name in zip(
-        got, oracle.quantize_transpose(x, scale, fmt), ("data", "data_t", "amax"), strict=True
-    ):
-        assert_bitwise(value, expected, f"{what}: {name} at scale {scale!r}")
+    """`got` is the (data, amax) of `quantize`; compares both with the oracle."""
+    assert_codes("quantize", got, x, scale, fmt, what)
 
 
 def accumulation(implementation: str, precise: bool = False) -> dict:

@@ -1,15 +1,33 @@
 """The implementations of every op as one fixture: one body, several backends."""
 
+import contextlib
+
 import jax
 import pytest
 
+from cuda import emulated
 from jaxfp8 import ops
 
+EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
+ALL = ("ffi", "reference", EMULATED, pytest.param("cuda", marks=pytest.mark.gpu))
 
-@pytest.fixture(params=["ffi", "reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+def pytest_generate_tests(metafunc):
+    """Run a test for all implementations or those that its module names: "cpu" and "gpu" are the defaults there."""
+    if "implementation" in metafunc.fixturenames:
+        metafunc.parametrize("implementation", getattr(metafunc.module, "IMPLEMENTATIONS", ALL), indirect=True)
+
+
+@pytest.fixture
 def implementation(request):
-    """Runs the test under one implementation of the ops; "cuda" is the custom calls on the first GPU."""
+    """Runs the test under one implementation of the ops.
+
+    "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU.
+    """
     name = request.param
-    device = jax.devices("gpu" if name == "cuda" else "cpu")[0]
-    with jax.default_device(device), ops.implementation("ffi" if name == "cuda" else name):
+    device = jax.devices("gpu" if name in ("cuda", "gpu") else "cpu")[0]
+    selected = {"cuda": "ffi", "cpu": None, "gpu": None}.get(name, name)
+    with jax.default_device(device), contextlib.ExitStack() as stack:
+        if selected:
+            stack.enter_context(emulated.ops() if name == "emulated" else ops.implementation(selected))
         yield name

@@ -9,7 +9,7 @@ from jaxfp8 import ops
 
 from . import cases
 
-ABSENT = np.array([0, -0.0, -1, np.inf, -np.inf, np.nan], np.float32)
+ABSENT = np.array([0, -0.0, np.inf, np.nan, -np.nan, 0], np.float32)
 
 
 def convert(amax, stored, fp8_max=448.0, margin=0.0):
@@ -48,17 +48,9 @@ def test_absent_amaxes_and_scales(implementation):
     np.testing.assert_array_equal(convert(np.full(6, 448, np.float32), ABSENT)[0], np.ones(6, np.float32))
 
 
-def test_both_are_normal_numbers(implementation):
-    tiny_to_huge = np.array([2.0**-149, 1e-38, 1e-30, 1, 1e30, 3e38], np.float32)
-    for amax in (tiny_to_huge, np.zeros(6, np.float32)):
-        for margin in (-64, 0, 64):
-            for result in convert(amax, tiny_to_huge, 57344.0, margin):
-                assert (result >= 2.0**-126).all() and (result <= 2.0**126).all()
-
-
-def test_the_inverse_is_of_the_rounded_scale(implementation):
-    """a / (b / c) as a * c / b rounds differently for about a third of these amaxes: XLA rewrites it so."""
-    amax = np.random.default_rng(2).uniform(1e-3, 1e3, 10_000).astype(np.float32)
-    scale, inverse = convert(amax, np.ones_like(amax))
-    np.testing.assert_array_equal(inverse, 1 / scale)
-    assert (1 / scale != amax / np.float32(448)).mean() > 0.2
+def test_below_zero(implementation):
+    """Only an optimizer's step on the state makes it: no scale, whatever the other number is."""
+    below = np.float32([-1, -np.inf, -(2.0**-149), -1e-38, -3e38, -448])
+    for other in (np.full(6, 448, np.float32), ABSENT, below):
+        for pair in ((below, other), (other, below)):
+            assert all(np.isnan(result).all() for result in convert(*pair))

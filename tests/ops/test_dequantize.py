@@ -23,7 +23,8 @@ def check_rows(codes, scales, dtype, what):
 @FORMATS
 @DTYPES
 def test_every_code_at_every_scale(implementation, dtype, fmt):
-    check_rows(oracle.all_codes(fmt), cases.SCALES, dtype, "scale_inv")
+    scales = np.concatenate([cases.SCALES, cases.STRANGE_SCALES])
+    check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
 @FORMATS
@@ -34,12 +35,6 @@ def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt)
     rng = np.random.default_rng(23)
     scales = np.concatenate([subnormal, np.float32(2.0 ** rng.uniform(-142, -110, 60)), np.float32([2.0**-24, 6e-9])])
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
-
-
-@FORMATS
-@DTYPES
-def test_strange_scales(implementation, dtype, fmt):
-    check_rows(oracle.all_codes(fmt), cases.STRANGE_SCALES, dtype, "strange scale_inv")
 
 
 @pytest.mark.varied
@@ -61,13 +56,3 @@ def test_sliced_and_transposed_operands(implementation, fmt):
     for name, view in views.items():
         got = jax.jit(lambda x, s, view=view: ops.dequantize(view(x), s, np.float32))(codes, np.float32(3))
         cases.assert_bitwise(got, oracle.dequantize(view(codes), np.float32(3), np.float32), name)
-
-
-@FORMATS
-def test_round_trip_of_every_finite_code(implementation, fmt):
-    codes = oracle.all_codes(fmt)
-    codes = codes[np.isfinite(oracle.widen(codes))]
-    for scale in np.float32([1, 2.0**-20, 2.0**60]):
-        wide = ops.dequantize(codes, np.float32(1) / scale, np.float32)
-        again, _ = ops.quantize(wide, scale, cases.dtype_of(fmt))
-        cases.assert_bitwise(again, codes, f"round trip at {scale}")

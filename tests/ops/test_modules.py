@@ -135,29 +135,13 @@ def test_a_module_that_is_not_there(installation, report, reason):
 
 
 @NATIVE
-def test_a_whole_module_has_no_fault():
-    assert _elf.fault(MODULE) == ""
-
-
-@NATIVE
 def test_every_shorter_file_has_a_fault(tmp_path):
     """At any length; below 64 bytes there is no header, and without its first bytes the loader refuses the file."""
     data, path = Path(MODULE).read_bytes(), tmp_path / "module.so"
+    assert _elf.fault(MODULE) == ""
     for size in [0, *range(6, 300, 7), *range(300, len(data), len(data) // 300), len(data) - 1]:
         path.write_bytes(data[:size])
         assert _elf.fault(str(path)), size
-
-
-@NATIVE
-@pytest.mark.parametrize("where", ["text", "data"])
-def test_segments_count_where_there_is_no_section_table(tmp_path, where):
-    path = tmp_path / "module.so"
-    data = bytearray(Path(MODULE).read_bytes())
-    data[40:48], data[60:62] = bytes(8), bytes(2)
-    path.write_bytes(data)
-    assert _elf.fault(str(path)) == ""
-    path.write_bytes(data[: cut(where)])
-    assert "truncated" in _elf.fault(str(path))
 
 
 def test_old_modules_are_not_registered(monkeypatch):

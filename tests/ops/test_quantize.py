@@ -1,4 +1,5 @@
-"""quantize: codes and amax bitwise against the oracle, over every input code, every rounding boundary, every scale."""
+"""quantize and quantize_transpose: codes and amax bitwise against the oracle, over every input code, rounding boundary
+and scale; the tiles' ragged edges, the amax so far, the column sums."""
 
 import jax
 import numpy as np
@@ -6,78 +7,73 @@ import oracle
 import pytest
 
 from jaxfp8 import ops
+from jaxfp8.ops._quantize import quantize_with
+from jaxfp8.ops._quantize_transpose import quantize_transpose_with
 
 from . import cases
 
 FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
 DTYPES = pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
+NAMES = pytest.mark.parametrize("name", ["quantize", "quantize_transpose"])
+E4M3 = cases.dtype_of(oracle.E4M3)
+TWO = np.float32(2)
 
 
-def check_rows(x, scales, fmt, what):
-    """One call for all scales: x is `[n]` for every scale, or `[scales, n]`."""
-    shared = x.ndim == 1
-    batched = jax.vmap(lambda x, scale: ops.quantize(x, scale, cases.dtype_of(fmt)), (None if shared else 0, 0))
-    data, top = (np.asarray(out) for out in batched(x, scales))
+def check_rows(name, x, scales, fmt, what):
+    """One call for all scales: x is `[n]` for every scale, or `[scales, n]`; as a matrix for quantize_transpose."""
+    if name == "quantize_transpose":
+        rows = 31 if x.shape[-1] > 1000 else 7
+        x = x[..., : x.shape[-1] // rows * rows].reshape(*x.shape[:-1], rows, -1)
+    shared = x.ndim == 1 + (name == "quantize_transpose")
+    run = jax.vmap(lambda x, scale: getattr(ops, name)(x, scale, cases.dtype_of(fmt)), (None if shared else 0, 0))
+    outputs = [np.asarray(out) for out in run(x, scales)]
     for i, scale in enumerate(scales):
-        cases.assert_quantized((data[i], top[i]), x if shared else x[i], scale, fmt, what)
+        cases.assert_codes(name, [out[i] for out in outputs], x if shared else x[i], scale, fmt, what)
 
 
+@NAMES
 @FORMATS
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
-def test_every_half_code_at_every_scale(implementation, dtype, fmt):
-    check_rows(oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code")
+def test_every_half_code_at_every_scale(implementation, dtype, fmt, name):
+    check_rows(name, oracle.all_half_codes(dtype), cases.SCALES, fmt, "every 16-bit code")
 
 
+@NAMES
 @FORMATS
-def test_every_rounding_boundary_and_its_neighbours(implementation, fmt):
-    check_rows(cases.probes_for(cases.SCALES, fmt), cases.SCALES, fmt, "rounding boundary")
+def test_every_rounding_boundary_and_its_neighbours(implementation, fmt, name):
+    check_rows(name, cases.probes_for(cases.SCALES, fmt), cases.SCALES, fmt, "rounding boundary")
 
 
+@NAMES
 @FORMATS
-def test_f32_corner_cases_at_every_scale(implementation, fmt):
-    check_rows(oracle.f32_corner_cases(2), cases.SCALES, fmt, "f32 corner case")
+def test_f32_corner_cases_at_every_scale(implementation, fmt, name):
+    """0, negative, infinite and NaN scales too: no recipe produces them; the rules still say what comes out."""
+    x = np.concatenate([oracle.f32_corner_cases(2), oracle.rounding_probes(fmt)])
+    check_rows(name, x, np.concatenate([cases.SCALES, cases.STRANGE_SCALES]), fmt, "f32 corner case")
 
 
+@NAMES
 @FORMATS
-def test_strange_scales(implementation, fmt):
-    """0, negative, infinite and NaN scales: no recipe produces them; the rules still say what comes out."""
-    x = np.concatenate([oracle.f32_corner_cases(3), oracle.rounding_probes(fmt)])
-    check_rows(x, cases.STRANGE_SCALES, fmt, "strange scale")
-
-
-@FORMATS
-def test_subnormal_scales(implementation, fmt):
+def test_subnormal_scales(implementation, fmt, name):
     """A scale below 2**-126 with x large enough to matter: the product is an ordinary number."""
     scales = np.uint32([1, 0x1000, 0x7FFFFF, 0x400000]).view(np.float32)
     x = np.concatenate([oracle.f32_corner_cases(4), np.float32([2.0**127, 3e38, -3e38, 2.0**100])])
-    check_rows(x, scales, fmt, "subnormal scale")
-
-
-@FORMATS
-@DTYPES
-def test_eager_without_vmap(implementation, dtype, fmt):
-    """The plain call, where one group holds all elements, with f32[] and f32[1] scales."""
-    x = cases.random_values((4099,), dtype, 5)
-    for scale in np.float32([1, 2.0**-9, 2.0**126, 0.3]):
-        for shaped in (scale, scale.reshape(1)):
-            got = ops.quantize(x, shaped, cases.dtype_of(fmt))
-            assert got[1].shape == ()
-            cases.assert_quantized(got, x, scale, fmt)
+    check_rows(name, x, scales, fmt, "subnormal scale")
 
 
 @pytest.mark.varied
+@NAMES
 @FORMATS
-def test_shapes(implementation, fmt):
-    for seed, shape in enumerate(cases.SHAPES):
-        x = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed)
-        cases.assert_quantized(ops.quantize(x, np.float32(3.7), cases.dtype_of(fmt)), x, np.float32(3.7), fmt)
-
-
-@FORMATS
-def test_empty(implementation, fmt):
-    for shape in cases.EMPTY_SHAPES:
-        x = np.zeros(shape, np.float32)
-        cases.assert_quantized(ops.quantize(x, np.float32(1), cases.dtype_of(fmt)), x, np.float32(1), fmt)
+def test_shapes(implementation, fmt, name):
+    """Of one call, with f32[] and f32[1] scales."""
+    shapes = (
+        cases.SHAPES + cases.EMPTY_SHAPES if name == "quantize" else cases.MATRIX_SHAPES + cases.EMPTY_MATRIX_SHAPES
+    )
+    for seed, shape in enumerate(shapes):
+        x, scale = cases.random_values(shape, cases.INPUT_DTYPES[seed % 3], seed), np.float32(3.7)
+        got = getattr(ops, name)(x, scale.reshape((1,) * (seed % 2)), cases.dtype_of(fmt))
+        assert got[-1].shape == ()
+        cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
 
 @pytest.mark.varied
@@ -90,41 +86,48 @@ def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
         for position, bad in ((0, np.nan), (size // 2, -np.inf), (size - 1, np.inf)):
             spoilt = x.copy()
             spoilt[position] = bad
-            got = ops.quantize(spoilt, np.float32(2), cases.dtype_of(fmt))
-            cases.assert_quantized(got, spoilt, np.float32(2), fmt, f"size {size}, position {position}")
+            got = ops.quantize(spoilt, TWO, cases.dtype_of(fmt))
+            cases.assert_quantized(got, spoilt, TWO, fmt, f"size {size}, position {position}")
             assert np.isnan(oracle.widen(got[0])).sum() == 1
 
 
-@pytest.mark.varied
 @FORMATS
 @DTYPES
-def test_sliced_and_transposed_operands(implementation, dtype, fmt):
+def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
+    x = cases.random_values((67, 131), dtype, 3, spread=1)
+    x[0, 0], x[66, 130], x[63, 64], x[64, 63], x[31, 130] = np.nan, np.inf, -np.inf, -np.nan, np.inf
+    got = ops.quantize_transpose(x, TWO, cases.dtype_of(fmt))
+    cases.assert_codes("quantize_transpose", got, x, TWO, fmt, "edges")
+    assert np.isnan(oracle.widen(got[0])).sum() == np.isnan(oracle.widen(got[1])).sum() == 5
+
+
+@pytest.mark.varied
+@NAMES
+@FORMATS
+@DTYPES
+def test_sliced_and_transposed_operands(implementation, dtype, fmt, name):
     """Views of a larger array, inside jit, where XLA may choose a column-major layout."""
     x = cases.random_values((66, 35), dtype, 11)
-    scale = np.float32(1.5)
     views = {
         "transposed": lambda x: x.T,
         "sliced": lambda x: x[3:60, 1:30],
         "strided": lambda x: x[::3, ::2],
         "reversed": lambda x: x[::-1],
-        "unaligned": lambda x: x.reshape(-1)[1:],
+        "unaligned": lambda x: x.reshape(-1)[1:1801].reshape(40, 45),
     }
-    everything = jax.jit(lambda x, s: [ops.quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()])
-    for got, (name, view) in zip(everything(x, scale), views.items(), strict=True):
-        cases.assert_quantized(got, view(x), scale, fmt, name)
+    quantize = getattr(ops, name)
+    everything = jax.jit(lambda x, s: [quantize(view(x), s, cases.dtype_of(fmt)) for view in views.values()])
+    for got, (what, view) in zip(everything(x, TWO), views.items(), strict=True):
+        cases.assert_codes(name, got, view(x), TWO, fmt, what)
 
 
-@FORMATS
-def test_same_bytes_on_every_run(implementation, fmt):
+@NAMES
+def test_same_bytes_on_every_run(implementation, name):
     """Large enough for several threads; amax must not depend on who finishes first."""
-    x = cases.random_values((1 << 20,), oracle.BF16, 13)
-    quantize = jax.jit(lambda x, s: ops.quantize(x, s, cases.dtype_of(fmt)))
-    first = quantize(x, np.float32(2))
-    cases.assert_quantized(first, x, np.float32(2), fmt)
-    for _ in range(3):
-        again = quantize(x, np.float32(2))
-        cases.assert_bitwise(again[0], first[0], "second run: codes")
-        cases.assert_bitwise(again[1], first[1], "second run: amax")
+    x = cases.random_values((1 << 9, 1 << 11), oracle.BF16, 13)
+    quantize = jax.jit(lambda x, s: getattr(ops, name)(x, s, E4M3))
+    for _ in range(4):
+        cases.assert_codes(name, quantize(x, TWO), x, TWO, oracle.E4M3, "again")
 
 
 @pytest.mark.slow
@@ -133,4 +136,99 @@ def test_every_half_code_at_two_thousand_random_scales(implementation, fmt):
     rng = np.random.default_rng(17)
     for dtype in (oracle.BF16, oracle.F16):
         for scales in np.split(np.float32(2.0 ** rng.uniform(-126, 127, 2048)), 32):
-            check_rows(oracle.all_half_codes(dtype), scales, fmt, "every 16-bit code")
+            check_rows("quantize", oracle.all_half_codes(dtype), scales, fmt, "every 16-bit code")
+
+
+# -------------------------------------------------------------------------------------------------------- amax so far
+
+
+@NAMES
+@FORMATS
+def test_the_amax_is_raised(implementation, fmt, name):
+    """The codes do not know of it. Empty arrays leave it as it is; f32[] or f32[1]; over a batch it is one."""
+    x = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1)
+    own = oracle.amax(x)
+    codes = oracle.quantize(x, TWO, fmt)[0]
+    for amax in cases.AMAXES_SO_FAR:
+        for shaped in (amax, amax.reshape(1)):
+            data, *_, top = getattr(ops, name)(x, TWO, cases.dtype_of(fmt), amax=shaped)
+            cases.assert_bitwise(top, np.maximum(amax, own), f"amax so far {amax}")
+            cases.assert_bitwise(data, codes, f"amax so far {amax}: codes")
+        *_, top = getattr(ops, name)(x[:0], TWO, cases.dtype_of(fmt), amax=amax)
+        cases.assert_bitwise(top, amax, f"empty, amax so far {amax}")
+
+
+@NAMES
+def test_the_amax_of_each_member(implementation, name):
+    quantize = getattr(ops, name)
+    x, amaxes = cases.random_values((3, 4, 6), np.float32, 29, spread=1), np.float32([0, 1e30, 2.0**-140])
+    *_, tops = jax.vmap(lambda x, a: quantize(x, TWO, E4M3, amax=a))(x, amaxes)
+    cases.assert_bitwise(tops, np.maximum(amaxes, [oracle.amax(member) for member in x]), "own amaxes")
+    *_, tops = jax.vmap(lambda a: quantize(x[0], TWO, E4M3, amax=a))(amaxes)
+    cases.assert_bitwise(tops, np.maximum(amaxes, oracle.amax(x[0])), "own amaxes, one x")
+
+
+@NAMES
+def test_the_amax_that_is_given_stays(implementation, name):
+    """It is raised in a copy where the program needs it otherwise."""
+    x, amax = np.float32([[3, -4]]), np.float32([1])
+    *_, raised, same = jax.jit(lambda x, a: (*getattr(ops, name)(x, np.float32(1), E4M3, amax=a), a))(x, amax)
+    cases.assert_bitwise(raised, np.float32(4), "raised")
+    cases.assert_bitwise(same, amax, "the operand")
+
+
+@NAMES
+def test_codes_alone(implementation, name):
+    """The codes, in the layouts that the op has, by its form without an amax."""
+    with_options, options = quantize_with, {"amax": None, "with_amax": False}
+    if name == "quantize_transpose":
+        with_options, options = quantize_transpose_with, options | {"rows": 1, "cols": 1, "column_sums": False}
+    x, scales = cases.random_values((3, 21, 41), oracle.BF16, 23, spread=1), np.float32([2, 0.5, 16])
+    *members, top = jax.vmap(lambda x, scale: with_options(x, scale, E4M3, **options))(x, scales)
+    assert top is None
+    for i, scale in enumerate(scales):
+        *expected, _ = getattr(oracle, name)(x[i], scale, oracle.E4M3)
+        for member, want in zip(members, expected, strict=True):
+            cases.assert_bitwise(member[i], want, f"member {i}")
+
+
+# -------------------------------------------------------------------------------------------------------- column sums
+
+# Around the 128 rows of a part, the 128 columns of a tile and the 64 of a block.
+SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
+
+
+@pytest.mark.varied
+@DTYPES
+def test_column_sums(implementation, dtype):
+    """The sums come beside results that do not know of them, and twice the same."""
+    for seed, shape in enumerate(SUM_SHAPES):
+        x = cases.random_values(shape, dtype, seed, spread=1)
+        run = jax.jit(lambda x: ops.quantize_transpose(x, TWO, oracle.E5M2.dtype, column_sums=True))
+        *others, sums = run(x)
+        cases.assert_codes("quantize_transpose", others, x, TWO, oracle.E5M2, f"{shape}")
+        oracle.assert_column_sums(sums, x, f"{shape}")
+        cases.assert_bitwise(run(x)[-1], sums, "the second time")
+
+
+def test_column_sums_of_bad_values(implementation):
+    """As in any sum: infinities stay, opposite ones and NaN make NaN, other columns know of nothing."""
+    x = np.ones((300, 70), np.float32)
+    x[5, 0], x[299, 1], x[0, 2], x[200, 2], x[131, 69] = np.inf, -np.inf, np.inf, -np.inf, np.nan
+    *_, sums = ops.quantize_transpose(x, np.float32(1), oracle.E5M2.dtype, column_sums=True)
+    expected = np.full(70, 300, np.float32)
+    expected[[0, 1, 2, 69]] = np.inf, -np.inf, np.nan, np.nan
+    np.testing.assert_array_equal(sums, expected)
+
+
+def test_column_sums_of_many_dimensions(implementation):
+    """Batches and members have sums of their own; rows and columns may be several dimensions."""
+    x = cases.random_values((2, 3, 5, 40, 6), oracle.BF16, 3, spread=1)
+
+    def sums(x, rows=2, cols=1):
+        return ops.quantize_transpose(x, TWO, oracle.E5M2.dtype, rows=rows, cols=cols, column_sums=True)[-1]
+
+    for got in (sums(x), jax.vmap(sums)(x), jax.vmap(jax.vmap(sums))(x)):
+        for i in np.ndindex(2, 3):
+            oracle.assert_column_sums(got[i], x[i].reshape(200, 6), f"batch {i}")
+    oracle.assert_column_sums(sums(x, 1, 3)[1].reshape(-1), x[1].reshape(3, -1), "three dimensions of columns")

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -46,7 +45,8 @@ def check(implementation, a, b, a_inv, b_inv, *, precise=False, out_dtype=oracle
 def test_shapes(implementation, a_fmt, b_fmt):
     """Every shape and output dtype, as one program."""
     b_inv = np.float32(B_INV / 64 if b_fmt is oracle.E5M2 else B_INV)
-    pairs = [operands(m, n, k, a_fmt, b_fmt, seed) for seed, (m, n, k) in enumerate(SHAPES)]
+    shapes = SHAPES + (((256, 512, 1024), (1000, 520, 300)) if implementation == "cuda" else ())
+    pairs = [operands(m, n, k, a_fmt, b_fmt, seed) for seed, (m, n, k) in enumerate(shapes)]
     rows = [(a, b, dtype) for a, b in pairs for dtype in cases.INPUT_DTYPES]
 
     @jax.jit
@@ -93,19 +93,6 @@ def test_empty_contraction_keeps_bias_and_accumulator(implementation):
     accumulator = np.arange(12, dtype=np.float32).reshape(3, 4)
     got = ops.scaled_matmul(a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32)
     cases.assert_bitwise(got, accumulator + bias, "K = 0")
-
-
-def test_default_output_is_bf16(implementation):
-    a, b = operands(4, 5, 6, oracle.E4M3, oracle.E4M3)
-    got = ops.scaled_matmul(a, b, A_INV, B_INV)
-    assert got.dtype == jnp.bfloat16
-    oracle.scaled_matmul(a, b, A_INV, B_INV, out_dtype=oracle.BF16, **cases.accumulation(implementation)).check(got)
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["f32[]", "f32[1]"])
-def test_scale_shapes(implementation, shape):
-    a, b = operands(4, 5, 6, oracle.E4M3, oracle.E4M3)
-    check(implementation, a, b, A_INV.reshape(shape), B_INV.reshape(shape), out_dtype=np.dtype(np.float32))
 
 
 def test_scales_are_not_rounded(implementation):
@@ -182,30 +169,6 @@ def test_vmap_over_operands_and_scales(implementation, a_fmt, b_fmt):
                 oracle.scaled_matmul(*member, **options).check(got[i], f"vmap {name}, member {i}")
 
 
-def test_vmap_over_bias_and_accumulator(implementation):
-    a, b = operands(6, 7, 33, oracle.E4M3, oracle.E4M3)
-    bias = cases.random_values((3, 7), np.float32, 1, spread=1)
-    accumulator = cases.random_values((3, 6, 7), np.float32, 2, spread=1)
-
-    def product(bias, accumulator):
-        return ops.scaled_matmul(a, b, A_INV, B_INV, bias=bias, accumulator=accumulator, out_dtype=np.float32)
-
-    for axes in ((0, 0), (0, None), (None, 0)):
-        arguments = [value if axis == 0 else value[0] for value, axis in zip((bias, accumulator), axes, strict=True)]
-        got = np.asarray(jax.vmap(product, axes)(*arguments))
-        for i in range(3):
-            expected = oracle.scaled_matmul(
-                a,
-                b,
-                A_INV,
-                B_INV,
-                bias=bias[i if axes[0] == 0 else 0],
-                accumulator=accumulator[i if axes[1] == 0 else 0],
-                **cases.accumulation(implementation),
-            )
-            expected.check(got[i], f"vmap {axes}, member {i}")
-
-
 @pytest.mark.parametrize("batch", [0, 1])
 def test_vmap_with_shared_scales(implementation, batch):
     """Of whole products, and of products that are batches themselves."""
@@ -234,15 +197,6 @@ def test_sliced_and_transposed_operands(implementation):
     got = product(a, b)
     options = cases.accumulation(implementation, precise=True)
     oracle.scaled_matmul(a.T, b[:, 3:20].T, A_INV, B_INV, **options).check(got)
-
-
-def test_xla_pattern_is_within_the_bound_too():
-    """implementation("xla") leaves the GEMM to XLA: same formula, same bound on CPU."""
-    a, b = operands(17, 33, 70, oracle.E4M3, oracle.E5M2)
-    inv = np.float32(B_INV / 64)
-    with ops.implementation("xla"):
-        got = ops.scaled_matmul(a, b, A_INV, inv, out_dtype=np.float32, precise=True)
-    oracle.scaled_matmul(a, b, A_INV, inv).check(got)
 
 
 def test_the_bound_rejects_bf16_operand_scaling():

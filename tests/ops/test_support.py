@@ -1,5 +1,7 @@
-"""GPUs and libraries that cannot run the custom calls: programs run without them, after one warning."""
+"""Where custom calls cannot run, or `JAXFP8_DISABLE` names them: programs run without them, after one warning."""
 
+import subprocess
+import sys
 import types
 import warnings
 
@@ -10,25 +12,30 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8 import ops
+from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
-from jaxfp8.ops import _ffi, _support
+from jaxfp8.inspect import _active
+from jaxfp8.ops import _disabled, _ffi, _support
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
 
-NEEDS_CUBLASLT = ("scaled_matmul",)
+SLOWER = "same results within their bounds, slower"
+OLD_REASON = "NVIDIA A100-SXM4-80GB has compute capability 8.0, FP8 needs 8.9 or newer"
 
 
 def gpu(capability, kind="A fake GPU"):
     return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
 
 
+OLD = gpu("8.0", "NVIDIA A100-SXM4-80GB")
+
+
 @pytest.fixture
 def machine(monkeypatch, cuda_custom_calls):
-    """Sets what the machine has: its GPUs, what is wrong with cuBLASLt, and the devices a program is lowered for."""
+    """Sets GPUs, what is wrong with cuBLASLt, the devices a program is lowered for, and what the variable disables."""
     monkeypatch.setattr(_support, "_warned", set())
 
-    def has(*gpus, cublaslt="", lowered_for=()):
+    def has(*gpus, cublaslt="", lowered_for=(), disabled=""):
         def check():
             if cublaslt:
                 raise RuntimeError(cublaslt)
@@ -36,6 +43,7 @@ def machine(monkeypatch, cuda_custom_calls):
         monkeypatch.setattr(_support, "local_gpus", lambda: list(gpus))
         monkeypatch.setattr(_compat, "gpus_of", lambda ctx: list(lowered_for))
         monkeypatch.setattr(_ffi, "check_cublaslt", check)
+        monkeypatch.setattr(_disabled, "_disabled", _disabled.parsed(disabled))
         jax.clear_caches()
 
     return has
@@ -46,23 +54,31 @@ def lowered(op):
     return custom_calls(cuda_text(function, *arguments))
 
 
-OLD = gpu("8.0", "NVIDIA A100-SXM4-80GB")
-
-
 @pytest.mark.parametrize("op", OPS)
-def test_old_gpu(op, machine):
-    """Every op is the jnp reference: old GPUs have no FP8 conversions either."""
-    machine(OLD)
+@pytest.mark.parametrize("is_disabled", [False, True], ids=["old GPU", "disabled"])
+def test_the_reference_runs_in_its_place(op, is_disabled, machine):
+    """As if it were selected, for this op alone where it is disabled; with one warning. "ffi" raises."""
+    machine(*([] if is_disabled else [OLD]), disabled=op * is_disabled)
     function, arguments = OPS[op]
     with ops.implementation("reference"):
         reference = cuda_text(function, *arguments)
     jax.clear_caches()
     with pytest.warns(RuntimeWarning) as warned:
         assert cuda_text(function, *arguments) == reference
-    assert [str(w.message) for w in warned] == [
-        "jaxfp8: NVIDIA A100-SXM4-80GB has compute capability 8.0, FP8 needs 8.9 or newer; running without FP8 custom "
-        "calls: same results within their bounds, slower"
-    ]
+        jax.clear_caches()
+        cuda_text(function, *arguments)
+    reason = f"JAXFP8_DISABLE names {op}" if is_disabled else OLD_REASON
+    instead = "the jnp reference runs" if is_disabled else "running without FP8 custom calls"
+    assert [str(w.message) for w in warned] == [f"jaxfp8: {reason}; {instead}: {SLOWER}"]
+    with ops.implementation("ffi"), pytest.raises(RuntimeError, match=rf"ops\.{op}: .*{reason}$"):
+        lowered(op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_others_keep_their_custom_calls(op, machine):
+    machine(disabled=",".join(set(OPS) - {op}))
+    with warnings.catch_warnings(action="error"):
+        assert lowered(op) == {op: 1}
 
 
 def test_one_warning(machine):
@@ -75,31 +91,11 @@ def test_one_warning(machine):
     assert len(warned) == 1 and custom_calls(text) == {}
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_ffi_raises(op, machine):
-    machine(OLD)
-    with (
-        ops.implementation("ffi"),
-        pytest.raises(RuntimeError, match=rf"ops.{op.split()[0]}: .* 8.0, FP8 needs 8.9 or newer"),
-    ):
-        lowered(op)
-
-
-def test_capabilities_are_those_of_nvidia():
-    assert [_support.capability(gpu(name)) for name in ("9.0", "12.1", "gfx90a", "gfx942", "")] == [
-        (9, 0),
-        (12, 1),
-        (),
-        (),
-        (),
-    ]
-
-
 @pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "10.3", ""])
 def test_capable_gpus(capability, machine):
     machine(gpu(capability))
     with warnings.catch_warnings(action="error"):
-        assert all(lowered(op) == {op.split()[0]: 1} for op in OPS)
+        assert all(lowered(op) == {op: 1} for op in OPS if op != "block_scaled_matmul")  # which is by mode
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,6 @@ def test_capable_gpus(capability, machine):
         ("10.3", "sm_100a", False),
         ("12.0", "sm_89 sm_90a sm_100", False),
         ("12.1", "sm_100 sm_120", True),
-        ("12.0", "sm_89 sm_90a sm_100 sm_120", True),
     ],
 )
 def test_gpus_that_the_library_has_no_code_for(capability, built, runs, machine, monkeypatch):
@@ -149,34 +144,63 @@ def test_missing_cublaslt(machine):
         jax.clear_caches()
         assert text == cuda_text(function, *arguments)
     with warnings.catch_warnings(action="error"):
-        assert all(lowered(op) == {op.split()[0]: 1} for op in OPS if op not in NEEDS_CUBLASLT)
+        assert all(lowered(op) == {op: 1} for op in OPS if op not in ("scaled_matmul", "block_scaled_matmul"))
     with ops.implementation("ffi"), pytest.raises(RuntimeError, match="ops.scaled_matmul: .*cuBLASLt of CUDA 13 not"):
         lowered("scaled_matmul")
 
 
-def test_other_implementations_do_not_ask(machine):
-    machine(OLD)
-    with warnings.catch_warnings(action="error"):
-        for name in ("reference", "xla"):
-            with ops.implementation(name):
-                jax.clear_caches()
-                assert lowered("scaled_matmul") == {}
-
-
-def test_other_platforms_do_not_ask(machine, monkeypatch):
-    """A CPU program in a machine with an old GPU keeps its custom calls, and runs."""
+def test_others_do_not_ask(machine):
+    """Other implementations; a CPU program in a machine with an old GPU, which keeps its custom calls and runs."""
     machine(OLD, cublaslt="too old")
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     with warnings.catch_warnings(action="error"):
+        for name in ("reference", "xla"):
+            with ops.implementation(name):
+                assert lowered("scaled_matmul") == {}
         data, _ = jax.jit(lambda x: ops.quantize(x, np.float32(2), jnp.float8_e4m3fn))(x)
     oracle.assert_bitwise(data, oracle.quantize(x, np.float32(2), oracle.E4M3)[0], "data")
 
 
-def test_library_answers():
-    """The built library says what it finds; on a machine without CUDA, why it does not."""
-    if not jaxfp8.has_cuda_kernels():
-        pytest.skip("the CUDA library was not built")
-    try:
-        _ffi.check_cublaslt()
-    except RuntimeError as error:
-        assert "libcublasLt.so.13" in str(error)
+# ------------------------------------------------------------------------------------------------------ JAXFP8_DISABLE
+
+
+def test_what_says_that_an_op_is_disabled(machine):
+    """`python -m jaxfp8` and `assert_fp8`."""
+
+    def product(x, kernel):
+        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
+
+    operands = [np.ones((32, 32), oracle.BF16)] * 2
+    machine()
+    inspect.assert_fp8(product, *operands, platform="cuda")
+    machine(disabled="quantize_norm,scaled_matmul")
+    why = {row["name"]: row["why"] for row in _active.active_ops("cuda") if row["why"]}
+    assert why == {name: f"JAXFP8_DISABLE names {name}" for name in ("quantize_norm", "scaled_matmul")}
+    recipe = _active.active_recipes("cuda")[0]
+    assert (recipe["fp8_products"], recipe["why"]) == (0, "JAXFP8_DISABLE names scaled_matmul")
+    with pytest.raises(AssertionError, match="JAXFP8_DISABLE names scaled_matmul"):
+        inspect.assert_fp8(product, *operands, platform="cuda")
+
+
+@pytest.mark.parametrize(
+    "value, names", [("", set()), (" amax , quantize_norm,", {"amax", "quantize_norm"}), ("amax,amax", {"amax"})]
+)
+def test_what_the_variable_means(value, names):
+    assert _disabled.parsed(value) == names
+
+
+@pytest.mark.parametrize("value", ["quantise", "amax,Quantize", "jaxfp8_amax_v1", "amax quantize"])
+def test_unknown_names(value):
+    with pytest.raises(ValueError, match=r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are amax, .*") as raised:
+        _disabled.parsed(value)
+    assert value.removeprefix("amax,") in str(raised.value)
+
+
+@pytest.mark.parametrize("value, printed", [("amax", "names amax"), ("amaxes", "got amaxes; the ops are")])
+def test_the_environment_is_read(value, printed):
+    """By a process of its own, when it imports jaxfp8."""
+    program = "from jaxfp8.ops import _disabled; print(_disabled.reason('amax'))"
+    environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert printed in done.stdout + done.stderr
+    assert done.returncode == (value != "amax")

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from equality import assert_same_bits
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from programs.known_amax import used_state
 from transforms import cases
 
@@ -28,14 +26,6 @@ def product(x, kernel, state, **options):
 
 def loss(x, kernel, state):
     return jnp.sum(product(x, kernel, state) * GRAD)
-
-
-def assert_gradients(got, what):
-    dx, dkernel, state = got
-    expected = cases.one_product(X, KERNEL, GRAD, STATE)
-    cases.assert_state(state, expected.state, what)
-    expected.dgrad.check(dx, what)
-    expected.wgrad.check(dkernel, what)
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -151,34 +141,6 @@ def test_a_vjp_called_twice():
         cases.assert_state(state, expected.state, f"size {size}")
         expected.dgrad.check(dx)
         expected.wgrad.check(dkernel)
-
-
-def test_jacobian_by_rows():
-    """`jax.jacrev` maps the backward over output elements: each row is a `vjp` of its own, to the bit."""
-    y, vjp = jax.vjp(product, X, KERNEL, PACKED)
-    basis = np.eye(y.size, dtype=np.float32).reshape(y.size, *y.shape)
-    rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(vjp(row) for row in basis))
-    jacobian = jax.jit(jax.jacrev(product, argnums=(0, 1, 2)))(X, KERNEL, PACKED)
-    flat = jax.tree.map(lambda leaf: leaf.reshape(y.size, *leaf.shape[y.ndim :]), jacobian)
-    assert_same_bits(flat, rows, "row")
-
-
-def test_eval_shape():
-    got = jax.eval_shape(jax.value_and_grad(loss, argnums=(0, 1, 2)), X, KERNEL, PACKED)
-    wanted = np.zeros((), np.float32), (X, KERNEL, PACKED)
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def test_make_jaxpr():
-    """The program of a gradient, evaluated; the dtype that combines by max stays inside of it."""
-    step = jax.grad(loss, argnums=(0, 1, 2))
-    closed = jax.make_jaxpr(step)(X, KERNEL, PACKED)
-    assert "float32_max" in str(closed)
-    assert {aval.dtype for aval in (*closed.in_avals, *closed.out_avals)} == {np.dtype(np.float32)}
-    got = jaxpr_as_fun(closed)(X, KERNEL, *jax.tree.leaves(PACKED))
-    assert_gradients((got[0], got[1], jax.tree.unflatten(jax.tree.structure(PACKED), got[2:])), "evaluated")
 
 
 def test_symbolic_shapes():

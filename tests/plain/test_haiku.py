@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from programs.known_amax import HISTORY, OPERANDS, used_state
+from programs.known_amax import HISTORY, OPERANDS
 from transforms import cases
 
 import jaxfp8
@@ -98,63 +98,3 @@ def test_trains(make):
         cases.assert_state(state_of(variables), state, f"step {i}")
         expected.wgrad.check(dkernel, f"step {i}: wgrad")
         assert not np.array_equal(kernel_of(variables), before)
-
-
-def with_state(parameters, state):
-    """The parameters of a `WithParameters` with the oracle's state, or states stacked."""
-    packed = cases.pack(state)
-    parts = {name: vars(getattr(packed, name)) for name in OPERANDS}
-    return parameters | {f"{name}_{leaf}": value for name, part in parts.items() for leaf, value in part.items()}
-
-
-@pytest.mark.parametrize("program", ["plain", "remat", "remat without the cast"])
-def test_a_module_called_twice(program):
-    """One state, the max of both uses. `hk.remat` takes parameters as arguments and needs the one cast at the top."""
-    x, _, grad = cases.operands(2)
-    state = used_state()
-
-    def forward(x):
-        layer = WithParameters(name="layer")
-        if program != "plain" and not hk.running_init():
-            layer = hk.remat(layer)
-        return jnp.stack([layer(x[0]), layer(x[1])])
-
-    transformed = hk.without_apply_rng(hk.transform(forward))
-    parameters = with_state(transformed.init(jax.random.key(0), x)["layer"], state)
-
-    def loss(parameters):
-        if program == "remat":
-            parameters = jaxfp8.max_grad(parameters)
-        return jnp.vdot(transformed.apply({"layer": parameters}, x), grad)
-
-    gradient = jax.jit(jax.grad(loss))(parameters)
-    expected = cases.one_product(x, np.asarray(parameters["w"]), grad, state)
-    expected.wgrad.check(gradient["w"])
-    if program == "remat without the cast":
-        with pytest.raises(ValueError, match="is 2 times .*max_grad"):
-            jaxfp8.update_state(parameters, gradient)
-        return
-    cases.assert_state(state_of(gradient), expected.state)
-
-
-def test_layer_stack():
-    """Layers in a scan: Haiku stacks their parameters, and so their states."""
-    layers = 3
-    x, _, grad = cases.operands(layers)
-
-    def body(total, x, grad):
-        return total + jnp.vdot(WithParameters(name="layer")(x), grad), None
-
-    transformed = hk.without_apply_rng(
-        hk.transform(lambda *xs: hk.experimental.layer_stack(layers, with_per_layer_inputs=True)(body)(*xs)[0])
-    )
-    variables = transformed.init(jax.random.key(0), jnp.float32(0), x, grad)
-    (path,) = variables
-    states = [used_state(seed) for seed in range(layers)]
-    variables[path] = with_state(variables[path], states)
-    gradient = jax.jit(jax.grad(lambda v: transformed.apply(v, jnp.float32(0), x, grad)))(variables)[path]
-    kernels = np.asarray(variables[path]["w"])
-    steps = [cases.one_product(*member) for member in zip(x, kernels, grad, states, strict=True)]
-    cases.assert_state(state_of(gradient), [step.state for step in steps])
-    for i, step in enumerate(steps):
-        step.wgrad.check(gradient["w"][i], f"wgrad of layer {i}")

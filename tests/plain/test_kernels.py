@@ -12,7 +12,6 @@ from transforms import cases
 import jaxfp8
 
 TRANSPOSED = (((1,), (1,)), ((), ()))  # of the layer that uses the same kernel the other way around
-RANK = 2
 
 
 def inner(y, grad):
@@ -113,43 +112,3 @@ def test_a_frozen_kernel_keeps_no_input(how):
         return lax.scan(lambda x, _: (product(x, packed) @ np.ones((cases.N, cases.K), np.float32), None), x, None, 3)
 
     assert kept(loop, x, packed) == [codes]
-
-
-def test_lora():
-    """y = x @ kernel + (x @ a) @ b: three products for b, two for a (x is data), one for the frozen kernel."""
-    x, kernel, grad = cases.operands()
-    rng = np.random.default_rng(0)
-    a = rng.standard_normal((cases.K, RANK)).astype(np.float32)
-    b = rng.standard_normal((RANK, cases.N)).astype(np.float32)
-    states = [used_state(seed) for seed in range(3)]
-
-    def forward(adapters, packed, tap):
-        a, b = adapters
-        of_kernel, of_a, of_b = packed
-        hidden = cases.product(x, a, of_a) + tap  # the gradient of tap is what arrives at the output of a
-        y = cases.product(x, kernel, of_kernel) + cases.product(hidden, b, of_b)
-        return inner(y, grad), hidden
-
-    packed = [cases.pack(state) for state in states]
-    tap = jnp.zeros((cases.ROWS, RANK))
-    step = jax.jit(jax.grad(forward, argnums=(0, 1, 2), has_aux=True))
-    ((da, db), got, hidden_grad), hidden = step((a, b), packed, tap)
-
-    of_kernel = cases.one_product(x, kernel, grad, states[0])
-    of_a = cases.one_product(x, a, np.asarray(hidden_grad), states[1])
-    of_b = cases.one_product(np.asarray(hidden), b, grad, states[2])
-    for name, part, expected in zip(("kernel", "a", "b"), got, (of_kernel, of_a, of_b), strict=True):
-        cases.assert_state(part, expected.state, name)
-    of_a.y.check(hidden, "x @ a")
-    of_b.dgrad.check(hidden_grad, "gradient of x @ a")
-    of_a.wgrad.check(da, "wgrad of a")
-    of_b.wgrad.check(db, "wgrad of b")
-    without_tap = jax.value_and_grad(lambda *trained: forward(*trained, tap)[0], argnums=(0, 1))
-    assert products(without_tap, (a, b), packed) == 6
-
-
-def test_training_kernels_have_three_products():
-    """What the counts above are compared with."""
-    x, kernel, grad = cases.operands()
-    gradient = jax.value_and_grad(lambda *operands: inner(cases.product(*operands), grad), argnums=(0, 1, 2))
-    assert products(gradient, x, kernel, cases.pack(used_state())) == 3

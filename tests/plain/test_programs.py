@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import assert_same_bits
-from jax import lax
-from programs.known_amax import used_state
+from programs import functional
+from programs.known_amax import check, used_state
 from transforms import cases
 
 import jaxfp8
-
-CUSTOM_CALLS = list(map(jax.export.DisabledSafetyCheck.custom_call, jaxfp8.ops.custom_call_targets()))
 
 
 def loss_fn(kernel, state, x, grad):
@@ -57,62 +55,6 @@ def python(program, folder, **environment):
 
 # -------------------------------------------------------------------------------------------------------------- export
 
-LOAD_AND_RUN = """
-import jax, numpy as np, jaxfp8
-step = jax.export.deserialize(bytearray(open("step.bin", "rb").read()))
-with np.load("in.npz") as file:
-    kernel, *leaves, x, grad = (file[name] for name in file.files)
-state = jax.tree.unflatten(jax.tree.structure(jaxfp8.init_state(jaxfp8.DelayedScaling())), leaves)
-STATE_IS_LEAVES
-for _ in range(2):
-    loss, kernel, state = step.call(kernel, state, x, grad)
-np.savez("out.npz", *jax.tree.leaves((loss, kernel, state)))
-"""
-
-
-def of_leaves(step):
-    """A step whose state is a list of arrays."""
-    treedef = jax.tree.structure(jaxfp8.init_state(cases.RECIPE))
-
-    def step_of_leaves(kernel, leaves, x, grad):
-        loss, kernel, state = step(kernel, jax.tree.unflatten(treedef, leaves), x, grad)
-        return loss, kernel, jax.tree.leaves(state)
-
-    return step_of_leaves
-
-
-EXPORTED = {
-    "leaves": (of_leaves(gradient_step), "leaves"),
-    "DotGeneralState": (gradient_step, "state"),
-}
-
-
-@pytest.mark.parametrize("implementation", ["ffi", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", EXPORTED)
-def test_export(name, implementation, tmp_path):
-    """Saved as bytes, loaded where nothing but jaxfp8 is imported, two steps: the bits of two steps here."""
-    if implementation == "ffi" and not jaxfp8.ops._ffi.has_cpu_kernels:
-        pytest.skip("jaxfp8 was built without its CPU library")
-    kernel, state, x, grad = arguments()
-    function, which = EXPORTED[name]
-    step, state = jax.jit(function), state if which == "state" else jax.tree.leaves(state)
-    with jaxfp8.ops.implementation(implementation):
-        exported = jax.export.export(step, disabled_checks=CUSTOM_CALLS)(kernel, state, x, grad)
-        expected = step(*step(kernel, state, x, grad)[1:], x, grad)
-    assert ("@jaxfp8_" in exported.mlir_module()) == (implementation == "ffi")
-    (tmp_path / "step.bin").write_bytes(exported.serialize())
-    np.savez(tmp_path / "in.npz", *jax.tree.leaves((kernel, state, x, grad)))
-    python(LOAD_AND_RUN.replace("STATE_IS_LEAVES", "" if which == "state" else "state = leaves"), tmp_path)
-    with np.load(tmp_path / "out.npz") as file:
-        assert_same_bits([file[name] for name in file.files], jax.tree.leaves(expected), "exported")
-
-
-def test_export_of_the_check():
-    """The check in `update_state` is an effect, which JAX does not serialize: export the gradient, update outside."""
-    exported = jax.export.export(jax.jit(train_step), disabled_checks=CUSTOM_CALLS)(*arguments())
-    with pytest.raises((ValueError, NotImplementedError)):
-        exported.serialize()
-
 
 # --------------------------------------------------------------------------------------------------- compilation cache
 
@@ -146,71 +88,16 @@ def test_persistent_compilation_cache(tmp_path):
     assert_same_bits(results[1], jax.tree.leaves(jax.jit(train_step)(*arguments())), "in this process")
 
 
-# ------------------------------------------------------------------------------------------------------------ debugging
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", ["branches in scan", "remat with arguments"])
+def test_checking_leaks(name, jit):
+    """The memo that lets all uses of a state meet holds no tracer alive, and no NaN is on the way of good data."""
+    with jax.checking_leaks(), jax.debug_nans(True):
+        check(functional.Functional, functional.PROGRAMS[name], jit=jit)
 
 
-def uses_of_one_state(kernel, state, x, grad):
-    """A loss in which state goes through a scan, a branch, a rematerialized function and a batch."""
-
-    def body(total, scale):
-        return total + loss_fn(kernel, state, scale * x, grad), None
-
-    total, _ = lax.scan(body, jnp.float32(0), jnp.float32([1, 2]))
-    total += jax.checkpoint(loss_fn)(kernel, state, 3 * x, grad)
-    total += lax.cond(x[0, 0] > -100, lambda: loss_fn(kernel, state, 4 * x, grad), lambda: jnp.float32(0))
-    return total + jnp.sum(jax.vmap(lambda x, grad: loss_fn(kernel, state, x[None], grad[None]))(5 * x, grad))
-
-
-SCALES = np.float32([1, 2, 3, 4, 5])
-GRADIENT = jaxfp8.value_and_grad(uses_of_one_state, argnums=(0, 1))
-
-
-def assert_gradient(got, what):
-    kernel, _, x, grad = arguments()
-    stacked = SCALES[:, None, None] * x
-    expected = cases.one_product(stacked, kernel, np.stack([grad] * len(SCALES)), used_state())
-    dkernel, state = got[1]
-    cases.assert_state(state, expected.state, what)
-    expected.wgrad.check(dkernel, what)
-
-
-def test_disable_jit():
+@pytest.mark.parametrize("name", ["branches in scan", "remat with arguments"])
+def test_disable_jit(name):
     """Every loop and every branch in Python, every operation by itself."""
     with jax.disable_jit():
-        got = GRADIENT(*arguments())
-    assert_gradient(got, "disable_jit")
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_checking_leaks(jit):
-    """The memo that lets all uses of a state meet holds no tracer alive."""
-    with jax.checking_leaks():
-        got = (jax.jit(GRADIENT) if jit else GRADIENT)(*arguments())
-    assert_gradient(got, "checking_leaks")
-
-
-def test_debug_nans():
-    """No NaN on the way of good data."""
-    with jax.debug_nans(True), jax.debug_infs(True):
-        got = jax.jit(GRADIENT)(*arguments())
-    assert_gradient(got, "debug_nans")
-
-
-@pytest.mark.parametrize("bad", [False, True], ids=["good data", "bad data"])
-def test_debug_nans_eagerly(bad):
-    """Good data is silent; bad data raises JAX's error, under jit as well, where JAX then goes step by step."""
-    kernel, state, x, grad = arguments()
-    x[0, 0] = np.nan if bad else 1
-    with jax.debug_nans(True):
-        if not bad:
-            GRADIENT(kernel, state, x, grad)
-            return
-        with pytest.raises(FloatingPointError):
-            jax.jit(GRADIENT)(kernel, state, x, grad)
-
-
-def test_ahead_of_time():
-    """Lowered and compiled from shapes alone."""
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments())
-    compiled = jax.jit(GRADIENT).lower(*shapes).compile()
-    assert_gradient(compiled(*arguments()), "compiled")
+        check(functional.Functional, functional.PROGRAMS[name])

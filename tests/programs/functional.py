@@ -134,6 +134,7 @@ def map_in_batches(use, layer, xs, grads):
 
 
 def fori_loop(use, layer, xs, grads):
+    xs, grads = jnp.asarray(xs), jnp.asarray(grads)
     return lax.fori_loop(0, len(xs), lambda i, total: total + use(layer, xs[i], grads[i]), jnp.float32(0))
 
 

@@ -93,11 +93,7 @@ def _with(rule, **fields):
     return dataclasses.replace(rule, **fields)
 
 
-_E4M3, _HYBRID, _E5M2 = (
-    {"backward": E4M3},
-    {"backward": E5M2},
-    {"forward": E5M2, "backward": E5M2},
-)
+_E4M3, _HYBRID, _E5M2 = ({"backward": E4M3}, {"backward": E5M2}, {"forward": E5M2, "backward": E5M2})
 # name -> (recipe, rule)
 RECIPES = {
     "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
@@ -116,10 +112,7 @@ RECIPES = {
     "mx": (jaxfp8.MXFP8BlockScaling(), MX),
     "mx hybrid": (jaxfp8.MXFP8BlockScaling(jaxfp8.HYBRID), _with(MX, **_HYBRID)),
     "mx floor": (jaxfp8.MXFP8BlockScaling(rounding="floor"), _with(MX, rounding="floor")),
-    "mx e5m2 floor": (
-        jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"),
-        _with(MX, **_E5M2, rounding="floor"),
-    ),
+    "mx e5m2 floor": (jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"), _with(MX, **_E5M2, rounding="floor")),
 }
 # One of each kind, where how numbers are rounded does not matter.
 KINDS = ("current", "rowwise", "block", "mx")
@@ -236,12 +229,7 @@ def product(shapes: Shapes, recipe):
 
 def _product(shapes, recipe, x, kernel, bias=None):
     return jaxfp8.dot_general(
-        x,
-        kernel,
-        shapes.dimension_numbers,
-        recipe=recipe,
-        bias=bias,
-        preferred_element_type=shapes.out_dtype,
+        x, kernel, shapes.dimension_numbers, recipe=recipe, bias=bias, preferred_element_type=shapes.out_dtype
     )
 
 

@@ -56,33 +56,3 @@ def test_precision(example, name, least, most):
     exact, got, _ = products(example.RECIPES[name])
     for e, g in zip(exact, got, strict=True):
         assert least < decibel(e, np.asarray(g, np.float64)) < most
-
-
-def test_errors_of_the_rotated_recipe_average_out(example):
-    """Its mean over 16 steps is better by 10 log10(16) = 12 dB; not where the state does not count."""
-    recipe, state = example.RECIPES["rotated"], None
-    steps, first = [], []
-    for _ in range(16):
-        exact, got, state = products(recipe, state)
-        steps.append(np.asarray(got[0], np.float64))
-        first.append(np.asarray(products(recipe)[1][0], np.float64))
-    assert all(float(of["steps"][0]) == 16 for of in (state.input, state.kernel, state.output_grad))
-    one = decibel(exact[0], steps[0])
-    assert decibel(exact[0], np.mean(steps, axis=0)) > one + 9
-    assert decibel(exact[0], np.mean(first, axis=0)) < one + 0.1
-
-
-@pytest.mark.parametrize("columns", [1, 3, 96, 128, 320])
-def test_rotations_are_orthogonal(example, columns):
-    """Up to rounding of f32 sums of 128 elements of up to 1, twice."""
-    matrix = np.asarray(example.rotated(jnp.eye(columns)), np.float64)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(columns), atol=1e-5)
-    if columns % 2 == 0:
-        assert np.abs(matrix).max() < 0.71, "nothing stays in one place"
-
-
-def test_stock_recipes_mixed(example):
-    """To the bit what the quantizers say: forward FP8 with one scale, backward MXFP8."""
-    stock = jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling(fp8_format=jaxfp8.E5M2)
-    forward, backward = stock[0].quantizers(), stock[1].quantizers()
-    assert example.RECIPES["mixed"].quantizers() == (*forward[:2], backward[2], None, None)

@@ -1,7 +1,5 @@
 """examples/equinox_language_model.py: its table, and what makes its comparison fair."""
 
-import sys
-
 import equinox as eqx
 import jax
 import numpy as np
@@ -28,14 +26,6 @@ def test_prints_a_table(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     running.assert_table(done.stdout.splitlines())
-
-
-@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
-def test_refuses(example, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [NAME, *options])
-    with pytest.raises(SystemExit, match="2"):
-        example.main()
-    assert options[0] in capsys.readouterr().err
 
 
 def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):

@@ -43,20 +43,6 @@ def test_language_model_prints_a_table_and_writes_picture_and_json(tmp_path):
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
 
 
-def test_language_model_runs_a_subset_of_arms(tmp_path):
-    run = running.run(tmp_path, "language_model", "--tiny", "--arms", "jaxfp8", "--out", "here.png")
-    assert run.returncode == 0, run.stderr
-    assert "flax" not in run.stdout and (tmp_path / "here.png").exists()
-
-
-@pytest.mark.parametrize("options", [("--steps", "1"), ("--seeds", "0"), ("--arms", "int4")])
-def test_language_model_refuses(language_model, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
-    with pytest.raises(SystemExit, match="2"):
-        language_model.main()
-    assert options[0] in capsys.readouterr().err
-
-
 def test_arms_start_from_the_same_weights_and_batches(language_model):
     arms = language_model.ARMS | language_model.CONTROL
     optimizer = language_model.make_optimizer(10)

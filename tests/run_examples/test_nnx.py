@@ -1,7 +1,5 @@
 """examples/nnx_language_model.py: its table, and what makes its comparison fair."""
 
-import sys
-
 import chex
 import jax
 import numpy as np
@@ -29,14 +27,6 @@ def test_prints_a_table(tmp_path):
     running.assert_table(done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
-def test_refuses(example, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [NAME, *options])
-    with pytest.raises(SystemExit, match="2"):
-        example.main()
-    assert options[0] in capsys.readouterr().err
-
-
 def test_arms_start_from_the_same_weights_and_train(example):
     """Parameters and optimizer state are the same trees; in the FP8 arm every quantizer moves in every step."""
     arms = {name: example.create(make, 50, seed=3, steps=4) for name, make in example.ARMS.items()}
@@ -54,12 +44,3 @@ def test_arms_start_from_the_same_weights_and_train(example):
     assert len(histories) == 3 * 4 * example.LAYERS
     assert all(history[0] > 0 and history[-1] > 0 and not history[1:-1].any() for history in histories)
     # That is roll(-1): slot 0 newest, the one before at the end.
-
-
-def test_the_example_needs_no_more_than_one_argument(example):
-    """A module in one place and NNX's default in the other: the rest of the model is the same."""
-    fp8, bf16 = (
-        example.create(make, 50, seed=0, steps=4)[0] for make in (example.ARMS["jaxfp8"], example.ARMS["bf16"])
-    )
-    assert isinstance(fp8.blocks[0].up.dot_general, jaxfp8.nnx.Fp8DotGeneral)
-    assert bf16.blocks[0].up.dot_general is nnx.Linear(2, 2, rngs=nnx.Rngs(0)).dot_general

@@ -1,7 +1,5 @@
 """examples/pipeline_language_model.py: its table, and its pipeline against blocks in order."""
 
-import sys
-
 import jax
 import numpy as np
 import oracle
@@ -32,14 +30,6 @@ def test_prints_a_table(tmp_path):
 def example(monkeypatch):
     with running.imported(monkeypatch, NAME) as module:
         yield module
-
-
-@pytest.mark.parametrize("options", [("--steps", "1"), ("--batch", "0"), ("--arms", "int4")])
-def test_refuses(example, options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [NAME, *options])
-    with pytest.raises(SystemExit, match="2"):
-        example.parse_arguments()
-    assert options[0] in capsys.readouterr().err
 
 
 def test_state_is_that_of_blocks_in_order(example):

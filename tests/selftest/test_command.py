@@ -58,17 +58,6 @@ def test_every_op(tmp_path):
     assert {op for op in _cases.OPS if rows[f"values:{op}"]["custom_calls"]} == set(on_cpu) & set(_cases.OPS)
 
 
-def test_every_op_has_cases():
-    assert set(_cases.OPS) == set(_ffi.OPS)
-
-
-@pytest.mark.parametrize("arguments", [["--only", "amaxes"], ["--only", "amax,quantize_blocks"], ["--timeout", "x"]])
-def test_wrong_options(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        command.main(arguments)
-    assert exit_.value.code == 2 and "expected" in capsys.readouterr().err or arguments[0] == "--timeout"
-
-
 @pytest.fixture
 def rows(monkeypatch):
     """What the workers find, on a GPU."""
@@ -100,21 +89,6 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     assert not found["passed"] and found["environment"] == {"platform": "cuda"}
 
 
-@pytest.mark.parametrize(
-    "name, switch", [("training", ""), ("library", ""), ("speed:copy", ""), ("speed:amax", "amax")]
-)
-def test_what_no_switch_helps(name, switch, rows, capsys):
-    rows[name] = {"status": "failed", "detail": "wrong"}
-    assert command.main([]) == 1
-    assert ("JAXFP8_DISABLE" in capsys.readouterr().out) == bool(switch)
-
-
-def test_no_environment(rows, monkeypatch, capsys):
-    monkeypatch.setattr(command, "environment", lambda: {"error": "no driver"})
-    assert command.main(["--no-speed"]) == 1
-    assert "FAILED machine: no driver\n" in capsys.readouterr().out
-
-
 def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     """Parts of what `python -m jaxfp8` says are errors; the rest of it counts."""
     broken = {"error": "RuntimeError: no CUDA"}
@@ -125,13 +99,3 @@ def test_a_backend_that_does_not_start(rows, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "machine: failed, RuntimeError: no CUDA; jaxfp8 1, jax 2\n" in printed
     assert "JAXFP8_DISABLE" not in printed  # it would not help
-
-
-def test_processes():
-    """On a GPU each check has its own, since a first launch comes after nothing else; times are taken alone."""
-    jobs, alone = command.checks(["amax", "quantize"], on_gpu=True)
-    assert [job for job in jobs if len(job) > 1] == []
-    assert ["graph:amax"] in jobs and ["values:quantize"] in jobs
-    assert alone == ["speed:copy", "speed:bf16 product", "speed:amax", "speed:quantize"]
-    jobs, _ = command.checks(["amax", "quantize"], on_gpu=False)
-    assert sorted(sum(jobs, [])) == ["library", "training", "values:amax", "values:quantize"]

@@ -66,13 +66,6 @@ def test_the_others_go_on(name, detail, finish):
     ]
 
 
-def test_a_crash_at_exit_counts(finish):
-    assert finish(["first", "crash at exit"]) == [
-        ("first", "passed", ""),
-        ("crash at exit", "failed", "at exit: crashed (SIGABRT)"),
-    ]
-
-
 def test_a_process_that_no_signal_reaches(finish):
     """The limit is that of each check; then the process is killed."""
     assert finish(["first", "hang for ever"], limit=1) == [

@@ -105,12 +105,3 @@ def scripted():
     for before, mesh, trainer, what in SCRIPT:
         batches = [batch(rng, "ordinary")] if trainer == "accumulating" else []
         yield Event(before, mesh, trainer, (*batches, batch(rng, what)), what)
-
-
-def first_weights() -> dict:
-    """Multiples of 1/4 up to 3/4, and one 7/4; f32."""
-    rng, values = np.random.default_rng(0), {}
-    for name, shape, largest in (("w1", (WIDTH, HIDDEN), (0, 0)), ("w2", (HIDDEN, WIDTH), (-1, -1))):
-        values[name] = rng.integers(-3, 4, shape).astype(np.float32) / 4
-        values[name][largest] = 1.75
-    return values

@@ -8,10 +8,10 @@ import tempfile
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mesh import cases
+from transforms.cases import pack
 
 import jaxfp8
 from jaxfp8 import mixed_precision
@@ -34,8 +34,7 @@ def activation(y, size, pin):
 
 
 activation.defvjp(
-    lambda y, size, pin: (activation(y, size, pin), (size, pin)),
-    lambda of, ct: (_bounded(ct, *of, -7), None, None),
+    lambda y, size, pin: (activation(y, size, pin), (size, pin)), lambda of, ct: (_bounded(ct, *of, -7), None, None)
 )
 
 
@@ -137,13 +136,7 @@ class Checkpoints:
 def expected(simulated: simulation.Run) -> dict:
     """The simulation as the tree of the run."""
 
-    def state(layer):
-        quantizers = (getattr(layer, name) for name in ("input", "kernel", "output_grad"))
-        return jaxfp8.DotGeneralState(
-            *(jaxfp8.QuantizerState(q.amax_history, np.float32(q.scale).reshape(1)) for q in quantizers)
-        )
-
-    return {"weights": simulated.weights, "state": {name: state(s) for name, s in simulated.state.items()}}
+    return {"weights": simulated.weights, "state": {name: pack(layer) for name, layer in simulated.state.items()}}
 
 
 def soak(events, said=lambda step, counts: None) -> collections.Counter:
@@ -153,7 +146,7 @@ def soak(events, said=lambda step, counts: None) -> collections.Counter:
         AssertionError: at the first bit that differs, with the step, its event and the leaf.
     """
     places, counts = {}, collections.Counter()
-    simulated = simulation.Run.start(program.first_weights())
+    simulated = simulation.Run.start(cases.weights())
     mesh, tree = program.MESHES[0], None
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(pathlib.Path(folder))

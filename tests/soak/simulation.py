@@ -5,7 +5,6 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import oracle
-from transforms.simulate import unit
 
 HISTORY = 4
 BF16 = ml_dtypes.bfloat16
@@ -21,6 +20,14 @@ class Run:
     @staticmethod
     def start(weights) -> "Run":
         return Run(weights, {name: oracle.LayerState.init(HISTORY) for name in weights})
+
+
+def unit(values) -> float:
+    """The largest power of two that divides all values; infinity where there are only zeros."""
+    values = np.asarray(values, np.float64)
+    mantissas, exponents = np.frexp(values[values != 0])
+    integers = (mantissas * 2.0**53).astype(np.int64)
+    return float(np.ldexp((integers & -integers).astype(np.float64), exponents - 53).min(initial=np.inf))
 
 
 def product(a, b, a_inv, b_inv, dtype=np.float32):
@@ -65,10 +72,7 @@ def gradient(run: Run, batch):
         "w1": product(x1.T, g1, x1_next.scale, g1_next.scale),
         "w2": product(x2.T, g2, x2_next.scale, g2_next.scale),
     }
-    states = {
-        "w1": oracle.LayerState(x1_next, k1_next, g1_next),
-        "w2": oracle.LayerState(x2_next, k2_next, g2_next),
-    }
+    states = {"w1": oracle.LayerState(x1_next, k1_next, g1_next), "w2": oracle.LayerState(x2_next, k2_next, g2_next)}
     return of_weights, states
 
 

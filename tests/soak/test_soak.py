@@ -40,11 +40,7 @@ MUTANTS = {
     "sum for max over microbatches": (jaxfp8, "accumulate_gradients", added),
     "nothing is skipped": (mixed_precision, "select", lambda finite, new, old: new),
     "one layer's state is not updated": (jaxfp8, "update_state", late),
-    "a checkpoint that gives the tree as it is": (
-        run.Checkpoints,
-        "restore",
-        lambda self, like: (like, self.last[1]),
-    ),
+    "a checkpoint that gives the tree as it is": (run.Checkpoints, "restore", lambda self, like: (like, self.last[1])),
 }
 
 

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from equality import assert_same_bits
+from programs.known_amax import HISTORY, OPERANDS as OPERANDS, RECIPES, leaves, merged
 
 import jaxfp8
 
-M, K, N, HISTORY = 6, 8, 5, 4
-OPERANDS = ("input", "kernel", "output_grad")
+M, K, N = 6, 8, 5
 OWG = "_overwrite_with_gradient"
-RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+RECIPE = RECIPES["delayed"].recipe
 LAYER = nn.Dense(N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=RECIPE))
 
 
@@ -53,23 +54,12 @@ def first() -> oracle.LayerState:
 
 def step(state: oracle.LayerState, kernel, batches) -> oracle.LayerState:
     """One optimizer step over microbatches: one roll, slot 0 the largest of their amaxes."""
-    states = [oracle.dense_step(x, kernel, grad, state).state for x, grad in batches]
-    largest = {
-        name: oracle.State(
-            np.max([getattr(s, name).amax_history for s in states], axis=0), getattr(states[0], name).scale
-        )
-        for name in OPERANDS
-    }
-    return oracle.LayerState(**largest)
+    return merged([oracle.dense_step(x, kernel, grad, state).state for x, grad in batches])
 
 
 def assert_state(got, expected: oracle.LayerState, what: str) -> None:
     """The stored variables are the expected ones, bitwise."""
-    stored = state_of(got)
-    for name in OPERANDS:
-        wanted = getattr(expected, name)
-        oracle.assert_bitwise(stored[f"{name}_amax_history"], wanted.amax_history, f"{what}: {name} history")
-        oracle.assert_bitwise(stored[f"{name}_scale"], wanted.scale.reshape(1), f"{what}: {name} scale")
+    assert_same_bits(state_of(got), leaves(expected), what)
 
 
 def run(advance, train, variables_of, batches, steps: int = 6):

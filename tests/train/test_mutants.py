@@ -1,5 +1,7 @@
 """Trainers with the flaws that peers have: each must turn a test of this folder red."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,47 +9,24 @@ from jax import lax
 
 from jaxfp8.train import _accumulate, _optimizer, _steps, _update
 
-from . import test_accumulate, test_optimizer, test_train_state, test_update_state
+from . import test_accumulate, test_optimizer, test_update_state
 
-pytestmark = [pytest.mark.usefixtures("promotion_as_optax_wants"), pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+pytestmark = [
+    pytest.mark.usefixtures("promotion_as_optax_wants"),
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_stays_traced"),
+]
 
 
-def scan():
-    test_accumulate.test_training_with_microbatches(test_accumulate.in_a_scan)
-
-
-def mean():
-    test_accumulate.test_the_mean_is_of_parameters_alone()
-
-
-def mini_steps():
-    test_optimizer.test_multi_steps(test_optimizer.MULTI_STEPS["alone"], 3)
-
-
-def clipped():
-    test_optimizer.test_state_is_overwritten_and_out_of_reach(test_optimizer.TRANSFORMATIONS["clip, weight decay"])
-
-
-def rows():
-    test_update_state.test_rows_decide_for_themselves(jax.jit(_update.update_state))
-
-
-def unscaled():
-    test_update_state.test_safe_under_jit(2.0**-16)
-
-
-def summed():
-    test_update_state.test_raises_outside_of_jit(2)
-
-
+scan = functools.partial(test_accumulate.test_training_with_microbatches, test_accumulate.in_a_scan)
+mean = test_accumulate.test_the_mean_is_of_parameters_alone
+mini_steps = functools.partial(test_optimizer.test_multi_steps, test_optimizer.MULTI_STEPS["alone"], 3)
+decayed = test_optimizer.TRANSFORMATIONS["clip, weight decay"]
+clipped = functools.partial(test_optimizer.test_state_is_overwritten_and_out_of_reach, decayed)
+rows = functools.partial(test_update_state.test_rows_decide_for_themselves, jax.jit(_update.update_state))
+unscaled = functools.partial(test_update_state.test_safe_under_jit, 2.0**-16)
+summed = functools.partial(test_update_state.test_raises_outside_of_jit, 2)
+rejected = functools.partial(test_optimizer.test_rejected_steps_roll_back, test_optimizer.GUARDS["inside"])
 largest = _accumulate.maximum
 
 
@@ -56,7 +35,7 @@ def stored_as_it_comes(old_history, old_scale, new_history, new_scale):
 
 
 def add_the_difference(self, leaf):
-    value = lax.bitcast_convert_type(self.bits ^ _optimizer._sign(self.dtype), self.dtype)
+    value = lax.bitcast_convert_type(self.bits, self.dtype)
     return leaf + (value - leaf)
 
 
@@ -72,18 +51,13 @@ MUTANTS = {
     "every factor is tolerated": (_update, "_TOLERANCE", 1e9, unscaled),
     "nothing is reported": (_update, "_check_factors", lambda factors: None, summed),
     "a difference is added": (
-        _optimizer.Overwrite,
+        _optimizer.NeedsJaxfp8ApplyUpdates,
         "__radd__",
         add_the_difference,
         test_optimizer.test_overwrite_is_exact,
     ),
     "the optimizer sees state": (_optimizer, "_without_state", lambda tree: tree, clipped),
-    "state of a rejected step": (
-        _steps,
-        "_rejected",
-        lambda *_: jnp.array(False),
-        test_train_state.test_rejected_steps_roll_back,
-    ),
+    "state of a rejected step": (_steps, "_rejected", lambda *_: jnp.array(False), rejected),
 }
 
 

@@ -2,17 +2,13 @@
 
 import functools
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
 import pytest
-from flax import nnx
 
-import jaxfp8
 from jaxfp8 import train
 
 from . import replay
@@ -50,8 +46,7 @@ TRANSFORMATIONS = {
     "trace and ema": lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.scale(-0.1)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=lambda i: 0.01 / (1 + i)),
     "multi_transform": lambda: optax.multi_transform(
-        {"all": optax.adam(1e-2), "none": optax.set_to_zero()},
-        lambda params: jax.tree.map(lambda _: "all", params),
+        {"all": optax.adam(1e-2), "none": optax.set_to_zero()}, lambda params: jax.tree.map(lambda _: "all", params)
     ),
     "masked": lambda: optax.chain(
         optax.masked(optax.add_decayed_weights(0.1), lambda p: jax.tree.map(jnp.ndim, p)), optax.sgd(0.1)
@@ -80,33 +75,20 @@ def test_state_is_overwritten_and_out_of_reach(make):
     assert not shapes(now[1]) & STATE_SHAPES
 
 
-def test_eager_and_tree_map():
-    """Without jit, across a jit boundary, with NumPy parameters, and where people add updates themselves."""
-    tx = train.optimizer(optax.sgd(0.1))
-    replay.run(bare_loop(tx, compiled=False), start(tx), lambda t: t[0], BATCHES, 3)
-    update = jax.jit(tx.update)
-
-    def advance(now, x, grad):
-        variables, opt_state = now
-        updates, opt_state = update(replay.gradient(variables, x, grad), opt_state, variables)
-        return jax.tree.map(lambda p, u: p + u, variables, updates), opt_state
-
-    replay.run(advance, start(tx), lambda t: t[0], BATCHES, 3)
-    variables, opt_state = start(tx)
-    replay.run(advance, (jax.tree.map(np.asarray, variables), opt_state), lambda t: t[0], BATCHES, 1)
-
-
 def test_overwrite_is_exact():
     """What a difference of floats cannot do: 1e8 to 1e-8, subnormals, zeros, NaN in the leaf that is replaced."""
     values = np.float32([0, 1e-45, 1e-8, 3e38, 1, np.inf])
     leaf = np.float32([1e8, np.nan, 1e8, -1e8, np.inf, 0])
     for wrap in (jnp.asarray, np.asarray):
-        update = train._optimizer.Overwrite.by(values)
+        update = train._optimizer.NeedsJaxfp8ApplyUpdates.by(values)
         oracle.assert_bitwise(wrap(leaf) + update, values, "array + update")
         oracle.assert_bitwise(update + wrap(leaf), values, "update + array")
         oracle.assert_bitwise(jax.jit(lambda p, u: p + u)(wrap(leaf), update), values, "traced")
         zeroed = jax.tree.map(jnp.zeros_like, update)
         oracle.assert_bitwise(wrap(leaf) + zeroed, leaf, "a zeroed update keeps the leaf")
+        for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
+            changed = jax.jit(lambda p, u: p + u)(wrap(leaf), jax.tree.map(change, update))
+            oracle.assert_bitwise(changed, np.float32([-1] * 6), "what arithmetic with integers leaves is below zero")
 
 
 def test_params_are_required():
@@ -175,6 +157,9 @@ def test_multi_steps(make, k):
         assert not np.array_equal(kernel, replay.kernel_of(now[0]))
 
 
+# ------------------------------------------------------------------------------------------------------- skipped steps
+
+
 def test_multi_steps_that_skip():
     """A mini-step that MultiSteps skips never happened: not in the count, not in the max."""
     multi = optax.MultiSteps(optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite)
@@ -187,9 +172,6 @@ def test_multi_steps_that_skip():
     for batch in (small, spoiled, replay.batch(2, 0.01)):
         now = advance(now, *batch)
     replay.assert_state(now[0], replay.step(replay.first(), kernel, [small, replay.batch(2, 0.01)]), "the two")
-
-
-# ------------------------------------------------------------------------------------------------------- skipped steps
 
 
 def spoil(batch):
@@ -279,99 +261,3 @@ def test_updates_zeroed_by_hand():
 
 
 # ---------------------------------------------------------------------------------------------------------- containers
-
-
-class StateVariable(nnx.Variable):
-    """Stands for whatever type of NNX variable holds the state."""
-
-
-class NnxDense(nnx.Module):
-    def __init__(self, kernel):
-        self.kernel = nnx.Param(kernel)
-        for name in replay.OPERANDS:
-            setattr(self, f"{name}_amax_history", StateVariable(jnp.zeros(replay.HISTORY)))
-            setattr(self, f"{name}_scale", StateVariable(jnp.ones(1)))
-
-    def __call__(self, x):
-        parts = (
-            jaxfp8.recipes.QuantizerState(
-                getattr(self, f"{name}_amax_history").get_value(), getattr(self, f"{name}_scale").get_value()
-            )
-            for name in replay.OPERANDS
-        )
-        state = jaxfp8.DotGeneralState(*parts)
-        return jaxfp8.dot_general(
-            x, self.kernel.get_value(), (((1,), (0,)), ((), ())), recipe=replay.RECIPE, state=state
-        )
-
-
-@pytest.mark.parametrize("k", [None, 2])
-def test_nnx_optimizer(k):
-    """`nnx.Optimizer` over parameters and state: bitwise the replay, with and without MultiSteps."""
-    wrt = nnx.Any(nnx.Param, StateVariable)
-    inner = optax.adam(1e-2) if k is None else optax.MultiSteps(optax.adam(1e-2), k)
-    model = NnxDense(replay.variables()["params"]["kernel"])
-    optimizer = nnx.Optimizer(model, train.optimizer(inner), wrt=wrt)
-
-    @nnx.jit
-    def advance(model, optimizer, x, grad):
-        grads = nnx.grad(lambda m: jnp.vdot(m(x), grad), argnums=nnx.DiffState(0, wrt))(model)
-        optimizer.update(model, grads)
-
-    state = replay.first()
-    for i in range(3):
-        kernel = np.asarray(model.kernel.get_value())
-        batches = BATCHES[2 * i : 2 * i + (k or 1)]
-        for batch in batches:
-            advance(model, optimizer, *batch)
-        state = replay.step(state, kernel, batches)
-        for name in replay.OPERANDS:
-            history, scale = (getattr(model, f"{name}_{leaf}").get_value() for leaf in ("amax_history", "scale"))
-            oracle.assert_bitwise(history, getattr(state, name).amax_history, f"step {i}: {name}")
-            oracle.assert_bitwise(scale, getattr(state, name).scale.reshape(1), f"step {i}: {name}")
-
-
-class EqxDense(eqx.Module):
-    kernel: jax.Array
-    fp8: jaxfp8.DotGeneralState
-    activation: object = jnp.tanh
-
-    def __call__(self, x):
-        return jaxfp8.dot_general(x, self.kernel, (((1,), (0,)), ((), ())), recipe=replay.RECIPE, state=self.fp8)
-
-
-def test_equinox():
-    """A module that holds a DotGeneralState and a function: `train.apply_updates` is Equinox's, and overwrites."""
-    tx = train.optimizer(optax.adam(1e-2))
-    model = EqxDense(replay.variables()["params"]["kernel"], jaxfp8.init_state(replay.RECIPE))
-    opt_state = tx.init(eqx.filter(model, eqx.is_array))
-
-    @eqx.filter_jit
-    def advance(model, opt_state, x, grad):
-        grads = eqx.filter_grad(lambda m: jnp.vdot(m(x), grad))(model)
-        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-        return train.apply_updates(model, updates), opt_state
-
-    state = replay.first()
-    for i, batch in enumerate(BATCHES[:4]):
-        kernel = np.asarray(model.kernel)
-        model, opt_state = advance(model, opt_state, *batch)
-        state = replay.step(state, kernel, [batch])
-        for name in replay.OPERANDS:
-            got, wanted = getattr(model.fp8, name), getattr(state, name)
-            oracle.assert_bitwise(got.amax_history, wanted.amax_history, f"step {i}: {name}")
-            oracle.assert_bitwise(got.scale, wanted.scale.reshape(1), f"step {i}: {name}")
-        assert not np.array_equal(kernel, model.kernel)
-    assert model.activation is jnp.tanh
-
-
-def test_trees_without_state():
-    """A model in high precision trains as without the wrapper."""
-    layer = nn.Dense(3)
-    params = layer.init(jax.random.key(0), np.ones((2, 4), np.float32))
-    grads = jax.tree.map(jnp.ones_like, params)
-    results = []
-    for tx in (optax.adam(0.1), train.optimizer(optax.adam(0.1))):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        results.append(optax.apply_updates(params, updates))
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="updated"), *results)

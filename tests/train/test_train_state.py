@@ -11,9 +11,8 @@ import optax
 import oracle
 import pytest
 from flax.core import freeze
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
 
-import jaxfp8
 from jaxfp8.linen._train_state import TrainState
 
 from . import replay
@@ -102,116 +101,3 @@ def test_without_state_it_is_flax():
             train = train.apply_gradients(grads=jax.tree.map(jnp.ones_like, train.params))
             results.append((train.params, train.opt_state))
         jax.tree.map(functools.partial(oracle.assert_bitwise, what="leaf"), *results)
-
-
-def test_layers_that_were_not_used():
-    """A zero cotangent is not stored: the state of an unused layer stays; Flax's class stores scale 0."""
-
-    class TwoLayers(nn.Module):
-        @nn.compact
-        def __call__(self, x, both=True):
-            make = functools.partial(nn.Dense, 5, use_bias=False, dot_general_cls=jaxfp8.Fp8DotGeneral)
-            y = make(name="used")(x)
-            return y + make(name="unused")(x) if both else y
-
-    model, x = TwoLayers(), BATCHES[0][0]
-    train = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=optax.sgd(0.1))
-    step = jax.jit(
-        lambda train, both: train.apply_gradients(
-            grads=jax.grad(lambda v: jnp.sum(model.apply(v, x, both) ** 2))(train.params)
-        ),
-        static_argnums=1,
-    )
-    train = step(train, True)
-    later = step(train, False)
-    before, after = (t.params[replay.OWG] for t in (train, later))
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="unused"), after["unused"], before["unused"])
-    assert after["used"]["Fp8DotGeneral_0"]["input_amax_history"][-1] > 0, "the used layer's history rolled"
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_multi_steps(k):
-    """One history entry for k mini-steps, kept in opt_state until MultiSteps takes the step."""
-    train, state = create(tx=optax.MultiSteps(optax.adam(1e-2), k)), replay.first()
-    for i in range(3):
-        batches, kernel = [replay.batch(100 * i + j) for j in range(k)], replay.kernel_of(train.params)
-        for j, batch in enumerate(batches):
-            replay.assert_state(train.params, state, f"step {i}, before mini-step {j}")
-            train = advance(train, *batch)
-        state = replay.step(state, kernel, batches)
-        replay.assert_state(train.params, state, f"step {i}")
-
-
-def test_rejected_steps_roll_back():
-    train = create(tx=optax.apply_if_finite(optax.adam(1e-2), 3))
-    train = advance(train, *BATCHES[0])
-    bad = BATCHES[1][0].copy(), BATCHES[1][1]
-    bad[0][0, 0] = np.nan
-    after = advance(train, *bad)
-    jax.tree.map(functools.partial(oracle.assert_bitwise, what="rejected"), after.params, train.params)
-    state = replay.step(
-        replay.step(replay.first(), replay.kernel_of(create().params), BATCHES[:1]),
-        replay.kernel_of(after.params),
-        BATCHES[2:3],
-    )
-    replay.assert_state(advance(after, *BATCHES[2]).params, state, "next good step")
-
-
-def test_dynamic_scale():
-    """Flax's loss scaling divides the whole tree by 65536: state is bitwise as if it had not, and skips roll back."""
-    train, state = create(), replay.first()
-    scaler = dynamic_scale.DynamicScale(scale=65536.0)
-
-    def scaled_step(train, scaler, x, grad):
-        scaler, finite, _, grads = scaler.value_and_grad(lambda v: replay.loss(v, x, grad))(train.params)
-        stepped = train.apply_gradients(grads=grads)
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        return stepped.replace(params=jax.tree.map(keep, stepped.params, train.params)), scaler
-
-    compiled = jax.jit(scaled_step)
-    for i, (x, grad) in enumerate(BATCHES[:5]):
-        if i == 3:
-            bad = x.copy()
-            bad[0, 0] = np.inf
-            skipped, scaler = compiled(train, scaler, bad, grad)
-            jax.tree.map(functools.partial(oracle.assert_bitwise, what="skipped"), skipped.params, train.params)
-            assert scaler.scale == 32768
-        loss_scale = np.float32(scaler.scale)
-        state = replay.step(state, replay.kernel_of(train.params), [(x, grad * loss_scale)])
-        train, scaler = compiled(train, scaler, x, grad)
-        replay.assert_state(train.params, state, f"step {i}")
-    with pytest.raises(ValueError, match="unscaled"):
-        scaled_step(train, scaler, *BATCHES[5])
-
-
-def test_cast_of_the_tree_to_bfloat16():
-    """Trainers that cast all gradients: tails stay exact, slot 0 and scale are within bf16's 2**-8."""
-    train, state = create(), replay.first()
-    for x, grad in BATCHES[:5]:
-        state = replay.step(state, replay.kernel_of(train.params), [(x, grad)])
-        grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), replay.gradient(train.params, x, grad))
-        train = train.apply_gradients(grads=grads)
-        stored = replay.state_of(train.params)
-        for name in replay.OPERANDS:
-            assert stored[f"{name}_scale"].dtype == np.float32
-            np.testing.assert_allclose(stored[f"{name}_amax_history"], getattr(state, name).amax_history, rtol=2.0**-8)
-            np.testing.assert_allclose(stored[f"{name}_scale"], [getattr(state, name).scale], rtol=2.0**-7)
-
-
-def test_stored_state_in_bfloat16():
-    """A checkpoint cast to bf16 trains on: state keeps its dtype and every number is the replay's, rounded."""
-    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), advance(create(), *BATCHES[0]).params[replay.OWG])
-    train = create(params={**replay.variables(), replay.OWG: cast})
-    stored = replay.state_of(train.params)
-    state = oracle.LayerState(
-        *(
-            oracle.State(stored[f"{n}_amax_history"].astype(np.float32), stored[f"{n}_scale"].astype(np.float32)[0])
-            for n in replay.OPERANDS
-        )
-    )
-    expected = replay.step(state, replay.kernel_of(train.params), BATCHES[1:2])
-    got = replay.state_of(advance(train, *BATCHES[1]).params)
-    for name in replay.OPERANDS:
-        wanted = getattr(expected, name)
-        oracle.assert_bitwise(got[f"{name}_amax_history"], wanted.amax_history.astype(oracle.BF16), name)
-        oracle.assert_bitwise(got[f"{name}_scale"], wanted.scale.reshape(1).astype(oracle.BF16), name)

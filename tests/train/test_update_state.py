@@ -1,6 +1,6 @@
 """update_state against numpy: the overwrite is exact, and what happened to state on its way is seen and undone."""
 
-import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,6 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_same_bits
-from flax import nnx
-from flax.core import freeze
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
@@ -53,17 +51,6 @@ def update(request):
 # --------------------------------------------------------------------------------------------------------- overwriting
 
 
-def test_overwrites_exactly(update):
-    """Any amax, scale and history that a step can give arrives bit by bit, subnormals and extremes included."""
-    rng = np.random.default_rng(0)
-    for amax in [0.0, 1e-45, 1e-38, 3e38, *rng.lognormal(0, 20, 20)]:
-        old = pair(rng.lognormal(0, 10, H), rng.lognormal(0, 10))
-        new = made(old, F32(amax))
-        assert_same_bits(update(old, new), new, f"amax {amax}: ")
-    old = pair(np.zeros(H), 1)
-    assert_same_bits(update(old, made(old)), made(old), "first step: ")
-
-
 def test_rows_decide_for_themselves(update):
     """Stacked state: rows that were not touched or are not finite keep the old value, the others take the new one."""
     rng = np.random.default_rng(1)
@@ -93,7 +80,7 @@ def test_untouched_by_the_scale_alone(update):
     assert_same_bits(update(old, pair(np.zeros(H), 0)), old)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -3.0, 0.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan, -0.0, 0.0])
 def test_old_state_that_cannot_be(update, bad):
     """It is read as dot_general reads it, and the state returned is clean, touched or not."""
     old = pair([1.5, 7, bad, 0.25], bad)
@@ -112,40 +99,6 @@ def test_dtype_of_the_old_state(update):
             expected = {k: v.astype(dtype) for k, v in new.items()}
         expected["input_amax_history"][0] = ml_dtypes.finfo(dtype).max
         assert_same_bits(update(old, new), expected)
-
-
-def test_history_of_length_one(update):
-    """No tail: the amax is taken as it comes, untouched rows stay."""
-    old = pair([3.0], 3 / FP8_MAX)
-    assert_same_bits(update(old, pair([5.0], 3 / FP8_MAX)), pair([5.0], 3 / FP8_MAX))
-    assert_same_bits(update(old, pair([0.0], 0)), old)
-
-
-def test_containers_and_what_is_not_state(update):
-    """Parameters come back as they were, never as their gradients; the container is that of old."""
-    old, new = old_state(), made(old_state())
-    variables = {"params": {"kernel": np.ones(2, F32), "scale": np.ones(1, F32)}, replay.OWG: {"Dense_0": old}}
-    grads = {"params": {"kernel": np.full(2, 9, F32), "scale": np.full(1, 9, F32)}, replay.OWG: {"Dense_0": new}}
-    for wrap in (dict, freeze):
-        got = update(wrap(variables), wrap(grads))
-        assert type(got) is type(wrap(variables))
-        assert_same_bits(dict(got["params"]), dict(variables["params"]))
-        assert_same_bits(dict(got[replay.OWG]["Dense_0"]), new)
-    assert_same_bits(update(variables[replay.OWG], grads[replay.OWG])["Dense_0"], new, "collection: ")
-
-    box = lambda tree: nnx.State({"dot": nnx.State({k: nnx.Variable(jnp.asarray(v)) for k, v in tree.items()})})  # noqa: E731
-    got = update(box(old), box(new))
-    assert_same_bits({k: v.get_value() for k, v in got["dot"].items()}, new, "nnx: ")
-
-    recipe = jaxfp8.DelayedScaling(amax_history_len=H)
-    state = jaxfp8.init_state(recipe)
-    product = lambda state: jnp.sum(  # noqa: E731
-        jaxfp8.dot_general(jnp.ones((2, 3)), jnp.ones((3, 2)), (((1,), (0,)), ((), ())), recipe=recipe, state=state)
-    )
-    gradient = jax.grad(product)(state)
-    got = update({"w": jnp.ones(2), "fp8": state}, {"w": jnp.zeros(2), "fp8": gradient})
-    jax.tree.map(lambda g, e: oracle.assert_bitwise(g, e, "DotGeneralState"), got["fp8"], gradient)
-    oracle.assert_bitwise(got["w"], np.ones(2, F32), "w")
 
 
 def test_state_of_own_quantizers(update):
@@ -225,23 +178,21 @@ def test_safe_under_jit(factor):
     assert abs(got["input_scale"][0] / new["input_scale"][0] - 1) < 2.0**-21
 
 
-def test_next_good_step_is_exact():
-    """Nothing of a bad step but its bound in one slot of the window is left."""
-    old = old_state()
-    once = jax.tree.map(np.asarray, jax.jit(update_state)(old, times(2.0**-16, made(old))))
-    assert_same_bits(once, made(old), "a power of two is undone bit by bit: ")
-    assert_same_bits(update_state(once, made(once, 1.0)), made(once, 1.0))
-
-
-def test_rows_are_named_and_repaired_alone():
-    old = {k: np.stack([v, v, v]) for k, v in old_state().items()}
-    new = {k: np.stack([v, 4 * v, v]) for k, v in made(old_state()).items()}
-    with pytest.raises(ValueError, match=r"input, row \(1,\): the new state is 4 times"):
+@pytest.mark.parametrize("history, scale", [([-1e-3, 2, 1, 0], 0.5), ([1, 2, -np.inf, 0], 0.5), ([1, 2, 1, 0], -0.5)])
+def test_old_state_below_zero(history, scale):
+    """Only an optimizer that stepped on state makes it. It is not repaired and not cleaned; other quantizers go on."""
+    good = old_state()
+    bad = {name.replace("input", "kernel"): leaf for name, leaf in pair(history, scale).items()}
+    old = {"Dense_0": good | bad}
+    new = {"Dense_0": made(good) | {name: np.full_like(value, np.nan) for name, value in bad.items()}}
+    message = "update_state: old: Dense_0/kernel: expected a state that is not negative, got -.*reset_state"
+    with pytest.raises(ValueError, match=message):
         update_state(old, new)
-    got = jax.jit(update_state)(old, new)
-    for row, slot in ((0, 3.25), (1, 13.0), (2, 3.25)):
-        expected = made(old_state(), slot)
-        assert_same_bits({k: v[row] for k, v in got.items()}, expected, f"row {row}: ")
+    error, _ = checkify.checkify(jax.jit(update_state))(old, new)
+    assert re.search(message, error.get())
+    after = jax.jit(update_state)(old, new)["Dense_0"]
+    assert_same_bits({name: after[name] for name in bad}, bad)
+    assert_same_bits({name: after[name] for name in good}, made(good))
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, -0.01])
@@ -332,31 +283,6 @@ def test_no_false_alarm(recipe):
 # ------------------------------------------------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize("reduce, factor", [("pmean", 1), ("psum", 8)])
-def test_reduced_over_devices(reduce, factor):
-    """State that all devices agree on survives pmean; psum is seen, in shard_map and after it."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    old, new = old_state(), made(old_state())
-
-    def reduced(new):
-        return jax.tree.map(lambda x: getattr(jax.lax, reduce)(x, "data"), new)
-
-    def mapped(fn, vma, arguments):
-        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P(),) * arguments, out_specs=P(), check_vma=vma))
-
-    expected = made(old_state(), 3.25 * factor)
-    for vma in (False, True):
-        to_device = lambda x: jax.lax.pcast(x, "data", to="varying") if vma else x  # noqa: E731, B023
-        step = mapped(lambda o, n: update_state(o, reduced(jax.tree.map(to_device, n))), vma, 2)  # noqa: B023
-        assert_same_bits(step(old, new), expected, f"inside, check_vma={vma}: ")
-        outside = mapped(lambda n: reduced(jax.tree.map(to_device, n)), vma, 1)(new)  # noqa: B023
-        if factor == 1:
-            assert_same_bits(update_state(old, outside), expected)
-        else:
-            with pytest.raises(ValueError, match="8 times"):
-                update_state(old, outside)
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_rows(kind):
     """Pipeline stages: rows live on different devices and are updated there."""
@@ -373,24 +299,3 @@ def test_sharded_rows(kind):
         assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
         with pytest.raises(ValueError, match="8 times"):
             update_state(placed[0], times(8, placed[1]))
-
-
-def test_scan_vmap_remat():
-    """update_state inside of other transforms gives what it gives outside."""
-    old = {k: np.stack([v * (i + 1) for i in range(3)]) for k, v in old_state().items()}
-    new = {k: np.stack([v * (i + 1) for i in range(3)]) for k, v in made(old_state()).items()}
-    assert_same_bits(jax.vmap(update_state)(old, new), new, "vmap: ")
-    assert_same_bits(jax.lax.map(lambda pair: update_state(*pair), (old, new)), new, "scan: ")
-    assert_same_bits(jax.checkpoint(update_state)(old, new), new, "remat: ")
-    amaxes = np.float32(list(itertools.islice(itertools.cycle([1.0, 4.0, 2.0]), 7)))
-
-    def step(state, amax):
-        history = jnp.roll(state["input_amax_history"], -1).at[0].set(amax)
-        return update_state(state, {"input_amax_history": history, "input_scale": jnp.float32([0.5])}), None
-
-    got, _ = jax.lax.scan(step, pair(np.zeros(H), 0.5), amaxes)
-    expected = np.zeros(H, F32)
-    for amax in amaxes:
-        expected = np.roll(expected, -1)
-        expected[0] = amax
-    assert_same_bits(got, pair(expected, 0.5), "a loop: ")

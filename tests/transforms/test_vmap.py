@@ -1,7 +1,6 @@
 """vmap: a shared state sees the whole batch as one product, a batched state is one state a member."""
 
 import dataclasses
-import itertools
 import re
 
 import jax
@@ -75,31 +74,6 @@ def test_gradients_per_example(dtype):
         expected.wgrad.check(dkernel[i], f"wgrad of example {i}")
 
 
-@pytest.mark.parametrize("in_axis, out_axis", [(0, 0), (2, 1)])
-def test_batch_of_kernels(in_axis, out_axis):
-    """One x, many kernels, one state: the gradient of x is summed, the kernel's amax is that of all kernels."""
-    x, kernels, _ = cases.operands(kernels=(B,))
-    grads = cases.operands(B, seed=1)[2]
-    state = used_state()
-    steps = [dense(x, kernel, grad, state) for kernel, grad in zip(kernels, grads, strict=True)]
-    y, dx, dkernels, got = gradients(
-        jax.vmap(cases.product, in_axes=(None, in_axis, None), out_axes=out_axis),
-        x,
-        np.moveaxis(kernels, 0, in_axis),
-        cases.pack(state),
-        np.moveaxis(grads, 0, out_axis),
-    )
-    cases.assert_state(got, merged([step.state for step in steps]))
-    for i, step in enumerate(steps):
-        step.y.check(np.moveaxis(y, out_axis, 0)[i], f"y {i}")
-        step.wgrad.check(np.moveaxis(dkernels, in_axis, 0)[i], f"wgrad {i}")
-    # One sum over N columns of all kernels, each kernel with the scale of the shared state.
-    codes = {name: np.concatenate([step.codes[name] for step in steps], axis=1) for name in ("kernel", "output_grad")}
-    inverse = {name: getattr(steps[0].state, name).scale for name in codes}
-    total = oracle.scaled_matmul(codes["output_grad"], codes["kernel"], inverse["output_grad"], inverse["kernel"])
-    total.check(dx, "dgrad")
-
-
 @pytest.mark.parametrize("own", OPERANDS)
 def test_one_quantizer_of_its_own(own):
     """Members with a state of their own for one quantizer share the others': the max over all members."""
@@ -141,17 +115,6 @@ def test_no_members(state_axis):
     cases.assert_untouched(got)
 
 
-def test_associative_scan():
-    """JAX's own use of an empty batch; products of matrices, in FP8 whatever the order."""
-    matrices = np.random.default_rng(0).integers(-1, 2, (5, 4, 4)).astype(np.float32)
-    state = jaxfp8.init_state(cases.RECIPE)
-    got = jax.lax.associative_scan(jax.vmap(lambda a, b: cases.product(a, b, state)), matrices)
-    # Small integers times scale 1: every product and every partial sum is a number of e4m3.
-    expected = list(itertools.accumulate(matrices, np.matmul))
-    assert np.abs(expected).max() <= 16
-    np.testing.assert_array_equal(got, expected)
-
-
 def nested(outer_axis, inner_axis):
     """The state's axis in each of two vmaps, None where it is shared."""
     return jax.vmap(jax.vmap(cases.product, in_axes=(0, None, inner_axis)), in_axes=(0, None, outer_axis))
@@ -185,18 +148,6 @@ def test_batched_in_shared():
     for j, step in enumerate(steps):
         step.y.check(y[:, j].reshape(-1, cases.N), f"y {j}")
         step.dgrad.check(dx[:, j].reshape(-1, cases.K), f"dgrad {j}")
-
-
-def test_batched_in_batched():
-    x, kernel, grad = cases.operands(B, C)
-    states = [[used_state(C * i + j) for j in range(C)] for i in range(B)]
-    y, dx, _, got = gradients(nested(0, 0), x, kernel, cases.pack(states), grad)
-    steps = [[dense(x[i, j], kernel, grad[i, j], states[i][j]) for j in range(C)] for i in range(B)]
-    cases.assert_state(got, [[step.state for step in row] for row in steps])
-    for i in range(B):
-        for j in range(C):
-            steps[i][j].y.check(y[i, j])
-            steps[i][j].dgrad.check(dx[i, j])
 
 
 @pytest.mark.parametrize("state_axis, out_axes", [(1, 0), (-1, 1)])

@@ -45,6 +45,10 @@ with jaxfp8.ops.implementation(3):  # pyright: ignore[reportArgumentType]
 # What comes in comes back.
 model = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral)
 assert_type(jaxfp8.linen.quantize(model, [("head", None), (".*", recipe)]), nn.Dense)
+assert_type(jaxfp8.quantize(nn.Dense(8, dot_general_cls=jaxfp8.make_dot_general_cls(recipe)), []), nn.Dense)
+assert_type(jaxfp8.Format.HYBRID.max, float)
+assert_type(jaxfp8.__version__, str)
+jaxfp8.make_dot_general_cls(jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
 jaxfp8.linen.quantize(model, [(recipe, ".*")])  # pyright: ignore[reportArgumentType]
 variables: dict[str, Any] = {}
 assert_type(jaxfp8.update_state(variables, variables), dict[str, Any])

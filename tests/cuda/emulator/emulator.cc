@@ -1,6 +1,7 @@
 // The scheduler of the emulated CUDA runtime.
 #include <ucontext.h>
 
+#include <cfenv>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -243,11 +244,16 @@ cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()
   ++kernels;
   body = &thread;
   gridDim = config.gridDim;
-  for (unsigned int block = 0; block < config.gridDim.x; ++block) {
+  std::fenv_t environment;  // XLA's threads flush subnormal numbers, a device does not
+  std::fegetenv(&environment);
+  std::fesetenv(FE_DFL_ENV);
+  bool runs = true;
+  for (unsigned int block = 0; block < config.gridDim.x && runs; ++block) {
     blockIdx.x = block;
-    if (!RunBlock(static_cast<int>(config.blockDim.x))) return cudaErrorLaunchFailure;
+    runs = RunBlock(static_cast<int>(config.blockDim.x));
   }
-  return cudaSuccess;
+  std::fesetenv(&environment);
+  return runs ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 extern "C" __attribute__((visibility("default"))) void emulator_configure(int count, int run_backwards) {

@@ -166,7 +166,6 @@ def autotune(folder):
         import jax.numpy as jnp
 
         import jaxfp8
-        from jaxfp8.autotune import _plan_files
 
         gpu = type("FakeDevice", (), {"local_hardware_id": 0, "device_kind": "Fake GPU", "compute_capability": "9.0"})
         jax.local_devices = lambda backend=None: [gpu()]
@@ -182,9 +181,6 @@ def autotune(folder):
         report = jaxfp8.autotune(program, *codes)
         assert [row["is_new"] for row in report.rows] == [True, True], report
         assert [round(row["gain"], 3) for row in report.rows] == [round(5 / 3, 3)] * 2, report
-        text = str(report)
-        assert "Fake GPU, cuBLASLt 130002: 2 FP8 products" in text, text
-        assert "16 x 48 x 32, f8e4m3fn by f8e4m3fn to f32, precise" in text and "1.67" in text, text
         matmuls = gemm.counts()["matmuls"]
         again = jaxfp8.autotune(jax.jit(program), *codes)
         assert [row["is_new"] for row in again.rows] == [False, False] and gemm.counts()["matmuls"] == matmuls
@@ -211,9 +207,3 @@ assert gemm.counts()["algorithm"] == FIRST
         gemm.fake.fake_version(ctypes.c_int64(130100))
         assert [row["is_new"] for row in jaxfp8.autotune(program, *codes).rows] == [True, True]
         assert len(list(Path(cache).glob("plans_*.json"))) == 2
-        # What cannot be written is used all the same.
-        gemm.fake.fake_version(ctypes.c_int64(130200))
-        _plan_files.cache_folder = lambda: path / "not a folder"
-        assert jaxfp8.autotune(program, *codes).rows[0]["is_new"]
-        gemm.check(1, 16, 48, 32, workspace=32 << 20)
-        assert gemm.counts()["algorithm"] == FASTEST

@@ -1,7 +1,8 @@
 // Stands in for cuda/kernels/scaled_matmul.cc: the product by three loops.
 #include "cuda/kernels/scaled_matmul.h"
 
-#include <vector>
+#include <cfenv>
+#include <cstring>
 
 #include "common/fp8.h"
 #include "tests/cuda/scale_layouts.h"
@@ -17,8 +18,22 @@ float Widen(Dtype dtype, const void* data, int64_t i) {
   return dtype == Dtype::kE4M3 ? Decode<E4M3>(code) : Decode<E5M2>(code);
 }
 
-float WidenBF16(const void* data, int64_t i) {
+float WidenHalf(Dtype dtype, const void* data, int64_t i) {
+  if (dtype == Dtype::kF16) return static_cast<float>(static_cast<const _Float16*>(data)[i]);
   return BitsToFloat(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[i]) << 16);
+}
+
+void Store(Dtype dtype, void* out, int64_t i, float value) {
+  if (dtype == Dtype::kF32) {
+    static_cast<float*>(out)[i] = value;
+  } else if (dtype == Dtype::kF16) {
+    static_cast<_Float16*>(out)[i] = static_cast<_Float16>(value);
+  } else {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    bits = value != value ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1);  // to nearest even
+    static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(bits >> 16);
+  }
 }
 
 // The scale of an element of a matrix [rows, k].
@@ -37,29 +52,36 @@ std::string PrepareScaledMatmul() {
   return "";
 }
 
-// f32 outputs only: the tests of the handler ask for nothing else.
 std::string LaunchScaledMatmul(const ScaledMatmulParams& params, cudaStream_t) {
-  if (params.out_dtype != Dtype::kF32) return "not emulated";
-  float* out = static_cast<float*>(params.out);
+  std::fenv_t environment;  // XLA's threads flush subnormal numbers, a device does not
+  std::fegetenv(&environment);
+  std::fesetenv(FE_DFL_ENV);
+  const Dtype half = params.out_dtype == Dtype::kF16 ? Dtype::kF16 : Dtype::kBF16;  // of the bias
+  const ScaleMode one = ScaleMode::kTensor;
+  const bool after = params.a_scales == one && params.b_scales == one;  // scales of the whole sum
   for (int64_t g = 0; g < params.groups; ++g) {
     const int64_t call = g / params.batch;
     const void* a_scales = static_cast<const uint8_t*>(params.a_scale_inv) + call * params.a_scale_stride;
     const void* b_scales = static_cast<const uint8_t*>(params.b_scale_inv) + call * params.b_scale_stride;
     for (int64_t i = 0; i < params.m; ++i) {
       for (int64_t j = 0; j < params.n; ++j) {
-        float sum = 0;
+        float sum = 0, scale = 1;
         for (int64_t l = 0; l < params.k; ++l) {
-          sum += Widen(params.a_dtype, params.a, (g * params.m + i) * params.k + l) *
-                 Scale(params.a_scales, a_scales, i, l, params.m, params.k) *
-                 Widen(params.b_dtype, params.b, (g * params.n + j) * params.k + l) *
-                 Scale(params.b_scales, b_scales, j, l, params.n, params.k);
+          const float a = Widen(params.a_dtype, params.a, (g * params.m + i) * params.k + l);
+          const float b = Widen(params.b_dtype, params.b, (g * params.n + j) * params.k + l);
+          const float a_scale = Scale(params.a_scales, a_scales, i, l, params.m, params.k);
+          const float b_scale = Scale(params.b_scales, b_scales, j, l, params.n, params.k);
+          scale = a_scale * b_scale;
+          sum += after ? a * b : static_cast<float>(static_cast<double>(a) * a_scale * b * b_scale);
         }
         const int64_t at = (g * params.m + i) * params.n + j;
-        out[at] = sum + (params.bias ? WidenBF16(params.bias, j) : 0) +
-                  (params.accumulator ? params.accumulator[at] : 0);
+        const float bias = params.bias ? WidenHalf(half, params.bias, j) : 0;
+        Store(params.out_dtype, params.out, at,
+              (after ? sum * scale : sum) + bias + (params.accumulator ? params.accumulator[at] : 0));
       }
     }
   }
+  std::fesetenv(&environment);
   return "";
 }
 

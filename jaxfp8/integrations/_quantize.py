@@ -1,0 +1,30 @@
+"""quantize: FP8 by rules for a model of either framework."""
+
+from flax import linen as nn, nnx
+
+from .. import linen, nnx as jaxfp8_nnx
+from .._jax._typing import Tree
+from ..recipes import Rules, kind
+
+
+def quantize(model: Tree, rules: Rules) -> Tree:
+    """Put the layers of a model in FP8 as the rules say: `linen.quantize` or `nnx.quantize`, by the model.
+
+        model = jaxfp8.quantize(model, [("head", None), (r".*mlp/.*", jaxfp8.DelayedScaling())])
+
+    Args:
+        model: a Linen module, which is not changed, or an NNX module, which is.
+        rules: pairs `(path_regex, recipe or None)`; the first one that matches the whole path of a layer holds.
+
+    Returns:
+        A quantized Linen module; the same NNX module.
+
+    Raises:
+        TypeError: neither a Linen nor an NNX module.
+        TypeError, ValueError: as of `linen.quantize` and `nnx.quantize`.
+    """
+    if isinstance(model, nn.Module):
+        return linen.quantize(model, rules)
+    if isinstance(model, nnx.Module):
+        return jaxfp8_nnx.quantize(model, rules)
+    raise TypeError(f"quantize: model: expected an instance of a Linen or an NNX module, got {kind(model)}")

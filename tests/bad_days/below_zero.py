@@ -1,0 +1,98 @@
+"""State that no step can make: an optimizer has stepped on it, and the loss must say so."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxfp8
+
+from .libraries import OWG
+from .steps import is_clean, normal, step_of, tally_products
+from .trainers import K, N, operands
+from .verdict import Tally, refused, row
+
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-3), "lion": optax.lion(1e-4)}
+
+
+def loss_of(library, variables, x, grad):
+    return jnp.vdot(library.dense(N).apply(variables, x), grad)
+
+
+def stepped_on(library, tx):
+    """Variables after one step of a tutorial's loop: the optimizer steps on all variables."""
+    x, kernel, grad = operands(0)
+    variables = jax.tree.map(jnp.asarray, library.variables(kernel))
+    gradient = jax.jit(library.grad(lambda v: loss_of(library, v, x, grad)))(variables)
+    updates, _ = tx.update(gradient, tx.init(variables), variables)
+    return optax.apply_updates(variables, updates)
+
+
+@row("plain optax over all variables: the loss is NaN at the second step", any_layer=True)
+def plain_optax(library):
+    tally = Tally()
+    for name, tx in OPTIMIZERS.items():
+        variables = stepped_on(library, tx)
+        x, _, grad = operands(1)
+        value = jax.jit(lambda v, x=x, grad=grad: loss_of(library, v, x, grad))(variables)
+        tally(np.isnan(value), f"{name}: the loss is {value}")
+    return tally.verdict("NaN")
+
+
+@row("the same in a scan over layers", peer="the state of Flax's layers is read alike")
+def stacked_rows(library):
+    """One row of a stack is spoilt: its layer is NaN, the others are what they were."""
+    tally, recipe = Tally(), jaxfp8.DelayedScaling(amax_history_len=4)
+    x, kernels = normal(1, (4, K)), jnp.asarray(normal(2, (3, K, N)))
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+
+    def layer(state, kernel):
+        return jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
+
+    for path in ("amax_history", "scale"):
+        part = {path: getattr(state.input, path).at[1, 0].set(-1e-3)}
+        spoilt = dataclasses.replace(state, input=dataclasses.replace(state.input, **part))
+        for way, run in (
+            ("vmap", lambda s: jax.vmap(layer)(s, kernels)),
+            ("scan", lambda s: jax.lax.scan(lambda carry, sk: (carry, layer(*sk)), 0, (s, kernels))[1]),
+        ):
+            want, got = np.asarray(jax.jit(run)(state)), np.asarray(jax.jit(run)(spoilt))
+            tally(np.isnan(got[1]).all(), f"{way}, {path}: the row's product is not NaN")
+            tally(np.array_equal(want[[0, 2]], got[[0, 2]]), f"{way}, {path}: other rows have changed")
+    return tally.verdict("NaN in its row alone")
+
+
+@row("the same: the update of the state names the layer and the remedy", peer="Flax has no such check")
+def named_update(library):
+    tally = Tally()
+    for name, tx in OPTIMIZERS.items():
+        variables = stepped_on(library, tx)
+        x, _, grad = operands(1)
+        gradient = library.grad(lambda v, x=x, grad=grad: loss_of(library, v, x, grad))(variables)
+        names = f"{library.module}/.*(history|state).*reset_state"
+        refused(lambda v=variables, g=gradient: library.update(v, g), tally, name, names)
+        # Under jit nobody raises, and nobody hides it: the leaf stays as it is.
+        kept = jax.jit(library.update)(variables, gradient)
+        before, after = (jax.tree.leaves(tree[OWG]) for tree in (variables, kept))
+        spoilt = [i for i, leaf in enumerate(before) if np.any(np.asarray(leaf) < 0)]
+        tally(bool(spoilt), f"{name}: no leaf is below zero")
+        tally(all(np.array_equal(before[i], after[i]) for i in spoilt), f"{name}: jit has cleaned a leaf")
+    return tally.verdict("the path")
+
+
+@row("the same: reset_state repairs it within one good step", peer="Flax has no such function")
+def reset(library):
+    tally = Tally()
+    variables = stepped_on(library, OPTIMIZERS["adam"])
+    repaired = jaxfp8.convert.reset_state(variables, only_bad=True)
+    tally(is_clean(repaired), "the state is not clean")
+    x, _, grad = operands(1)
+    kernel = np.asarray(variables["params"]["kernel"])
+    tally(np.array_equal(kernel, repaired["params"]["kernel"]), "a parameter has changed")
+    for what in ("first", "second"):
+        tally_products(tally, step_of(library, N)(repaired, x, grad), (x, kernel, grad), f"{what} step")
+        gradient = library.grad(lambda v: loss_of(library, v, x, grad))(repaired)
+        repaired = library.update(repaired, gradient)
+    return tally.verdict("right again")

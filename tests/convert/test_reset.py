@@ -1,0 +1,61 @@
+"""reset_state: everywhere, or only in the rows that an optimizer has stepped on."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equality import assert_same_bits
+from flax import nnx
+
+import jaxfp8
+from jaxfp8.convert import reset_state
+
+INITIAL = jaxfp8.QuantizerState(np.zeros((3, 4), np.float32), np.ones((3, 1), np.float32), np.zeros((3, 3), np.float32))
+
+
+def stack(rows, **spoilt):
+    """Three layers of a state that has been in use, on the axis that nn.scan stacks along."""
+    history, scale, counters = np.full((3, 4), 2, np.float32), np.full((3, 1), 0.5, np.float32), np.full((3, 3), 0.25)
+    state = jaxfp8.QuantizerState(history, scale, counters.astype(np.float32))
+    for name, value in spoilt.items():
+        getattr(state, name)[rows, 0] = value
+    return state
+
+
+@pytest.mark.parametrize("spoilt", [{"amax_history": -1e-45}, {"amax_history": -np.inf}, {"scale": -1}], ids=str)
+@pytest.mark.parametrize("convert", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_reset(spoilt, convert):
+    """NaN, infinity and -0 are read as nothing; a parameter below zero is a parameter."""
+    honest = stack([0], amax_history=np.nan) if "scale" in spoilt else stack([0], scale=-0.0)
+    tree = {"bad": stack([1], **spoilt), "honest": honest, "params": {"scale": np.full(2, -1, np.float32)}}
+    got = convert(lambda tree: reset_state(tree, only_bad=True))(tree)
+    rows = jax.tree.map(lambda leaf, initial: np.where(np.arange(3)[:, None] == 1, initial, leaf), tree["bad"], INITIAL)
+    assert_same_bits(got, tree | {"bad": rows})
+    assert_same_bits(convert(reset_state)(tree), tree | {"bad": INITIAL, "honest": INITIAL})
+
+
+def test_models():
+    """An NNX state goes back into its model; Linen's variables are as `init` made them."""
+    x = jnp.ones((2, 8))
+    variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
+    spoilt = {name: jax.tree.map(lambda leaf: leaf - 2, tree) for name, tree in variables.items()}
+    assert_same_bits(reset_state(spoilt), variables | {"params": spoilt["params"]})
+    layer = nnx.Linear(8, 4, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
+    layer.dot_general.input_scale.set_value(jnp.float32([-1]))
+    assert np.isnan(layer(x)).all()
+    rows = {row["name"]: row for row in jaxfp8.inspect.summary(nnx.state(layer)).rows}
+    assert {name: row["follows"] for name, row in rows.items()} == {
+        "dot_general/input": "below zero",
+        "dot_general/kernel": "unit",
+        "dot_general/output_grad": "unit",
+    }
+    assert np.isnan(rows["dot_general/input"]["scale"])
+    assert np.isnan(jaxfp8.inspect.scalars(nnx.state(layer))["fp8/dot_general/input/scale"])
+    nnx.update(layer, reset_state(nnx.state(layer), only_bad=True))
+    assert np.isfinite(layer(x)).all() and layer.dot_general.input_scale[...] == 1
+
+
+def test_nothing_to_reset():
+    with pytest.raises(ValueError, match="reset_state: tree: expected amax_history and scale"):
+        reset_state({"params": {"scale": jnp.ones(3)}})

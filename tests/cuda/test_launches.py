@@ -1,0 +1,58 @@
+"""What each op puts on the stream, by the emulated handlers: kernels, memsets, copies."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import ops
+from jaxfp8.inspect import _active
+
+from . import emulated
+
+ONE_KERNEL = dict.fromkeys(_active.OPS, (1, 0, 0))
+# An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in the last test.
+LAUNCHES = ONE_KERNEL | dict.fromkeys(
+    ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_norm"), (1, 1, 0)
+)
+
+
+@pytest.mark.parametrize("op", [op for op in LAUNCHES if op not in ("scaled_matmul", "block_scaled_matmul")])
+def test_launches(op, handlers, over_handlers):
+    function, arguments = _active.OPS[op]
+    arguments = [np.ones(x.shape, x.dtype) for x in arguments]
+    compiled = jax.jit(function).lower(*arguments).compile()
+    emulated.launches(handlers)
+    jax.block_until_ready(compiled(*arguments))
+    assert emulated.launches(handlers) == LAUNCHES[op]
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_transpose", "quantize_activation", "quantize_norm"])
+def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
+    """One that another op made, as delayed_scales makes zeros: nothing but two kernels."""
+    x, one = np.ones((3, 5), oracle.BF16), np.ones(1, np.float32)
+    options = {
+        "quantize_activation": {"activation": "gelu"},
+        "quantize_norm": {"gamma": np.ones(5, np.float32), "beta": None, "kind": "rms", "epsilon": 1.0},
+    }.get(op, {})
+
+    @jax.jit
+    def step(x, scale):
+        (zero,) = ops.delayed_scales([scale], [scale], fp8_max=[448.0])
+        return getattr(ops, op)(x=x, scale=scale, dtype=oracle.E4M3.dtype, amax=zero.amax, **options)
+
+    jax.block_until_ready(step(x, one))
+    emulated.launches(handlers)
+    jax.block_until_ready(step(x, one))
+    assert emulated.launches(handlers) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("m, launches", [(40, (2, 1, 0)), (0, (0, 0, 0))])
+def test_blocks_of_whole_rows(m, launches, handlers, over_handlers):
+    """Two kernels, after a memset; nothing without elements."""
+    run = jax.jit(lambda x: ops.quantize_blocks_transpose(x, oracle.E4M3.dtype, block=(1, None)))
+    x = np.ones((m, 50), oracle.BF16)
+    jax.block_until_ready(run(x))
+    emulated.launches(handlers)
+    jax.block_until_ready(run(x))
+    assert emulated.launches(handlers) == launches
