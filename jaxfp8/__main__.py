@@ -16,6 +16,7 @@ from .ops import _ffi, _support
 
 def about() -> dict[str, Any]:
     """Everything the command prints, as JSON has it; a part that fails is `{"error": reason}`."""
+    # Each part fails by itself: a broken driver must not hide the versions.
     return {
         "versions": _try(_machine.versions),
         "system": platform.platform(),
@@ -39,6 +40,7 @@ def cublaslt() -> dict[str, str]:
         _ffi.check_cublaslt()
     except RuntimeError as error:
         return {"error": str(error)}
+    # cuBLASLt opens without a GPU. Its version is asked together with a device.
     gpus = _support.local_gpus()
     return {"version": str(_ffi.gemm_platform(gpus[0].local_hardware_id or 0).version) if gpus else ""}
 
@@ -52,6 +54,7 @@ def _try(part: Callable[[], Any]) -> Any:
 
 def text(machine: dict[str, Any]) -> str:
     """Write the result of `about` for people."""
+    # Any part may be an error in place of its value; `_rows` and `_or_error` then write the error.
     lines = ["versions"]
     lines += _rows(machine["versions"], lambda part: [(name, version) for name, version in part.items()])
     lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]

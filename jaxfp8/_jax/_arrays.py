@@ -6,6 +6,7 @@ import jax
 def split_arrays(tree):
     """Return `(arrays, joined)`: the leaves with a shape and a dtype, and the function that puts arrays back."""
     leaves, treedef = jax.tree.flatten(tree)
+    # A shape and a dtype are all that tracing needs: `jax.ShapeDtypeStruct` counts as an array.
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
     def joined(arrays):

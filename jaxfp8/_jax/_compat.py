@@ -45,10 +45,12 @@ def linearizes_by(op: Primitive, rule) -> None:
     def linearize(is_vjp, is_linear, *primals, **params):
         del is_vjp
         result, residuals, function = rule(is_linear, *primals, **params)
+        # True: the result has a tangent. JAX calls no rule where no operand has one.
         if _has_structured:
             return result, True, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
         return result, True, residuals, function
 
+    # The form of the rule is private. In a version that has changed it, every gradient would fail.
     if jax.__version_info__ < (0, 13):
         _linearizations[op] = linearize
 
@@ -65,6 +67,8 @@ def devices_of(ctx) -> str:
     what `custom_partitioning` calls back cannot be written out.
     """
     context = ctx.module_context.axis_context
+    # A `shard_map` over some of the axes leaves the others to XLA: its program is neither that of one device nor that
+    # of the whole mesh.
     if hasattr(context, "manual_axes"):
         return "shard" if set(context.manual_axes) == set(context.mesh.axis_names) else "unknown"
     if getattr(context, "num_devices", None) == 1:
@@ -78,6 +82,7 @@ def devices_of(ctx) -> str:
 def gpus_of(ctx) -> list:
     """Return the GPUs that a program is lowered for, as far as JAX tells."""
     context = ctx.module_context.axis_context
+    # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names no devices.
     mesh = getattr(context, "mesh", None)
     devices = getattr(context, "device_assignment", None) or (
         mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
@@ -109,11 +114,13 @@ try:
         @staticmethod
         def add(dtype, x, y):
             del dtype
+            # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
             return to_max(lax.max(from_max(x), from_max(y)))
 
         @staticmethod
         def zero(dtype):
             del dtype
+            # State is not negative, so 0 is neutral in a max too.
             return to_max(jnp.float32(0))
 
         @staticmethod
@@ -123,6 +130,8 @@ try:
 
         @staticmethod
         def global_sharded_result_handler(aval, out_sharding, committed):
+            # A jitted function that returns this dtype gives a float32 array in the wrapper that JAX has for extended
+            # dtypes.
             physical = core.physical_aval(aval)
             handler = pxla.global_result_handlers[core.ShapedArray](physical, out_sharding, committed)
             return handler.wrap(lambda x: earray.EArray(aval, x))
@@ -140,7 +149,7 @@ try:
     MAX_DTYPE = _MaxDtype()
 
     def _add_concrete(x, y):
-        return _MaxRules.add(None, x, y) if x.dtype == MAX_DTYPE else _other_adder(x, y)
+        return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
 
     # jax.debug_nans reads this attribute.
     earray.EArray.addressable_shards = property(lambda self: self._data.addressable_shards)
@@ -175,6 +184,7 @@ class _Cast(Primitive):
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
+        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
         linearizes_by(self, lambda is_linear, x: (self.bind(x), (), lambda residuals, t: self.bind(t)))
         batching.defvectorized(self)
 
@@ -196,6 +206,7 @@ class _MemoizedCast(_Cast):
         with set_current_trace(x._trace):
             memo = self._memo.setdefault(x._trace, {})
             source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
+            # The id of a tracer that has died may be that of another one now.
             if source is not x or result is None:
                 result = super().bind_with_trace(x._trace, args, *rest)
                 memo[id(x)] = weakref.ref(x), weakref.ref(result)
@@ -219,6 +230,11 @@ _to_max_p = _MemoizedCast(
 def is_max(x) -> bool:
     """Return whether `x` is an array of the max dtype."""
     return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
+
+
+def is_foreign_max(x) -> bool:
+    """Return whether `x` is an array of Flax's dtype for the same purpose, `fp8_ops.fp32_max_grad`."""
+    return getattr(getattr(x, "dtype", None), "name", None) == "fp8_meta32"
 
 
 def to_max(x):

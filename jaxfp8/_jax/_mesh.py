@@ -27,8 +27,10 @@ def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     sizes, axes = dict(new_sizes), {}
     for operand, named in zip(operands, operand_names, strict=True):
         sizes.update(zip(named, operand.shape, strict=True))
+        # An op without a scale may have an amax, whose dimension no operand names.
         sizes.setdefault("one", 1)
         for name, axis in zip(named, operand.sharding.spec, strict=True):
+            # Operands may be cut differently along a dimension: the first that is cut decides.
             axes[name] = axes.get(name) or axis
     # 2. Write them into the types of the results.
     first = next((x for x in operands if not x.sharding.mesh.empty), operands[0])  # constants know no mesh

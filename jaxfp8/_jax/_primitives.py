@@ -15,6 +15,7 @@ def compiled(op: Primitive) -> Callable:
         return jax.jit(functools.partial(op.bind, **dict(params)))
 
     def run(*operands, **params):
+        # Where `jit` is disabled, the function would bind the op outside of jit, and come here again without end.
         with jax.disable_jit(False):
             return jitted(tuple(params.items()))(*operands)
 

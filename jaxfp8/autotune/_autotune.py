@@ -70,6 +70,7 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
         raise RuntimeError(f"autotune: needs an NVIDIA GPU to measure on: {error}") from error
     if not _ffi.has_cuda_kernels():
         raise RuntimeError(f"autotune: the CUDA module of jaxfp8 is not loaded: {_ffi.error('cuda')}")
+    # CUDA counts the devices of this machine, where JAX counts those of all processes.
     return tune(device.local_hardware_id or 0, gemms_of(fn, *args, **kwargs))
 
 
@@ -82,6 +83,7 @@ def tune(device: int, gemms: list[Gemm]) -> AutotuneReport:
             if gemm not in known:
                 new[gemm] = _ffi.tune_gemm(device, gemm)
     finally:
+        # A measurement takes time: one that is interrupted keeps what it has.
         if new:
             store.add(platform, new)
     return AutotuneReport(platform, [_row(gemm, known[gemm], gemm in new) for gemm in gemms])
@@ -95,6 +97,7 @@ def _row(gemm: Gemm, plan: Plan, is_new: bool) -> dict:
 def gemms_of(fn, *args, **kwargs) -> list[Gemm]:
     """Return the distinct FP8 products of `fn`, as one GPU runs them, in the order of the program."""
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    # Lowering names every custom call of one device, so nothing is compiled to find them.
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     partitions = lowered.compiler_ir("stablehlo").operation.attributes["mhlo.num_partitions"]
     # On a mesh, products of shards appear when XLA partitions.
@@ -106,6 +109,7 @@ def gemms_of(fn, *args, **kwargs) -> list[Gemm]:
 def _gemm(call: str) -> Gemm:
     """Return the product of a custom call, a line of HLO."""
     results, rest = call.split(" custom-call(", 1)
+    # The types of operands stand in the constraints, braces within braces; the list of operands may hold names alone.
     constraints = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", rest).group(1)
     (out, _), (_, workspace) = _arrays(results.split(" = ", 1)[1])
     (a, (groups, m, k)), (b, (_, n, _)), (_, a_scale), (_, b_scale), *_ = _arrays(constraints)

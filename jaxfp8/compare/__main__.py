@@ -178,6 +178,7 @@ def main(argv=None) -> int:
         print(f"picture: {args.out}")
     else:
         print("no picture: pip install matplotlib")
+    # Only a run that is long enough to prove convergence has a verdict.
     if args.time_only or not _report.is_proof(args.steps, args.seeds, args.arms):
         return 0
     passed, verdict = _report.judge(results)

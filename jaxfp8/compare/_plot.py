@@ -54,6 +54,7 @@ def _plot_differences(ax, seeds):
     for name in seeds[0]:
         if name != reference:
             steps, validation = validation_of(seeds, name)
+            # Seeds are paired, so their differences are averaged: what a seed does to every arm cancels.
             difference = (validation - of_reference).mean(axis=0)
             ax.plot(steps, difference, "o-", markersize=3, color=ARMS[name].color, label=name)
     ax.set(title=f"Validation loss minus {reference}, same weights and batches", xlabel="step", ylabel="nat")

@@ -37,6 +37,7 @@ class Program:
         """Return the bytes that the step needs: arguments, outputs that reuse no argument, temporaries."""
         if self.memory is None:
             return None
+        # The sum counts the aliased bytes as a fourth part: they go out once for that, and once with the outputs.
         return sum(self.memory.values()) - 2 * self.memory["aliased"]
 
     def how(self) -> str:
@@ -45,6 +46,7 @@ class Program:
         if not fp8["products"]:
             return "no FP8"
         kernels = fp8["products_by_kernel"], fp8["products_by_xla"]
+        # The HLO may have a call more often than the jaxpr, where XLA has copied it: no count is below zero.
         emulated = max(0, fp8["products"] - sum(kernels))
         products = (
             (kernels[0], "products by custom calls (cuBLASLt)"),
@@ -71,6 +73,7 @@ def compile_step(arm: Arm, state: TrainState, batch) -> Program:
     with arm.region():
         traced = train_step.trace(state, batch)
         compiled = traced.lower().compile()
+        # The function that `jax.vjp` returns is a pytree of what it keeps, so its shapes tell the bytes.
         _, vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v), state.params)
     kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
     return Program(compiled, _memory(compiled.memory_analysis()), kept, _fp8(traced.jaxpr.jaxpr, compiled.as_text()))
@@ -92,6 +95,7 @@ def _memory(analysis) -> dict[str, int] | None:
 
 
 def _fp8(jaxpr, hlo: str) -> dict[str, int]:
+    # The jaxpr says what the program asks for, the compiled HLO what runs.
     ops = count_operations(jaxpr)
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
 

@@ -43,6 +43,7 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
             "median_ms_per_step": float(np.median([runs[name].median_step_ms for runs in seeds])),
         }
         if reference in seeds[0]:
+            # Arms of one seed have the same weights and the same text, so losses are compared seed by seed.
             differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
             results[name][f"minus_{reference}"] = differences.tolist()
             results[name][f"mean_minus_{reference}"] = float(np.mean(differences))

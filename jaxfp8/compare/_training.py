@@ -57,6 +57,7 @@ def make_optimizer(steps: int):
 
 def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainState:
     """Create the first state: the same parameters in every arm, and the FP8 state of the arm's recipe."""
+    # A layer gets the state of the recipe that is selected while it is initialized.
     with arm.region():
         variables = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, model.length), jnp.int32))
     scale = mixed_precision.DynamicLossScale() if arm.loss_scaled else None
@@ -82,6 +83,7 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
     for i, batch in enumerate(batches, start=1):
         for name, run in runs.items():
             start = time.perf_counter()
+            # Wait for each step: otherwise the time of one arm would hold the work of another.
             states[name], loss, made = jax.block_until_ready(steps[name](states[name], batch))
             run.step_ms.append(1e3 * (time.perf_counter() - start))
             run.train_losses.append(float(loss))

@@ -35,6 +35,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
     if amax_history_len < 1:
         raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
+    # A tree without a history would come back as it is, and only the model would find its length to be another.
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     if not any(map(_is_history, (path for path, _ in paths))):
         raise ValueError(
@@ -99,6 +100,7 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
             name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
         }
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
+    # The checkpoint's collections replace those of the model; state was merged above and replaces both.
     return {**variables, **restored, **state}
 
 

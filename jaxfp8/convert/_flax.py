@@ -46,6 +46,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
     def rename(path):
         if not path:
             return path
+        # Flax names a module after its class unless the user has; names of users are the same in both libraries.
         name, number = _split(path[-1])
         if name == _OTHER_FORMATS:
             raise ValueError(
@@ -123,6 +124,7 @@ def _convert(where, variables, rename, swapped):
             _tree.insert(where, converted, rename(path), flat)
         if not has_state:
             return None
+        # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
         if unused:
             raise ValueError(
                 f"{where}: swapped: {sorted(unused)} match no module; there are "

@@ -38,9 +38,12 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
     for quantizer in flat.quantizers:
         positions = quantizer.positions()
         leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
+        # Transforms stack state along any axis, so the slots need not be last.
         axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves[:2])
         history, scale = leaves[:2]
+        # One slot below zero gives its whole row a NaN scale, so the row is reset as a whole.
         is_bad = jnp.any(_scaling.below_zero(history), axis, keepdims=True) | _scaling.below_zero(scale)
+        # The first values of the history, the scale and, where there are any, the counters.
         for position, leaf, initial in zip(positions, leaves, (0, 1, 0), strict=False):
             value = jnp.full_like(leaf, initial)
             values[position] = jnp.where(is_bad, value, leaf) if only_bad else value

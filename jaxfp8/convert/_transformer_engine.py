@@ -70,10 +70,12 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
         for path, module in modules.items():
+            # A module of TransformerEngine may have several products; here each product is a module.
             for postfix in _postfixes(where, path, module):
                 state = {}
                 for name, operand in _NAMES.items():
                     history, scale = _tree.quantizer(where, path, module, name + postfix)
+                    # State that is in our layout already would be converted without an error, one slot off.
                     _expect_rotated(_tree.at(path, name + postfix), history)
                     state |= _named(
                         operand, _before_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
@@ -114,6 +116,7 @@ def to_transformer_engine(
 
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
+        # The same layer comes once for each of its products: their number decides about the names.
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
             match = re.fullmatch(rf"{_OURS}_(\d+)", path[-1]) if path else None
@@ -167,6 +170,7 @@ def _postfixes(where, path, module) -> list[str]:
 
 def _our_path(path, postfix) -> tuple[str, ...]:
     name = path[-1] if path else ""
+    # A wrapper in a Flax layer is a product. A layer of TransformerEngine holds its products itself.
     if re.fullmatch(rf"{_WRAPPER}_\d+", name) and not postfix:
         return (*path[:-1], name.replace(_WRAPPER, _OURS))
     return (*path, _OURS + (postfix or "_0"))
@@ -192,6 +196,7 @@ def _next_scale(quantizer, history, scale_inv):
     """Compute the scale `[..., 1]` of the next step, from our history `[..., H]` and scale `[..., 1]`."""
     algo = quantizer.amax_compute_algo
     history = _scaling.clean(history)
+    # A user's algorithm reads one history; stacked histories are mapped over.
     if callable(algo):
         amax = jnp.vectorize(lambda h: jnp.asarray(algo(h), jnp.float32).reshape(()), signature="(h)->()")(history)
     else:
@@ -206,6 +211,7 @@ def _numerator(quantizer):
 @functools.partial(jax.jit, static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
     """Convert our `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
+    # [5, 2, 3, 4] becomes [2, 3, 4, 5]; then the oldest amax, 2, gives its slot to the next one.
     rotated = jnp.roll(_scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
     return rotated, _next_scale(quantizer, history, scale_inv)
 

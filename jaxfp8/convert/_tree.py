@@ -29,11 +29,13 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
             f"{where}: variables: expected a dict of variables or of one collection, got {type(variables).__name__}; "
             "of a TrainState pass `.params`"
         )
+    # 1. Gather the modules of all sources: state of TransformerEngine may lie in two collections.
     present = [name for name in sources if name in variables]
     modules: Modules = {} if present else modules_of(where, variables)
     for name in present:
         for path, module in modules_of(where, variables[name]).items():
             insert(where, modules, path, module)
+    # 2. Convert, and refuse a tree in which there was nothing to convert.
     converted = convert(modules)
     if converted is None:
         collections = " or ".join(map(repr, sources))
@@ -41,6 +43,7 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
             f"{where}: variables: expected a collection {collections} with FP8 state, or such a collection itself, got "
             f"{sorted(variables)}"
         )
+    # 3. Put the result where the sources were; a bare collection comes back bare.
     rest = {name: collection for name, collection in variables.items() if name not in present}
     return {**rest, target: nested(converted)} if present else nested(converted)
 
@@ -93,6 +96,7 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
         raise ValueError(
             f"{where}: {at(path, prefix)}_amax_history: expected shape (..., H) with H >= 1, got {history.shape}"
         )
+    # State may be stacked, history and scale alike.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:
         raise ValueError(
@@ -109,6 +113,7 @@ def _leaf(where, path, module, name):
             "start it with empty state"
         )
     leaf = module[name]
+    # A leaf that fits is returned as the object that it is, so that it stays where it lies.
     if leaf.dtype == np.float32:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -1,4 +1,6 @@
-"""The dtype a layer computes in, and x in it."""
+"""What layers share: the dtype that they compute in, x in that dtype, and sizes of features."""
+
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -22,3 +24,11 @@ def to_compute(x, dtype):
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.promote_types(x.dtype, dtype) == dtype:
             return x
     return x.astype(dtype)
+
+
+def sizes(name: str, features) -> tuple[int, ...]:
+    """Return one or several sizes as a tuple of ints; `name` names the argument in the message."""
+    try:
+        return tuple(map(operator.index, features if isinstance(features, (tuple, list)) else (features,)))
+    except TypeError:
+        raise TypeError(f"{name}: expected an int or a tuple of ints, got {features!r}") from None

@@ -30,6 +30,7 @@ from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
 from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
+from ._wrapping import current_layer
 
 
 def dot_general(
@@ -124,6 +125,7 @@ def dot_general(
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=reduce,
+        layer=current_layer(),
     )
     codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
     return checkpoint_name(multiply(product)(x, kernel, bias, state, codes), OUTPUT_NAME)

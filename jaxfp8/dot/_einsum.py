@@ -69,12 +69,14 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers, **options)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
+    # Where the session's promotion is strict, bfloat16 and float32 have no common dtype.
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x, kernel)
     x_labels, kernel_labels, out_labels = _parse(eqn, x.ndim, kernel.ndim)
     is_empty = 0 in x.shape or 0 in kernel.shape
 
+    # 1. Take diagonals, so that an operand has each label once, and find the sizes after broadcasting.
     x, x_labels = _diagonals(eqn, "x", x, x_labels)
     kernel, kernel_labels = _diagonals(eqn, "kernel", kernel, kernel_labels)
     x_sizes = dict(zip(x_labels, x.shape, strict=True))
@@ -83,11 +85,14 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     if is_empty:  # before a sum over nothing makes zeros that would count as seen: the state is not touched
         dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
         return jnp.zeros([sizes[label] for label in out_labels], dtype, out_sharding=spec_of("einsum", out_sharding))
+    # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels that are summed alone.
     # Where only one of two has size 1, the label is the other's alone.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
     kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, {*shared, *out_labels})
 
+    # 3. A shared label of the output is a batch dimension, any other is contracted. The product has the batch first,
+    # then what is left of x and of the kernel; the output may have another order.
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
     y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
@@ -126,6 +131,7 @@ def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], li
     operands = inputs.split(",")
     if len(operands) != 2 or "," in output:
         raise _error(eqn, "expected two operands, separated by one comma, and one output")
+    # An ellipsis may have fewer dimensions in one operand. Its labels count from the end, so that they broadcast.
     ellipses = [
         _ellipsis(eqn, name, term, ndim)
         for name, term, ndim in zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
@@ -134,6 +140,7 @@ def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], li
     longest = max(ellipses, key=len)
     labels = x_labels + kernel_labels
     if not arrow:
+        # The implicit output is NumPy's: the ellipsis, then the letters that appear once, in alphabetic order.
         letters = sorted(label for label in labels if labels.count(label) == 1 and label not in longest)
         return x_labels, kernel_labels, longest + letters
     out_labels = _expand(eqn, output, longest)
@@ -170,6 +177,7 @@ def _diagonals(eqn, name, value, labels):
             raise _error(
                 eqn, f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}"
             )
+        # The diagonal becomes the last dimension. A label that is there three times takes another turn.
         value = jnp.diagonal(value, axis1=first, axis2=second)
         labels = [label for d, label in enumerate(labels) if d not in (first, second)] + [repeated[0]]
     return value, labels
@@ -193,5 +201,6 @@ def _reduce(value, labels, sizes, kept):
     labels = [label for d, label in enumerate(labels) if d not in broadcast]
     summed = [d for d, label in enumerate(labels) if label not in kept]
     if summed:
+        # The sum is not rounded to the operand's dtype: quantization rounds it, once.
         value = jnp.sum(value.astype(jnp.float32), axis=tuple(summed))
     return value, [label for label in labels if label in kept]

@@ -34,6 +34,7 @@ class Product:
             leaves it to JAX.
         precise: the products that accumulate precisely.
         reduce: `(amax, state) -> amax`, over the mesh.
+        layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
     """
 
     quantizers: tuple
@@ -45,16 +46,12 @@ class Product:
     out_sharding: jax.sharding.PartitionSpec | None
     precise: frozenset
     reduce: AmaxReduction
+    layer: str | None = dataclasses.field(default=None, compare=False)
 
     @property
     def batch(self) -> int:
         """Return how many batch dimensions the dimension numbers have."""
         return len(self.dimension_numbers[1][0])
-
-    @property
-    def updates_state(self) -> bool:
-        """Tell whether the state of x, if there is one, has a next state."""
-        return self.quantizers[0].updates_state
 
     def with_vmap_dims(self, more: int) -> "Product":
         """Return the product with `more` vmapped dimensions."""

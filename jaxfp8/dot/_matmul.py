@@ -45,10 +45,13 @@ def matmul(
     """
     if qgemm is not None:
         return _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap)
+    # The transpose of a product is the product of the operands exchanged: no kernel has to transpose its result.
     if swap:
         a, b = b, a
     options = {"bias": bias, "out_dtype": out_dtype, "precise": precise, "batch": batch, "contracting": a.cols}
     operands = a.data, b.data, a.scale_inv, b.scale_inv
+    # Take the fastest kernel that reads both operands. Beside an operand with blocks, a tensor with one scale is a
+    # matrix of one block; operands that no kernel reads are dequantized.
     if _is_tensorwise(a) and _is_tensorwise(b):
         return ops.scaled_matmul(*operands, a_t=a.data_t, b_t=b.data_t, **options)
     if _is_blockwise(a) and _is_blockwise(b):
@@ -69,6 +72,7 @@ def _is_blockwise(q: QTensor) -> bool:
 
 def _dequantized(a, b, out_dtype, batch, bias):
     """Multiply in float32; without any codes in the dtype of the operands, or of the result where that is wider."""
+    # Beside codes an operand is widened to float32. Two operands without codes are multiplied as plain JAX would.
     kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
     dtype = jnp.float32
     if len(kept) == 2:
@@ -90,12 +94,14 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
     """Multiply by a user's own product, of matrices."""
     rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
     leading = a.shape[:batch]
+    # A bias is added to a product in float32, so that the sum is rounded only once.
     dtype = out_dtype if bias is None else jnp.dtype(jnp.float32)
 
     def multiply(a, b):
         scales, whole = {"sx": a.scale_inv, "sw": b.scale_inv}, {"qresult_x": a, "qresult_w": b}
         y = qgemm(a.data, b.data, **scales, out_dtype=dtype, gemm_type=gemm_type, **whole)
         shape = (a.shape[0], b.shape[0])
+        # Check the result here, where the message can name the user's function.
         if getattr(y, "shape", None) != shape or y.dtype != dtype:
             result = f"{y.dtype}{y.shape}" if hasattr(y, "dtype") else repr(y)
             raise TypeError(f"{qgemm.__qualname__}: {gemm_type}: expected {dtype.name}{shape}, got {result}")
@@ -106,11 +112,13 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
         has_batch = q.scale_inv is not None and q.scale_inv.ndim > 1
         return dataclasses.replace(q, data=0, scale_inv=0 if has_batch else None)
 
+    # A user's product multiplies matrices: batch dimensions are vmapped over it, and over the scales that have them.
     a, b = (_matrices(q, batch) for q in (a, b))
     for _ in range(batch):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
     with _scopes.high_precision("the recipe's qgemm multiplies something else than FP8"):
         y = multiply(a, b)
+    # Its operands are in the order of their roles, which `swap` does not change, so its result is transposed.
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
     return _plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)

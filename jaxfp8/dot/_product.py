@@ -7,7 +7,6 @@ a kernel gradient for every example.
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._jax import _compat, _mesh
+from .._jax import _compat, _mesh, _warnings
 from .._jax._primitives import compiled
 from ..numerics import FP8_DTYPES
 from ..ops._implementation import selected, using
@@ -157,10 +156,34 @@ repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
 repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (jnp.max(ct, axis=0),))
 
 
-NOT_UPDATED = (
+_NOT_UPDATED = (
     "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
     "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
 )
+_NO_STATE = (
+    "a gradient through a layer whose recipe keeps state, which the variables do not have: it trains with scales of "
+    "the tensors at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
+    "jaxfp8.linen.TrainState.create(params=variables, ...)); or take Float8CurrentScaling"
+)
+
+
+def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
+    """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
+
+    Args:
+        quantizers: of the product.
+        is_updated: for each leaf of the state whether the gradient is with respect to it.
+        layer: its path; None for a function, whose state is an argument.
+    """
+    message = None
+    if is_updated and not any(is_updated) and quantizers[0].updates_state:
+        message = _NOT_UPDATED
+    elif (
+        layer is not None and not is_updated and any(q.updates_state and jax.tree.leaves(q.init()) for q in quantizers)
+    ):
+        message = _NO_STATE
+    if message:
+        _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)
 
 
 def _linearize(is_linear, *primals, product, tree, implementation):
@@ -176,8 +199,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    if is_updated and not any(is_updated) and product.updates_state:
-        warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)  # once: Python shows a line's warning once
+    warn_of_state(product.quantizers, is_updated, product.layer)
     out = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from ..ops._ragged_matmul import sizes_of_groups
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
-    FP8StateWarning,
     GEMMType,
     HighPrecisionQuantizer,
     OperandOptions,
@@ -32,7 +30,7 @@ from ..recipes import (
 from ._dot_general import checked_quantizers
 from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
-from ._product import NOT_UPDATED, OUTPUT_NAME
+from ._product import OUTPUT_NAME, warn_of_state
 from ._shared_state import shared
 from ._vmapped_state import vmapped_state
 from ._wrapping import wrapped
@@ -101,6 +99,7 @@ def ragged_dot(
 
     reduce = AmaxReduction.for_recipe(recipe)
     product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), reduce, selected())
+    # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
     state = vmapped_state(shared(state), lhs, rhs, group_sizes)
     multiply = wrapped(functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state), OUTPUT_NAME)
@@ -157,12 +156,14 @@ def _in_a_group(x, group_sizes):
 def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentiated):
     """Compute y and the residuals; `differentiated` has the operands that get a gradient, None without a backward."""
     needs_dlhs, needs_drhs = (name in (differentiated or ()) for name in ("lhs", "rhs"))
+    # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = (state.input, state.kernel, None if differentiated is None else state.output_grad)
     lhs_step, rhs_step, grad_step = read_states(product.quantizers, states)
     lhs_quantizer, rhs_quantizer, _ = product.quantizers
     x = _in_a_group(lhs, group_sizes)
     options = OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
     lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, options)
+    # fprop contracts k, which is not the last dimension of rhs: it always reads the transposed layout.
     rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, options._replace(columnwise=True))
     scales = lhs.scale_inv, rhs.scale_inv
     y = product.gemm(GEMMType.FPROP, lhs.data, rhs.data_t, *scales, group_sizes, product.out_dtype)
@@ -179,10 +180,11 @@ def _fp8(product, lhs, rhs, group_sizes, state):
 
 
 def _fp8_fwd(product, lhs, rhs, group_sizes, state):
+    # With symbolic zeros JAX says which operands get a gradient; the others need no residual.
     differentiated = [name for name, operand in (("lhs", lhs), ("rhs", rhs)) if operand.perturbed]
     leaves = jax.tree.leaves(state)
-    if leaves and not any(leaf.perturbed for leaf in leaves):
-        warnings.warn(NOT_UPDATED, FP8StateWarning, stacklevel=1)
+    # A gradient that leaves out the state leaves the scales as they are, for all of the training.
+    warn_of_state(product.quantizers, [leaf.perturbed for leaf in leaves])
     lhs, rhs, group_sizes = lhs.value, rhs.value, group_sizes.value
     state = jax.tree.map(lambda leaf: leaf.value, state)
     with using(product.implementation):
@@ -194,9 +196,11 @@ def _fp8_fwd(product, lhs, rhs, group_sizes, state):
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
     (lhs, rhs, grad_step), group_sizes, types = residuals
+    # A gradient of zeros is quantized all the same: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
     dlhs = drhs = None
+    # The forward has kept the layouts that gradients read, so the residuals tell which gradients there are.
     needs_dlhs, needs_drhs = rhs.data is not None, lhs.data_t is not None
     with using(product.implementation):
         x = _in_a_group(grad, group_sizes)
@@ -206,11 +210,13 @@ def _fp8_bwd(product, residuals, grad):
         if needs_dlhs:
             scales = q.scale_inv, rhs.scale_inv
             dlhs = product.gemm(GEMMType.DGRAD, q.data, rhs.data, *scales, group_sizes, types.lhs.dtype)
+            # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
             dlhs = _mesh.cotangent_of(types.lhs, dlhs)
         if needs_drhs:
             scales = lhs.scale_inv, q.scale_inv
             drhs = product.gemm(GEMMType.WGRAD, lhs.data_t, q.data_t, *scales, group_sizes, types.rhs.dtype)
             drhs = _mesh.cotangent_of(types.rhs, drhs)
+    # Group sizes are integers, which have no cotangent.
     return dlhs, drhs, None, next_state
 
 

@@ -1,5 +1,7 @@
 """The state of a product as autodiff sees it: its uses meet in a max."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,8 @@ def shared(state):
     """`state` as f32, such that the cotangents of all uses of its leaves meet in a max."""
 
     def use(leaf):
+        if _compat.is_foreign_max(leaf):
+            return _from_foreign_max(leaf, leaf.dtype)
         if _compat.is_max(leaf):
             return _compat.from_max(leaf)
         if _compat.MAX_DTYPE is not None and isinstance(leaf, jax.core.Tracer):
@@ -17,3 +21,15 @@ def shared(state):
         return jnp.asarray(leaf).astype(jnp.float32)
 
     return jax.tree.map(use, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _from_foreign_max(leaf, dtype):
+    """Convert to float32; JAX's conversion from such a dtype has no transpose."""
+    return jax.lax.convert_element_type(leaf, jnp.float32)
+
+
+_from_foreign_max.defvjp(
+    lambda leaf, dtype: (_from_foreign_max(leaf, dtype), None),
+    lambda dtype, _, ct: (jax.lax.convert_element_type(ct, dtype),),
+)

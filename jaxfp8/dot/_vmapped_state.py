@@ -20,6 +20,7 @@ def vmapped_state(state, *operands):
 
 
 def _batch(args, dims, *, count):
+    # A mesh axis may cut the batch; repeated leaves have to be cut by the same axis.
     size, axis = next(
         (x.shape[d], jax.typeof(x).sharding.spec[d]) for x, d in zip(args, dims, strict=True) if d is not None
     )
@@ -27,10 +28,12 @@ def _batch(args, dims, *, count):
         repeat_state((size, axis), leaf) if d is None else jnp.moveaxis(leaf, d, 0)
         for leaf, d in zip(args[:count], dims[:count], strict=True)
     ]
+    # Operands go along so that an outer `vmap` can ask them again; where their batch is does not matter any more.
     return _vmapped_state_p.bind(*leaves, *args[count:], count=count), [0] * count
 
 
 def _jvp(primals, tangents, *, count):
+    # Each result is a leaf of the state, so its tangent is that of the leaf. Operands do not enter it.
     return _vmapped_state_p.bind(*primals, count=count), list(tangents[:count])
 
 

@@ -9,7 +9,7 @@ import jax
 
 # A context that is part of jit's cache key, so that a wrapped product is traced anew.
 _wrapper = jax.make_user_context(None)
-_layer = contextvars.ContextVar("layer", default="")
+_layer = contextvars.ContextVar("layer", default=None)
 
 
 def wrapping(wrapper: Callable | None):
@@ -37,6 +37,6 @@ def layer(name: str):
         _layer.reset(token)
 
 
-def current_layer() -> str:
-    """Return the name of the innermost layer; "" outside of any layer."""
+def current_layer() -> str | None:
+    """Return the name of the innermost layer, "" for a model that is one layer; None outside of any layer."""
     return _layer.get()

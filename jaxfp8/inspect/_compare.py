@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from ..dot import _wrapping
-from ..linen import _inspect as linen_inspect
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 from ._table import aligned, member, natural
@@ -95,7 +95,7 @@ def compare(
 
 def _function(model, args, variables, kwargs):
     """Return `(function of a tree of arrays, the tree)`."""
-    if linen_inspect.is_model(model):
+    if isinstance(model, nn.Module):
         variables = model.init(jax.random.key(0), *args, **kwargs) if variables is None else variables
         fn, args = model.apply, (variables, *args)
     elif variables is not None:
@@ -118,7 +118,7 @@ def _run(fn, arrays, loss, recorder) -> None:
     def loss_of(floats):
         floats = iter(floats)
         values = [next(floats) if is_wanted else leaf for leaf, is_wanted in zip(leaves, is_float, strict=True)]
-        with linen_inspect.naming(), _wrapping.wrapping(recorder):
+        with _wrapping.wrapping(recorder):
             return loss(fn(tree.unflatten(values)))
 
     floats = [leaf for leaf, is_wanted in zip(leaves, is_float, strict=True) if is_wanted]

@@ -69,6 +69,7 @@ def _edited(tree, edit):
     def rest(node, within=dict):
         return jax.tree.map(functools.partial(visit, within), node, is_leaf=is_holder)
 
+    # A module or an optimizer of NNX is edited in place; of any other tree there is a new one.
     return tree if edit_nodes(tree, edit) else rest(tree)
 
 
@@ -100,6 +101,7 @@ def _zeros(prefix, history, scale):
         shape[axis] = 3
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=leaf.sharding)
+        # A committed array lies where somebody has put it. Other zeros go where JAX puts new arrays.
         is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
         return jnp.zeros(shape, jnp.float32, device=leaf.sharding if is_placed else None)
 

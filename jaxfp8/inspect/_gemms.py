@@ -77,6 +77,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
             f"{type(fn).__name__}"
         )
     program = traced(*of_arrays(fn, args, kwargs))
+    # A Counter keeps the order in which rows first come, which is that of the program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
 
@@ -114,6 +115,7 @@ def assert_fp8(
         if not row["fp8"] and not any(regex.search(row["layer"]) or regex.search(row["line"]) for regex in allowed)
     ]
     name = getattr(fn, "__name__", repr(fn))
+    # A function without any product would pass, whatever it is: this is hardly the function that was meant.
     if not products.rows:
         raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
     if missed:
@@ -151,6 +153,7 @@ def _why_plain(eqn, place, target) -> str | None:
     dtypes = [var.aval.dtype for var in eqn.invars[:2]]
     if eqn.primitive.name == "dot_general" and are_fp8(*dtypes):
         return target.why_not_xla(*dtypes)
+    # A reason that jaxfp8 has left in a scope says more than the dtypes do.
     if place.reason:
         return place.reason
     if any(dtype not in _FLOATS for dtype in dtypes) and not any(map(are_fp8, dtypes)):
@@ -171,6 +174,7 @@ def _forward(eqn):
 
 
 def _plain(aval):
+    # State in the dtype that autodiff adds by max is float32 to the forward.
     dtype = jnp.float32 if aval.dtype == _compat.MAX_DTYPE else aval.dtype
     return jax.ShapeDtypeStruct(aval.shape, dtype)
 

@@ -7,7 +7,7 @@ from .._jax._arrays import split_arrays
 from ..linen._quantize import decision, is_layer
 from ..linen._scopes import regions
 from ..linen._state import Fp8Module
-from ..recipes import QTensor, first_match, relative
+from ..recipes import OVERWRITE_WITH_GRADIENT, QTensor, first_match, init_state, relative
 from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipped, why_no_product
 
 NO_PRODUCT = {
@@ -22,24 +22,26 @@ NO_PRODUCT = {
 _report = jax.make_user_context(None)
 
 
-def rows(model, args, kwargs):
+def rows(model, variables, args, kwargs):
     """Return `(rows, unused rules)` of a Linen model; None for any other object."""
     if not isinstance(model, nn.Module):
         return None
     recorder = _Recorder()
     with _report(object()), nn.intercept_methods(recorder.record):
-        _trace_init(model, args, kwargs)
+        _trace(model, variables, args, kwargs)
     return list(recorder.rows.values()), recorder.unused()
 
 
-def _trace_init(model, args, kwargs) -> None:
-    arrays, joined = split_arrays((args, kwargs))
+def _trace(model, variables, args, kwargs) -> None:
+    arrays, joined = split_arrays((variables, args, kwargs))
 
-    def init(arrays):
-        args, kwargs = joined(arrays)
-        return model.init(jax.random.key(0), *args, **kwargs)
+    def run(arrays):
+        variables, args, kwargs = joined(arrays)
+        if variables is None:
+            return model.init(jax.random.key(0), *args, **kwargs)
+        return model.apply(variables, *args, **kwargs)
 
-    jax.eval_shape(init, arrays)
+    jax.eval_shape(run, arrays)
 
 
 class _Recorder:
@@ -83,6 +85,9 @@ class _Recorder:
         else:
             named, why = decided.rule.layer_recipe, self._use(decided.region, decided.index)
         recipe, why = recipe_and_reason(named, product._recipe_of_fields, why)
+        keeps_state = recipe is not None and jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe)))
+        if keeps_state and OVERWRITE_WITH_GRADIENT not in product.variables:
+            why += "; the variables have no state of it: scales of the tensors at hand"
         self.rows[path] = row(path, kind, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
 
     def _module(self, module, args) -> None:

@@ -20,12 +20,12 @@ NO_PRODUCT = {
 }
 
 
-def rows(model, args, kwargs):
+def rows(model, variables, args, kwargs):
     """Return `(rows, unused rules)` of an NNX model; None for any other object."""
     if not isinstance(model, nnx.Module):
         return None
-    if args or kwargs:
-        raise TypeError("report: args: expected none for an NNX model, which holds its layers")
+    if args or kwargs or variables is not None:
+        raise TypeError("report: args, variables: expected none for an NNX model, which holds its layers and state")
     rules, used, table = getattr(model, RULES, ()), set(), []
 
     def rule_of(paths, op):
@@ -34,10 +34,13 @@ def rows(model, args, kwargs):
         return index
 
     # 1. Layers that take rules.
-    model_layers = layers(model)
+    model_layers, owners = layers(model), {}
     for path, layer, _ in model_layers:
         index = rule_of(names(path, layer), operation(layer))
-        table.append(_row("/".join(map(str, path)), layer, None if index is None else (index, rules[index])))
+        path = "/".join(map(str, path))
+        table.append(_row(path, layer, None if index is None else (index, rules[index])))
+        if (fp8 := product(layer)) is not None and (owner := owners.setdefault(id(fp8), path)) != path:
+            table[-1]["why"] += f"; shares the product and the state of {owner}"
     # 2. Modules without a product, where a rule matches one in vain.
     known = {id(layer) for _, layer, _ in model_layers}
     for path, module in nnx.iter_modules(model):

@@ -72,6 +72,7 @@ def _lines_of_dict(histories) -> list[tuple]:
         if values.ndim not in (1, 2):
             raise ValueError(f"plot: histories[{name!r}]: expected (steps,) or (steps, H), got {values.shape}")
         is_scale = str(name).endswith(("scale", "scale_inv"))
+        # A history gives two lines: its newest amax and, dashed, its largest.
         newest = values if values.ndim == 1 else values[:, 0]
         lines.append(("", is_scale, str(name), newest, False))
         if values.ndim == 2 and values.shape[1] > 1:
@@ -90,16 +91,19 @@ def _lines_of_trees(trees) -> list[tuple]:
     steps = [quantizers(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
         raise ValueError("plot: histories: expected at least one tree, got an empty list")
+    # A line follows one quantizer over the steps, so all trees need the same quantizers in one order.
     names = [[(arrays.name, arrays.stack) for arrays in step] for step in steps]
     if any(step_names != names[0] for step_names in names):
         raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
     lines = []
     for i, (name, stack) in enumerate(names[0]):
+        # An operand has a row of axes; a quantizer of another name goes to the row without a title.
         layer, _, operand = name.rpartition("/")
         group = operand if operand in _OPERANDS else ""
         layer = layer if group else name
         newest = np.stack([np.asarray(jax.device_get(step[i].amax_history), np.float64)[..., 0] for step in steps])
         scales = 1 / np.stack([np.asarray(jax.device_get(step[i].scale_inv), np.float64)[..., 0] for step in steps])
+        # A stack of layers gives a line for each of them.
         for index in np.ndindex(stack):
             label = layer + member(index)
             lines += [

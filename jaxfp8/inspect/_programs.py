@@ -77,6 +77,7 @@ def _joined(scopes) -> str:
 
 def _line(traceback) -> str:
     frames = () if traceback is None else traceback.frames
+    # The first frame is the innermost one.
     for frame in frames:
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
@@ -86,6 +87,7 @@ def _line(traceback) -> str:
 def traced(fn, arrays):
     """Return the jaxpr of `fn(arrays)`, whatever it returns."""
 
+    # A result that is no array would be refused. Equations stay, though nothing reads what they compute.
     def without_result(arrays):
         fn(arrays)
 

@@ -44,10 +44,12 @@ def quantizers(where: str, tree) -> list[Arrays]:
     flat = _state_tree.flatten(tree)
     arrays = []
     for quantizer in flat.quantizers:
+        # Moments that an optimizer keeps of state have its names too, and are no quantizers.
         if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
         leaves = [flat.leaves[i] for i in quantizer.positions()]
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves[:2])
+        # Transforms stack along any axis; whoever reads these arrays gets the slots last.
         history, scale_inv, *counters = (_slots_last(leaf, axis) for leaf in leaves)
         arrays.append(Arrays(_below_collection(quantizer.name), history, scale_inv, next(iter(counters), None)))
     if not arrays:

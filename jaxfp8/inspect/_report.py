@@ -1,9 +1,9 @@
 """report: which layer of a model runs which recipe, and why."""
 
 import dataclasses
-import warnings
 from typing import Any
 
+from .._jax import _warnings
 from ..recipes import kind
 from . import _linen_report as linen_report, _nnx_report as nnx_report
 from ._report_rows import COLUMNS
@@ -30,7 +30,7 @@ class Report:
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
-def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Report:
+def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any) -> Report:
     """Return which layer of a model runs which recipe, and why; also for models without rules. It prints as a table.
 
         print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
@@ -42,6 +42,8 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
     Args:
         model: a Linen or NNX module.
         args, kwargs: of `model.init` after the keys, for a Linen model; arrays or `jax.ShapeDtypeStruct`.
+        variables: of a Linen model: `model.apply(variables, ...)` is traced, and layers whose state these variables do
+            not have say so.
         strict: whether a rule that decides nothing is an error; else it is a warning.
 
     Returns:
@@ -51,7 +53,7 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
         TypeError: neither a Linen nor an NNX module; arguments for an NNX module.
         ValueError: with `strict`, a rule that decides nothing.
     """
-    reports = (rows_of(model, args, kwargs) for rows_of in (linen_report.rows, nnx_report.rows))
+    reports = (rows_of(model, variables, args, kwargs) for rows_of in (linen_report.rows, nnx_report.rows))
     rows, unused = next((report for report in reports if report is not None), (None, None))
     if rows is None:
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
@@ -60,7 +62,7 @@ def report(model: Any, *args: Any, strict: bool = False, **kwargs: Any) -> Repor
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
         if strict:
             raise ValueError(f"{message}\n{result}")
-        warnings.warn(message, stacklevel=2)
+        _warnings.warn(message, UserWarning)
     return result
 
 

@@ -43,6 +43,7 @@ def recipe_and_reason(named, default, rule: str | None):
         default: gives the recipe of a product without one, outside of `autocast`.
         rule: the text of the rule, where a rule decides.
     """
+    # With a recipe given, only `autocast(enabled=False)` answers None.
     if _autocast.resolve(DelayedScaling(), DelayedScaling) is None:
         return None, "autocast is off"
     recipe = _autocast.resolve(named, default)
@@ -50,5 +51,6 @@ def recipe_and_reason(named, default, rule: str | None):
         return recipe, rule
     if named is not None:
         return recipe, "own recipe"
+    # `resolve` returns the default itself unless an `autocast` decides, so a marker tells which it was.
     marker = DelayedScaling(amax_history_len=1)
     return recipe, "default" if _autocast.resolve(None, lambda: marker) is marker else "autocast"

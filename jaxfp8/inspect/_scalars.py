@@ -51,6 +51,7 @@ def measure(variables: Any) -> Measured:
     for arrays in quantizers("measure: variables", variables):
         history = jnp.asarray(arrays.amax_history).astype(jnp.float32)
         scale_inv = jnp.asarray(arrays.scale_inv)[..., 0].astype(jnp.float32)
+        # Numbers below zero make the scale NaN. Look for them before `clean`, which replaces them.
         is_bad = jnp.any(_scaling.below_zero(history), axis=-1) | _scaling.below_zero(scale_inv)
         history = _scaling.clean(history)
         scale, newest = jnp.where(is_bad, jnp.nan, 1 / scale_inv), history[..., 0]
@@ -60,6 +61,7 @@ def measure(variables: Any) -> Measured:
             counters = jnp.asarray(arrays.counters).astype(jnp.float32)
             figures += [counters[..., i] for i in range(len(_COUNTERS))]
             labels += _COUNTERS
+        # The names have the order of the flat figures: a layer of the stack after the other, its figures side by side.
         names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in labels]
         values.append(jnp.stack(figures, axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))

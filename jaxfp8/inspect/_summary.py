@@ -108,7 +108,7 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
 
 
 def _badness(row) -> tuple:
-    return row["scale"] is None, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
+    return not (row["scale"] or 0) > 0, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
 
 
 def _groups(rows) -> list[dict[str, Any]]:

@@ -40,13 +40,16 @@ class Target:
             ValueError: unknown platform.
         """
         local = tuple(_support.local_gpus())
+        # On a CPU models are developed: the question is how they run on GPUs.
         if platform is None:
             backend = _support.backend()
             platform = "cuda" if local or backend == "cpu" else backend
+        # The last digit is the minor version: `sm_90` is 9.0, and `sm_100` is 10.0.
         capability = re.fullmatch(r"sm_(\d+)(\d)a?", platform) if isinstance(platform, str) else None
         if capability:
             return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
         if platform in ("cuda", "gpu"):
+            # GPUs that are here need the CUDA library of this installation. GPUs elsewhere are assumed to have one.
             missing = local and not _ffi.has_cuda_kernels()
             return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
         if platform in _OTHERS:

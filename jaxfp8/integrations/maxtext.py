@@ -117,6 +117,7 @@ def _importers(name: str, value) -> list:
 
 
 def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
+    # `vars` gives what is stored: `getattr` would unwrap a static or class method, and undoing would put that back.
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
@@ -184,11 +185,13 @@ def _accumulate_with_state(original, module):
                 "gradient_accumulation_steps=1"
             )
         old = _state(model) if is_nnx else {}
+        # A model without FP8 state is left to MaxText alone.
         if not jax.tree.leaves(old):
             return original(loss_fn, config, model, *args, **options)
         # MaxText carries all variables that are no parameters from one microbatch to the next.
         model.fp8_next_state = _NextState(jax.tree.map(jnp.zeros_like, old))
         with contextlib.ExitStack() as undo:
+            # MaxText's function looks up `nnx` in its module while it is traced, so the change can end with the call.
             _set(undo, module, "nnx", _NnxWithState())
             result = original(loss_fn, config, model, *args, **options)
         new = model.fp8_next_state.get_value()
@@ -221,8 +224,10 @@ class _NnxWithState:
         def step(model, *args, **options):
             old = _state(model)
             out, gradients = differentiate(model, *args, **options)
+            # Every microbatch reads the state that the step began with.
             _put(model, old)
             model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
+            # MaxText adds up whatever it is given, so it is given no state.
             return out, nnx.filter_state(gradients, nnx.Param)
 
         return step
@@ -257,6 +262,7 @@ def _accumulating(config_class):
         finally:
             self.quantization = quantization
 
+    # A validator of the same name takes the place of that of the class it derives from.
     return type(
         config_class.__name__,
         (config_class,),

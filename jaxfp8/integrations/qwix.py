@@ -84,6 +84,7 @@ def quantize_model(model: Any, provider: QtProvider, *model_inputs: Any, **model
             )
         return linen.quantize(model, provider.rules)
     if isinstance(model, nnx.Module):
+        # `nnx.quantize` changes its model in place; qwix leaves it as it is.
         return jaxfp8_nnx.quantize(nnx.clone(model), provider.rules)
     raise TypeError(f"quantize_model: model: expected a Linen or an NNX module, got {model!r}")
 
@@ -144,6 +145,7 @@ def _refuse_options(where: str, rule) -> None:
         "additional_qt_config": (None, {}),
     }
     for name, values in allowed.items():
+        # A QuantizationRule lacks options that a QtRule has; an option that is not there is at its default.
         value = getattr(rule, name, values[0])
         if value not in values:
             raise ValueError(f"{where}: {name}: expected {' or '.join(map(repr, values))}, got {value!r}")

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, to_compute
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, sizes, to_compute
 from ._dot_general import Fp8DotGeneral
 
 _SHARED_FIELDS = ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
@@ -51,15 +53,21 @@ class Dense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`."""
+    def __call__(
+        self, x: ArrayLike | Activated | Normalized, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> jax.Array:
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         if not x.shape:
             raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
-        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        features = sizes("Dense: features", self.features)
 
         def kernel_init(key, shape, dtype):
-            return jnp.reshape(self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype), shape)
+            kernel = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
+            if isinstance(kernel, meta.AxisMetadata):  # names of all dimensions of the kernel, which it is to have
+                (value,) = jax.tree.leaves(kernel)
+                return kernel.replace_boxed(jnp.reshape(value, shape))
+            return jnp.reshape(kernel, shape)
 
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
@@ -72,9 +80,10 @@ class Dense(nn.Module):
             bias=bias,
             precision=self.precision,
             preferred_element_type=dtype,
+            out_sharding=out_sharding,
         )
 
 
-def dense_of(module: nn.Module, features: int | tuple[int, ...], name: str) -> Dense:
-    """Make the Dense layer `name` of a module that has Dense's fields."""
-    return Dense(features, name=name, **{field: getattr(module, field) for field in _SHARED_FIELDS})
+def dense_of(module: nn.Module, features: int | tuple[int, ...], name: str, **fields: Any) -> Dense:
+    """Make the Dense layer `name` of a module that has Dense's fields; `fields` go before those of the module."""
+    return Dense(features, name=name, **{field: getattr(module, field) for field in _SHARED_FIELDS} | fields)

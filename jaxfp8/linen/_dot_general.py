@@ -59,15 +59,16 @@ class Fp8DotGeneral(Fp8Module):
         bias: ArrayLike | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        return self.product()(
-            x,
-            kernel,
-            dimension_numbers,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        with self.naming():
+            return self.product()(
+                x,
+                kernel,
+                dimension_numbers,
+                bias=bias,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )
 
 
 def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:

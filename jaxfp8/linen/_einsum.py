@@ -2,6 +2,7 @@
 
 import jax
 from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import einsum_by
@@ -27,7 +28,9 @@ class Fp8Einsum(Fp8Module):
         rhs: ArrayLike,
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
     ) -> jax.Array:
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
-        options = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return einsum_by(self.product(), eqn, lhs, rhs, **options)
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        with self.naming():
+            return einsum_by(self.product(), eqn, lhs, rhs, precision=precision, **options)

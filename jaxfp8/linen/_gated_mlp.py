@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ..dot import activated
@@ -25,7 +27,8 @@ class GatedMLP(nn.Module):
         hidden_features: the size between the products.
         features: the size of the output's last dimension; None is the size of x's.
         activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`, for both.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`, for both. Names of mesh
+            axes, as `nn.with_partitioning` gives them, are those of `[k, hidden_features]`: the gate has none.
 
     Raises:
         ValueError: `activation` is unknown.
@@ -43,11 +46,22 @@ class GatedMLP(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`."""
+    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
         x = jnp.asarray(x)
-        hidden = dense_of(self, (2, self.hidden_features), "wi")(x)
+        init = {"kernel_init": _with_gate(self.kernel_init, 1), "bias_init": _with_gate(self.bias_init, 0)}
+        hidden = dense_of(self, (2, self.hidden_features), "wi", **init)(x)
         hidden = activated(hidden, f"{self.activation}_gated")
-        return dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden)
+        return dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden, out_sharding)
+
+
+def _with_gate(init, axis: int):
+    """Return an initializer whose names of mesh axes, if it has any, have room for the dimension of the gate."""
+
+    def with_gate(key, shape, dtype):
+        value = init(key, shape, dtype)
+        return value.add_axis(axis, {meta.PARTITION_NAME: None}) if isinstance(value, meta.AxisMetadata) else value
+
+    return with_gate

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ..dot import compute_dtype, normalized, to_compute
@@ -44,8 +45,8 @@ class NormDense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`."""
+    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
         if self.kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')
         x = jnp.asarray(x)
@@ -56,4 +57,4 @@ class NormDense(nn.Module):
             norm_bias = self.param("norm_bias", self.norm_bias_init, size, self.param_dtype)
         x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
         x = normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon)
-        return dense_of(self, self.features, "dense")(x)
+        return dense_of(self, self.features, "dense")(x, out_sharding)

@@ -1,27 +1,63 @@
 """Fp8Module: the base of Linen modules with FP8 state, with Flax's fields, a recipe and the state of one product."""
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ..dot import _frozen, dot_general
+from .._jax import _warnings
+from ..dot import _frozen, _wrapping, dot_general
 from ..numerics import E4M3, E5M2, HYBRID
-from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, map_variables, resolve
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    DelayedScaling,
+    DotGeneralState,
+    FP8StateWarning,
+    map_variables,
+    resolve,
+)
 
+# What modules and collections with state are called in other libraries.
+_CONVERTERS = {
+    "Fp8DirectDotGeneralOp_": "from_flax",
+    "Fp8DotGeneralOp_": "from_flax",
+    "TEWrapper_dot_general_": "from_transformer_engine",
+    "fp8_metas": "from_transformer_engine",
+}
 _FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody sets them
 
 
 class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse to be called as a product, which layers do with the class in the field `dot_general`."""
+        if "precision" in kwargs:
+            raise TypeError(
+                f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
+                f"Linen, and to a layer of NNX an instance of jaxfp8.nnx.{cls.__name__}"
+            )
+        return super().__new__(cls)
+
     recipe: Any = None
     amax_history_length: int = 1024
     e4m3_dtype: Any = jnp.float8_e4m3fn
     e5m2_dtype: Any = jnp.float8_e5m2
+
+    @nn.nowrap
+    def layer_path(self) -> tuple[str, ...]:
+        """Get the path of the layer: the module that holds this product, unless the code named the product."""
+        path = self.path
+        return path[:-1] if path and path[-1] == f"{type(self).__name__}_0" else path
+
+    @nn.nowrap
+    def naming(self) -> contextlib.AbstractContextManager:
+        """Return a context in which the product has the path of its layer, for warnings and `inspect.compare`."""
+        return _wrapping.layer("/".join(self.layer_path()))
 
     @nn.nowrap
     def product(self) -> Callable[..., jax.Array]:
@@ -63,22 +99,39 @@ class Fp8Module(nn.Module):
         recipe = self._recipe()
         if recipe is None:
             return {"recipe": None, "state": None}
-        missing = []
+        missing, is_mutable = [], self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
 
         def variable(name, leaf):
-            if self.is_mutable_collection(OVERWRITE_WITH_GRADIENT) or self.has_variable(OVERWRITE_WITH_GRADIENT, name):
-                return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
-            missing.append(name)
-            return leaf
+            if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
+                missing.append(name)
+                if not is_mutable:
+                    return leaf
+            return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
 
         state = map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
-        if missing and self.is_initializing():
+        if missing and self.is_initializing() and not is_mutable:
             raise ValueError(
                 f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "
                 f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: add it to the variable_axes of the nn.scan or "
                 f"nn.vmap around it, or to the mutable of init, or take a recipe without state"
             )
-        return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing else state}
+        if missing and not self.is_initializing():
+            self._warn_of_foreign_state()
+        return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing and not is_mutable else state}
+
+    @nn.nowrap
+    def _warn_of_foreign_state(self) -> None:
+        """Warn where the layer has the state of another library's product, which this product does not read."""
+        collections = getattr(self.parent, "variables", {})
+        for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
+            converter = next((converter for prefix, converter in _CONVERTERS.items() if name.startswith(prefix)), None)
+            if converter is not None:
+                _warnings.warn(
+                    f"{'/'.join(self.layer_path())}: the variables have state {name!r} of another library, which this "
+                    f"layer does not read; convert them once: variables = jaxfp8.convert.{converter}(variables)",
+                    FP8StateWarning,
+                )
+                return
 
     @nn.nowrap
     def named_recipe(self) -> Any:

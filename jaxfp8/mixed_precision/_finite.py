@@ -65,6 +65,7 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
 
     def choose(path, new_leaf, old_leaf):
         new_leaf, old_leaf = jnp.asarray(new_leaf), jnp.asarray(old_leaf)
+        # `lax.select` would refuse these as well, without a path to the leaf.
         if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise ValueError(
                 f"select: new: {jax.tree_util.keystr(path)}: expected {old_leaf.dtype}{list(old_leaf.shape)} as in "
@@ -104,6 +105,7 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
     names, positions = _ordered(tree, order)
     if not names:
         return jnp.asarray(np.int32(-1))
+    # `argmax` gives the first of several; without any it gives 0, which `any` tells apart.
     bad = _nonfinite(tree)[np.array(positions)]
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 

@@ -28,11 +28,13 @@ def outside_state(tree):
 
     The codes and scales of frozen products get False too.
     """
+    # 1. Find FP8 state, and frozen products: all that lies beside their `kernel_scale_inv`.
     flat = _state_tree.flatten(tree)
     frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
     state = set(flat.positions())
     kept = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
 
+    # 2. A QTensor holds both: codes and scales, and the parameter that they were made of.
     def visit(leaf, is_kept):
         if not isinstance(leaf, QTensor):
             return not is_kept

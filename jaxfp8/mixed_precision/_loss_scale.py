@@ -60,6 +60,8 @@ class DynamicLossScale:
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 
     def __post_init__(self, initial: float) -> None:
+        # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `initial` of a
+        # user is checked and converted.
         if self.value is _UNSET:
             _check(
                 _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE,
@@ -156,6 +158,7 @@ def value_and_grad(
 
     def scaled(*args, **kwargs):
         out = loss_fn(*args, **kwargs)
+        # The loss goes along as it is: dividing the scaled one would give infinity where only scaling overflows.
         return loss_scale.scale(out[0] if has_aux else out), out
 
     scaled_and_gradients = _sharing.value_and_grad(scaled, argnums, has_aux=True)

@@ -152,6 +152,7 @@ class Policy:
 
         @functools.wraps(function)
         def cast_and_call(*args, **kwargs):
+            # The widest of the inputs is known no sooner than in the call.
             to = dtype or _widest_of((args, kwargs))
             args, kwargs = _cast((args, kwargs), to, narrows)
             return function(*args, **kwargs)
@@ -189,6 +190,7 @@ def _float_dtype(where, dtype) -> np.dtype:
         name = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:
         name = None
+    # `jnp.dtype(None)` is float64, but None, which Flax's layers take as a dtype, is no choice here.
     if dtype is None or name not in _DTYPES.values():
         raise ValueError(f"{where}: expected float16, bfloat16, float32 or float64, got {dtype!r}")
     return jnp.dtype(name)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import Activated, Normalized, _frozen, dot_general, einsum_by
@@ -42,6 +42,12 @@ class _Fp8Product(nnx.Module):
 
     def _product(self) -> Callable[..., jax.Array]:
         """Bind `jaxfp8.dot_general` to this object's recipe and state, or codes."""
+        if sys._getframe(2).f_globals.get("__name__", "").startswith("flax.linen."):
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}: a Linen layer was given a product of NNX, whose state it does not keep; pass "
+                f"dot_general_cls=jaxfp8.linen.{name}"
+            )
         codes = self._codes()
         if codes is not None:
             return functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
@@ -145,12 +151,20 @@ _FORWARD = nnx.LinearGeneral.__call__.__code__
 
 
 def _not_inside_a_call(name):
-    """Refuse `dot_general_cls=Fp8DotGeneral`, which would train with scale 1 and an empty history for ever.
+    """Refuse `dot_general_cls=Fp8DotGeneral`, of layers of NNX or Linen, which would train with scale 1 for ever.
 
     The layer makes the object itself, and neither an argument nor a later call shows it: only the stack does.
     """
     frame = sys._getframe(1)
     while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            if any(cls.__name__ == "ToLinen" for cls in type(module).__mro__):  # Flax's or MaxText's
+                return  # a bridge keeps the state of the modules that it makes
+            raise TypeError(
+                f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
+                f"pass dot_general_cls=jaxfp8.linen.{name}"
+            )
         if frame.f_code is _FORWARD:
             raise TypeError(
                 f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ..dot import activated, compute_dtype, normalized, to_compute
@@ -22,7 +23,8 @@ class GatedMLP(nnx.Module):
     Args:
         in_features, hidden_features, out_features: the sizes; without `out_features` that of x.
         activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Linear`, for both.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Linear`, for both. Names of mesh
+            axes, as `nnx.with_partitioning` gives them, are those of `[in_features, hidden_features]`.
         rngs: keys, `params` among them.
 
     Raises:
@@ -58,12 +60,26 @@ class GatedMLP(nnx.Module):
             "bias_init": bias_init,
             "rngs": rngs,
         }
-        self.wi = Linear(in_features, (2, hidden_features), **options)
+        init = {"kernel_init": _with_gate(kernel_init, 1), "bias_init": _with_gate(bias_init, 0)}
+        self.wi = Linear(in_features, (2, hidden_features), **options | init)
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
-    def __call__(self, x: ArrayLike) -> jax.Array:
-        """Compute y `[..., out_features]` of x `[..., in_features]`."""
-        return self.wo(activated(self.wi(x), f"{self.activation}_gated"))
+    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+        """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
+        return self.wo(activated(self.wi(x), f"{self.activation}_gated"), out_sharding)
+
+
+def _with_gate(init, axis: int):
+    """Return an initializer whose names of mesh axes, if it has any, have room for the dimension of the gate."""
+
+    def with_gate(key, shape, dtype):
+        value = init(key, shape, dtype)
+        if isinstance(value, nnx.VariableMetadata) and value.metadata.get("out_sharding"):
+            names = tuple(value.metadata["out_sharding"])
+            value.metadata = {**value.metadata, "out_sharding": (*names[:axis], None, *names[axis:])}
+        return value
+
+    return with_gate
 
 
 class NormDense(nnx.Module):
@@ -122,9 +138,9 @@ class NormDense(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: ArrayLike) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`."""
+    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
         x, scale = jnp.asarray(x), self.scale.get_value()
         norm_bias = None if self.norm_bias is None else self.norm_bias.get_value()
         x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
-        return self.dense(normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon))
+        return self.dense(normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon), out_sharding)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, to_compute
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, sizes, to_compute
 from ._dot_general import Fp8DotGeneral
 
 KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -47,16 +48,23 @@ class Linear(nnx.Module):
         bias_init: Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
     ):
-        features = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        in_features = sizes("Linear: in_features", (in_features,))[0]
+        features = sizes("Linear: out_features", out_features)
         kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
-        self.kernel = nnx.Param(kernel.reshape(in_features, *features))
+        if isinstance(kernel, nnx.VariableMetadata):  # names of all dimensions of the kernel, which it is to have
+            kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
+        else:
+            kernel = kernel.reshape(in_features, *features)
+        self.kernel = nnx.Param(kernel)
         self.bias = nnx.Param(bias_init(rngs.params(), features, param_dtype)) if use_bias else None
         self.dot_general = Fp8DotGeneral(recipe)
         self.in_features, self.out_features = in_features, features
         self.dtype, self.precision = dtype, precision
 
-    def __call__(self, x: ArrayLike | Activated | Normalized) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`."""
+    def __call__(
+        self, x: ArrayLike | Activated | Normalized, out_sharding: NamedSharding | PartitionSpec | None = None
+    ) -> jax.Array:
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias.get_value()
@@ -68,4 +76,5 @@ class Linear(nnx.Module):
             bias=bias,
             precision=self.precision,
             preferred_element_type=dtype,
+            out_sharding=out_sharding,
         )

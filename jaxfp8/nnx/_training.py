@@ -13,6 +13,7 @@ from .._jax import _compat
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
+from ._unstored import watching
 from ._variables import OverwriteWithGradient, trainable
 
 
@@ -32,12 +33,14 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
         A function of f's arguments that returns the value and the gradients, as `nnx.value_and_grad` does. The
         gradient of an `OverwriteWithGradient` variable is its next value.
     """
-    return nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    differentiate = nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    return watching(differentiate, argnums, lambda out: out[1])
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `value_and_grad`, without the value."""
-    return nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    differentiate = nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    return watching(differentiate, argnums, lambda out: out[0] if has_aux else out)
 
 
 @contextlib.contextmanager
@@ -55,7 +58,7 @@ def max_grad(*tree):
     Args:
         *tree: modules, or anything that holds them. Their state is as before afterwards: plain f32.
     """
-    variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, OverwriteWithGradient)]
+    variables = list(_variables(tree, OverwriteWithGradient))
     values = [variable.get_value() for variable in variables]
     cast = _max_grad({OVERWRITE_WITH_GRADIENT: values})[OVERWRITE_WITH_GRADIENT]
     for variable, value in zip(variables, cast, strict=True):
@@ -65,6 +68,18 @@ def max_grad(*tree):
     finally:
         for variable, value in zip(variables, values, strict=True):
             variable.set_value(value)
+        for variable in _variables(tree, nnx.Variable):  # the loss may have logged a scale
+            if any(map(_compat.is_max, jax.tree.leaves(variable.get_value()))):
+                variable.set_value(_plain(variable.get_value()))
+
+
+def _variables(tree, kind):
+    return (node for _, node in nnx.iter_graph(tree) if isinstance(node, kind))
+
+
+def _plain(tree):
+    """Return `tree` with float32 in place of the max dtype."""
+    return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, tree)
 
 
 def _with_max_grad(f):
@@ -75,9 +90,8 @@ def _with_max_grad(f):
     def wrapped(*args, **kwargs):
         with named_errors("nnx.value_and_grad"), max_grad(args, kwargs):
             out = f(*args, **kwargs)
-        if any(map(_compat.is_max, jax.tree.leaves(out))):  # state that was read on the way
-            out = jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
-        return out
+        # State may have been read on the way. The tree is made anew only then: maps exchange NNX objects for copies.
+        return _plain(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
 
     return wrapped
 
@@ -122,7 +136,7 @@ def step_if(finite, *tree):
         finite: bool[].
         *tree: modules and optimizers, all that the step changes.
     """
-    variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable)]
+    variables = list(_variables(tree, nnx.Variable))
     before = [variable.get_value() for variable in variables]
     yield
     for variable, old in zip(variables, before, strict=True):

@@ -45,6 +45,7 @@ def cut(x, block):
     """Cut `[..., m, n]` into `[..., R, r, C, c]`; zeros fill up the last block of a dimension."""
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
+    # Zeros do not change the amax of a block, and `uncut` removes them.
     widths = [(0, 0)] * len(leading) + [(0, rows * r - m), (0, cols * c - n)]
     if (rows * r, cols * c) != (m, n):
         x = jnp.pad(x, widths)
@@ -80,6 +81,8 @@ def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about its square root."""
     codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
+    # A single factor would not do: 2**-127 is subnormal, which XLA's CPU threads read as zero. Its parts, 2**-64 and
+    # 2**-63, are normal.
     first = exponent >> 1
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
 

@@ -114,11 +114,13 @@ def product(op: str, a, b, batch: int | None, contracting: int):
         batch: how many leading dimensions a and b share; None where m and n are one each.
         contracting: how many dimensions `k` stands for.
     """
+    # Where m and n are one dimension each, the rank of a tells how many dimensions are left for the batch.
     a, is_matrix = fp8(op, "a", a), batch is None
     batch = a.ndim - 1 - contracting if is_matrix else batch
     a = rank(op, "a", a, 1 + contracting if is_matrix else batch + contracting)
     b = fp8(op, "b", b)
     leading, k = a.shape[:batch], a.shape[a.ndim - contracting :]
+    # The operands agree in front (batch) and at the end (k); m and n, in between, are free.
     matches = b.ndim >= batch + contracting and b.shape[:batch] + b.shape[b.ndim - contracting :] == leading + k
     if not matches or (is_matrix and b.ndim != a.ndim):
         needed = ", ".join(map(str, (*leading, "n", *k)))

@@ -69,6 +69,8 @@ _count = tensor_op(
     names=lambda x, _, **__: ([dims("x", x), ONE], [_COUNTS]),
     dtypes=lambda *_, **__: [jnp.float32],
     reference=_reference,
+    # Another function than the reference, though it does the same: the reference itself is left to XLA on a mesh, which
+    # would add up the counts of all devices in 32 bits.
     cpu=_count_shards,
     sizes=lambda *_, **__: {_COUNTS[0]: 2},
 )

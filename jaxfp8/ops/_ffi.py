@@ -86,13 +86,17 @@ def _load(platform: str) -> bool:
         module = _modules.load(name)
         registrations = module.registrations()
         targets = {target: registrations.get(target) for target in map(target_name, _TARGETS[platform])}
+        # A module of an older build lacks a target, or has it under another version. Its contract differs, so nothing
+        # of this module may be called.
         if lacking := [target for target, handler in targets.items() if handler is None]:
             raise _modules.Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
     except _modules.Unavailable as error:
         _errors[platform] = str(error)
+        # An installation for CPUs has no CUDA module, which is no news. A file that cannot be used is a fault.
         if path := _modules.path(name):
             _log.warning("jaxfp8: ignoring %s, which %s", path, error)
         return False
+    # Targets are registered all together or not at all, so that no program meets half of a library.
     for target, handler in targets.items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
     _loaded[platform] = module
@@ -128,6 +132,7 @@ def cuda_architectures() -> list[str]:
 has_cpu_kernels = _load("cpu")
 _has_cuda_kernels = _load("CUDA")
 
+# Where there is a file for CPUs, `_load` has already said why it is not in use.
 if not (has_cpu_kernels or _has_cuda_kernels or _modules.path("_cpu")):
     _log.warning("jaxfp8: running on the slower jnp reference, without compiled kernels: %s", _errors["cpu"])
 

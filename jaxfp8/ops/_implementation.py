@@ -28,6 +28,7 @@ def implementation(name: str):
     """
     if name not in _CHOICES:
         raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
+    # Refuse what no platform of this process can do. For one platform of several the lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
         raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; that for CPUs: {_ffi.error("cpu")}')
     with using(name):

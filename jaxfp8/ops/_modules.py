@@ -35,6 +35,7 @@ def load(name: str) -> ModuleType:
     if file is None:
         raise Unavailable(_why_missing(name))
     try:
+        # Look at the file before the import: Python cannot catch what the loader does with a truncated one.
         if fault := _elf.fault(file):
             raise Unavailable(f"does not load: {fault}; install jaxfp8 again")
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -46,6 +47,7 @@ def _why_missing(name: str) -> str:
     built = _build_report().get(name.removeprefix("_"), "")
     if built.startswith("not built: "):
         return built
+    # Python imports from the folder that it is started in, where sources hide an installed package.
     if not built and _SOURCES.exists():
         return f"not in {_SOURCES.parent}, which are the sources: run from another folder, or install jaxfp8"
     report = f" ({built})" if built else ""

@@ -58,12 +58,15 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     # The rule lowers types without mesh axes: this is the inside of an op, whose own types say where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
     devices, count = _compat.devices_of(ctx), len(operands) - len(dimensions.second_layouts)
+    # XLA partitions jnp code by itself. It would cut a custom call only by the rule below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
     elif devices == "mesh" and run.func is not jnp_program.func:
         run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
     else:
+        # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: the second ones are left out.
         run = _traced_once(run.func, tuple(run.keywords.items()))
+    # Types without mesh axes are traced in a context without a mesh.
     with use_abstract_mesh(AbstractMesh((), ())):
         rule = mlir.lower_fun(lambda *x: list(run(*x)), multiple_results=True)
         return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
@@ -112,6 +115,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
 
             def on_one_device(*shards):
                 shards = list(shards)
+                # In the program of one device all axes are manual, so that collectives and `axis_index` can name them.
                 with use_abstract_mesh(_manual(mesh)):
                     for i, j in gathered.items():
                         order = [operand_names[j].index(name) for name in operand_names[i]]
@@ -146,6 +150,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             reduction_factors=tuple(name for name in factors if name not in kept),
             need_replication_factors=uncut,
         )
+        # Results leave as bytes too, so their dtypes are read from the op on typed operands.
         out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands)]
         return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
 

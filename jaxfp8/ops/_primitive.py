@@ -91,6 +91,7 @@ def tensor_op(
         return op.bind(*operands, implementation=selected(), vmap_dims=vmap_dims, **static)
 
     def all_names(operands, vmap_dims, static):
+        # The `names` of an op leave out vmapped dimensions, which lead in every operand and result.
         leading = dims("vmapped", vmap_dims)
         sides = names(*(x.ndim - vmap_dims for x in operands), **static)
         return (tuple(leading + tuple(tensor) for tensor in side) for side in sides)
@@ -98,6 +99,7 @@ def tensor_op(
     def abstract(*operands, implementation, vmap_dims, **static):
         del implementation
         operand_names, result_names = all_names(operands, vmap_dims, static)
+        # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
         new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
         return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
 
@@ -124,6 +126,7 @@ def tensor_op(
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and by_xla is not None:
             return by_xla, static
+        # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not loaded():
             return reference, static
         # The native library serves this platform. Find what keeps its kernel from running: the user's wish, ...
@@ -139,10 +142,12 @@ def tensor_op(
             return native, native_static
         if implementation == "ffi":
             raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
+        # Without FP8 hardware only the reference is left. Where just cuBLASLt is missing, XLA may still call its own.
         _support.warn(lacks.reason, lacks.instead)
         return reference if lacks.hardware else by_xla, native_static
 
     def lower(platform, native, loaded, ctx, *operands, implementation, vmap_dims, **static):
+        # The names and the reference go by `static`. `for_gpus` changes how a kernel runs, not what the op computes.
         run, run_static = choose(platform, native, loaded, ctx, implementation, static)
         return lower_partitioned(
             functools.partial(run, vmap_dims=vmap_dims, **run_static),
@@ -164,6 +169,7 @@ def tensor_op(
     op.def_impl(compiled(op))
     ad.primitive_jvps[op] = functools.partial(not_differentiable, name)
     batching.primitive_batchers[op] = batch
+    # The rule without a platform is the default: every platform without a native library lowers to the reference.
     for platform, native, loaded in (
         (None, None, lambda: False),
         ("cpu", cpu, lambda: _ffi.has_cpu_kernels),

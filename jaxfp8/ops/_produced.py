@@ -39,6 +39,8 @@ def producer_op(name: str, *, produce, names, canonical):
 
     def all_names(x, *ranks, dtype, transpose, rows, with_amax, **static):
         del dtype
+        # x may have dimensions that the result lacks, such as the pair of a gated activation. So its rank is compared
+        # with that of its names.
         batch, row = dims("batch", x - len(names_without_batch(rows, static)[0])), dims("row", rows)
         x_names, *more_names = names(batch, row, col, **static)
         _, amax_so_far = split(ranks[1:], rows, static)
@@ -50,6 +52,7 @@ def producer_op(name: str, *, produce, names, canonical):
 
         def run(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, **static):
             more, amax_so_far = split(rest, rows, static)
+            # The values stay in f32, as in the kernel: another rounding would give other codes.
             values = produce(x, *more, vmap_dims=vmap_dims, **static)
             options = {"dtype": dtype, "vmap_dims": vmap_dims, "with_amax": with_amax}
             if not transpose:
@@ -60,12 +63,14 @@ def producer_op(name: str, *, produce, names, canonical):
 
     def cuda(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, **static):
         more, amax_so_far = split(rest, rows, static)
+        # Results take their sizes from x as it comes in: `canonical` reshapes it.
         first = x.ndim - len(names_without_batch(rows, static)[0])
         leading, row, n = x.shape[:first], x.shape[first : first + rows], x.shape[-1]
         g, m, batch = math.prod(leading), math.prod(row), math.prod(leading[vmap_dims:])
         (x, *more), attributes = canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
         options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch}
         layouts = [((g, m, n), dtype)], [((g, n, m), dtype)] * transpose
+        # The custom call has data_t last, because it may be left out; the op has it beside data.
         (data,), amax, data_t = _quantize.call(
             name, x, scale, amax_so_far, *more, data=layouts[0], after=layouts[1], **options, **attributes
         )

@@ -81,6 +81,8 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
     result = ((groups.shape[0] if with_amax else 0,), jnp.float32)
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
+    # The amax is raised in the buffer it comes in. In a buffer of its own it would have to be copied there first, which
+    # is one launch more on a GPU.
     aliases = {2: len(data)} if amax_so_far else None
     results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **attributes)
     amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []

@@ -15,6 +15,7 @@ _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 def _gelu(x):
+    # 0.5 * (1 + tanh(z / 2)) is the logistic function of z. The sum would cancel where z is far below zero.
     return x * lax.logistic(x * (_full(x, _GELU) + _full(x, _GELU * 0.044715) * (x * x)))
 
 
@@ -141,6 +142,7 @@ def check(op, x, activation, rows):
 
 def _canonical(x, *, vmap_dims, rows, activation):
     del vmap_dims
+    # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
     pair = int(is_gated(activation))
     first = x.ndim - rows - pair - 1
     g, m = math.prod(x.shape[:first]), math.prod(x.shape[first : first + rows])

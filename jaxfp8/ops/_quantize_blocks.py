@@ -201,6 +201,8 @@ def has_long_blocks(block) -> bool:
 
 def _names(x, *, transpose, rows, cols, **_):
     leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    # Blocks along a dimension are counted by other names in the transpose: unless blocks are square, their numbers
+    # differ.
     results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
     results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
     return [leading + row + col], results + results_t * transpose
@@ -229,6 +231,7 @@ def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
     def dtypes(_, *, dtype, scale, **static):
         return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
 
+    # How an op runs on a mesh is said once for each primitive. Long blocks run there in another way: so there are two.
     return [
         tensor_op(
             name,
@@ -248,6 +251,7 @@ def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
 
 
 def _cuda(x, vmap_dims, **static):
+    # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
     if static["block"] not in _scale_layouts.NAMES:
         return reference(x, vmap_dims, **static)
     return custom_call(x, transpose=False, **static)

@@ -139,6 +139,7 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
         if kind == "rms":
             raise ValueError(f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one')
         beta = _checks.shape(op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:])
+    # The program has epsilon in f32, so it is judged, and handed on, as the number that it is there.
     if not 0 <= np.float32(epsilon) < np.inf:
         raise ValueError(f"{op}: epsilon: expected a finite number of at least 0, got {epsilon!r}")
     return x, gamma, beta, float(np.float32(epsilon))
@@ -147,6 +148,7 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
 def _produce(x, statistics, *parameters, vmap_dims, has_beta):
     del vmap_dims, has_beta
     rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
+    # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
     gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
     return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 

@@ -66,6 +66,7 @@ def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, col
 def _names(x, *scalars, rows, cols, with_amax, column_sums, dtype):
     del dtype
     batch, rows, cols = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
+    # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
     results = [batch + rows + cols, batch + cols + rows, *[ONE] * with_amax, *[batch + cols] * column_sums]
     return [batch + rows + cols, *[ONE] * len(scalars)], results
 

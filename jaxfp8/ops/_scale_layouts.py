@@ -32,17 +32,20 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
         capabilities: `(major, minor)` of GPUs; empty where not known: GPUs that have the product are assumed.
         power_2_scale: whether all scales are powers of two.
     """
+    # Blackwell has no product of float32 scales. Powers of two are E8M0 scales as well, which it has: see `as_mx`.
     if runs_as_mx(modes, capabilities, power_2_scale):
         return None
     hopper, blackwell = modes in _ON_HOPPER, modes in _ON_BLACKWELL
     if not (hopper or blackwell):
         return "cuBLASLt has no product of operands that are scaled so"
+    # A program for GPUs of several kinds runs its kernel on all of them, or the reference on all of them.
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
             have, need = ".".join(map(str, capability)), "9.0" if hopper else "10.0 or newer"
             reason = (
                 f"cuBLASLt multiplies scales of {' by '.join(modes)} on compute capability {need}, this GPU has {have}"
             )
+            # One option of the recipe would give these GPUs an FP8 product, so the reason names it.
             as_mx = hopper and capability >= (10, 0) and not power_2_scale
             return reason + ", which multiplies those of a recipe with power_2_scale=True" * as_mx
     return None
@@ -90,10 +93,12 @@ def to_stored(scales, mode: str, rows: int):
     missing_rows = rows - scales.shape[1] if mode in ("rows", "1x128") else 0
     if mode == "rows":
         return _shapes.pad(scales[:, :, 0], 0, missing_rows)
+    # The scales of a block along k lie side by side, one for each row.
     if mode == "1x128":
         return jnp.swapaxes(_shapes.pad(scales, 0, missing_rows, 0), 1, 2)
     if mode == "128x128":
         return _shapes.pad(scales, 0, 0, -scales.shape[2] % 4)
+    # E8M0 has no zero to pad with, so its scales are padded and moved as bytes, in the order that `by_block` undoes.
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
     codes = _shapes.pad(codes, 0, -codes.shape[1] % 128, -codes.shape[2] % 4)
     g, m, n = codes.shape
@@ -113,8 +118,11 @@ def as_mx(scales, block, rows: int, k: int):
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     exponent = bits >> 23
+    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
+    # negative number, which is shifted in with the exponent, makes it larger than 254.
     is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
     codes = jnp.where(is_power, exponent, _blocks.NAN_CODE).astype(jnp.uint8)
+    # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block
     codes = _blocks.spread(codes, (r, None if c is None else c // 32), rows, -(-k // 32))
     return lax.bitcast_convert_type(codes, _blocks.E8M0)

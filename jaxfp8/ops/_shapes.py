@@ -45,6 +45,7 @@ def group_scales(scale, vmap_dims, batch=1):
         vmap_dims: how many vmapped dimensions there are.
         batch: how many groups each of these indices has.
     """
+    # Handlers take one scale for all groups, so it is not repeated for each of them.
     if vmap_dims == 0:
         return scale
     scale = scale.reshape(-1)
@@ -59,6 +60,7 @@ def group_amaxes(amax, batch):
 
 def vmapped_amaxes(amaxes, vmapped, batch=1):
     """Return the amax of each vmapped index: f32 `[g]`, `batch` groups an index, as `[*vmapped, 1]`."""
+    # The groups of a batch have one amax together.
     if batch != 1:
         amaxes = _scaling.abs_max(amaxes.reshape(math.prod(vmapped), batch), axis=1)
     return amaxes.reshape(*vmapped, 1)

@@ -2,13 +2,12 @@
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 
-from .._jax import _compat
+from .._jax import _compat, _warnings
 from . import _ffi
 
 # FP8 conversions and FP8 tensor cores.
@@ -107,7 +106,7 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
         _listeners[-1].append(reason)
     elif reason not in _warned:
         _warned.add(reason)
-        warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning, stacklevel=2)
+        _warnings.warn(f"jaxfp8: {reason}; {instead}", RuntimeWarning)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """Which devices of a `shard_map` share a state, and so an amax: what types say, and a recipe's `pipeline_axes`."""
 
 import dataclasses
-import warnings
 
 import jax
 from jax import lax
 
+from .._jax import _warnings
 from .._jax._mesh import varying
 from ._warning import FP8StateWarning
 
@@ -46,12 +46,11 @@ class AmaxReduction:
             )
         axes = tuple(axis for axis in manual if axis not in stages)
         if stages is NOT_SAID:
-            warnings.warn(
+            _warnings.warn(
                 "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
                 f"{axes}. If the stages of a pipeline lie along one of them, set the recipe's pipeline_axes=(name,); "
                 "if not, say so with pipeline_axes=()",
                 FP8StateWarning,
-                stacklevel=3,
             )
         return AmaxReduction(axes, stages)
 

@@ -41,6 +41,8 @@ class BlockwiseQuantizer(Quantizer):
         else:
             data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **blocks)
             data_t = scale_inv_t = None
+        # The product has to know: newer GPUs multiply float32 scales only where these are powers of two
+        # (`ops._scale_layouts`).
         is_power = scaling.get("scale") == "e8m0" or scaling.get("power_2_scale", False)
         layout = {"block": self.block, "cols": options.cols, "power_2_scale": is_power}
         return QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **layout), options.sum_rows(x)

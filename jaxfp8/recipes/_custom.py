@@ -49,7 +49,8 @@ class CustomRecipe(Recipe):
     operands = ROLES
 
     def __post_init__(self) -> None:
-        is_function = callable(self.qfactory) and not isinstance(self.qfactory, type)
+        # A class is callable too: a quantizer's class would take the role as its first field.
+        is_function = callable(self.qfactory) and not isinstance(self.qfactory, (type, Recipe))
         self.expect(is_function, "qfactory", "a function of a role", TypeError)
         self.expect(_hashes(self.qfactory), "qfactory", "a function that hashes; make its class frozen", TypeError)
         super().__post_init__()
@@ -76,6 +77,7 @@ def _quantizers(qfactory) -> tuple:
                 f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "
                 f"quantizers are the same program; got {quantizer!r}: make it a dataclass with frozen=True"
             )
+        # Check the first state once, here; every layer will make one.
         quantizer.check_init()
         quantizers.append(quantizer)
     return tuple(quantizers)

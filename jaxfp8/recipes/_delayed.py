@@ -115,7 +115,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
-            is_float = _compat.is_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
+            is_float = _compat.is_max(leaf) or _compat.is_foreign_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         history, scale = leaves[:2]
@@ -199,16 +199,15 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
         for i, read in zip(positions, scales, strict=True):
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = read.scale, read.scale_inv, None
-            is_loud = jnp.any(_scaling.below_zero(state.amax_history))
             if quantizer.first_step == "current":
-                has_scale = is_loud | jnp.any(_scaling.below_zero(state.scale))  # NaN, whatever the tensor is
-                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~has_scale
+                # The scale of a state below zero is NaN, whatever the tensor is.
+                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
             if not is_named:
+                history = _scaling.clean(state.amax_history)
                 # While the history is empty the stored scale counts, also where the function has a floor.
-                window = jnp.asarray(algo(_scaling.clean(state.amax_history)), jnp.float32).reshape(1)
-                has_amax = jnp.any(_scaling.positive_finite(state.amax_history))
-                window = jnp.where(has_amax, window, jnp.zeros_like(window))
-                window = jnp.where(is_loud, jnp.float32(-1), window)
+                window = jnp.asarray(algo(history), jnp.float32).reshape(1)
+                window = jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+                window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
@@ -217,6 +216,10 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
                 counting = Counting(_scaling.clean(state.counters[2:]), last_scale_inv=state.scale.reshape(1))
             steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty, counting)
     return steps
+
+
+def _is_below_zero(state):
+    return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(_scaling.below_zero(state.scale))
 
 
 def next_states(quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -43,6 +43,19 @@ class Recipe:
         """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an argument."""
         super().__init_subclass__(**kwargs)
         jax.tree_util.register_static(cls)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to be the product of a layer, which calls what it is given.
+
+        Raises:
+            TypeError: always.
+        """
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected what makes or is a "
+            f"product: in Linen dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe={name}(...)), in NNX "
+            f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
+        )
 
     # Names of the quantizers' variables, in the order of `quantizers()`.
     operands = ("input", "kernel", "output_grad")

@@ -53,6 +53,7 @@ def _checked(where: str, rule) -> Rule:
         rule = Rule(*rule)
     if not isinstance(rule.path, str):
         raise TypeError(f"{where}: path_regex: expected a string such as 'block0/.*', got {rule.path!r}")
+    # Compile the regex now: otherwise it would raise while a model is traced, far from the list that it stands in.
     try:
         re.compile(rule.path)
     except re.error as error:

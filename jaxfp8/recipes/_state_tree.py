@@ -3,9 +3,8 @@
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
 (`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. There may be `{p}counters` beside them.
 A `scale` on its own, as normalization layers have it, is a parameter. What else lies below the key
-`_overwrite_with_gradient`, or in a `DotGeneralState`, is state of a user's own quantizer. In a tree without that key,
-so are leaves side by side that are all named after roles (`linear_input_steps`): optimizers see the states of NNX as
-plain dicts, which say nothing but names.
+`_overwrite_with_gradient`, in an NNX variable of that name, or in a `DotGeneralState`, is state of a user's own
+quantizer. Plain dicts of arrays say nothing but names, and a name alone makes no state: `marked` says it of them.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 
-from ._custom import ROLES
 from ._state import DotGeneralState
 
 # The collection of variables whose gradient is their next value. Flax's TrainState knows it by this name.
@@ -52,6 +50,7 @@ class StateTree:
         paths: a tuple of strings for each leaf, the same whether NNX variables are boxed or pure.
         quantizers: every pair, in the order of its history.
         unpaired: positions of the state leaves that belong to no pair.
+        in_variables: paths of those that only their NNX variable says to be state; `marked` takes them.
     """
 
     treedef: Any
@@ -59,6 +58,7 @@ class StateTree:
     paths: list[tuple[str, ...]]
     quantizers: list[Quantizer]
     unpaired: list[int]
+    in_variables: frozenset[tuple[str, ...]]
 
     def positions(self) -> list[int]:
         """Return the positions of all state leaves, ascending."""
@@ -84,21 +84,18 @@ def flatten(tree) -> StateTree:
         tree: a state collection, a variables dict, an NNX state or module, a `DotGeneralState`, or a pytree that mixes
             parameters with any of these.
     """
-    leaves, paths, in_product = [], [], []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_product)[0]:
-        for rest, inner in jax.tree_util.tree_flatten_with_path(leaf)[0] if _is_product(leaf) else [((), leaf)]:
+    leaves, paths, nodes = [], [], []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]:
+        for rest, inner in jax.tree_util.tree_flatten_with_path(leaf)[0] if _is_state(leaf) else [((), leaf)]:
             leaves.append(inner)
             paths.append(_names((*path, *rest)))
-            in_product.append(_is_product(leaf))
+            nodes.append(leaf)
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
-    by_roles = _named_after_roles(paths)
-    unpaired = [
-        i
-        for i, path in enumerate(paths)
-        if i not in paired and (in_product[i] or OVERWRITE_WITH_GRADIENT in path or path[:-1] in by_roles)
-    ]
-    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired)
+    is_state = [_is_state(node) or OVERWRITE_WITH_GRADIENT in path for node, path in zip(nodes, paths, strict=True)]
+    unpaired = [i for i in range(len(paths)) if i not in paired and is_state[i]]
+    in_variables = frozenset(paths[i] for i in unpaired if _is_variable(nodes[i]))
+    return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables)
 
 
 def partition(tree):
@@ -135,8 +132,40 @@ def slot_axis(where: str, history, scale) -> int:
     )
 
 
-def _is_product(x) -> bool:
-    return isinstance(x, DotGeneralState)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Marked:
+    """A leaf of state in a tree of plain dicts.
+
+    Attributes:
+        value: the leaf; `_names` leaves this name out, as that of the box of an NNX variable.
+    """
+
+    value: Any
+
+
+def marked(tree, paths):
+    """Return `tree` with the leaves at `paths` marked as state; `unmarked` undoes it."""
+    if not paths:
+        return tree
+    flat = flatten(tree)
+    return flat.replace({i: _Marked(leaf) for i, leaf in enumerate(flat.leaves) if flat.paths[i] in paths})
+
+
+def unmarked(tree):
+    """Return `tree` without marks."""
+    is_marked = lambda leaf: isinstance(leaf, _Marked)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.value if is_marked(leaf) else leaf, tree, is_leaf=is_marked)
+
+
+def _is_variable(x) -> bool:
+    """Tell whether `x` is an NNX variable of state: recipes know no NNX, but its class has the collection's name."""
+    return type(x).__name__ == OVERWRITE_WITH_GRADIENT
+
+
+def _is_state(x) -> bool:
+    """Tell whether all leaves of `x` are state."""
+    return isinstance(x, (DotGeneralState, _Marked)) or _is_variable(x)
 
 
 def _names(path) -> tuple[str, ...]:
@@ -158,12 +187,3 @@ def _pairs(paths) -> list[Quantizer]:
             name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
             pairs.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
     return pairs
-
-
-def _named_after_roles(paths) -> set:
-    """Return the paths of modules whose leaves are all called `<role>_<name>`, in a tree that does not mark state."""
-    if any(OVERWRITE_WITH_GRADIENT in path for path in paths):
-        return set()
-    prefixes = tuple(f"{role}_" for role in ROLES)
-    parents = {path[:-1] for path in paths if path and path[-1].startswith(prefixes)}
-    return parents - {path[:-1] for path in paths if path and not path[-1].startswith(prefixes)}

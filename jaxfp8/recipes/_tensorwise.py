@@ -40,14 +40,18 @@ class TensorwiseQuantizer(Quantizer):
         self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
+        # 1. Choose the scale. Current scaling reads x for it; delayed scaling has it from the state, and gives an amax
+        # to raise.
         scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
         recording = {"amax": amax, "with_amax": amax is not None}
+        # 2. Quantize: one pass over x writes all that products read of it, and raises the amax.
         if options.columnwise:
             layout = {"rows": options.rows, "cols": options.cols, "column_sums": options.column_sums}
             data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **recording, **layout)
         else:
             data, amax = quantize_with(x, scale, self.fp8_dtype, **recording)
             data_t, sums = None, [options.sum_rows(x)]
+        # 3. Count, where the state has counters: that reads x once more.
         counts = fractions(x, scale, self.fp8_dtype) if has_counters(step) else None
         step = self.record(step, scale_inv, amax, counts)
         return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
@@ -66,6 +70,7 @@ class TensorwiseQuantizer(Quantizer):
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
         options = {"fp8_max": fp8_max(self.fp8_dtype), "margin": self.margin}
         scale, scale_inv = ops.amax_to_scale(amax, default, **options)
+        # Without a state nothing records the amax, so the pass that quantizes need not find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
     def record(

@@ -35,6 +35,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 def environment() -> dict:
     """Return what `python -m jaxfp8 --json` says, in a process of its own as well."""
+    # Here the GPU would stay in use while workers need it, and a driver that crashes would end the command.
     done = subprocess.run([sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True)
     return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-4000:] or str(done.returncode)}
 
@@ -59,6 +60,7 @@ def checks(ops: list[str], on_gpu: bool) -> tuple[list[list[str]], list[str]]:
     On a GPU each check has a process: the first launch is only one where nothing has run before.
     """
     names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
+    # On a CPU two processes share the checks; one that dies costs no more than its check (`_workers.finish`).
     jobs = [[name] for name in names] if on_gpu else [names[::2], names[1::2]]
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
@@ -72,6 +74,7 @@ def table(rows: list[dict]) -> str:
 
     def figures(op):
         row = by_name.get(f"speed:{op}", {})
+        # A product is compared with one in bfloat16, everything else with the copy of an array.
         key, bound = ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
         ratio = f"{row[key] / best:.0%}" if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row else "-"
         return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
@@ -83,6 +86,7 @@ def table(rows: list[dict]) -> str:
         row = by_name.get(f"values:{op}", {})
         runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
         lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
+    # A check without an op in its name is one of the machine.
     machine_rows = [
         f"{name}: {by_name[name]['status']}, {by_name[name]['detail']}" for name in by_name if ":" not in name
     ]
@@ -94,6 +98,7 @@ def table(rows: list[dict]) -> str:
 def remedy(rows: list[dict]) -> str:
     """Return what switches off the ops that failed, beside those that are off; "" where that would not help."""
     failed = [row["check"] for row in rows if row["status"] == "failed"]
+    # Without a device or a library no op runs, so switching off some of them would not help.
     if "machine" in failed or "library" in failed:
         return ""
     bad = [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in failed)]
@@ -112,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     parallel, serial = checks(args.only, on_gpu=about.get("platform") == "cuda")
     rows = [machine(about)]
     rows += _workers.finish(parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1))
+    # Times are taken one after the other, when nothing else runs.
     if not args.no_speed:
         rows += _workers.finish([serial], args.timeout, args.quick, 1)
     passed = all(row["status"] == "passed" for row in rows)

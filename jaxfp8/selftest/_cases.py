@@ -88,6 +88,7 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
     """Return `(function, arguments, more)`; `more(*arguments)` are terms of a product, or the results by numpy."""
+    # Some ops have no third part: the reference alone says what is right.
     return (*OPS[op](kind, np.random.default_rng([kind.index, group])), None)[:3]
 
 
@@ -118,6 +119,7 @@ def _amax(kind, rng):
 
 
 def _quantize(kind, rng, op=quantize_with, **layouts):
+    # The amax starts from 0, is raised from a given one, or is no result: the custom call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
 
     def function(x, scale, least):
@@ -183,6 +185,7 @@ def _push_amaxes(kind, rng):
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
+    # One term at a time: of a bias and an accumulator together the product adds neither by itself.
     terms = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):
@@ -199,6 +202,7 @@ def _scaled_matmul(kind, rng):
 def _block_scaled_matmul(kind, rng):
     (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
     scales = _scales(kind, rng, *(_blocks.count(block, size, k) for block, size in zip(blocks, (m, n), strict=True)))
+    # MX scales are powers of two. Round them here, so that the exact product has the same scales.
     if blocks[0] == (1, 32):
         scales = [np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales]
 
@@ -209,6 +213,7 @@ def _block_scaled_matmul(kind, rng):
     def more(a, b, *scales):
         sides = []
         for codes, scale, block in zip((a, b), scales, blocks, strict=True):
+            # Blocks at the edges are smaller: repeat whole ones and cut off what lies outside of the matrix.
             rows, cols = _blocks.shape(block, *codes.shape[-2:])
             spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
             sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
@@ -219,6 +224,7 @@ def _block_scaled_matmul(kind, rng):
 
 def _ragged_matmul(kind, rng):
     (m, n, k), ragged = kind.shape, kind.turn(("rows", "contraction"))
+    # The second group is empty, as that of an expert without tokens is.
     is_rows, ends = ragged == "rows", [0, m // 3, m // 3, m]
 
     def function(a, b, a_scale, b_scale, sizes):

@@ -91,6 +91,7 @@ def training() -> dict[str, Any]:
             out, vjp = jax.vjp(product, x, kernel, state)
             return out, vjp(grad)[2]
 
+        # Operands grow and gradients shrink, so scales change; there are more steps than slots, so amaxes drop out.
         state = init_state(recipe)
         for i in range(6):
             out, state = step(x * 2**i, kernel, grad / 3**i, state)
@@ -101,6 +102,7 @@ def training() -> dict[str, Any]:
     out, state = run()
     with ops.implementation("reference"):
         right, expected = run()
+    # A product may add up in another order. State is made of maxima and has to be equal.
     error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
     problem = _comparisons.BITS.problem(state, expected)
     return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
@@ -117,6 +119,7 @@ def speed(op: str) -> dict[str, Any]:
     sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
     seconds = _seconds(run, sets) / len(sets)
+    # No kernel does with less: each operand is read once, each result written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
     row = _passed(f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
@@ -125,6 +128,7 @@ def speed(op: str) -> dict[str, Any]:
 
 def _seconds(run, sets) -> float:
     """Return how long a call takes: the median of five rounds of calls that do not wait for each other."""
+    # The first call compiles; the second tells how many fit into a tenth of a second.
     jax.block_until_ready(run(sets))
     start = time.perf_counter()
     jax.block_until_ready(run(sets))
@@ -132,6 +136,7 @@ def _seconds(run, sets) -> float:
     rounds = []
     for _ in range(5):
         start = time.perf_counter()
+        # A device runs calls in their order, so the last one is done last.
         jax.block_until_ready([run(sets) for _ in range(count)][-1])
         rounds.append((time.perf_counter() - start) / count)
     return statistics.median(rounds)

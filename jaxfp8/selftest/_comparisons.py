@@ -73,13 +73,16 @@ def _order(codes):
 
 def _code_problem(results, expected):
     (data, data_t, amax), (right, _, right_amax) = results, expected
+    # Rounding may give a neighbour of a number. It never turns a number into a NaN, or a NaN into another code.
     is_nan = np.isnan(right.astype(np.float32))
     distance = np.abs(_order(data) - _order(right))
     good = np.where(is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32)))
     if not good.all():
         return f"codes: {_first(good, data, right)}"
+    # Only few values lie so near the middle of two codes that their last bits decide.
     if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
         return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
+    # The other layout is no computation of its own: it has the same codes.
     if problem := _bit_problem([data_t], [np.swapaxes(data, -1, -2)]):
         return f"transposed codes: {problem}"
     with np.errstate(invalid="ignore"):
@@ -88,6 +91,7 @@ def _code_problem(results, expected):
 
 
 def _move_by_two_codes(bits, middle):
+    # Near the largest code two more would be an infinity or a NaN, so there the change goes down.
     code = int(bits[middle])
     bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
 
@@ -113,10 +117,13 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
     """
     out_dtype = np.dtype(out_dtype).name
     with np.errstate(invalid="ignore", over="ignore"):
+        # 1. The exact product, what its sum may lose, and the terms of its last step.
         exact, bound, last = (
             np.concatenate(parts, axis=-2)
             for parts in zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
         )
+        # 2. Scales and each added term are rounded in f32, the result to its dtype. `_SMALLEST` is for results that are
+        # subnormal; 1 + 2**-10 is for products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
         bound = (1 + 2.0**-10) * (bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)) + _SMALLEST[out_dtype]
@@ -146,9 +153,11 @@ def _piece(a, b, tensor_cores):
     """Return the exact product, the error that the sum may have, and the terms that the last step adds."""
     k = a.shape[-1]
     steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
+    # However a kernel cuts k, a sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
     if not tensor_cores:
         return sums[-1], k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)), steps[-1]
+    # The largest number that a step aligns to: a product of two elements, or a sum so far.
     largest = np.abs(a).max(-1, initial=0)[..., :, None] * np.abs(b).max(-1, initial=0)[..., None, :]
     largest = np.maximum(largest, sums.max(0, initial=0) - sums.min(0, initial=0))
     growth = len(steps) * (_STEP + 2) * 2.0**-13

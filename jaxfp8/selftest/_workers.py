@@ -70,6 +70,7 @@ def _start(names, limit, options):
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes out of it is not written down as it is compiled
     }
+    # Files and no pipes: a worker that writes more than a pipe holds would wait for a reader for ever.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen([*COMMAND, *options, "--worker", *names], env=environment, stdout=out, stderr=errors)
         try:
@@ -77,7 +78,9 @@ def _start(names, limit, options):
         except subprocess.TimeoutExpired:  # not even SIGALRM has ended it
             process.kill()
             code = -signal.SIGALRM
+        # The worker has moved the position in the files, which both processes share, to their ends.
         lines, last = ((file.seek(0), file.read().decode(errors="replace").splitlines())[1] for file in (out, errors))
+    # Libraries print too: only lines that begin as a row does are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
     message = next((line for line in reversed(last) if line.strip()), "")[:500]
     if code == -signal.SIGALRM:

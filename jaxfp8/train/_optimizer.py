@@ -13,6 +13,7 @@ from jax import lax
 from .._jax._typing import Tree
 from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
+from ._update import expect_state
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -51,7 +52,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return _steps.begin(tx.init(_without_state(params)), _trained(params))
+        opt_state = _steps.begin(tx.init(_without_state(params)), _trained(params))
+        paths = _state_tree.flatten(params).in_variables
+        return _InVariables(opt_state, paths) if paths else opt_state
 
     def update(grads, opt_state, params=None, **extra_args):
         if params is None:
@@ -59,12 +62,18 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
+        paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
+        if paths:
+            params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
+            opt_state = opt_state.inner
         trained = _trained(params)
+        expect_state(_state_tree.flatten(trained), _state_tree.flatten(grads).by_path())
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
         state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
         state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
-        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
+        updates = _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by)
+        return updates, _InVariables(opt_state, paths) if paths else opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -86,6 +95,20 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
         return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
     return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, NeedsJaxfp8ApplyUpdates))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _InVariables:
+    """Optimizer state that remembers which leaves were state in NNX variables: `update` gets plain arrays.
+
+    Attributes:
+        inner: the optimizer state.
+        paths: of these leaves.
+    """
+
+    inner: Any
+    paths: frozenset = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +198,7 @@ class _Average:
 def _without_state(tree) -> Any:
     """Return `tree` with an empty node in the place of each leaf of state."""
     flat = _state_tree.flatten(tree)
-    return flat.replace({i: NoState() for i in flat.positions()})
+    return _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
 
 
 def _with_state(tree, source, function) -> Any:

@@ -54,7 +54,9 @@ def max_grad(tree: Tree) -> Tree:
     return jax.tree.map(cast, tree, partition(tree))
 
 
-def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
+def value_and_grad(
+    loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *, allow_int: bool = False
+) -> Callable[..., Any]:
     """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
     Inside the loss, state is as `max_grad` leaves it. Pass state that must not move (a target network) as another
@@ -63,7 +65,7 @@ def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool 
     Args:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
         argnums: as JAX's: an int or a tuple of ints, the arguments to differentiate.
-        has_aux: as JAX's.
+        has_aux, allow_int: as JAX's.
 
     Returns:
         A function of the same arguments that returns `(value, gradients)`, the gradient of FP8 state being its next
@@ -78,7 +80,7 @@ def value_and_grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool 
             out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
         return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
 
-    return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux)
+    return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
 
 
 @contextlib.contextmanager
@@ -106,9 +108,11 @@ def _raised_in(error) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def grad(loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad(
+    loss_fn: Callable[..., Any], argnums: Any = 0, has_aux: bool = False, *, allow_int: bool = False
+) -> Callable[..., Any]:
     """Differentiate as `jax.grad` does, with right FP8 state in any loop; see `jaxfp8.value_and_grad`."""
-    value_and_gradients = value_and_grad(loss_fn, argnums, has_aux)
+    value_and_gradients = value_and_grad(loss_fn, argnums, has_aux, allow_int=allow_int)
 
     @functools.wraps(loss_fn)
     def gradients_of(*args, **kwargs):

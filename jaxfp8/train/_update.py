@@ -30,9 +30,11 @@ def update_state(old: Tree, new: Any) -> Tree:
         h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax is slot 0 of `new`
         s' = the scale of `new`
 
-    A row that was not touched (its new scale is 0) or is not finite keeps its old value. The returned state is clean:
-    old history entries that are not finite become 0, an old scale that is 0 or not finite becomes 1. Old state below
-    zero, which only an optimizer that stepped on it makes, is an error and stays as it is: its scale is NaN.
+    A row that was not touched (its new scale is 0) or is not finite keeps its old value. Where `old` has stored a
+    gradient of this very step already, as of a second optimizer, the two combine: slot 0 is the larger amax. The
+    returned state is clean: old history entries that are not finite become 0, an old scale that is 0 or not finite
+    becomes 1. Old state below zero, which only an optimizer that stepped on it makes, is an error and stays as it is:
+    its scale is NaN.
 
     The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
     1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
@@ -60,12 +62,7 @@ def update_state(old: Tree, new: Any) -> Tree:
             `new` holds no state.
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
-    positions = before.positions()
-    if positions and not any(before.paths[i] in gradient for i in positions):
-        raise ValueError(
-            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
-            "a tree without them; take the gradient with respect to the state as well"
-        )
+    expect_state(before, gradient)
     # 1. Collect the quantizers whose leaves have the same types: each group is one call.
     alike, values, factors, old_least, new_least = {}, {}, {}, {}, {}
     for q in before.quantizers:
@@ -94,6 +91,17 @@ def update_state(old: Tree, new: Any) -> Tree:
     _check_factors(factors)
     _check_not_negative(new_least, _NEGATIVE)
     return before.replace(values)
+
+
+def expect_state(before: _state_tree.StateTree, gradient) -> None:
+    """Raise where a gradient, by path, has nothing of the state that `before` has."""
+    positions = before.positions()
+    if positions and not any(before.paths[i] in gradient for i in positions):
+        raise ValueError(
+            f"update_state: new: expected the gradient of {before.name(positions[0])} and the other state of old, got "
+            "a tree without them; take the gradient with respect to the state as well, in NNX with jaxfp8.nnx.grad or "
+            "jaxfp8.nnx.value_and_grad"
+        )
 
 
 def _check_shapes(name, old, new):
@@ -149,6 +157,10 @@ def _next_quantizer(*leaves):
     touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
     touched &= ~_scaling.below_zero(lowest)
     amax = _scaling.clean(amax)
+    # A second optimizer, or a second gradient of one point, finds the step stored: tail and scale are the old ones.
+    from_old, from_rolled = (_difference(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
+    is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
+    touched &= ~is_done
     is_empty = ~_scaling.positive_finite(expected) & ~_scaling.positive_finite(rolled[..., :1])
     by_scale = jnp.where(is_empty, _factor_of_scale(old_scale, new_scale, amax), jnp.float32(1))
     by_tail = jnp.sign(new_scale) * tail / jnp.maximum(expected, _TINY)
@@ -164,13 +176,22 @@ def _next_quantizer(*leaves):
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
 
-    # 4. Keep the old state of a row that was not touched, or that cannot be used.
-    results = [jnp.where(usable, rolled.at[..., :1].set(amax), history), scale]
+    # 4. Keep the old state of a row that was not touched, or that cannot be used; a stored step takes one more amax.
+    newest = history[..., :1]
+    larger = jnp.maximum(newest, _scaling.clean(new_history[..., :1]))
+    kept = history.at[..., :1].set(jnp.where(is_done, larger, newest))
+    results = [jnp.where(usable, rolled.at[..., :1].set(amax), kept), scale]
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
         results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
     moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
     return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor, lowest
+
+
+def _difference(a, b):
+    """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may explain it, else 2."""
+    difference = jnp.where(jnp.abs(a - b) > _TOLERANCE * a, 2, (a != b).astype(jnp.int32))
+    return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
 
 def _factor_of_scale(old, new, amax):

@@ -4,6 +4,7 @@ from . import (
     below_zero as below_zero,
     checkpoints as checkpoints,
     ffi as ffi,
+    layers as layers,
     meshes as meshes,
     numbers as numbers,
     optimizers as optimizers,
@@ -25,6 +26,7 @@ SUBJECTS = {
     "checkpoints": "Checkpoints",
     "meshes": "Meshes",
     "ffi": "FFI",
+    "layers": "Layers from outside",
     "numbers": "Numbers from outside",
     "proof": "Proof of training",
 }

@@ -178,15 +178,6 @@ class _TileParams(ctypes.Structure):
     ]
 
 
-def _amaxes(so_far, groups, in_place, amax):
-    """Pointers to the amax so far (null: None) and to the result, and its buffer; without `amax` null and None."""
-    if not amax:
-        return ctypes.c_void_p(), ctypes.c_void_p(), None
-    start = None if so_far is None else _Buffer((groups,), np.float32, 0, so_far)
-    top = start if in_place and start else _Buffer((groups,), np.float32)
-    return start.pointer if start else ctypes.c_void_p(), top.pointer, top
-
-
 class _Tiles:
     """The operands and results of an op that quantizes `[g, m, n]` tile by tile.
 
@@ -195,30 +186,26 @@ class _Tiles:
         scale, fmt: as for the oracle; one scale, or one for each group.
         transpose: whether data_t is wanted.
         shift: bytes off alignment of x, data and, unless `data_t_shift` is given, data_t.
-        so_far, in_place: what the amax starts from, 0 where it is None; and whether it is raised there.
-        amax: whether it is wanted.
     """
 
-    def __init__(
-        self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None, so_far=None, in_place=True, amax=True
-    ):
+    def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None):
         g, m, n = x.shape[0], x.shape[1], x.shape[-1]
         scale = np.atleast_1d(np.float32(scale))
         self._x, self._scale = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         self._data = _Buffer((g, m, n), fmt.dtype, shift)
         self._data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        self._so_far, top, self._top = _amaxes(so_far, g, in_place, amax)
+        self._top = _Buffer((g,), np.float32)
         self._transpose = transpose
         data_t = self._data_t.pointer if transpose else None
         self.params = _TileParams(
             _DTYPES[x.dtype], _DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer, int(scale.size > 1),
-            self._data.pointer, data_t, self._so_far, top, g, m, n,
+            self._data.pointer, data_t, ctypes.c_void_p(), self._top.pointer, g, m, n,
         )  # fmt: skip
 
     def results(self):
         """data, data_t and amax; None for those that were not wanted."""
         data_t = self._data_t.result("data_t") if self._transpose else None
-        return self._data.result("data"), data_t, self._top.result("amax") if self._top else None
+        return self._data.result("data"), data_t, self._top.result("amax")
 
 
 class Emulated:
@@ -245,19 +232,16 @@ class Emulated:
         self._launch("amax", _DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
 
-    def launches(self):
-        return launches(self.library)
-
-    def quantize(self, x, scale, fmt, shift=0, data_shift=None, so_far=None, in_place=True, amax=True):
+    def quantize(self, x, scale, fmt, shift=0, data_shift=None):
         scale = np.atleast_1d(np.float32(scale))
         x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
         data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        start, pointer, top = _amaxes(so_far, x.shape[0], in_place, amax)
+        top = _Buffer(x.shape[:1], np.float32)
         self._launch(
             "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
-            int(scale.size > 1), data.pointer, start, pointer, *x.shape,
+            int(scale.size > 1), data.pointer, ctypes.c_void_p(), top.pointer, *x.shape,
         )  # fmt: skip
-        return data.result("data"), top.result("amax") if top else None
+        return data.result("data"), top.result("amax")
 
     def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options):
         tiles = _Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)

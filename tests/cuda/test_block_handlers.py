@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul, _scale_layouts
+from jaxfp8.ops import _block_scaled_matmul
 from jaxfp8.ops._primitive import tensor_op
 
 F32 = np.dtype(np.float32)
@@ -108,20 +108,3 @@ def test_block_scaled_products_on_a_mesh(blocks, specs):
     compiled = run.lower(*put, bias).compile()
     assert "emulated_cuda_block_scaled_matmul" in compiled.as_text()
     oracle_blocks.matmul(*args, **options, bias=bias).check(compiled(*put, bias), f"{blocks}, {specs}")
-
-
-@pytest.mark.parametrize("block", [(1, None), (1, 32), (1, 128), (128, 128)], ids=str)
-@pytest.mark.parametrize("rows, k", [(16, 32), (48, 640), (272, 1152)])
-def test_layouts_of_scales(block, rows, k):
-    """Against the manual's formulas; rows that were added have scales of 0."""
-    counts = [len(oracle_blocks.bounds(size, b)) for size, b in zip((rows - 5, k), block, strict=True)]
-    codes = np.random.default_rng(0).integers(1, 255, (2, *counts), dtype=np.uint8)
-    is_mx = block == (1, 32)
-    scales = codes.view(oracle_blocks.E8M0) if is_mx else codes.astype(F32)
-    mode = _scale_layouts.mode(block, scales.dtype)
-    got = np.asarray(_scale_layouts.to_stored(scales, mode, rows))
-    padded = np.zeros((2, counts[0] if block[0] == 128 else rows, counts[1]), scales.dtype)
-    padded.view(np.uint8 if is_mx else F32)[:, : counts[0]] = scales.view(np.uint8 if is_mx else F32)
-    for i in range(2):
-        expected = oracle_blocks.cublaslt_layout(padded[i], block, rows, k)
-        oracle.assert_bitwise(got[i].reshape(-1), expected, f"{block}, group {i}")

@@ -77,6 +77,14 @@ def test_fast_is_not_precise(emulated_library):
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
+def test_scales_without_a_normal_product(kernels, contraction):
+    """Products of scales that flush, overflow (where sums are zero) and are subnormal, one for each member."""
+    a, b = operands(contraction, 2, 160, 32, 24, members=3)
+    extremes = np.float32([1.7e-35, 1e25, 2.0**-100]), np.float32([1.1e-5, 1e20, 2.0**-30])
+    check(kernels, a, b, [[100, 20], [0, 0], [3, 157]], *extremes)
+
+
+@pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])
 @pytest.mark.parametrize("columns", [1, 300])
 def test_tiles_cover_the_output(emulated_library, contraction, columns):
     """Every element of every group exactly once, in no more tiles than the grid is made for."""

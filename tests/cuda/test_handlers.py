@@ -91,3 +91,14 @@ def test_initialize(handlers):
     """The stage before execution, which XLA does not have on CPUs, prepares each time and reads no buffer."""
     assert handlers.initialize_scaled_matmul() == 1
     assert handlers.initialize_scaled_matmul() == 2
+
+
+@pytest.mark.parametrize("op", ["quantize_activation", "quantize_norm"])
+def test_no_amax(op):
+    """The codes are the same where none is a result."""
+    op, results, operands = parts(op)
+    data, _, data_t = call(op, results, operands)
+    got, top, got_t = call(op, [results[0], ((0,), F32), results[2]], operands)
+    assert top.shape == (0,)
+    oracle.assert_bitwise(got, np.asarray(data), "data")
+    oracle.assert_bitwise(got_t, np.asarray(data_t), "data_t")

@@ -67,7 +67,9 @@ def test_a_window_by_hand():
         ([0, 0, 0, 0, 0, 0], 1, "unit", None),
         ([4, 0, 0, 0, 0, 0], 2, None, None),
         ([4], 5 / 448, "dropped", None),
-        ([np.inf, -1, np.nan, 2, 9, 3], 9 / 448, "max", 1),
+        ([np.inf, -0.0, np.nan, 2, 9, 3], 9 / 448, "max", 1),
+        ([4, 0, 0, 2, 9, -3], 9 / 448, "below zero", None),
+        ([4, 0, 0, 2, 9, 3], -9 / 448, "below zero", None),
     ],
 )
 def test_what_the_scale_follows(history, scale_inv, follows, steps):
@@ -101,7 +103,7 @@ def test_a_row_for_each_layer_of_a_stack():
 def test_a_large_model_takes_a_screen():
     """Layers that differ in numbers alone share a line, that of the worst; `worst` keeps the worst rows."""
     layers = {f"block_{i}": state([2 + (i == 7), 2, 1], 2 / 448)[OWG] for i in range(30)}
-    layers |= {"head": state([1, 1], 0)[OWG], "block_40": {"odd": state([9, 3], 3 / 448)[OWG]}}
+    layers |= {"head": state([1, 1], -1)[OWG], "block_40": {"odd": state([9, 3], 3 / 448)[OWG]}}
     for i in range(9):
         layers[f"part{i}"] = {"w_2": state([4], 1)[OWG]}
     found = inspect.summary({OWG: layers})

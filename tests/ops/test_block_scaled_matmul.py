@@ -1,7 +1,6 @@
 """block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle_blocks.py)."""
 
 import itertools
-import types
 import warnings
 
 import jax
@@ -12,11 +11,11 @@ import oracle_blocks
 import pytest
 
 from jaxfp8 import ops
-from jaxfp8._jax import _compat
-from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts, _support
+from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts
 
 from . import cases
 from .conftest import EMULATED
+from .test_support import gpu, machine as machine
 
 F32, E8M0 = np.dtype(np.float32), oracle_blocks.E8M0
 ONE_SCALE = (None, "f32")
@@ -255,26 +254,11 @@ def cuda_text(pair, m=32, n=48, k=256, formats=(oracle.E4M3, oracle.E4M3), **opt
     return run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.fixture
-def lowered_for(monkeypatch, cuda_custom_calls):
-    """Sets the compute capabilities of the GPUs that programs are lowered for; none: ahead of time."""
-    monkeypatch.setattr(_support, "_warned", set())
-    monkeypatch.setattr(_support, "local_gpus", list)
-
-    def are(*capabilities):
-        kind = "A fake GPU"
-        gpus = [types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=c) for c in capabilities]
-        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus)
-        jax.clear_caches()
-
-    return are
-
-
 @pytest.mark.parametrize(
     "capabilities", [(), ("9.0",), ("10.0",), ("10.3",), ("12.0",), ("8.9",), ("9.0", "10.0")], ids=str
 )
-def test_custom_call_where_all_gpus_have_the_mode(lowered_for, capabilities):
-    lowered_for(*capabilities)
+def test_custom_call_where_all_gpus_have_the_mode(machine, capabilities):
+    machine(lowered_for=map(gpu, capabilities))
     for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
         allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3", "12.0"} if pair in ON_BLACKWELL else set()
         expected = pair not in NOWHERE and set(capabilities) <= allowed
@@ -294,9 +278,9 @@ def test_custom_call_where_all_gpus_have_the_mode(lowered_for, capabilities):
 
 
 @pytest.mark.parametrize("capabilities", [(), ("9.0",), ("10.0",), ("10.0", "12.0"), ("9.0", "10.0")], ids=str)
-def test_powers_of_two_are_mx_from_blackwell_on(lowered_for, capabilities):
+def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
     """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as float32."""
-    lowered_for(*capabilities)
+    machine(lowered_for=map(gpu, capabilities))
     for pair in ON_HOPPER:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -343,8 +327,8 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
     assert np.isnan(got[len(exact) :]).all()
 
 
-def test_two_e5m2_have_no_custom_call(lowered_for):
-    lowered_for("9.0")
+def test_two_e5m2_have_no_custom_call(machine):
+    machine(lowered_for=[gpu("9.0")])
     both = oracle.E5M2, oracle.E5M2
     with pytest.warns(RuntimeWarning, match="no tensor core multiplies two float8_e5m2"):
         assert "@jaxfp8" not in cuda_text(("rows", "rows"), formats=both)
@@ -352,9 +336,9 @@ def test_two_e5m2_have_no_custom_call(lowered_for):
         cuda_text(("rows", "rows"), formats=both)
 
 
-def test_attributes_of_the_custom_call(lowered_for):
+def test_attributes_of_the_custom_call(machine):
     """Fast accumulation for whole rows alone; what is padded; a bias is added by XLA, to f32."""
-    lowered_for("9.0")
+    machine(lowered_for=[gpu("9.0")])
     rows, blocks = ON_HOPPER[0], ON_HOPPER[2]
     for precise, pair, expected in ((False, rows, "false"), (True, rows, "true"), (False, blocks, "true")):
         (line,) = (x for x in cuda_text(pair, precise=precise).splitlines() if "custom_call @jaxfp8" in x)

@@ -41,7 +41,8 @@ def machine(monkeypatch, cuda_custom_calls):
                 raise RuntimeError(cublaslt)
 
         monkeypatch.setattr(_support, "local_gpus", lambda: list(gpus))
-        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: list(lowered_for))
+        gpus_of_program = list(lowered_for)
+        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus_of_program)
         monkeypatch.setattr(_ffi, "check_cublaslt", check)
         monkeypatch.setattr(_disabled, "_disabled", _disabled.parsed(disabled))
         jax.clear_caches()

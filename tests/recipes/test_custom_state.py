@@ -192,21 +192,26 @@ def linen_steps(count):
     return train.params[OWG]
 
 
-def nnx_optimizer_steps(count):
-    """Of an optimizer, which sees arrays and their names alone; its parameters do not move."""
+def nnx_optimizer_steps(count, make=lambda layer: jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0, momentum=0.9))):
+    """The same with an optimizer, whose `update` gets arrays alone; its parameters do not move."""
     x, kernel, grad = grids.data()
     fp8 = jaxfp8.nnx.Fp8DotGeneral(RECIPE)
     layer = nnx.Linear(grids.K, grids.N, use_bias=False, dot_general=fp8, rngs=nnx.Rngs(0))
     layer.kernel.set_value(jnp.asarray(kernel))
-    optimizer = jaxfp8.nnx.Optimizer(layer, optax.sgd(0.0), wrt=nnx.Param)
+    optimizer = make(layer)
     for _ in range(count):
         _, gradients = jaxfp8.nnx.value_and_grad(lambda layer, x: jnp.vdot(layer(x), grad), argnums=(0, 1))(layer, x)
         optimizer.update(layer, gradients[0])
     return nnx.to_pure_dict(nnx.state(layer, jaxfp8.nnx.OverwriteWithGradient))["dot_general"]
 
 
+def flax_optimizer_steps(count):
+    tx = jaxfp8.train.optimizer(optax.sgd(0.0, momentum=0.9))
+    return nnx_optimizer_steps(count, lambda layer: nnx.Optimizer(layer, tx, wrt=jaxfp8.nnx.trainable))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("run", [linen_steps, nnx_optimizer_steps])
+@pytest.mark.parametrize("run", [linen_steps, nnx_optimizer_steps, flax_optimizer_steps])
 def test_variables_of_layers(run, steps):
     variables = run(steps)
     variables = variables.get("Fp8DotGeneral_0", variables)
@@ -214,11 +219,14 @@ def test_variables_of_layers(run, steps):
     assert_state(variables, seen(*grids.data(), steps - 1), steps)
 
 
-def test_names_alone_are_state_where_all_are_named_after_roles():
-    tree = {
-        "fp8": {"linear_input_count": jnp.float32(1)},
-        "mlp": {"linear_input_count": jnp.float32(1), "bias": jnp.float32(1)},
-    }
-    acc = jaxfp8.accumulate_gradients(tree, tree)
-    assert jax.tree.map(float, acc["fp8"]) == {"linear_input_count": 1}
-    assert jax.tree.map(float, acc["mlp"]) == {"linear_input_count": 2, "bias": 2}
+def test_a_name_alone_makes_no_state():
+    """A parameter may be called as a state is; collections and variables say what is one."""
+    one, leaf = jnp.float32(1), "linear_input_count"
+    tree = {"params": {leaf: one}, OWG: {leaf: one}}
+    nnx_tree = nnx.State({"a": {leaf: nnx.Param(one)}, "b": {leaf: jaxfp8.nnx.OverwriteWithGradient(one)}})
+    add = lambda tree: [float(total) for total in jax.tree.leaves(jaxfp8.accumulate_gradients(tree, tree))]  # noqa: E731
+    assert add(tree) == [1, 2]  # state first, by name
+    assert add(tree["params"]) == [2] and add(nnx_tree) == [2, 1]
+    tx = jaxfp8.train.optimizer(optax.sgd(0.5))
+    updates, _ = tx.update(tree["params"], tx.init(tree["params"]), tree["params"])
+    assert optax.apply_updates(tree["params"], updates) == {leaf: 0.5}

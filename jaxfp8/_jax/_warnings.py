@@ -1,0 +1,31 @@
+"""Warnings that point at the line of the user's program."""
+
+import sys
+import warnings
+
+# Their frames lie between the user's line and the place that warns. Python 3.11 has no `skip_file_prefixes`.
+_LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
+
+
+def user_line() -> dict:
+    """Find the innermost line outside of the libraries, as keywords of `warn`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return {
+        "filename": frame.f_code.co_filename,
+        "lineno": frame.f_lineno,
+        "module": frame.f_globals.get("__name__"),
+        "registry": frame.f_globals.setdefault("__warningregistry__", {}),
+    }
+
+
+def warn(message: str, category: type[Warning], line: dict | None = None) -> None:
+    """Warn at `line`, or at the user's line; Python's filters show a message once for each line.
+
+    Args:
+        message: names the layer where it is about one, so that each layer has a warning of its own.
+        category: of the warning.
+        line: an earlier result of `user_line`.
+    """
+    warnings.warn_explicit(message, category, **(line or user_line()))

@@ -1,0 +1,58 @@
+"""A warning for gradients whose parameters were used and whose FP8 state was dropped, as Flax's Optimizer does."""
+
+import functools
+import weakref
+
+import jax
+from flax import nnx
+
+from .._jax import _warnings
+from ..recipes import FP8StateWarning
+from ._variables import OverwriteWithGradient
+
+
+def watch(tree, gradients) -> None:
+    """Warn when `gradients` die, if the parameters of `tree` have changed by then and its FP8 state has not.
+
+    No hook sees what `nnx.Optimizer(wrt=nnx.Param)` leaves out, and `update_state` may come before or after it: only
+    the end of the gradients' life shows that nobody stored their state. It is the same while a step is traced.
+
+    Args:
+        tree: what was differentiated, as `nnx.iter_graph` takes it.
+        gradients: with respect to `tree`.
+    """
+    variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable)]
+    state = [(v, v.get_raw_value()) for v in variables if isinstance(v, OverwriteWithGradient)]
+    # An old parameter must not be kept alive.
+    params = [(v, id(v.get_raw_value())) for v in variables if isinstance(v, nnx.Param)]
+    for gradient in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, nnx.State)):
+        if state and isinstance(gradient, nnx.State) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
+            weakref.finalize(gradient, _check, params, state, _warnings.user_line()).atexit = False
+            return
+
+
+def _check(params, state, line) -> None:
+    is_used = any(id(variable.get_raw_value()) != before for variable, before in params)
+    if is_used and all(variable.get_raw_value() is before for variable, before in state):
+        _warnings.warn(
+            "the parameters were updated with these gradients, and the next FP8 state in them was not stored: scales "
+            "stay what they are. Take jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
+            "jaxfp8.nnx.update_state(model, gradients) beside it",
+            FP8StateWarning,
+            line,
+        )
+
+
+def watching(differentiate, argnums, gradients_of):
+    """Return `differentiate`, whose gradients are watched; `gradients_of` takes them out of its result."""
+    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    positions = [getattr(position, "argnum", position) for position in positions]
+
+    @functools.wraps(differentiate)
+    def watched(*args, **kwargs):
+        out = differentiate(*args, **kwargs)
+        if nnx.set_graph_mode.current_value():
+            watch([args[i] for i in positions], gradients_of(out))
+        return out
+
+    return watched

@@ -1,0 +1,325 @@
+"""Layers from outside: what people pass to layers, optimizers and transforms, and what was silent about it."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.linen import fp8_ops
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxfp8
+
+from .libraries import HISTORY, OPERANDS, OWG
+from .steps import same_bits, tally_amaxes
+from .trainers import K, N, create, kernel_of, loss, operands
+from .verdict import Tally, refused, row
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+OURS_ALONE = "Flax has no FP8 layers for NNX, nor such arguments"
+
+
+def warned(call) -> list:
+    """The warnings about FP8 state, as Python's own filters show them."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        call()
+    return [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
+
+
+def tally_warning(tally, call, says: str, what: str) -> None:
+    """One warning, which says `says` and points at a line of this file."""
+    said = warned(call)
+    tally(len(said) == 1, f"{what}: {len(said)} warnings")
+    tally(all(says in str(w.message) for w in said), f"{what}: {[str(w.message) for w in said]}")
+    tally(all(w.filename == __file__ for w in said), f"{what}: points at {[w.filename for w in said]}")
+
+
+def mesh_of(sizes, names, kind):
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def nnx_layer():
+    return nnx.Linear(K, N, use_bias=False, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
+
+
+def nnx_loss(layer, x, grad):
+    return jnp.vdot(layer(x), grad)
+
+
+@row("a gradient through a layer without its state")
+def no_state(library):
+    """Flax's usual TrainState holds `params` alone: that trains with other scales, and has to be said, with the
+    layer's path; and by the report."""
+    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    x, kernel, grad = operands(0)
+    params = {"layers_0": {"kernel": kernel}}
+
+    def steps():
+        gradient = jax.jit(jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad)))
+        for _ in range(2):
+            gradient(params)
+        jax.grad(lambda params: jnp.vdot(model.apply({"params": params}, x), grad))(params)
+
+    said = warned(steps)
+    tally(len({w.lineno for w in said}) == len(said) == 2, f"{len(said)} warnings for two lines")
+    tally(all(str(w.message).startswith("layers_0: ") and w.filename == __file__ for w in said), str(said))
+    tally(not warned(lambda: model.apply({"params": params}, x)), "inference warns")
+    if library.is_ours:
+        rows = jaxfp8.report(model, x, variables={"params": params}).rows
+        tally("no state" in rows[0]["why"], f"the report says {rows[0]['why']}")
+    return tally.verdict("a warning with the path")
+
+
+@row("variables with another library's state", peer="Flax reads no other state")
+def foreign_state(library):
+    """Flax's or TransformerEngine's state beside a layer that does not read it: the warning names the converter."""
+    model, tally = nn.Sequential([library.dense(N)]), Tally()
+    x, kernel, _ = operands(0)
+    theirs = nn.Sequential([nn.Dense(N, use_bias=False, dot_general_cls=nn.Fp8DotGeneral)])
+    state = theirs.init(jax.random.key(0), x)[OWG]
+    te = {"layers_0": {"x_amax_history": np.zeros(HISTORY, np.float32)}}
+    for collections, converter in (({OWG: state}, "from_flax"), ({"fp8_metas": te}, "from_transformer_engine")):
+        variables = {"params": {"layers_0": {"kernel": kernel}}, **collections}
+        tally_warning(tally, lambda v=variables: model.apply(v, x), converter, converter)
+    return tally.verdict("the converter is named")
+
+
+@row("an optimizer of parameters alone drops the state", peer=OURS_ALONE)
+def dropped_state(library):
+    """Flax's nnx.Optimizer of parameters drops the next state without a word; beside update_state it is right."""
+    del library
+    tally, (x, _, grad) = Tally(), operands(0)
+
+    def run(stores, wrap, make=nnx.Optimizer):
+        layer = nnx_layer()
+        optimizer = make(layer, optax.sgd(1e-3), wrt=nnx.Param)
+
+        def step(layer, optimizer):
+            _, gradients = jaxfp8.nnx.value_and_grad(nnx_loss)(layer, x, grad)
+            optimizer.update(layer, gradients)
+            if stores:
+                jaxfp8.nnx.update_state(layer, gradients)
+
+        step = wrap(step)
+        for _ in range(2):
+            step(layer, optimizer)
+
+    for wrap in (nnx.jit, lambda step: step):
+        tally_warning(tally, lambda wrap=wrap: run(False, wrap), "jaxfp8.nnx.Optimizer", "dropped")
+        tally(not warned(lambda wrap=wrap: run(True, wrap)), "stored beside it, and a warning")
+        tally(not warned(lambda wrap=wrap: run(False, wrap, jaxfp8.nnx.Optimizer)), "our optimizer warns")
+    return tally.verdict("a warning")
+
+
+@row("a parameter that is called as a state is", peer="Flax's helpers know the collection alone")
+def state_by_name(library):
+    """`linear_input_count` in `params` is a parameter: it adds up, and the optimizer moves it."""
+    del library
+    tally, tree = Tally(), {"linear_input_count": np.float32(1), "linear_weight_x": np.float32(2)}
+    total = jaxfp8.accumulate_gradients(tree, tree)
+    tally([float(leaf) for leaf in jax.tree.leaves(total)] == [2, 4], f"microbatches add up to {total}")
+    tx = jaxfp8.train.optimizer(optax.sgd(0.5))
+    updates, _ = tx.update(tree, tx.init(tree), tree)
+    after = optax.apply_updates(tree, updates)
+    tally([float(leaf) for leaf in jax.tree.leaves(after)] == [0.5, 1], f"a step of sgd gives {after}")
+    return tally.verdict()
+
+
+@row("two gradients of one point are stored", "two apply_gradients")
+def two_gradients(library):
+    """Two losses at the same parameters, one after the other stored: one step, whose amaxes are the larger ones."""
+    train, tally, before = create(library, optax.sgd(1e-3)), Tally(), 0
+
+    @jax.jit
+    def step(train, *uses):
+        gradients = [jax.grad(lambda v, u=use: loss(train, v, *u))(train.params) for use in uses]
+        for gradient in gradients:
+            train = train.apply_gradients(grads=gradient)
+        return train
+
+    for i in range(HISTORY + 1):
+        kernel = kernel_of(train)
+        uses = [operands(2 * i)[::2], operands(2 * i + 1)[::2]]
+        train = step(train, *(uses if i % 2 else uses[::-1]))
+        x, grad = (np.concatenate([use[j] for use in uses]) for j in (0, 1))
+        tally_amaxes(tally, library, train.params, (x, kernel, grad))
+        got = library.history(train.params, "input")[-1]
+        tally(got == before, f"step {i}: the entry before is {got}, not {before}")
+        before = np.abs(x).max()
+    return tally.verdict("the larger amax")
+
+
+@row("two gradients of one point are stored", "two NNX optimizers", peer=OURS_ALONE)
+def two_optimizers(library):
+    """Groups of parameters with an optimizer each: the run of one optimizer, but for the order of f32 sums."""
+    del library
+    tally = Tally()
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.a, self.b = (
+                nnx_layer(),
+                nnx.Linear(N, N, rngs=nnx.Rngs(1), dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE)),
+            )
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    @nnx.jit
+    def step(model, optimizers, x, grad):
+        _, gradients = jaxfp8.nnx.value_and_grad(nnx_loss)(model, x, grad)
+        for optimizer in optimizers:
+            optimizer.update(model, gradients)
+
+    def run(*filters):
+        model = Model()
+        optimizers = nnx.List([jaxfp8.nnx.Optimizer(model, optax.sgd(1e-3), wrt=wrt) for wrt in filters])
+        for i in range(HISTORY + 2):
+            x, _, grad = operands(i)
+            step(model, optimizers, x, grad)
+        return jax.device_get(nnx.to_pure_dict(nnx.state(model)))
+
+    groups = [nnx.All(nnx.Param, nnx.PathContains(name)) for name in "ab"]
+    for got, expected in zip(*(jax.tree.leaves(run(*filters)) for filters in (groups, [nnx.Param])), strict=True):
+        tally(np.allclose(got, expected, rtol=1e-5, atol=1e-6), f"{got}, with one optimizer {expected}")
+    return tally.verdict("as one optimizer")
+
+
+@row("what a layer cannot take", peer=OURS_ALONE)
+def refused_arguments(library):
+    """A recipe, or another framework's product, in place of a product; sizes that are no ints: named."""
+    del library
+    x, tally, key = operands(0)[0], Tally(), jax.random.key(0)
+    linen = lambda **options: nn.Dense(N, **options).init(key, x)  # noqa: E731
+    of_nnx = lambda product: nnx.Linear(K, N, dot_general=product, rngs=nnx.Rngs(0))(x)  # noqa: E731
+    cases = {
+        "a recipe as dot_general_cls": (lambda: linen(dot_general_cls=RECIPE), "functools.partial"),
+        "a class of recipes as dot_general_cls": (lambda: linen(dot_general_cls=jaxfp8.DelayedScaling), "partial"),
+        "a recipe in NNX": (lambda: of_nnx(RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),
+        "an instance as dot_general_cls": (lambda: linen(dot_general_cls=jaxfp8.Fp8DotGeneral(RECIPE)), "an instance"),
+        "Linen's class in NNX": (lambda: of_nnx(jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),
+        "Linen's class as dot_general": (lambda: linen(dot_general=jaxfp8.Fp8DotGeneral), "dot_general_cls"),
+        "NNX's class in Linen": (lambda: linen(dot_general_cls=jaxfp8.nnx.Fp8DotGeneral), "jaxfp8.linen.Fp8Dot"),
+        "NNX's product in Linen": (lambda: linen(dot_general=jaxfp8.nnx.Fp8DotGeneral()), "jaxfp8.linen.Fp8Dot"),
+        "features=4.0": (lambda: jaxfp8.linen.Dense(4.0).init(key, x), "features: expected an int"),
+        "out_features=4.0": (lambda: jaxfp8.nnx.Linear(K, 4.0, rngs=nnx.Rngs(0)), "out_features: expected an int"),
+        "nnx.grad with our optimizer": (lambda: plain_gradient(x), "jaxfp8.nnx.grad"),
+    }
+    for what, (call, names) in cases.items():
+        refused(call, tally, what, names)
+    shares = functools.partial(nnx.Linear, N, N, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
+    rows = jaxfp8.report(nnx.List([shares(), shares()])).rows
+    tally(["shares" in row["why"] for row in rows] == [False, True], "the report does not show a shared product")
+    return tally.verdict("named errors")
+
+
+def plain_gradient(x):
+    layer = nnx_layer()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+        gradients = nnx.grad(lambda layer: layer(x).sum())(layer)
+    jaxfp8.nnx.Optimizer(layer, optax.adam(1e-3)).update(layer, gradients)
+
+
+@row("initializers with names of mesh axes", peer=OURS_ALONE)
+def named_initializers(library):
+    """The layers of ours with `with_partitioning`: the numbers of the plain layer, and the names where they belong."""
+    del library
+    tally, x, key, init = Tally(), operands(0)[0], jax.random.key(0), nn.initializers.lecun_normal()
+    linen, of_nnx, mesh = jaxfp8.linen, jaxfp8.nnx, mesh_of((2,), ("m",), AxisType.Auto)
+    cases = {
+        "Dense": ((None, "m"), lambda init: linen.Dense(N, kernel_init=init), "kernel", P(None, "m")),
+        "Dense of two": ((None, None, "m"), lambda init: linen.Dense((2, N), kernel_init=init), "kernel", None),
+        "GatedMLP": ((None, "m"), lambda init: linen.GatedMLP(N, kernel_init=init), "wi", P(None, None, "m")),
+        "NormDense": ((None, "m", None), lambda init: linen.NormDense((N, 2), kernel_init=init), "dense", None),
+    }
+    for what, (names, make, name, spec) in cases.items():
+        for wrap in (nn.with_partitioning, nn.with_logical_partitioning):
+            with tally.raising(what):
+                variables = make(wrap(init, names)).init(key, x)
+                tally(same_bits(nn.meta.unbox(variables), make(init).init(key, x)), f"{what}: other parameters")
+                specs = nn.get_partition_spec(variables)["params"][name]
+                (got,) = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+                tally(got == (spec or P(*names)), f"{what}: {got}")
+    cases = {
+        "nnx.Linear": ((None, None, "m"), lambda init: of_nnx.Linear(K, (2, N), kernel_init=init, rngs=nnx.Rngs(0))),
+        "nnx.GatedMLP": ((None, "m"), lambda init: of_nnx.GatedMLP(K, N, kernel_init=init, rngs=nnx.Rngs(0)).wi),
+    }
+    for what, (names, make) in cases.items():
+        with tally.raising(what), jax.set_mesh(mesh):
+            layer = make(nnx.with_partitioning(init, names))
+            tally(same_bits(np.asarray(layer.kernel[...]), np.asarray(make(init).kernel[...])), f"{what}: kernel")
+            tally(layer.kernel[...].sharding.spec == P(None, None, "m"), f"{what}: {layer.kernel[...].sharding}")
+    return tally.verdict()
+
+
+@row("out_sharding", peer=OURS_ALONE)
+def out_sharding(library):
+    """On a mesh with explicit axes the caller says where the result of a layer lies; its numbers are one device's."""
+    del library
+    tally, mesh, x = Tally(), mesh_of((2, 2), ("d", "m"), AxisType.Explicit), operands(0)[0]
+    linen, of_nnx, spec = jaxfp8.linen, jaxfp8.nnx, P("d", "m")
+    bound = lambda layer: (layer.init(jax.random.key(0), x), layer.apply)  # noqa: E731
+    unbound = lambda layer: (nnx.state(layer), lambda s, x, **o: nnx.merge(nnx.graphdef(layer), s)(x, **o))  # noqa: E731
+    cases = [bound(linen.Dense(N)), bound(linen.GatedMLP(N)), bound(linen.NormDense(N))]
+    cases += [unbound(of_nnx.Linear(K, N, rngs=nnx.Rngs(0))), unbound(of_nnx.NormDense(K, N, rngs=nnx.Rngs(0)))]
+    for i, (variables, apply) in enumerate(cases):
+        expected = np.asarray(apply(variables, x))
+        with tally.raising(str(i)), jax.set_mesh(mesh):
+            placed = jax.device_put((variables, x), NamedSharding(mesh, P()))
+            y = jax.jit(functools.partial(apply, out_sharding=spec))(*placed)
+            tally(y.sharding.spec == spec, f"layer {i}: {y.sharding}")
+            # f32 sums of K terms in another order: below K 2**-24 = 1.5e-6 of a sum of magnitudes that is below 10
+            tally(np.allclose(y, expected, rtol=1e-5, atol=1.5e-5), f"layer {i}: other numbers")
+    return tally.verdict()
+
+
+@row("the max dtype", "a scale that the loss logs in a variable", peer=OURS_ALONE)
+def logged_scale(library):
+    """A scale that a module keeps is float32 afterwards: the internal dtype would break its checkpoint."""
+    del library
+    tally, (x, _, grad) = Tally(), operands(0)
+
+    class Logs(nnx.Module):
+        def __init__(self):
+            self.layer, self.log = nnx_layer(), nnx.Variable(jnp.zeros(1))
+
+        def __call__(self, x):
+            self.log.set_value(self.layer.dot_general.input_scale.get_value())
+            return self.layer(x)
+
+    for wrap in (lambda f: f, nnx.jit):
+        model = Logs()
+        wrap(lambda model: jaxfp8.nnx.value_and_grad(nnx_loss)(model, x, grad))(model)
+        tally(model.log.get_value().dtype == jnp.float32, f"{model.log.get_value().dtype}")
+    gradient = jaxfp8.grad(lambda tree: tree["w"] * 2.0, allow_int=True)({"w": 3.0, "n": 4})
+    tally(gradient["w"] == 2 and gradient["n"].dtype == jax.dtypes.float0, "allow_int")
+    return tally.verdict()
+
+
+@row("the max dtype", "Flax's own")
+def flax_max_dtype(library):
+    """State in Flax's `fp32_max_grad`, as its multi-use programs cast it: uses combine by max, in a scan as well."""
+    layer, tally, kernel = library.dense(N), Tally(), operands(0)[1]
+    xs, grads = (np.stack([operands(i)[j] for i in range(3)]) for j in (0, 2))
+
+    def loss(variables):
+        state = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(fp8_ops.fp32_max_grad), variables[OWG])
+
+        def use(total, operands):
+            x, grad = operands
+            return total + jnp.vdot(layer.apply({**variables, OWG: state}, x), grad), None
+
+        return jax.lax.scan(use, jnp.float32(0), (xs, grads))[0]
+
+    for wrap in (lambda f: f, jax.jit):
+        gradient = wrap(jax.grad(loss))(library.variables(kernel))
+        for name, values in zip(OPERANDS, (xs, kernel, grads), strict=True):
+            got, amax = library.history(gradient, name)[0], np.abs(values).max()
+            tally(got == amax, f"{name}: {got}, not {amax}")
+    return tally.verdict("the largest amax")
