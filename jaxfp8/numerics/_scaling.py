@@ -39,7 +39,7 @@ def positive_finite(x: jax.Array) -> jax.Array:
 def below_zero(x: jax.Array) -> jax.Array:
     """Return whether `-inf <= x < 0`, subnormals included: state that no step makes, only an optimizer's step on it."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)  # -0 and negative NaN are just outside
-    return lax.lt(bits - np.full(bits.shape, 0x80000001, np.uint32), np.full(bits.shape, _INF_BITS, np.uint32))
+    return lax.lt(bits - lax.full_like(bits, 0x80000001), lax.full_like(bits, _INF_BITS))
 
 
 def clean(x: jax.Array) -> jax.Array:

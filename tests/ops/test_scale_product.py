@@ -24,8 +24,13 @@ SCALES = tuple(
     ]
 )
 M, K, N = 5, 8, 6
-# cuBLASLt multiplies its scales itself: tests/cuda/test_gpu_products.py.
-WITHOUT_CUBLASLT = pytest.mark.parametrize("implementation", ["ffi", "reference"], indirect=True)
+
+
+@pytest.fixture(params=["ffi", "reference"])
+def without_cublaslt(request):
+    """cuBLASLt multiplies its scales itself: tests/cuda/test_gpu_products.py."""
+    with ops.implementation(request.param):
+        yield
 
 
 def codes(*shape, largest, seed):
@@ -52,9 +57,9 @@ def sums_of(a, b):
     return (a.astype(np.float64) @ b.astype(np.float64).T).astype(F32)
 
 
-@WITHOUT_CUBLASLT
+@pytest.mark.usefixtures("without_cublaslt")
 @pytest.mark.parametrize("a_inv, b_inv", SCALES)
-def test_one_product(implementation, a_inv, b_inv):
+def test_one_product(a_inv, b_inv):
     a, b = operands(a_inv, b_inv)
     for run in (ops.scaled_matmul, jax.jit(ops.scaled_matmul, static_argnames="out_dtype")):
         assert_same(run(a, b, a_inv, b_inv, out_dtype=F32), sums_of(a, b), a_inv, b_inv)
@@ -72,8 +77,8 @@ def test_ragged_product(implementation, kind, a_inv, b_inv):
     assert_same(got.reshape(M, N), sums_of(a, b), a_inv, b_inv)
 
 
-@WITHOUT_CUBLASLT
-def test_each_product_of_a_batch(implementation):
+@pytest.mark.usefixtures("without_cublaslt")
+def test_each_product_of_a_batch():
     """vmap with scales of their own: the choice is made for each product."""
     a, b = (np.stack(x) for x in zip(*(operands(*pair) for pair in SCALES), strict=True))
     scales = [jnp.asarray(x) for x in zip(*SCALES, strict=True)]
@@ -82,8 +87,8 @@ def test_each_product_of_a_batch(implementation):
         assert_same(got[i], sums_of(a[i], b[i]), *pair)
 
 
-@WITHOUT_CUBLASLT
-def test_each_pair_of_rows(implementation):
+@pytest.mark.usefixtures("without_cublaslt")
+def test_each_pair_of_rows():
     """Scales of rows: the choice is made for each element."""
     a_inv, b_inv = (
         np.resize(np.array(x, F32), size) for x, size in zip(zip(*SCALES, strict=True), (M, N), strict=True)
@@ -95,8 +100,8 @@ def test_each_pair_of_rows(implementation):
     assert_same(got, sums_of(a, b), a_inv[:, None], b_inv[None])
 
 
-@WITHOUT_CUBLASLT
-def test_terms_are_added_last(implementation):
+@pytest.mark.usefixtures("without_cublaslt")
+def test_terms_are_added_last():
     """An accumulator and a bias are added to the scaled product."""
     a_inv, b_inv = SCALES[0]
     a, b = operands(a_inv, b_inv)
