@@ -245,13 +245,23 @@ def missing_state(library):
     return tally.verdict()
 
 
+# The history and the scale of a damaged checkpoint.
+BAD_LEAVES = {
+    "NaN everywhere": ([np.nan] * 4, np.nan),
+    "NaN in the window": ([2, np.nan, 1, 3], 0.5),
+    "Inf in the window": ([np.inf, 1, 2, 3], 0.5),
+    "zero scale": ([0, 0, 0, 0], 0),
+    "Inf scale": ([0, 0, 0, 0], np.inf),
+}
+
+
 @row("NaN in state")
 def bad_numbers(library):
     """Products one step after a state that cannot be are right."""
     tally, step = Tally(), step_of(library, N)
     operands = steps.operands(M, K, N, 4, 4, 4)
     x, kernel, grad = operands
-    for what, (history, scale) in straight_runs.BAD_LEAVES.items():
+    for what, (history, scale) in BAD_LEAVES.items():
         leaves = {
             f"{o}_{leaf}": np.float32(v)
             for o in OPERANDS
