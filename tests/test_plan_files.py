@@ -170,7 +170,7 @@ def test_pipe_in_place_of_a_file(cache, table, suffix):
     assert table == {} and files.read(path_in(cache))[1] == ({gemm(): plan()} if suffix == ".json" else {})
 
 
-@pytest.mark.parametrize("folder", ["x" * 5000, "~\udc80\u2603" * 400, "/dev/null", "/proc/self/mem/cache"])
+@pytest.mark.parametrize("folder", ["x" * 5000, "~\u2603" * 400, "/dev/null", "/proc/self/mem/cache"])
 def test_folder_that_cannot_be(cache, table, monkeypatch, folder):
     """The package is imported, and measurements hold for the process."""
     monkeypatch.setenv("JAXFP8_CACHE_DIR", folder)
