@@ -157,7 +157,10 @@ def _not_inside_a_call(name):
     """
     frame = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals.get("self")
+        # Linen calls every method from its own module. Locals of a user's frame must not be read: Python 3.11 would
+        # keep the arrays in them alive.
+        is_linen = frame.f_globals.get("__name__") == "flax.linen.module"
+        module = frame.f_locals.get("self") if is_linen else None
         if isinstance(module, nn.Module):
             if any(cls.__name__ == "ToLinen" for cls in type(module).__mro__):  # Flax's or MaxText's
                 return  # a bridge keeps the state of the modules that it makes

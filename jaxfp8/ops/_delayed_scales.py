@@ -154,12 +154,13 @@ def _scales_reference(*operands, vmap_dims, numerators, most_recent):
     del vmap_dims
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
-        # 1. Read the amax of the window. 2. Move the history: drop slot 1, the oldest, and free slot 0.
-        is_loud = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True)
-        history = _scaling.clean(history)
+        # 1. Read the amax of the window; an entry below zero counts as infinite, so that one reduction finds both.
+        is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
         newest, length = history[..., :1], history.shape[-1]
-        amax = newest if most_recent else _scaling.abs_max(history, axis=-1).reshape(newest.shape)
-        amax = jnp.where(is_loud, jnp.float32(-1), amax)
+        marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
+        largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
+        amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if most_recent else largest)
+        # 2. Move the history: drop slot 1, the oldest, and free slot 0.
         moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
         results.append((moved[..., :length], *_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
     return [part for parts in zip(*results, strict=True) for part in parts]

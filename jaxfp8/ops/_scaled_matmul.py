@@ -256,7 +256,8 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
     out = spec.dot(*wide, vmap_dims, precision=precision, preferred_element_type=dtype)
     if not scales_inside:
-        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
+        # One factor: two would be launches of their own, and XLA's products have no rule for scales that flush.
+        out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
     return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
 
 

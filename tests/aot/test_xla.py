@@ -57,7 +57,7 @@ def test_kernels_are_gathered_as_codes(report, case):
 def test_what_it_costs(report, case):
     """More launches and bytes than custom calls, no more bytes than Flax's layer."""
     ours, flax, default = report[case], report["flax"], report[f"default {case}"]
-    assert default["launches"] < ours["launches"] <= flax["launches"] + 2
+    assert default["launches"] < ours["launches"] <= flax["launches"] + 8  # a state below zero is looked for
     assert default["bytes"] < ours["bytes"] <= flax["bytes"]
 
 

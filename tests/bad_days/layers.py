@@ -198,8 +198,11 @@ def refused_arguments(library):
     linen = lambda **options: nn.Dense(N, **options).init(key, x)  # noqa: E731
     of_nnx = lambda product: nnx.Linear(K, N, dot_general=product, rngs=nnx.Rngs(0))(x)  # noqa: E731
     cases = {
-        "a recipe as dot_general_cls": (lambda: linen(dot_general_cls=RECIPE), "functools.partial"),
-        "a class of recipes as dot_general_cls": (lambda: linen(dot_general_cls=jaxfp8.DelayedScaling), "partial"),
+        "a recipe as dot_general_cls": (lambda: linen(dot_general_cls=RECIPE), "make_dot_general_cls"),
+        "a class of recipes as dot_general_cls": (
+            lambda: linen(dot_general_cls=jaxfp8.DelayedScaling),
+            "make_dot_general_cls|partial",
+        ),
         "a recipe in NNX": (lambda: of_nnx(RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),
         "an instance as dot_general_cls": (lambda: linen(dot_general_cls=jaxfp8.Fp8DotGeneral(RECIPE)), "an instance"),
         "Linen's class in NNX": (lambda: of_nnx(jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),

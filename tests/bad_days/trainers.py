@@ -194,15 +194,14 @@ def cast_gradients(library):
     return tally.verdict()
 
 
-# What trainers do to a tree of gradients or variables, done to state that was right.
+# What trainers do to a tree of gradients or variables, done to state that was right; below_zero.py has what makes it
+# negative.
 SLIPPED = {
     "unscaled by 65536": lambda leaf: leaf / 65536,
     "clipped": lambda leaf: leaf * 0.0317,
     "averaged over 8": lambda leaf: leaf / 8,
     "summed over 3 uses": lambda leaf: leaf * 3,
     "weight decay": lambda leaf: leaf * 0.9,
-    "gradient descent": lambda leaf: leaf - 0.1 * np.roll(leaf, -1),
-    "ascent past zero": lambda leaf: -leaf,
     "cast to bfloat16": lambda leaf: leaf.astype(oracle.BF16),
     "cast to float16": lambda leaf: leaf.astype(oracle.F16),
     "set to zero": lambda leaf: leaf * 0,

@@ -77,7 +77,7 @@ def test_trees(variables):
     assert structure(with_counters(tree)) == structure([counted_state(), (counted_state(), 3)])
     ones = jax.tree.map(jnp.ones_like, counted)
     assert all(np.all(leaf == 1) for leaf in jax.tree.leaves(with_counters(ones))), "those that are there stay"
-    with pytest.raises(ValueError, match=r"with_counters: input_scale: expected .* got shapes \(2,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"with_counters: input_scale: expected .* got shapes \(3,\) and \(2,\)"):
         with_counters({"input_amax_history": jnp.ones(3), "input_scale": jnp.ones(2)})
 
 
