@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import decode
@@ -61,5 +62,5 @@ def widening_on_cpu():
     dtype = np.dtype(jnp.bfloat16)
     if _disabled.reason("dequantize"):
         return lambda data: data.astype(dtype)
-    unit = np.ones((1,), np.float32)
+    unit = lax.full((1,), 1.0, np.float32)
     return lambda data: _custom_call(data, unit, 0, dtype)[0]
