@@ -74,7 +74,8 @@ def _factors(a_scale_inv, b_scale_inv):
     a_scale_inv, b_scale_inv = (jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv))
     size = jnp.abs(product)
     is_normal = lax.clamp(limits.tiny, size, limits.max) == size
-    return lax.select(is_normal, product, a_scale_inv), lax.select(is_normal, lax.full_like(product, 1), b_scale_inv)
+    # The 1 comes first: what XLA contracts with the last factor, such as a bias, is then as with the product alone.
+    return lax.select(is_normal, lax.full_like(product, 1), a_scale_inv), lax.select(is_normal, product, b_scale_inv)
 
 
 def spec_fields(op: str, leading, m, n, contracting, bias, out_dtype, precise):
