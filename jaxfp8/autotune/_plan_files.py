@@ -56,6 +56,7 @@ def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
         _log.warning("jaxfp8: ignoring the plans in %s: %s: %s", path, type(error).__name__, error)
         return None, {}
+    # One damaged entry costs one plan: the others were measured as well as before.
     plans = {}
     for entry in entries:
         try:

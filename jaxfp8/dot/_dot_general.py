@@ -80,6 +80,7 @@ def dot_general(
         ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
             option cannot be honoured.
     """
+    # 1. Check the operands: shapes come first, because a state that is missing is often that of another layer.
     fused = x if isinstance(x, FusedInput) else None
     (x, x_codes), (kernel, kernel_codes) = (
         _operand("x", x if fused is None else fused.value),
@@ -98,6 +99,7 @@ def dot_general(
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
+    # 2. Leave to JAX what does not run in FP8: empty, high precision, and small products.
     if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
         return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
     if recipe is None or is_small(recipe, *both):
@@ -112,6 +114,7 @@ def dot_general(
             y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
         return _plus(y, bias, out_dtype)
 
+    # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
     state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
         x_codes = quantize_fused(fused, quantizers[0], state.input, reduce)
@@ -127,6 +130,7 @@ def dot_general(
         reduce=reduce,
         layer=current_layer(),
     )
+    # The primitive takes the sources as its operands, so that gradients reach them.
     codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
     return checkpoint_name(multiply(product)(x, kernel, bias, state, codes), OUTPUT_NAME)
 

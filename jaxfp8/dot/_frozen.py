@@ -141,6 +141,7 @@ def dot_general(
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
+    # The codes lie as the first product reads them, `[*batch, *free, *contract]`, whatever the kernel's own order is.
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
     scaling, state = {}, DotGeneralState(None, None, None)
     if recipe is not None:

@@ -196,6 +196,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
                 "jaxfp8.freeze froze does not train: train the variables it was made of, or differentiate with respect "
                 "to others than its kernels"
             )
+    # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
@@ -203,6 +204,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     out = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
+    # All that the backward needs beside the residuals is static, so that remat and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     params = {
         "product": product,
@@ -214,6 +216,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         "out": out,
     }
 
+    # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
         return _linear_p.bind(*tangents, *residuals, **params)

@@ -168,6 +168,7 @@ class _Recorder:
     def __call__(self, fp8, f32, *operands):
         site = len(self.names)
         self.names.append(_wrapping.current_layer() or "product")
+        # `custom_vjp` takes arrays; group sizes and codes among them are integers, which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
         is_float = [_is_float(leaf) for leaf in leaves]
 
@@ -195,10 +196,12 @@ class _Recorder:
             return product(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
 
         def backward(leaves, grad):
+            # Both precisions run on the same operands and the same gradient: errors do not add up from layer to layer.
             runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
             record = functools.partial(self._record, site, grad.ndim)
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
+            # The callback gives a zero that the gradients depend on: nothing else keeps it in the program.
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
             return tuple(
                 _cotangent(leaf, None if i > 1 else ct, zero)

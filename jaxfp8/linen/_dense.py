@@ -69,6 +69,7 @@ class Dense(nn.Module):
                 return kernel.replace_boxed(jnp.reshape(value, shape))
             return jnp.reshape(kernel, shape)
 
+        # An initializer takes its fan-in and fan-out from a matrix: several features are initialized as one.
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None

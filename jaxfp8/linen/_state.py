@@ -108,6 +108,7 @@ class Fp8Module(nn.Module):
                     return leaf
             return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
 
+        # Ask for each variable of the recipe, and note those that are missing: the messages below are about all of them.
         state = map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         if missing and self.is_initializing() and not is_mutable:
             raise ValueError(
@@ -115,6 +116,7 @@ class Fp8Module(nn.Module):
                 f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: add it to the variable_axes of the nn.scan or "
                 f"nn.vmap around it, or to the mutable of init, or take a recipe without state"
             )
+        # A model that was initialized elsewhere may carry the state of another library, which is not read here.
         if missing and not self.is_initializing():
             self._warn_of_foreign_state()
         return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing and not is_mutable else state}

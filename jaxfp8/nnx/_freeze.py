@@ -50,6 +50,7 @@ def freeze(model, args, kwargs):
     ]
     if not frozen:
         raise _frozen.nothing_to_freeze()
+    # All codes exist before the first layer changes: an error above leaves the model as it was.
     for layer, attribute, call, codes in frozen:
         old = product(layer)
         new = type(old)(old.recipe)
@@ -60,6 +61,7 @@ def freeze(model, args, kwargs):
             setattr(new, name, nnx.Param(leaf))
         dtype = layer.kernel.get_value().dtype
         setattr(layer, attribute, nnx.data(new))
+        # Layers read the shape and the dtype of their kernel; the array itself would be kept twice.
         layer.kernel = nnx.static(FrozenKernel(call.kernel.shape, dtype))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.MultiHeadAttention):
@@ -174,6 +176,7 @@ def _codes(path, layer, call: _Call):
         call.run(keep, jnp.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
         return kept[0]
 
+    # A stacked layer has a kernel and a state for each of its members.
     for _ in _stacked("freeze", path, layer):
         codes_of_kernel = jax.vmap(codes_of_kernel)
     return jax.jit(codes_of_kernel)(layer.kernel.get_value(), state)

@@ -118,6 +118,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             is_float = _compat.is_max(leaf) or _compat.is_foreign_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
+        # The shapes tell what has most likely happened: state of a stack, of other counters, of another history length.
         history, scale = leaves[:2]
         if history.ndim != 1 or scale.shape != (1,):
             raise ValueError(

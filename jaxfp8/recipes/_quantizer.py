@@ -174,6 +174,7 @@ class Quantizer:
         rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
         state = self.init() if step is None else step
+        # A user's `quantize` knows matrices alone: rows and columns are merged, batch dimensions are vmapped.
         matrices = x.reshape(*x.shape[:batch], *_merged(x.shape[batch:], rows))
 
         def of_matrix(matrix):
@@ -189,6 +190,7 @@ class Quantizer:
         if batch:  # one state for all of them, and a scale for each
             next_state = jax.tree.map(lambda leaf: jnp.max(leaf, axis=tuple(range(batch))), next_state)
             q = q.map_scales(lambda scale: scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale)
+        # The devices that share a state agree on the next one.
         if step is None:
             next_state = None
         else:

@@ -62,14 +62,17 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
                 "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
                 "update(grads, opt_state, params)"
             )
+        # 1. Restore what only the types of NNX variables said at `init`: Flax gives arrays to `update`.
         paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
         if paths:
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
             opt_state = opt_state.inner
         trained = _trained(params)
         expect_state(_state_tree.flatten(trained), _state_tree.flatten(grads).by_path())
+        # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         updates, after = tx.update(_without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args)
+        # 3. Take the next state where `tx` has made a step, and put it among the updates.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
         state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
         updates = _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by)
