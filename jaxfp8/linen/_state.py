@@ -108,7 +108,7 @@ class Fp8Module(nn.Module):
                     return leaf
             return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
 
-        # Ask for each variable of the recipe, and note those that are missing: the messages below are about all of them.
+        # Ask for each variable of the recipe, and note those that are missing: the messages below name the whole state.
         state = map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         if missing and self.is_initializing() and not is_mutable:
             raise ValueError(

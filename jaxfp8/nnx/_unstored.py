@@ -25,6 +25,8 @@ def watch(tree, gradients) -> None:
     state = [(v, v.get_raw_value()) for v in variables if isinstance(v, OverwriteWithGradient)]
     # An old parameter must not be kept alive.
     params = [(v, id(v.get_raw_value())) for v in variables if isinstance(v, nnx.Param)]
+    # Flax's optimizer takes the parameters out of this very object, so that its death is the end of the step.
+    # The finalizer belongs to the object: it is gone as soon as it has run.
     for gradient in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, nnx.State)):
         if state and isinstance(gradient, nnx.State) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
             weakref.finalize(gradient, _check, params, state, _warnings.user_line()).atexit = False

@@ -89,6 +89,7 @@ def named_errors(function: str):
     try:
         yield
     except Exception as error:
+        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know.
         if str(_compat.MAX_DTYPE) in str(error):
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
