@@ -198,9 +198,9 @@ def _factor_of_scale(old, new, amax):
     """Return the factor in the scale of a quantizer with an empty history, where it is beyond doubt; else 1.
 
     Beyond doubt are whole numbers (uses that were summed) and small powers of two (loss scaling that was undone). The
-    recipe may have meant any other scale: `first_step="current"` takes it from the tensor and a callable
-    `amax_compute_algo` may have a floor. A current scale may look like one of these factors too, but then `amax / new`
-    is an FP8_MAX over `2**margin`: 7 times a power of two, or of its root.
+    recipe may have meant any other scale: `first_step="current"` takes it from the tensor. A current scale may look
+    like one of these factors too, but then `amax / new` is an FP8_MAX over `2**margin`: 7 times a power of two, or of
+    its root.
     """
     ratio = new / old
     doublings, halves = jnp.log2(ratio), 2 * jnp.log2(amax / (7 * new))
