@@ -232,6 +232,11 @@ def is_max(x) -> bool:
     return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
 
 
+def without_max(tree):
+    """Return `tree` with float32 in place of the max dtype."""
+    return jax.tree.map(lambda leaf: from_max(leaf) if is_max(leaf) else leaf, tree)
+
+
 def is_foreign_max(x) -> bool:
     """Return whether `x` is an array of Flax's dtype for the same purpose, `fp8_ops.fp32_max_grad`."""
     return getattr(getattr(x, "dtype", None), "name", None) == "fp8_meta32"

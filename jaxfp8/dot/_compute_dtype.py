@@ -1,4 +1,4 @@
-"""What layers share: the dtype that they compute in, x in that dtype, and sizes of features."""
+"""The dtype that layers compute in, x in that dtype, and sizes of features."""
 
 import operator
 

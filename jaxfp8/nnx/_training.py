@@ -70,16 +70,11 @@ def max_grad(*tree):
             variable.set_value(value)
         for variable in _variables(tree, nnx.Variable):  # the loss may have logged a scale
             if any(map(_compat.is_max, jax.tree.leaves(variable.get_value()))):
-                variable.set_value(_plain(variable.get_value()))
+                variable.set_value(_compat.without_max(variable.get_value()))
 
 
 def _variables(tree, kind):
     return (node for _, node in nnx.iter_graph(tree) if isinstance(node, kind))
-
-
-def _plain(tree):
-    """Return `tree` with float32 in place of the max dtype."""
-    return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, tree)
 
 
 def _with_max_grad(f):
@@ -91,7 +86,7 @@ def _with_max_grad(f):
         with named_errors("nnx.value_and_grad"), max_grad(args, kwargs):
             out = f(*args, **kwargs)
         # State may have been read on the way. The tree is made anew only then: maps exchange NNX objects for copies.
-        return _plain(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
+        return _compat.without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
 
     return wrapped
 

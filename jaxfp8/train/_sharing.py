@@ -78,7 +78,7 @@ def value_and_grad(
         positions = {n % len(args) for n in positions}
         with named_errors("value_and_grad"):
             out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
-        return jax.tree.map(lambda leaf: _compat.from_max(leaf) if _compat.is_max(leaf) else leaf, out)
+        return _compat.without_max(out)
 
     return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
 

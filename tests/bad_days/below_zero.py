@@ -21,6 +21,12 @@ def loss_of(library, variables, x, grad):
     return jnp.vdot(library.dense(N).apply(variables, x), grad)
 
 
+def loss_at(library, i):
+    """The loss of variables on batch `i`."""
+    x, _, grad = operands(i)
+    return lambda variables: loss_of(library, variables, x, grad)
+
+
 def stepped_on(library, tx):
     """Variables after one step of a tutorial's loop: the optimizer steps on all variables."""
     x, kernel, grad = operands(0)
@@ -34,9 +40,7 @@ def stepped_on(library, tx):
 def plain_optax(library):
     tally = Tally()
     for name, tx in OPTIMIZERS.items():
-        variables = stepped_on(library, tx)
-        x, _, grad = operands(1)
-        value = jax.jit(lambda v, x=x, grad=grad: loss_of(library, v, x, grad))(variables)
+        value = jax.jit(loss_at(library, 1))(stepped_on(library, tx))
         tally(np.isnan(value), f"{name}: the loss is {value}")
     return tally.verdict("NaN")
 
@@ -69,8 +73,7 @@ def named_update(library):
     tally = Tally()
     for name, tx in OPTIMIZERS.items():
         variables = stepped_on(library, tx)
-        x, _, grad = operands(1)
-        gradient = library.grad(lambda v, x=x, grad=grad: loss_of(library, v, x, grad))(variables)
+        gradient = library.grad(loss_at(library, 1))(variables)
         names = f"{library.module}/.*(history|state).*reset_state"
         refused(lambda v=variables, g=gradient: library.update(v, g), tally, name, names)
         # Under jit nobody raises, and nobody hides it: the leaf stays as it is.
