@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import sys
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -67,7 +68,24 @@ def dense(width):
     return calls
 
 
-def language_model_steps(width, layers, batch, check_steps):
+class ScannedLanguageModel(nn.Module):
+    """The language model with a scan over its layers; ours reads their state outside of the loop."""
+
+    vocabulary: int
+    dot_general_cls: Any
+
+    @nn.compact
+    def __call__(self, tokens):
+        scan = jaxfp8.linen.scan if self.dot_general_cls is jaxfp8.Fp8DotGeneral else nn.scan
+        stacked = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
+        options = {"variable_axes": stacked, "split_rngs": {"params": True}, "length": language_model.LAYERS}
+        x = nn.Embed(self.vocabulary, language_model.WIDTH, dtype=jnp.bfloat16)(tokens)
+        block = language_model.Block(self.dot_general_cls, name="blocks")
+        x, _ = scan(lambda block, x, _: (block(x), None), **options)(block, x, None)
+        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x)).astype(jnp.float32)
+
+
+def language_model_steps(width, layers, batch, check_steps, model=language_model.LanguageModel):
     """name -> a call that makes the next training step, after `check_steps` of them were compared."""
     language_model.WIDTH, language_model.LAYERS = width, layers
     corpus = language_model.Corpus()
@@ -76,7 +94,7 @@ def language_model_steps(width, layers, batch, check_steps):
     batches = [jnp.asarray(windows) for windows in batches]
     states, losses = {}, {}
     for name, cls in language_model.ARMS.items():
-        state = language_model.create_state(language_model.LanguageModel(len(corpus.vocabulary), cls), 0, optimizer)
+        state = language_model.create_state(model(len(corpus.vocabulary), cls), 0, optimizer)
         for windows in batches:
             state, loss = language_model.train_step(state, windows)
         states[name], losses[name] = state, float(loss)
@@ -107,6 +125,11 @@ CASES = {
         language_model_steps(32, 1, 2, 2)
         if tiny
         else language_model_steps(width=256, layers=4, batch=16, check_steps=5)
+    ),
+    "scanned_model": lambda tiny: (
+        language_model_steps(32, 2, 2, 2, ScannedLanguageModel)
+        if tiny
+        else language_model_steps(256, 4, 16, 5, ScannedLanguageModel)
     ),
 }
 

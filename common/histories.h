@@ -1,5 +1,5 @@
-// Delayed scaling's state, for several quantizers in one call: what the CPU and CUDA kernels of delayed_scales and
-// push_amaxes are given, and their arithmetic, to the bit.
+// Delayed scaling's state, for several quantizers in one call: what the CPU and CUDA kernels of delayed_scales,
+// push_amaxes, read_histories and write_histories are given, and their arithmetic, to the bit.
 //
 // A history [length] has its newest amax in slot 0 and its oldest in slot 1 (with one slot, that is both). Everything
 // here is on bits, so that subnormals count on threads that flush them.
@@ -13,8 +13,9 @@
 
 namespace jaxfp8 {
 
-// All pointers of a call travel as the parameter of one kernel launch.
-constexpr int kMaxQuantizers = 16;
+// All pointers of a call travel as the parameter of one kernel launch, which has room for 4 KiB.
+constexpr int kMaxQuantizers = 16;      // of a layer: delayed_scales, push_amaxes
+constexpr int kMaxReadQuantizers = 64;  // of a model: read_histories, write_histories
 
 struct DelayedScalesQuantizer {
   const float* history;  // [groups, length]
@@ -47,6 +48,40 @@ struct PushAmaxesParams {
   int64_t groups;
 };
 
+// A reading says four numbers of each quantizer of a product; in what a step records two of them count.
+constexpr int64_t kReadingNumbers = 4;
+
+struct ReadHistoriesQuantizer {
+  const float* history;  // [groups, length]
+  const float* stored;   // [groups], a scale_inv
+  float* reading;        // [groups, stride], from the quantizer's first number on: window, newest, stored, 0
+  int64_t length;        // at least 1
+  int64_t stride;        // kReadingNumbers times the quantizers of the product
+};
+
+struct ReadHistoriesParams {
+  ReadHistoriesQuantizer quantizers[kMaxReadQuantizers];
+  int64_t count;
+  int64_t groups;
+};
+
+struct WriteHistoriesQuantizer {
+  const float* history;   // [groups, length]
+  const float* recorded;  // [groups, stride], from the quantizer's first number on: amax, scale_inv; two that nobody reads
+  float* next_history;    // [groups, length]; may be `history`
+  float* next_scale;      // [groups]
+  int64_t length;         // at least 1
+  int64_t stride;         // kReadingNumbers times the quantizers of the product
+};
+
+struct WriteHistoriesParams {
+  WriteHistoriesQuantizer quantizers[kMaxReadQuantizers];
+  int64_t count;
+  int64_t groups;
+};
+
+static_assert(sizeof(ReadHistoriesParams) <= 4096 && sizeof(WriteHistoriesParams) <= 4096);
+
 // What is not positive and finite is recorded as 0.
 JAXFP8_HD uint32_t CleanBits(float x) {
   const uint32_t bits = FloatToBits(x);
@@ -61,6 +96,18 @@ JAXFP8_HD uint32_t EntryBits(float x) { return IsBelowZero(FloatToBits(x)) ? kIn
 JAXFP8_HD ScalePair DelayedScale(uint32_t largest, float stored, float numerator) {
   return AmaxToScale(largest == kInfBits ? -1.0f : BitsToFloat(largest), stored, numerator);
 }
+
+// The four numbers of a quantizer. `largest` is as above; -1 in place of an amax makes the scale NaN.
+JAXFP8_HD void WriteReading(uint32_t largest, float newest, float stored, float* reading) {
+  const bool is_state = largest != kInfBits && !IsBelowZero(FloatToBits(stored));
+  reading[0] = is_state ? BitsToFloat(largest) : -1.0f;
+  reading[1] = is_state ? BitsToFloat(CleanBits(newest)) : -1.0f;
+  reading[2] = stored;
+  reading[3] = 0.0f;
+}
+
+// Whether a step used the quantizer: without a use its scale_inv is a zero, of either sign.
+JAXFP8_HD bool IsUsed(float scale_inv) { return (FloatToBits(scale_inv) & kAbsMask) != 0; }
 
 // One step of a history, before the newest amax enters: the entry of `slot` moves here. What arrives in slot 0 is the
 // oldest, which is dropped.

@@ -62,14 +62,12 @@ def text(machine: dict[str, Any]) -> str:
     lines += ["devices"]
     lines += _rows(machine["devices"], lambda part: [(f"{row['count']} x {row['kind']}", _device(row)) for row in part])
     lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
-    lines += ["libraries"] + _rows(
-        machine["libraries"], lambda part: [(row["platform"], _library(row)) for row in part]
-    )
+    lines += ["libraries"]
+    lines += _rows(machine["libraries"], lambda part: [(row["platform"], _library(row)) for row in part])
     cublaslt = machine["cublaslt"]
     lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version'] or 'found; no GPU to ask for its version'}"]
-    lines += [f"ops on {_or_error(machine['platform'])}"] + _rows(
-        machine["ops"], lambda part: [(row["name"], _runs(row)) for row in part]
-    )
+    lines += [f"ops on {_or_error(machine['platform'])}"]
+    lines += _rows(machine["ops"], lambda part: [(row["name"], _runs(row)) for row in part])
     lines += ["recipes, forward and backward of a layer"]
     lines += _rows(machine["recipes"], lambda part: [(row["name"], _recipe(row)) for row in part])
     return "\n".join(lines)

@@ -404,6 +404,23 @@ def push_amax(history, amax) -> np.ndarray:
     return history
 
 
+def reading(history, stored) -> np.ndarray:
+    """What a step needs of the state of a quantizer: f32 `[4]`, the window's amax, the newest, the scale and a 0."""
+    if np.any(is_below_zero(history)) or np.any(is_below_zero(stored)):
+        return np.concatenate([F32([-1, -1]), np.ravel(stored), F32([0])])
+    entries = clean_history(history)
+    return np.concatenate([[entries.max(), entries[0]], np.ravel(stored), F32([0])]).astype(F32)
+
+
+def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:
+    """(next history, next scale) from the amax and the scale_inv of a step; zeros where the latter is 0."""
+    amax, scale_inv = recorded[:2]
+    if scale_inv == 0:
+        return np.zeros_like(history), scale_inv
+    entries = clean_history(history)
+    return np.concatenate([clean_history([amax]), entries[2:], entries[:1]])[: len(history)], scale_inv
+
+
 def next_state(state: State, scale, amax_now) -> State:
     """History rolled by -1, the oldest entry dropped, slot 0 the new amax (0 when it is not finite); s' = 1 / scale."""
     history = np.roll(clean_history(state.amax_history), -1)

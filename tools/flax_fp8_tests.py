@@ -20,7 +20,7 @@ import jax
 from flax.linen import fp8_ops
 
 import jaxfp8
-from jaxfp8.linen._einsum import Fp8Einsum
+from jaxfp8.linen import Fp8Einsum
 from jaxfp8.linen._state import Fp8Module
 
 SWAPS = {

@@ -32,8 +32,8 @@ def amax_to_scale(count):
     )
 
 
-def _histories(seed, quantizers, length):
-    return [_positive(seed + i, (length,)) for i in range(quantizers)]
+def _histories(seed, quantizers, *shape):
+    return [_positive(seed + i, shape) for i in range(quantizers)]
 
 
 def delayed_scales(quantizers, length):
@@ -66,9 +66,33 @@ def push_amaxes(quantizers, length):
     )
 
 
+def histories(quantizers, length):
+    """Read the state of eight layers, and write it: the numbers that are read are recorded."""
+
+    def step(pairs):
+        return ops.write_histories([pairs], ops.read_histories([pairs]))[0]
+
+    def check(results, pairs):
+        for (next_history, next_scale), (history, _) in zip(results, pairs, strict=True):
+            history, moved = np.asarray(history), np.roll(history, -1, axis=1)
+            moved[:, 0] = history.max(axis=1)
+            expect("read_histories, write_histories", np.array_equal(next_history, moved))
+            expect("read_histories, write_histories", np.array_equal(next_scale, history[:, :1]))
+
+    return Work(
+        step,
+        lambda seed: (
+            list(zip(_histories(seed, quantizers, 8, length), _histories(seed, quantizers, 8, 1), strict=True)),
+        ),
+        check,
+        chain=lambda results, _: (results,),
+    )
+
+
 # By number of scales, and by quantizers and the length of their histories.
 KERNELS = {
     "amax_to_scale": (amax_to_scale, ((1,), (4096,))),
     "delayed_scales": (delayed_scales, ((3, 16), (16, 1024))),
     "push_amaxes": (push_amaxes, ((3, 16), (16, 1024))),
+    "read_histories, write_histories": (histories, ((3, 16), (64, 1024))),
 }

@@ -80,6 +80,24 @@ def quantize_activation(m, n, activation):
     return Work(step, one_array(shape, BF16), check)
 
 
+def quantize_activation_grad(m, n, activation):
+    def arguments(seed):
+        return normal(seed, (m, 2, n) if ops.is_gated(activation) else (m, n)), normal(seed + 1, (m, n))
+
+    def values(x, grad):
+        return jax.vjp(lambda x: ops.activate(x, activation), x)[1](grad)[0].reshape(m, -1)
+
+    def check(results, x, grad):
+        data, data_t, amax = results
+        matrices = data.reshape(m, -1), data_t.reshape(-1, m), amax
+        _check_produced("quantize_activation_grad", values)(matrices, x, grad)
+
+    def step(x, grad):
+        return ops.quantize_activation_grad(x, grad, PRODUCT_SCALE, E4M3, activation=activation)
+
+    return Work(step, arguments, check)
+
+
 def quantize_norm(m, n, kind):
     def arguments(seed):
         vectors = (1 + 0.1 * normal(seed + i, (n,), F32) for i in range(2 if kind == "layer" else 1))
@@ -128,6 +146,10 @@ KERNELS = {
     },
     **{
         f"quantize_activation {name}": functools.partial(quantize_activation, activation=name)
+        for name in ("gelu", "silu_gated")
+    },
+    **{
+        f"quantize_activation_grad {name}": functools.partial(quantize_activation_grad, activation=name)
         for name in ("gelu", "silu_gated")
     },
     **{f"quantize_norm {kind}": functools.partial(quantize_norm, kind=kind) for kind in ("rms", "layer")},

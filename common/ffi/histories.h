@@ -24,20 +24,23 @@ inline ffi::Error CheckState(const char* op, const char* name, int64_t quantizer
   return CheckShape(operand, dims);
 }
 
-// f32 [g, length] with at least one slot.
-inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history) {
+// f32 [g, length] with at least one slot. The history of the first quantizer says how many groups all have.
+inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, int64_t* groups) {
   const std::string numbered = "history " + std::to_string(quantizer);
   const Operand operand{op, numbered.c_str(), history};
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
   JAXFP8_RETURN_IF_ERROR(CheckInput(operand, 2));
-  if (history.dimensions()[1] == 0) return Mismatch(operand, "at least one slot");
-  return ffi::Error::Success();
+  const int64_t length = history.dimensions()[1];
+  if (length == 0) return Mismatch(operand, "at least one slot");
+  if (quantizer == 0) *groups = history.dimensions()[0];
+  return CheckShape(operand, {*groups, length});
 }
 
-inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count) {
-  if (matches && 1 <= count && count <= kMaxQuantizers) return ffi::Error::Success();
+inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count,
+                                      int64_t most = kMaxQuantizers) {
+  if (matches && 1 <= count && count <= most) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": expected " + wanted + " for each of 1 to " +
-                                     std::to_string(kMaxQuantizers) + " quantizers, got another number");
+                                     std::to_string(most) + " quantizers, got another number");
 }
 
 struct DelayedScalesOp {
@@ -64,11 +67,8 @@ struct DelayedScalesOp {
     params->most_recent = most_recent;
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history));
-      const int64_t length = history.dimensions()[1];
-      if (i == 0) params->groups = history.dimensions()[0];
-      const int64_t groups = params->groups;
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "history", i, history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions()[1];
       const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
       const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
@@ -118,11 +118,8 @@ struct PushAmaxesOp {
     params->groups = 0;
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history));
-      const int64_t length = history.dimensions()[1];
-      if (i == 0) params->groups = history.dimensions()[0];
-      const int64_t groups = params->groups;
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "history", i, history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions()[1];
       const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
       const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);

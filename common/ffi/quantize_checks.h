@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "common/column_sums.h"
 #include "common/ffi/checks.h"
 #include "common/params.h"
 
@@ -32,6 +33,16 @@ ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, f
   params->amax_so_far = FloatsOrNull(amax_so_far);
   params->amax = FloatsOrNull(amax);
   params->groups = groups;
+  return ffi::Error::Success();
+}
+
+// Checks column_sums f32 [g, ceil(m / 128), n] against data [g, m, n], and sets `sums` to its elements.
+inline ffi::Error ToColumnSums(const char* op, ffi::AnyBuffer column_sums, ffi::AnyBuffer data, float** sums) {
+  const ffi::Span<const int64_t> dims = data.dimensions();
+  const Operand operand{op, "column_sums", column_sums};
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], ColumnSumParts(dims[1]), dims[2]}));
+  *sums = Data<float>(column_sums);
   return ffi::Error::Success();
 }
 

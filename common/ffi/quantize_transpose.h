@@ -8,7 +8,6 @@
 #include <string>
 #include <utility>
 
-#include "common/column_sums.h"
 #include "common/ffi/quantize_checks.h"
 
 namespace jaxfp8 {
@@ -43,23 +42,18 @@ struct QuantizeTransposeOp {
     JAXFP8_RETURN_IF_ERROR(ToQuantized(kName, x, scale, amax_so_far, *data, *amax,
                                        {x.dimensions()[0], params->m, params->n}, params));
     JAXFP8_RETURN_IF_ERROR(ToTransposed(kName, *data, *data_t, params));
-    return ToColumnSums(rest, params);
+    return ToColumnSums(rest, *data, params);
   }
 
  private:
-  static ffi::Error ToColumnSums(ffi::RemainingRets rest, Params* params) {
+  static ffi::Error ToColumnSums(ffi::RemainingRets rest, ffi::AnyBuffer data, Params* params) {
     params->column_sums = nullptr;
     if (rest.size() == 0) return ffi::Error::Success();
     if (rest.size() > 1) {
       return ffi::Error::InvalidArgument(std::string(kName) + ": expected 3 or 4 results, got " +
                                          std::to_string(3 + rest.size()));
     }
-    const ffi::AnyBuffer sums = **rest.get<ffi::AnyBuffer>(0);
-    const Operand operand{kName, "column_sums", sums};
-    JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-    JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {params->groups, ColumnSumParts(params->m), params->n}));
-    params->column_sums = Data<float>(sums);
-    return ffi::Error::Success();
+    return jaxfp8::ToColumnSums(kName, **rest.get<ffi::AnyBuffer>(0), data, &params->column_sums);
   }
 };
 

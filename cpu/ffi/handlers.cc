@@ -11,6 +11,7 @@
 #include "common/ffi/histories.h"
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
+#include "common/ffi/readings.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
 #include "cpu/kernels/delayed_scales.h"
@@ -18,7 +19,9 @@
 #include "cpu/kernels/push_amaxes.h"
 #include "cpu/kernels/quantize.h"
 #include "cpu/kernels/quantize_transpose.h"
+#include "cpu/kernels/read_histories.h"
 #include "cpu/kernels/task_pool.h"
+#include "cpu/kernels/write_histories.h"
 
 namespace jaxfp8::cpu {
 namespace {
@@ -70,5 +73,9 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, (kSerial<PushAmaxesOp, PushA
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
                              QuantizeTransposeOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v1, (kSerial<ReadHistoriesOp, ReadHistories>),
+                             ReadHistoriesOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v1, (kSerial<WriteHistoriesOp, WriteHistories>),
+                             WriteHistoriesOp::Bind(OnThread()));
 
 }  // namespace jaxfp8::cpu

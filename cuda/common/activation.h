@@ -12,11 +12,21 @@
 //
 // below 6u where the result matters, growing with |z| in the tail where it goes to zero. There exp(-z) overflows from
 // z = -88 on and the result is a zero; it would have been below 2^-119.
+//
+// Their gradients, of g times a gate's factor u, in the order of operations of JAX's derivative:
+//
+//   d/dx = (g u) s + ((g u) x) (s (1 - s)) z',   d/du = (g x) s
+//
+// with 1 - s = exp(-z) s, where nothing cancels: where s is next to 1, x z' can be large. exp(-z) is cut at 2^126, so that
+// it does not become infinite while s becomes 0.
 #ifndef JAXFP8_CUDA_COMMON_ACTIVATION_H_
 #define JAXFP8_CUDA_COMMON_ACTIVATION_H_
 
 #include <cstdint>
 
+#include <cuda_runtime.h>
+
+#include "cuda/common/activations.h"
 #include "cuda/common/ptx.h"
 
 namespace jaxfp8::cuda {
@@ -24,27 +34,42 @@ namespace jaxfp8::cuda {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kGelu = 1.5957691216057308;  // 2 sqrt(2 / pi)
 
-// x * s(z), with `exponent` = -z log2(e).
-__device__ __forceinline__ float TimesSigmoid(float x, float exponent) {
-  return __fmul_rn(x, Reciprocal(__fadd_rn(1.0f, Exp2(exponent))));
-}
-
-struct Silu {
+// x * s(z(x)); Function says what -z log2(e) and the derivative z' are.
+template <class Function>
+struct TimesSigmoid {
   __device__ __forceinline__ static float Of(float x) {
-    return TimesSigmoid(x, __fmul_rn(x, static_cast<float>(-kLog2E)));
+    return __fmul_rn(x, Reciprocal(__fadd_rn(1.0f, Exp2(Function::Exponent(x)))));
+  }
+  // The gradient of Of(x) u, whose gradient is g: with respect to u, or else x. `g_u` is g where that is wanted for u,
+  // g u otherwise.
+  __device__ __forceinline__ static float Gradient(float g_u, float x, bool for_u) {
+    const float exponent = Function::Exponent(x);
+    const float e = Exp2(exponent < 126.0f ? exponent : 126.0f);
+    const float s = Reciprocal(__fadd_rn(1.0f, e)), g_u_x = __fmul_rn(g_u, x);
+    const float through_s = __fmul_rn(__fmul_rn(g_u_x, __fmul_rn(s, __fmul_rn(e, s))), Function::Slope(x));
+    return for_u ? __fmul_rn(g_u_x, s) : __fmaf_rn(g_u, s, through_s);
   }
 };
 
-struct Gelu {
-  __device__ __forceinline__ static float Of(float x) {
+struct Silu : TimesSigmoid<Silu> {
+  __device__ __forceinline__ static float Exponent(float x) { return __fmul_rn(x, static_cast<float>(-kLog2E)); }
+  __device__ __forceinline__ static float Slope(float) { return 1.0f; }
+};
+
+struct Gelu : TimesSigmoid<Gelu> {
+  __device__ __forceinline__ static float Exponent(float x) {
     constexpr float kLinear = static_cast<float>(-kLog2E * kGelu);
     constexpr float kCubic = static_cast<float>(-kLog2E * kGelu * 0.044715);
-    return TimesSigmoid(x, __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), kCubic, kLinear)));
+    return __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), kCubic, kLinear));
+  }
+  __device__ __forceinline__ static float Slope(float x) {
+    return __fmaf_rn(__fmul_rn(x, x), static_cast<float>(3 * kGelu * 0.044715), static_cast<float>(kGelu));
   }
 };
 
 struct Relu {
   __device__ __forceinline__ static float Of(float x) { return x <= 0.0f ? 0.0f : x; }  // NaN stays
+  __device__ __forceinline__ static float Gradient(float g, float x, bool) { return x <= 0.0f ? 0.0f : g; }
 };
 
 // What a kernel is given: how many values make one, and which function.
@@ -52,13 +77,33 @@ template <class Function>
 struct Plain {
   static constexpr int kInputs = 1;
   __device__ __forceinline__ static float Of(const float (&x)[1]) { return Function::Of(x[0]); }
+  __device__ __forceinline__ static float Gradient(float g, const float (&x)[1], int) {
+    return Function::Gradient(g, x[0], false);
+  }
 };
 
 template <class Function>
 struct Gated {
   static constexpr int kInputs = 2;
   __device__ __forceinline__ static float Of(const float (&x)[2]) { return __fmul_rn(Function::Of(x[0]), x[1]); }
+  // With respect to x[part].
+  __device__ __forceinline__ static float Gradient(float g, const float (&x)[2], int part) {
+    return Function::Gradient(part == 0 ? __fmul_rn(g, x[1]) : g, x[0], part != 0);
+  }
 };
+
+// Calls `visit` with what a kernel is given.
+template <class Visitor>
+cudaError_t DispatchActivation(Activation activation, Visitor&& visit) {
+  switch (activation) {
+    case Activation::kGelu: return visit(Plain<Gelu>{});
+    case Activation::kSilu: return visit(Plain<Silu>{});
+    case Activation::kRelu: return visit(Plain<Relu>{});
+    case Activation::kSiluGated: return visit(Gated<Silu>{});
+    case Activation::kGeluGated: return visit(Gated<Gelu>{});
+  }
+  return cudaErrorInvalidValue;
+}
 
 }  // namespace jaxfp8::cuda
 

@@ -5,8 +5,11 @@
 //
 //   In                             the dtype that decides how many columns a thread has: 16 bytes
 //   kQuantizesInput                the values are those of x, and Row::x holds them: the amax is taken of pairs
-//   kSumsColumns                   StoreColumnSum takes the sum of each column of a tile
+//   kSumsColumns                   `column_sums` takes the sum of each column of a tile
+//   kParts                         1; or 2: the result is [m, 2, n], and a tile has 64 columns of each part, whose
+//                                  threads load the same and tell their part from the share
 //   Columns<..>(share)             what is loaded once for all rows of a share
+//   kBlocks                        kTileBlocks, or fewer, with more registers
 //   Row, Load<..>(share, r)        what is loaded of row `r` of a share
 //   Values(columns, row, values)   the f32 values of that row
 //
@@ -21,6 +24,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/column_sums.h"
 #include "common/params.h"
 #include "cuda/common/amax.h"
 #include "cuda/common/convert.h"
@@ -28,6 +32,8 @@
 #include "cuda/common/transpose_tile.h"
 
 namespace jaxfp8::cuda {
+
+static_assert(kTileSide == kColumnSumRows, "a tile is a part of the sums");
 
 // Blocks on a multiprocessor, which caps the registers at 64 a thread: 1024 threads with some 100 bytes each in flight.
 // Compute capability 12.x has less bandwidth a multiprocessor, and with four blocks LayerNorm would spill there.
@@ -52,9 +58,10 @@ struct TileTask {
 //
 // Vectors that lie outside are loaded from the nearest row and columns inside: their values change no amax, their codes
 // are not stored, and the loads need no predicates. Of single elements only columns may lie outside; they are zero.
-template <class In, Access kAccess>
+template <class In, Access kAccess, int kParts = 1>
 struct MatrixShare {
   static constexpr int kVector = 16 / sizeof(In);
+  static constexpr int kWidth = kTileSide / kParts;
   // Vectors are in small matrices, where a product of two sizes costs one instruction.
   using Size = std::conditional_t<kAccess == Access::kElements, int64_t, uint32_t>;
   using Offset = std::conditional_t<kAccess == Access::kElements, int64_t, uint64_t>;
@@ -65,13 +72,15 @@ struct MatrixShare {
   Size n;
   int rows;     // of the share, inside the matrix; may be negative
   int columns;  // likewise
+  int part;     // of the result
 
   __device__ __forceinline__ MatrixShare(const TransposePlan& plan, const Tile& tile, const TileShare<kVector>& share)
       : group(static_cast<Size>(tile.group)),
         n(static_cast<Size>(plan.n)),
         rows(tile.rows - share.FirstRow()),
-        columns(tile.columns - share.FirstColumn()) {
-    int first_row = share.FirstRow(), first_column = share.FirstColumn();
+        columns(tile.columns - ColumnOfPart<kWidth>(share.FirstColumn())),
+        part(PartOf<kWidth>(share.FirstColumn())) {
+    int first_row = share.FirstRow(), first_column = ColumnOfPart<kWidth>(share.FirstColumn());
     if (kAccess == Access::kEdgeTile) {
       first_row = min(first_row, tile.rows - 1);
       first_column = min(first_column, tile.columns - kVector);
@@ -173,7 +182,7 @@ __device__ __forceinline__ Bytes<kVector> QuantizeRow(const TileTask& task, cons
                                    __fmul_rn(values[i + 2], scale), __fmul_rn(values[i + 3], scale));
     }
   }
-  StoreVector<kAccess>(share.Row(task.data, r), codes, share.Valid(r));
+  StoreVector<kAccess>(share.template Row<Producer::kParts>(task.data, r, share.part), codes, share.Valid(r));
   return codes;
 }
 
@@ -184,7 +193,7 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
                                               ProducerAmax<Producer>& amax, SharedTile<Producer>& shared) {
   using In = typename Producer::In;
   constexpr int kVector = 16 / sizeof(In);
-  const MatrixShare<In, kAccess> share(task.plan, tile, place);
+  const MatrixShare<In, kAccess, Producer::kParts> share(task.plan, tile, place);
   const auto columns = producer.template LoadColumns<kAccess>(share);
   float sums[kVector] = {};
   const auto quantize_row = [&](const typename Producer::Row& row, int r) {
@@ -207,13 +216,15 @@ __device__ __forceinline__ void QuantizeShare(const TileTask& task, const Produc
 }
 
 template <class Producer, class Format, bool kWideRows>
-__global__ void __launch_bounds__(kBlockSize, kTileBlocks)
+__global__ void __launch_bounds__(kBlockSize, Producer::kBlocks)
     TileKernel(const __grid_constant__ TileTask task, const __grid_constant__ Producer producer) {
-  using Place = TileShare<16 / sizeof(typename Producer::In)>;
+  constexpr int kVector = 16 / sizeof(typename Producer::In);
+  constexpr int kWidth = kTileSide / Producer::kParts;
+  using Place = TileShare<kVector>;
   __shared__ SharedTile<Producer> shared;
 
   for (int64_t index = blockIdx.x; index < task.plan.tiles; index += gridDim.x) {
-    const Tile tile = kWideRows ? task.plan.AtSmall(index) : task.plan.At(index);
+    const Tile tile = kWideRows ? task.plan.AtSmall<kWidth>(index) : task.plan.At<kWidth>(index);
     const float scale = task.scale[tile.group * task.scale_stride];
     ProducerAmax<Producer> amax;
 #pragma unroll 1
@@ -224,7 +235,7 @@ __global__ void __launch_bounds__(kBlockSize, kTileBlocks)
         QuantizeShare<Format, decltype(access)::value>(task, producer, tile, place, scale, amax, shared);
       };
       if constexpr (kWideRows) {
-        if (tile.IsWhole()) {
+        if (tile.IsWhole<kWidth>()) {
           quantize_share(AccessTag<Access::kWholeTile>{});
         } else {
           quantize_share(AccessTag<Access::kEdgeTile>{});
@@ -238,10 +249,14 @@ __global__ void __launch_bounds__(kBlockSize, kTileBlocks)
     if (task.amax != nullptr) shared.amax.Raise(task.amax + tile.group);
     if constexpr (Producer::kSumsColumns) {
       const int column = threadIdx.x;
-      if (column < tile.columns) producer.StoreColumnSum(task.plan, tile, column, shared.sums.Total(column));
+      if (column < kTileSide && ColumnOfPart<kWidth>(column) < tile.columns) {
+        const int64_t n = task.plan.n, first = PartOf<kWidth>(column) * n + tile.column;
+        const int64_t part = tile.group * ColumnSumParts(task.plan.m) + tile.row / kColumnSumRows;
+        producer.column_sums[part * Producer::kParts * n + first + ColumnOfPart<kWidth>(column)] = shared.sums.Total(column);
+      }
     }
     if (task.data_t != nullptr) {
-      StoreTransposed<16 / sizeof(typename Producer::In)>(task.plan, tile, shared.codes_t, task.data_t, task.wide_columns);
+      StoreTransposed<kVector, Producer::kParts>(task.plan, tile, shared.codes_t, task.data_t, task.wide_columns);
     }
     __syncthreads();
   }
@@ -255,7 +270,7 @@ cudaError_t LaunchTiles(const TileParams& params, const Producer& producer, bool
   int multiprocessors = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(Multiprocessors(&multiprocessors));
   const TileTask task = {
-      MakeTransposePlan(params.groups, params.m, params.n),
+      MakeTransposePlan(params.groups, params.m, params.n, kTileSide / Producer::kParts),
       params.scale,
       params.scale_stride,
       static_cast<uint8_t*>(params.data),

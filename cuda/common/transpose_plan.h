@@ -11,16 +11,30 @@ namespace jaxfp8::cuda {
 // 128 codes are one 128-byte line of data along a row and one of data_t along a column.
 constexpr int kTileSide = 128;
 
-// Where a tile starts, and how much of it lies inside the matrix.
+// Where a tile starts, and how much of it lies inside the matrix. A tile may hold several parts of a result, the same
+// columns of each: `kWidth` columns, which together are kTileSide.
 struct Tile {
   int64_t group;
   int64_t row;
   int64_t column;
   int32_t rows;     // 1 to kTileSide
-  int32_t columns;  // 1 to kTileSide
+  int32_t columns;  // 1 to kWidth
 
-  JAXFP8_HD constexpr bool IsWhole() const { return rows == kTileSide && columns == kTileSide; }
+  template <int kWidth = kTileSide>
+  JAXFP8_HD constexpr bool IsWhole() const {
+    return rows == kTileSide && columns == kWidth;
+  }
 };
+
+// Of column `column` of a tile with parts of kWidth columns: its part, and its place there. Nothing, where there is one.
+template <int kWidth>
+JAXFP8_HD constexpr int PartOf(int column) {
+  return kWidth == kTileSide ? 0 : column / kWidth;
+}
+template <int kWidth>
+JAXFP8_HD constexpr int ColumnOfPart(int column) {
+  return kWidth == kTileSide ? column : column % kWidth;
+}
 
 // Division of numbers below 2^31 by one that is known before the launch: a product and a shift. A thread needs two
 // divisions a tile, and those of the hardware would be a tenth of its instructions.
@@ -55,34 +69,36 @@ struct TransposePlan {
   Divisor by_columns;    // if it is small
   Divisor by_group;      // likewise; the tiles of a group
 
+  template <int kWidth = kTileSide>
   JAXFP8_HD constexpr Tile At(int64_t index) const {
-    if (is_small) return AtSmall(index);
+    if (is_small) return AtSmall<kWidth>(index);
     const int64_t row_of_tiles = index / tile_columns;
     const int64_t group = row_of_tiles / tile_rows;
-    return Make(group, row_of_tiles - group * tile_rows, index - row_of_tiles * tile_columns);
+    return Make<kWidth>(group, row_of_tiles - group * tile_rows, index - row_of_tiles * tile_columns);
   }
 
+  template <int kWidth = kTileSide>
   JAXFP8_HD constexpr Tile AtSmall(int64_t index) const {
     const uint32_t group = by_group.Divide(static_cast<uint32_t>(index));
     const uint32_t in_group = static_cast<uint32_t>(index) - group * by_group.value();
     const uint32_t tile_row = by_columns.Divide(in_group);
-    return Make(group, tile_row, in_group - tile_row * by_columns.value());
+    return Make<kWidth>(group, tile_row, in_group - tile_row * by_columns.value());
   }
 
  private:
-  template <class Index>
+  template <int kWidth, class Index>
   JAXFP8_HD constexpr Tile Make(Index group, Index tile_row, Index tile_column) const {
     return {static_cast<int64_t>(group), static_cast<int64_t>(tile_row * kTileSide),
-            static_cast<int64_t>(tile_column * kTileSide),
+            static_cast<int64_t>(tile_column * kWidth),
             tile_row == static_cast<Index>(tile_rows - 1) ? last_rows : kTileSide,
-            tile_column == static_cast<Index>(tile_columns - 1) ? last_columns : kTileSide};
+            tile_column == static_cast<Index>(tile_columns - 1) ? last_columns : kWidth};
   }
 };
 
-// All sizes are at least 1.
-constexpr TransposePlan MakeTransposePlan(int64_t groups, int64_t m, int64_t n) {
+// All sizes are at least 1; `width` is the kWidth of At.
+constexpr TransposePlan MakeTransposePlan(int64_t groups, int64_t m, int64_t n, int64_t width = kTileSide) {
   const int64_t tile_rows = (m - 1) / kTileSide + 1;
-  const int64_t tile_columns = (n - 1) / kTileSide + 1;
+  const int64_t tile_columns = (n - 1) / width + 1;
   const int64_t tiles = groups * tile_rows * tile_columns;
   const bool is_small = (groups | m | n | tiles) >> 31 == 0;
   return {m,
@@ -91,7 +107,7 @@ constexpr TransposePlan MakeTransposePlan(int64_t groups, int64_t m, int64_t n) 
           tile_columns,
           tiles,
           static_cast<int32_t>(m - (tile_rows - 1) * kTileSide),
-          static_cast<int32_t>(n - (tile_columns - 1) * kTileSide),
+          static_cast<int32_t>(n - (tile_columns - 1) * width),
           is_small,
           is_small ? Divisor(static_cast<uint32_t>(tile_columns)) : Divisor(),
           is_small ? Divisor(static_cast<uint32_t>(tile_rows * tile_columns)) : Divisor()};

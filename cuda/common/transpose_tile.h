@@ -143,35 +143,37 @@ __device__ __forceinline__ Bytes<16> PairOfCodes(const uint8_t* tile_t, int colu
 }
 
 // Stores a tile from shared memory to data_t, by all threads of the block: 16 rows of one column at a time. `wide`:
-// 16-byte pieces of data_t are aligned, and its rows are whole pieces.
-template <int kVector>
+// 16-byte pieces of data_t are aligned, and its rows are whole pieces. Of kParts the tile has the columns of the first,
+// then those of the next; in data_t they are n rows apart.
+template <int kVector, int kParts = 1>
 __device__ __forceinline__ void StoreTransposed(const TransposePlan& plan, const Tile& tile, const uint8_t* tile_t,
                                                 uint8_t* data_t, bool wide) {
   constexpr int kPairs = kTileSide / 16;
+  constexpr int kWidth = kTileSide / kParts;
   constexpr int kColumnsAtOnce = kBlockSize / kPairs;
   const int first_column = threadIdx.x / kPairs;
   const int pair = threadIdx.x % kPairs;
   const int key = SwizzleKey(first_column / kVector);
-  if (wide && plan.is_small && tile.IsWhole()) {
-    const uint32_t m = static_cast<uint32_t>(plan.m);
-    const uint64_t row = static_cast<uint64_t>(tile.group) * static_cast<uint32_t>(plan.n) +
-                         static_cast<uint32_t>(tile.column) + first_column;
+  if (wide && plan.is_small && tile.IsWhole<kWidth>()) {
+    const uint32_t m = static_cast<uint32_t>(plan.m), n = static_cast<uint32_t>(plan.n);
+    const uint64_t row = static_cast<uint64_t>(tile.group * kParts) * n + static_cast<uint32_t>(tile.column) + first_column;
     uint8_t* const first = data_t + row * m + static_cast<uint32_t>(tile.row) + pair * 16;
 #pragma unroll
     for (int i = 0; i < kTileSide; i += kColumnsAtOnce) {
       // The key of column first_column + i: no bit of i is set in first_column.
       const Bytes<16> codes = PairOfCodes(tile_t, first_column + i, pair, key ^ SwizzleKey(i / kVector));
-      Store(first + static_cast<uint64_t>(i) * m, codes);
+      Store(first + (static_cast<uint64_t>(PartOf<kWidth>(i)) * n + ColumnOfPart<kWidth>(i)) * m, codes);
     }
     return;
   }
-  uint8_t* const rows = data_t + (tile.group * plan.n + tile.column) * plan.m + tile.row + pair * 16;
+  uint8_t* const rows = data_t + (tile.group * kParts * plan.n + tile.column) * plan.m + tile.row + pair * 16;
 #pragma unroll 1
-  for (int column = first_column; column < tile.columns; column += kColumnsAtOnce) {
+  for (int column = first_column; column < kTileSide - kWidth + tile.columns; column += kColumnsAtOnce) {
     const int left = tile.rows - pair * 16;
     if (left <= 0) return;
+    if (kParts > 1 && ColumnOfPart<kWidth>(column) >= tile.columns) continue;
     const Bytes<16> codes = PairOfCodes(tile_t, column, pair, SwizzleKey(column / kVector));
-    uint8_t* const address = rows + column * plan.m;
+    uint8_t* const address = rows + (PartOf<kWidth>(column) * plan.n + ColumnOfPart<kWidth>(column)) * plan.m;
     if (wide) {
       Store(address, codes);
     } else {

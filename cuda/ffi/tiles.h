@@ -12,19 +12,20 @@
 namespace jaxfp8::cuda {
 
 // Checks them for an x [g, m, ..., n] that is checked already, and sets every field of `params` but those that the op
-// adds.
+// adds. Results have `parts` times n columns; of the `most` results after the amax the first is data_t.
 inline ffi::Error CheckTiles(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
-                             ffi::AnyBuffer data, ffi::AnyBuffer amax, ffi::RemainingRets& rest, TileParams* params) {
+                             ffi::AnyBuffer data, ffi::AnyBuffer amax, ffi::RemainingRets& rest, TileParams* params,
+                             int64_t parts = 1, size_t most = 1) {
   const int64_t groups = x.dimensions()[0], m = x.dimensions()[1], n = x.dimensions().back();
-  JAXFP8_RETURN_IF_ERROR(ToQuantized(op, x, scale, amax_so_far, data, amax, {groups, m, n}, params));
+  JAXFP8_RETURN_IF_ERROR(ToQuantized(op, x, scale, amax_so_far, data, amax, {groups, m, parts * n}, params));
   params->m = m;
   params->n = n;
-  if (rest.size() > 1) {
-    return ffi::Error::InvalidArgument(std::string(op) + ": expected 2 or 3 results, got " +
-                                       std::to_string(2 + rest.size()));
+  if (rest.size() > most) {
+    return ffi::Error::InvalidArgument(std::string(op) + ": expected 2 " + (most > 1 ? "to " : "or ") +
+                                       std::to_string(2 + most) + " results, got " + std::to_string(2 + rest.size()));
   }
   params->data_t = nullptr;
-  if (rest.size() == 1) {
+  if (rest.size() > 0) {
     auto data_t = rest.get<ffi::AnyBuffer>(0);
     if (!data_t.has_value()) return data_t.error();
     JAXFP8_RETURN_IF_ERROR(ToTransposed(op, data, **data_t, params));

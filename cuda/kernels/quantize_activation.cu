@@ -16,6 +16,8 @@ struct Activated {
   static constexpr int kInputs = Activate::kInputs;
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
+  static constexpr int kParts = 1;
+  static constexpr int kBlocks = kTileBlocks;
   struct Columns {};
   struct Row {
     Bytes<16> x[kInputs];
@@ -45,25 +47,13 @@ struct Activated {
   }
 };
 
-template <class Visitor>
-cudaError_t Dispatch(Activation activation, Visitor&& visit) {
-  switch (activation) {
-    case Activation::kGelu: return visit(Plain<Gelu>{});
-    case Activation::kSilu: return visit(Plain<Silu>{});
-    case Activation::kRelu: return visit(Plain<Relu>{});
-    case Activation::kSiluGated: return visit(Gated<Silu>{});
-    case Activation::kGeluGated: return visit(Gated<Gelu>{});
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 cudaError_t LaunchQuantizeActivation(const QuantizeActivationParams& params, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
   DispatchHighPrecision(params.dtype, [&](auto in) {
     using In = typename decltype(in)::type;
-    status = Dispatch(params.activation, [&](auto activate) {
+    status = DispatchActivation(params.activation, [&](auto activate) {
       const Activated<In, decltype(activate)> producer = {static_cast<const In*>(params.x)};
       return LaunchTiles(params, producer, true, stream);
     });

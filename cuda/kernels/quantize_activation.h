@@ -5,10 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include "common/params.h"
+#include "cuda/common/activations.h"
 
 namespace jaxfp8::cuda {
-
-enum class Activation : int32_t { kGelu, kSilu, kRelu, kSiluGated, kGeluGated };
 
 // x: [groups, m, n]; gated [groups, m, 2, n], the gate and then what it multiplies.
 struct QuantizeActivationParams : TileParams {

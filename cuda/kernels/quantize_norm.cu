@@ -19,6 +19,8 @@ struct Normalized {
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = false;
+  static constexpr int kParts = 1;
+  static constexpr int kBlocks = kTileBlocks;
   struct Columns {
     float gamma[kVector];
     float beta[kHasMean ? kVector : 1];

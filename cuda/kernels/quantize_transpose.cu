@@ -3,13 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include "common/column_sums.h"
 #include "cuda/common/tile_kernel.h"
 
 namespace jaxfp8::cuda {
 namespace {
-
-static_assert(kTileSide == kColumnSumRows, "a tile is a part of the sums");
 
 template <class T, bool kSums>
 struct Identity {
@@ -17,6 +14,8 @@ struct Identity {
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr bool kQuantizesInput = true;
   static constexpr bool kSumsColumns = kSums;
+  static constexpr int kParts = 1;
+  static constexpr int kBlocks = kTileBlocks;
   struct Columns {};
   struct Row {
     Bytes<16> x;
@@ -36,11 +35,6 @@ struct Identity {
   __device__ __forceinline__ void Values(const Columns&, const Row& row, float (&values)[kVector]) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) values[i] = Widen<In>(row.x.words, i);
-  }
-  __device__ __forceinline__ void StoreColumnSum(const TransposePlan& plan, const Tile& tile, int column,
-                                                 float sum) const {
-    const int64_t part = tile.group * ColumnSumParts(plan.m) + tile.row / kColumnSumRows;
-    column_sums[part * plan.n + tile.column + column] = sum;
   }
 };
 

@@ -1,18 +1,22 @@
-"""Split the arrays of a tree from its other leaves, such as flags and functions, so that a function can be traced."""
+"""Split some leaves of a tree from the others, as arrays from flags and functions, so that a function is traced."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 
-def split_arrays(tree):
-    """Return `(arrays, joined)`: the leaves with a shape and a dtype, and the function that puts arrays back."""
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf has what tracing needs, a shape and a dtype: `jax.ShapeDtypeStruct` counts as an array."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Any], Any]]:
+    """Return `(arrays, joined)`: the leaves of which `is_split` holds, and the function that puts arrays back."""
     leaves, treedef = jax.tree.flatten(tree)
-    # A shape and a dtype are all that tracing needs: `jax.ShapeDtypeStruct` counts as an array.
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
     def joined(arrays):
         arrays = iter(arrays)
-        return treedef.unflatten(
-            [next(arrays) if traced else leaf for leaf, traced in zip(leaves, is_array, strict=True)]
-        )
+        return treedef.unflatten([next(arrays) if is_split(leaf) else leaf for leaf in leaves])
 
-    return [leaf for leaf, traced in zip(leaves, is_array, strict=True) if traced], joined
+    return list(filter(is_split, leaves)), joined

@@ -7,6 +7,8 @@ or changed it, `MAX_DTYPE` is None and `shared` falls back to what public names 
 
 import dataclasses
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +39,18 @@ def linearizes_by(op: Primitive, rule) -> None:
     """Have JAX linearize `op` by a rule; versions that have not been tried derive one from the jvp at each use.
 
     Args:
-        op: a primitive of one result that has a jvp as well.
-        rule: `(is_linear, *primals, **params) -> (result, residuals, function)`: which operands have tangents; the
-            linear function takes the residuals and the tangents of all operands.
+        op: a primitive that has a jvp as well.
+        rule: `(is_linear, *primals, **params) -> (result or results, residuals, function)`: which operands have
+            tangents; the linear function takes the residuals and the tangents of all operands.
     """
 
     def linearize(is_vjp, is_linear, *primals, **params):
-        del is_vjp
         result, residuals, function = rule(is_linear, *primals, **params)
-        # True: the result has a tangent. JAX calls no rule where no operand has one.
+        # True: a result has a tangent. JAX calls no rule where no operand has one.
+        has_tangent = [True] * len(result) if op.multiple_results else True
         if _has_structured:
-            return result, True, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
-        return result, True, residuals, function
+            return result, has_tangent, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
+        return result, has_tangent, residuals, function
 
     # The form of the rule is private. In a version that has changed it, every gradient would fail.
     if jax.__version_info__ < (0, 13):
@@ -104,7 +106,6 @@ try:
 
         @staticmethod
         def physical_element_aval(dtype):
-            del dtype
             return jax.ShapeDtypeStruct((), jnp.float32)
 
         @staticmethod
@@ -113,20 +114,17 @@ try:
 
         @staticmethod
         def add(dtype, x, y):
-            del dtype
             # Autodiff calls this to add cotangents: the sum of the uses of a state is their max.
-            return to_max(lax.max(from_max(x), from_max(y)))
+            return to_max(dtype.combine(from_max(x), from_max(y)), dtype)
 
         @staticmethod
         def zero(dtype):
-            del dtype
             # State is not negative, so 0 is neutral in a max too.
-            return to_max(jnp.float32(0))
+            return to_max(jnp.float32(0), dtype)
 
         @staticmethod
         def full(shape, fill_value, dtype):
-            del dtype
-            return to_max(lax.full(shape, fill_value, jnp.float32))
+            return to_max(lax.full(shape, fill_value, jnp.float32), dtype)
 
         @staticmethod
         def global_sharded_result_handler(aval, out_sharding, committed):
@@ -138,15 +136,16 @@ try:
 
     @dataclasses.dataclass(frozen=True)
     class _MaxDtype(dtypes.ExtendedDType):
+        name: str
+        combine: Callable[..., Any]
         _rules: type = _MaxRules
         type: type = _MaxType
-        name: str = "float32_max"
         itemsize: int = 4
 
         def __repr__(self) -> str:
             return self.name
 
-    MAX_DTYPE = _MaxDtype()
+    MAX_DTYPE = _MaxDtype("float32_max", lax.max)
 
     def _add_concrete(x, y):
         return x.dtype._rules.add(x.dtype, x, y) if is_max(x) or is_foreign_max(x) else _other_adder(x, y)
@@ -161,7 +160,7 @@ try:
 
     def _refuse_broadcast_of_state(ct, *args, **params):
         """Raise where JAX would sum the cotangents of a state that it repeated for the examples of a `vmap`."""
-        if getattr(ct, "dtype", None) != MAX_DTYPE:
+        if not is_max(ct):
             return _transpose_broadcast(ct, *args, **params)
         raise TypeError(
             "jaxfp8: one FP8 state was repeated for each example of a vmap, as JAX does with a cond or switch whose "
@@ -175,17 +174,23 @@ except (ImportError, AttributeError):
     MAX_DTYPE = None
 
 
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+
 class _Cast(Primitive):
     """A linear change of dtype. JAX's own conversion of extended dtypes has no working transpose."""
 
-    def __init__(self, name, dtype, lower, transpose):
+    def __init__(self, name, lower, transpose):
         super().__init__(name)
-        self.def_abstract_eval(lambda x: x.update(dtype=dtype, weak_type=False))
+        self.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
         # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
-        linearizes_by(self, lambda is_linear, x: (self.bind(x), (), lambda residuals, t: self.bind(t)))
+        linearizes_by(
+            self,
+            lambda is_linear, x, dtype: (self.bind(x, dtype=dtype), (), lambda _, t: self.bind(t, dtype=dtype)),
+        )
         batching.defvectorized(self)
 
 
@@ -217,24 +222,23 @@ def _nothing():
     return None
 
 
-_from_max_p = _Cast("from_max", jnp.dtype(jnp.float32), lambda ctx, x: [x], lambda ct, x: [to_max(ct)])
+_from_max_p = _Cast("from_max", lambda ctx, x, dtype: [x], lambda ct, x, dtype: [to_max(ct, x.aval.dtype)])
 _to_max_p = _MemoizedCast(
     "to_max",
-    MAX_DTYPE,
     # Trainers may have cast the tree: state in a narrower dtype is read as f32.
-    mlir.lower_fun(lambda x: x.astype(jnp.float32), multiple_results=False),
-    lambda ct, x: [from_max(ct).astype(x.aval.dtype)],
+    mlir.lower_fun(lambda x, dtype: x.astype(jnp.float32), multiple_results=False),
+    lambda ct, x, dtype: [from_max(ct).astype(x.aval.dtype)],
 )
 
 
+def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
+    """Return a dtype of this name whose cotangents, as float32, `combine` adds; None where JAX lacks the hook."""
+    return None if MAX_DTYPE is None else type(MAX_DTYPE)(name, combine)
+
+
 def is_max(x) -> bool:
-    """Return whether `x` is an array of the max dtype."""
-    return MAX_DTYPE is not None and getattr(x, "dtype", None) == MAX_DTYPE
-
-
-def without_max(tree):
-    """Return `tree` with float32 in place of the max dtype."""
-    return jax.tree.map(lambda leaf: from_max(leaf) if is_max(leaf) else leaf, tree)
+    """Return whether `x` is an array of the max dtype, or of another that `max_dtype` made."""
+    return MAX_DTYPE is not None and isinstance(getattr(x, "dtype", None), type(MAX_DTYPE))
 
 
 def is_foreign_max(x) -> bool:
@@ -242,11 +246,11 @@ def is_foreign_max(x) -> bool:
     return getattr(getattr(x, "dtype", None), "name", None) == "fp8_meta32"
 
 
-def to_max(x):
-    """Convert a float array to the max dtype."""
-    return _to_max_p.bind(x)
+def to_max(x, dtype=MAX_DTYPE):
+    """Convert a float array to the max dtype, or to one that `max_dtype` made."""
+    return _to_max_p.bind(x, dtype=dtype)
 
 
 def from_max(x):
-    """Convert an array of the max dtype to float32."""
-    return _from_max_p.bind(x)
+    """Convert an array of such a dtype to float32."""
+    return _from_max_p.bind(x, dtype=_FLOAT32)

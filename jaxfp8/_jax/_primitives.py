@@ -24,7 +24,6 @@ def compiled(op: Primitive) -> Callable:
 
 def not_differentiable(name, primals, tangents, **params):
     """Raise where autodiff goes through an op: a derivative of rounding would be silently wrong."""
-    del primals, tangents, params
     raise TypeError(
         "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only: a second one (the "
         f"gradient of a gradient, a Hessian) or forward mode would be silently wrong. jaxfp8.ops.{name} is not "

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from .._jax._table import aligned
 from ..ops import _ffi
 from ..ops._plans import Gemm, Plan, Platform
 from ._plan_files import store
@@ -35,12 +36,7 @@ class AutotuneReport:
         for row in self.rows:
             times = (f"{row['first_us']:.1f}", f"{row['best_us']:.1f}", f"{row['gain']:.2f}")
             table.append((str(row["gemm"]), *times, "measured" if row["is_new"] else "known"))
-        name, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines = [
-            "  ".join([line[0].ljust(name), *(x.rjust(w) for x, w in zip(line[1:], widths, strict=True))])
-            for line in table
-        ]
-        return "\n".join([title, *lines])
+        return f"{title}\n{aligned(table, right=1)}"
 
 
 def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneReport:
@@ -122,7 +118,5 @@ def _gemm(call: str) -> Gemm:
 
 def _arrays(text: str) -> list[tuple[str, list[int]]]:
     """`f8e4m3fn[1,16,32]{2,1,0}, f32[1]{0}` as dtypes and sizes."""
-    return [
-        (dtype, [int(size) for size in sizes.split(",") if size])
-        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", text)
-    ]
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", text)
+    return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in arrays]

@@ -82,11 +82,8 @@ def _is_plan(gemm: Gemm, plan: Plan) -> bool:
 
 def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
     """Replace a file."""
-    content = {
-        "format": _FORMAT,
-        **platform._asdict(),
-        "plans": [gemm._asdict() | plan._asdict() for gemm, plan in sorted(plans.items())],
-    }
+    entries = [gemm._asdict() | plan._asdict() for gemm, plan in sorted(plans.items())]
+    content = {"format": _FORMAT, **platform._asdict(), "plans": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
     try:

@@ -4,7 +4,7 @@ The text, and what a run is, serve the examples too.
 """
 
 from ._corpus import Corpus as Corpus
-from ._environment import environment as environment
+from ._report import environment as environment
 from ._runs import (
     Run as Run,
     record as record,

@@ -5,6 +5,7 @@ is a dtype, and a recipe that `jaxfp8.autocast` selects.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import math
 import sys
@@ -72,10 +73,8 @@ class Comparison:
         self.arms: dict[str, Arm] = {name: ARMS[name] for name in args.arms}
         # A schedule of the length of the proof: times are those of any step.
         self.optimizer = make_optimizer(_report.PROOF_STEPS if args.time_only else args.steps)
-        self.models = {
-            name: LanguageModel(len(corpus.vocabulary), args.length, arm.dtype, args.width, args.layers)
-            for name, arm in self.arms.items()
-        }
+        count, size = len(corpus.vocabulary), {"width": args.width, "layers": args.layers}
+        self.models = {name: LanguageModel(count, args.length, arm.dtype, **size) for name, arm in self.arms.items()}
         self.programs: dict[str, Program] = {}
 
     @property
@@ -104,11 +103,11 @@ class Comparison:
         limit = 2 if self.args.tiny else None
         validation = jnp.asarray(self.corpus.validation_batches(16, self.args.length, limit))
         seeds = []
-        with progress(self.args.steps * self.args.seeds) as bar:
+        with progress(self.args.steps * self.args.seeds) as show:
             for seed in range(self.args.seeds):
                 batches = self.batches(seed, self.args.steps)
                 states = self.states(seed)
-                _, runs = train(self.arms, self.steps, states, batches, validation, self.args.steps, bar.show)
+                _, runs = train(self.arms, self.steps, states, batches, validation, self.args.steps, show)
                 seeds.append(runs)
         return seeds
 
@@ -128,33 +127,21 @@ class Comparison:
         return time_steps(self.steps, states, next(self.batches(1, 1)), self.args.steps)
 
 
-class progress:
-    """A bar on stderr, with tqdm where it is installed; else a line for each tenth."""
+@contextlib.contextmanager
+def progress(total: int):
+    """Yield a function that shows one more turn, and the losses after it: on a bar of tqdm, where it is installed."""
+    if not importlib.util.find_spec("tqdm"):
+        yield lambda runs: None
+        return
+    from tqdm import tqdm
 
-    def __init__(self, total: int):
-        self.total, self.done, self.bar = total, 0, None
-        if importlib.util.find_spec("tqdm"):
-            from tqdm import tqdm
+    with tqdm(total=total, unit="step", dynamic_ncols=True) as bar:
 
-            self.bar = tqdm(total=total, unit="step", dynamic_ncols=True)
+        def show(runs: dict) -> None:
+            bar.set_postfix({name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()}, refresh=False)
+            bar.update()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.bar is not None:
-            self.bar.close()
-
-    def show(self, runs: dict) -> None:
-        """Show one more turn, and the losses after it."""
-        self.done += 1
-        losses = {name: f"{run.train_losses[-1]:.3f}" for name, run in runs.items()}
-        if self.bar is not None:
-            self.bar.set_postfix(losses, refresh=False)
-            self.bar.update()
-        elif self.done % max(1, self.total // 10) == 0:
-            each = ", ".join(f"{name} {loss}" for name, loss in losses.items())
-            print(f"{self.done}/{self.total}: {each}", file=sys.stderr, flush=True)
+        yield show
 
 
 def main(argv=None) -> int:

@@ -1,29 +1,17 @@
 """The arms of the comparison: a dtype, and a recipe or none."""
 
 import contextlib
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .. import recipes
 from ..ops import _support
-from ..recipes import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    MXFP8Quantizer,
-    Recipe,
-    autocast,
-)
+from ..recipes import Recipe, autocast
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """One way to train the model.
 
     Attributes:
@@ -50,8 +38,8 @@ class Arm:
 def current_and_mx(role):
     """Quantize with tensor scales forward and MX blocks for the gradient: only a custom recipe mixes them."""
     if role in ("linear_input", "linear_weight"):
-        return Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
-    return MXFP8Quantizer() if role == "linear_grad_output" else None
+        return recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+    return recipes.MXFP8Quantizer() if role == "linear_grad_output" else None
 
 
 ARMS = {
@@ -59,12 +47,12 @@ ARMS = {
     "tf32": Arm(jnp.float32, "#bcae8a", precision="tensorfloat32"),
     "bf16": Arm(jnp.bfloat16, "#444444"),
     "f16": Arm(jnp.float16, "#8c564b", loss_scaled=True),
-    "delayed": Arm(jnp.bfloat16, "#0b6fd6", DelayedScaling()),
-    "current": Arm(jnp.bfloat16, "#e07b00", Float8CurrentScaling()),
-    "rowwise": Arm(jnp.bfloat16, "#2a9d4a", Float8RowwiseScaling()),
-    "block": Arm(jnp.bfloat16, "#c4262e", Float8BlockScaling()),
-    "mxfp8": Arm(jnp.bfloat16, "#7b4fc9", MXFP8BlockScaling()),
-    "custom": Arm(jnp.bfloat16, "#d14fa3", CustomRecipe(current_and_mx)),
+    "delayed": Arm(jnp.bfloat16, "#0b6fd6", recipes.DelayedScaling()),
+    "current": Arm(jnp.bfloat16, "#e07b00", recipes.Float8CurrentScaling()),
+    "rowwise": Arm(jnp.bfloat16, "#2a9d4a", recipes.Float8RowwiseScaling()),
+    "block": Arm(jnp.bfloat16, "#c4262e", recipes.Float8BlockScaling()),
+    "mxfp8": Arm(jnp.bfloat16, "#7b4fc9", recipes.MXFP8BlockScaling()),
+    "custom": Arm(jnp.bfloat16, "#d14fa3", recipes.CustomRecipe(current_and_mx)),
 }
 FP8_ARMS = tuple(name for name, arm in ARMS.items() if arm.recipe is not None)
 

@@ -2,13 +2,11 @@
 
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from ._arms import ARMS
 from ._report import MAX_LOSS, reference_of
 from ._runs import smooth, validation_of
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
 
 
 def plot(path, title: str, results: dict, seeds: list) -> None:
@@ -20,8 +18,9 @@ def plot(path, title: str, results: dict, seeds: list) -> None:
         results: of `results_of` or `timed_results`.
         seeds: for each seed name -> Run; empty where only time was measured.
     """
-    plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False})
-    figure = plt.figure(figsize=(14, 8.5 if seeds else 4.5), layout="constrained")
+    style = {"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
+    matplotlib.rcParams.update(style)
+    figure = Figure(figsize=(14, 8.5 if seeds else 4.5), layout="constrained")
     figure.suptitle(title)
     axes = figure.subplots(2 if seeds else 1, 2, squeeze=False)
     if seeds:
@@ -30,7 +29,6 @@ def plot(path, title: str, results: dict, seeds: list) -> None:
     _plot_bars(axes[-1, 0], results, lambda row: row["median_ms_per_step"], "ms/step, median")
     _plot_bars(axes[-1, 1], results, lambda row: (row["peak_bytes"] or 0) / 2**20, "MiB that a step needs")
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _plot_losses(ax, seeds):
@@ -62,9 +60,7 @@ def _plot_differences(ax, seeds):
 
 
 def _plot_bars(ax, results, value, title):
-    bars = ax.barh(
-        list(results), [value(row) for row in results.values()], color=[ARMS[name].color for name in results]
-    )
+    bars = ax.barh(list(results), [*map(value, results.values())], color=[ARMS[name].color for name in results])
     ax.bar_label(bars, fmt="%.1f", padding=3)
     ax.invert_yaxis()
     ax.set(title=title)

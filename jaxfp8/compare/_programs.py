@@ -1,22 +1,21 @@
 """The compiled training step of an arm: its memory, and how its FP8 products run."""
 
 import collections
-import dataclasses
 import math
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
-from .._jax._jaxprs import inner_jaxprs
+from ..inspect import _programs
 from ._arms import Arm
 from ._training import TrainState, loss_fn, train_step
 
 _PRODUCTS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul")
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A compiled training step.
 
     Attributes:
@@ -59,13 +58,8 @@ class Program:
 
     def record(self) -> dict:
         """Return the record for JSON."""
-        return {
-            "memory_bytes": self.memory,
-            "peak_bytes": self.peak_bytes,
-            "kept_bytes": self.kept_bytes,
-            "fp8": self.fp8,
-            "how": self.how(),
-        }
+        memory = {"memory_bytes": self.memory, "peak_bytes": self.peak_bytes, "kept_bytes": self.kept_bytes}
+        return memory | {"fp8": self.fp8, "how": self.how()}
 
 
 def compile_step(arm: Arm, state: TrainState, batch) -> Program:
@@ -84,19 +78,13 @@ def _parts(counts) -> str:
 
 
 def _memory(analysis) -> dict[str, int] | None:
-    if analysis is None:
-        return None
-    return {
-        "arguments": analysis.argument_size_in_bytes,
-        "outputs": analysis.output_size_in_bytes,
-        "aliased": analysis.alias_size_in_bytes,
-        "temporaries": analysis.temp_size_in_bytes,
-    }
+    parts = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporaries": "temp"}
+    return analysis and {name: getattr(analysis, f"{part}_size_in_bytes") for name, part in parts.items()}
 
 
 def _fp8(jaxpr, hlo: str) -> dict[str, int]:
     # The jaxpr says what the program asks for, the compiled HLO what runs.
-    ops = count_operations(jaxpr)
+    ops = collections.Counter(eqn.primitive.name for eqn, _ in _programs.equations(jaxpr))
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
 
     def count(counts, *prefixes):
@@ -109,12 +97,3 @@ def _fp8(jaxpr, hlo: str) -> dict[str, int]:
         "quantizers": count(ops, "jaxfp8_quantize"),
         "quantizers_by_kernel": count(calls, "jaxfp8_quantize"),
     }
-
-
-def count_operations(jaxpr) -> collections.Counter:
-    """Count each primitive in a jaxpr and in those inside of it."""
-    counts = collections.Counter(eqn.primitive.name for eqn in jaxpr.eqns)
-    for eqn in jaxpr.eqns:
-        for inner in inner_jaxprs(eqn):
-            counts += count_operations(inner)
-    return counts

@@ -1,17 +1,30 @@
-"""The table of a comparison, the verdict of the proof and the JSON record."""
+"""The table of a comparison, the verdict of the proof and the JSON record, with the machine that it holds for."""
 
 import json
 import pathlib
 
+import jax
 import numpy as np
 
-from ..inspect._table import aligned
+from .._jax._table import aligned
+from ..inspect._machine import processor, versions
 from ._arms import ARMS, FP8_ARMS
-from ._environment import device_name, environment
 from ._runs import record, summarize
 
 MAX_LOSS = 0.02  # nat of validation loss above bf16, as the mean of paired differences
 PROOF_STEPS, PROOF_SEEDS = 1000, 3
+
+
+def environment() -> dict:
+    """Return the processor, the devices and the versions that times and losses depend on."""
+    machine = {"cpu": processor(), "devices": [str(device) for device in jax.devices()]}
+    return {"machine": machine, "versions": versions(("jax", "jaxlib", "flax", "optax", "numpy"))}
+
+
+def device_name() -> str:
+    """Return the device that programs run on, as its vendor calls it."""
+    device = jax.devices()[0]
+    return f"{processor()} (CPU)" if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
 
 
 def reference_of(names) -> str | None:
@@ -29,11 +42,9 @@ def results_of(seeds, programs) -> dict[str, dict]:
 
 def timed_results(times, programs) -> dict[str, dict]:
     """Return for each arm the median of its times, in ms, and what `Program.record` says."""
-    return {
-        name: {"median_ms_per_step": float(np.median(ms)), "step_ms": [round(t, 3) for t in ms]}
-        | programs[name].record()
-        for name, ms in times.items()
-    }
+    medians = {name: {"median_ms_per_step": float(np.median(ms))} for name, ms in times.items()}
+    steps = {name: {"step_ms": [round(t, 3) for t in ms]} for name, ms in times.items()}
+    return {name: medians[name] | steps[name] | programs[name].record() for name in times}
 
 
 def table(results) -> str:

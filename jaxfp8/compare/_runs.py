@@ -26,6 +26,12 @@ class Run:
         """Return the median without the first step of a run, which may compile and touches new memory."""
         return float(np.median(self.step_ms[1:]))
 
+    def record(self) -> dict:
+        """Return the curves for JSON."""
+        validation = [[step, round(loss, 5)] for step, loss in self.validation]
+        train = np.round(smooth(self.train_losses)[1], 4).tolist()
+        return {"median_ms_per_step": round(self.median_step_ms, 2), "validation": validation, "train": train}
+
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
     """Return for each arm the last validation losses and their differences to the reference, the means, ms a step.
@@ -37,11 +43,8 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
     results = {}
     for name in seeds[0]:
         losses = [runs[name].validation[-1][1] for runs in seeds]
-        results[name] = {
-            "validation_losses": losses,
-            "mean_validation_loss": float(np.mean(losses)),
-            "median_ms_per_step": float(np.median([runs[name].median_step_ms for runs in seeds])),
-        }
+        results[name] = {"validation_losses": losses, "mean_validation_loss": float(np.mean(losses))}
+        results[name]["median_ms_per_step"] = float(np.median([runs[name].median_step_ms for runs in seeds]))
         if reference in seeds[0]:
             # Arms of one seed have the same weights and the same text, so losses are compared seed by seed.
             differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
@@ -52,17 +55,7 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
 
 def record(seeds: list[dict[str, Run]]) -> list[dict]:
     """Return curves for JSON, one entry a seed."""
-    return [
-        {
-            name: {
-                "median_ms_per_step": round(run.median_step_ms, 2),
-                "validation": [[step, round(loss, 5)] for step, loss in run.validation],
-                "train": np.round(smooth(run.train_losses)[1], 4).tolist(),
-            }
-            for name, run in runs.items()
-        }
-        for runs in seeds
-    ]
+    return [{name: run.record() for name, run in runs.items()} for runs in seeds]
 
 
 def smooth(losses, blocks: int = 100):

@@ -43,18 +43,15 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
         TypeError: `variables` is not a dict, or a leaf is not a floating array.
     """
 
-    def rename(path):
-        if not path:
-            return path
+    def rename(path, name, number):
         # Flax names a module after its class unless the user has; names of users are the same in both libraries.
-        name, number = _split(path[-1])
         if name == _OTHER_FORMATS:
             raise ValueError(
                 f"from_flax: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
                 "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "
                 "empty state"
             )
-        return (*path[:-1], _OURS + number) if name in _FLAX else path
+        return (_OURS if name in _FLAX else name) + number
 
     return _convert("from_flax", variables, rename, swapped)
 
@@ -79,18 +76,10 @@ def to_flax(
     if name not in _FLAX:
         raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
 
-    def rename(path):
-        if not path:
-            return path
-        module_name, number = _split(path[-1])
-        return (*path[:-1], name + number) if module_name == _OURS else path
+    def rename(path, module_name, number):
+        return (name if module_name == _OURS else module_name) + number
 
     return _convert("to_flax", variables, rename, swapped)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Split `"Fp8DotGeneral_0"` into `("Fp8DotGeneral", "_0")`."""
-    return re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")
 
 
 def _convert(where, variables, rename, swapped):
@@ -98,9 +87,9 @@ def _convert(where, variables, rename, swapped):
         raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
 
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
-        unused = set(swapped)
-        converted: _tree.Modules = {}
-        has_state = False
+        if not any(name in _tree.STATE for module in modules.values() for name in module):
+            return None
+        unused, converted = set(swapped), {}
         for path, module in modules.items():
             # Flax has no counters. Leaves that are no state stay where they are.
             module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
@@ -109,27 +98,22 @@ def _convert(where, variables, rename, swapped):
                 _tree.insert(where, converted, path, kept)
             if len(kept) == len(module):
                 continue
-            has_state = True
             state = {operand: _tree.quantizer(where, path, module, operand) for operand in _tree.OPERANDS}
             # Modules whose einsum exchanges its operands have x and kernel exchanged.
             matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
             unused -= matching
             if matching:
                 state["input"], state["kernel"] = state["kernel"], state["input"]
-            flat = {
-                f"{operand}_{leaf}": value
-                for operand, pair in state.items()
-                for leaf, value in zip(_tree.LEAVES, pair, strict=True)
-            }
-            _tree.insert(where, converted, rename(path), flat)
-        if not has_state:
-            return None
+            flat = {}
+            for operand, pair in state.items():
+                flat |= {f"{operand}_{leaf}": value for leaf, value in zip(_tree.LEAVES, pair, strict=True)}
+            # `"Fp8DotGeneral_0"` is the class "Fp8DotGeneral" and the number "_0". State without a module has no name.
+            names = [rename(path, *re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")) for name in path[-1:]]
+            _tree.insert(where, converted, (*path[:-1], *names), flat)
         # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
         if unused:
-            raise ValueError(
-                f"{where}: swapped: {sorted(unused)} match no module; there are "
-                f"{sorted(_tree.at(path) for path in modules)}"
-            )
+            paths = sorted(map(_tree.at, modules))
+            raise ValueError(f"{where}: swapped: {sorted(unused)} match no module; there are {paths}")
         return converted
 
     return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), OVERWRITE_WITH_GRADIENT, convert)

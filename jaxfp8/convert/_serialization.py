@@ -1,9 +1,10 @@
-"""Register the state of plain products with Flax's msgpack checkpoints, which store it as a dict."""
+"""Register our pytrees that are no Flax classes with Flax's msgpack checkpoints, which store them as dicts."""
 
 import dataclasses
 
 from flax import serialization
 
+from ..mixed_precision import DynamicLossScale
 from ..recipes import DotGeneralState, QuantizerState
 
 _COUNTERS = "counters"
@@ -15,7 +16,7 @@ def _to_state_dict(state) -> dict:
 
 def _names(state) -> list[str]:
     """Return the fields, counters only where they exist: checkpoints without them are as if there were no counters."""
-    names = [field.name for field in dataclasses.fields(state)]
+    names = [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
     return [name for name in names if name != _COUNTERS or getattr(state, name) is not None]
 
 
@@ -33,5 +34,5 @@ def _from_state_dict(target, saved: dict):
     return dataclasses.replace(target, **values)
 
 
-for _cls in (DotGeneralState, QuantizerState):
+for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
     serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict, override=True)

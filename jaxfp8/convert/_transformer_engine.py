@@ -24,6 +24,7 @@ from . import _tree
 from ._tree import OVERWRITE_WITH_GRADIENT
 
 _FP8_METAS = "fp8_metas"
+_COLLECTIONS = (_FP8_METAS, OVERWRITE_WITH_GRADIENT)
 _OURS = "Fp8DotGeneral"
 _WRAPPER = "TEWrapper_dot_general"
 _NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
@@ -77,14 +78,12 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
                     history, scale = _tree.quantizer(where, path, module, name + postfix)
                     # State that is in our layout already would be converted without an error, one slot off.
                     _expect_rotated(_tree.at(path, name + postfix), history)
-                    state |= _named(
-                        operand, _before_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
-                    )
+                    arrays = jnp.asarray(history), jnp.asarray(scale)
+                    state |= _named(operand, _before_rotation(quantizers[operand], *arrays))
                 _tree.insert(where, converted, _our_path(path, postfix), state)
         return converted or None
 
-    sources = (_FP8_METAS, OVERWRITE_WITH_GRADIENT)
-    return _tree.convert_state(where, variables, sources, OVERWRITE_WITH_GRADIENT, convert)
+    return _tree.convert_state(where, variables, _COLLECTIONS, OVERWRITE_WITH_GRADIENT, convert)
 
 
 def to_transformer_engine(
@@ -109,10 +108,8 @@ def to_transformer_engine(
     """
     where = "to_transformer_engine"
     quantizers = _quantizers(where, recipe)
-    if collection not in (_FP8_METAS, OVERWRITE_WITH_GRADIENT):
-        raise ValueError(
-            f"{where}: collection: expected {_FP8_METAS!r} or {OVERWRITE_WITH_GRADIENT!r}, got {collection!r}"
-        )
+    if collection not in _COLLECTIONS:
+        raise ValueError(f"{where}: collection: expected one of {_COLLECTIONS}, got {collection!r}")
 
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 
@@ -63,13 +64,8 @@ def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
 
 def nested(modules: Modules) -> dict:
     """Nest modules to a tree, the inverse of `modules_of`."""
-    tree: dict = {}
-    for path, module in modules.items():
-        node = tree
-        for name in path:
-            node = node.setdefault(name, {})
-        node.update(module)
-    return tree
+    leaves = {(*path, name): leaf for path, module in modules.items() for name, leaf in module.items()}
+    return traverse_util.unflatten_dict(leaves)
 
 
 def is_counters(name: str, module: Iterable[str]) -> bool:
@@ -83,9 +79,7 @@ def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
     leaves = modules.setdefault(path, {})
     for name in module:
         if name in leaves:
-            raise ValueError(
-                f"{where}: {at(path, name)}: two quantizers would get this name; rename one module before converting"
-            )
+            raise ValueError(f"{where}: {at(path, name)}: two quantizers would get this name; rename one module first")
     leaves.update(module)
 
 
@@ -93,9 +87,7 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
     """Return `(amax_history [..., H], scale [..., 1])` of one quantizer, checked and in float32."""
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
     if history.ndim < 1 or history.shape[-1] < 1:
-        raise ValueError(
-            f"{where}: {at(path, prefix)}_amax_history: expected shape (..., H) with H >= 1, got {history.shape}"
-        )
+        raise ValueError(f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, got {history.shape}")
     # State may be stacked, history and scale alike.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:

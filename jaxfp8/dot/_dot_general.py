@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ..ops import _checks
+from ..ops import _checks, _quantize_activation
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -25,12 +25,12 @@ from ..recipes import (
     value_of,
 )
 from . import _scopes
-from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
+from ._fused_input import Activated, FusedInput, Normalized, activated, quantize_fused
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
 from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
-from ._wrapping import current_layer
+from ._wrapping import current_layer, is_wrapping
 
 
 def dot_general(
@@ -44,6 +44,7 @@ def dot_general(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """Compute `jax.lax.dot_general` with both operands, and the gradient of the output, in FP8.
 
@@ -70,15 +71,18 @@ def dot_general(
             or HIGHEST makes all three products precise.
         preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
         out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; see JAX.
+        activation: return `jaxfp8.activated(y, activation)` of the product y, for the x of the next product. The
+            gradient of y then becomes FP8 in the pass that computes it, from the gradient of the activated values.
 
     Returns:
-        The product, batch dimensions first, then those of x, then those of kernel.
+        The product, batch dimensions first, then those of x, then those of kernel. With `activation` it is an
+        `Activated`, which type checkers take for an array too.
 
     Raises:
         TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; `state` is not a
             DotGeneralState; `recipe` is not a Recipe; second derivatives and forward mode.
         ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
-            option cannot be honoured.
+            option cannot be honoured; `activation` is unknown, or gated and the product is not `[..., 2, n]`.
     """
     # 1. Check the operands: shapes come first, because a state that is missing is often that of another layer.
     fused = x if isinstance(x, FusedInput) else None
@@ -99,9 +103,16 @@ def dot_general(
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
+    if activation is not None:
+        result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
+        _quantize_activation.check("dot_general", result, activation, 0, name="activation: the product")
+
+    def finished(y):
+        return y if activation is None else activated(y, activation)
+
     # 2. Leave to JAX what does not run in FP8: empty, high precision, and small products.
     if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
-        return _plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype)
+        return finished(_plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype))
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
         if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
@@ -112,12 +123,14 @@ def dot_general(
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
             y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
-        return _plus(y, bias, out_dtype)
+        return finished(_plus(y, bias, out_dtype))
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
     state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
+    if fused is not None and recipe.fp8_residuals:
+        x = dataclasses.replace(fused, fp8_residual=True).value
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
-        x_codes = quantize_fused(fused, quantizers[0], state.input, reduce)
+        x_codes = quantize_fused(fused, quantizers, state, reduce)
     product = Product(
         quantizers=quantizers,
         dimension_numbers=checked_numbers(dimension_numbers),
@@ -128,11 +141,17 @@ def dot_general(
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=reduce,
+        fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
     codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
-    return checkpoint_name(multiply(product)(x, kernel, bias, state, codes), OUTPUT_NAME)
+    operands = x, kernel, bias, state, codes
+    # A wrapper compares products of one result.
+    if activation is None or is_wrapping():
+        return finished(checkpoint_name(multiply(product)(*operands), OUTPUT_NAME))
+    y, values = multiply(dataclasses.replace(product, activation=activation))(*operands)
+    return Activated(y, activation, source=values)
 
 
 def _operand(name, operand):

@@ -54,15 +54,8 @@ def einsum(
         ValueError: the equation is malformed or does not fit the shapes; and as in `dot_general`.
     """
     product = functools.partial(dot_general, recipe=recipe, state=state)
-    return einsum_by(
-        product,
-        eqn,
-        x,
-        kernel,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
+    options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    return einsum_by(product, eqn, x, kernel, precision=precision, **options)
 
 
 def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
@@ -96,17 +89,13 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     batch = [label for label in shared if label in out_labels]
     contract = [label for label in shared if label not in out_labels]
     y_labels = batch + [label for label in (*x_labels, *kernel_labels) if label not in shared]
-    y = product(
-        x,
-        kernel,
-        (
-            ([x_labels.index(label) for label in contract], [kernel_labels.index(label) for label in contract]),
-            ([x_labels.index(label) for label in batch], [kernel_labels.index(label) for label in batch]),
-        ),
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=_permuted(out_sharding, out_labels, y_labels),
-    )
+
+    def positions(labels):
+        return [x_labels.index(label) for label in labels], [kernel_labels.index(label) for label in labels]
+
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    out_sharding = _permuted(out_sharding, out_labels, y_labels)
+    y = product(x, kernel, (positions(contract), positions(batch)), out_sharding=out_sharding, **options)
     return jnp.transpose(y, [y_labels.index(label) for label in out_labels])
 
 
@@ -132,10 +121,8 @@ def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], li
     if len(operands) != 2 or "," in output:
         raise _error(eqn, "expected two operands, separated by one comma, and one output")
     # An ellipsis may have fewer dimensions in one operand. Its labels count from the end, so that they broadcast.
-    ellipses = [
-        _ellipsis(eqn, name, term, ndim)
-        for name, term, ndim in zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
-    ]
+    ranks = zip(("x", "kernel"), operands, (x_ndim, kernel_ndim), strict=True)
+    ellipses = [_ellipsis(eqn, name, term, ndim) for name, term, ndim in ranks]
     x_labels, kernel_labels = (_expand(eqn, term, dims) for term, dims in zip(operands, ellipses, strict=True))
     longest = max(ellipses, key=len)
     labels = x_labels + kernel_labels

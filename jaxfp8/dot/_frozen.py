@@ -13,17 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import recipes
 from ..ops import _checks
-from ..recipes import (
-    AmaxReduction,
-    DotGeneralState,
-    FixedScale,
-    FixedScaleQuantizer,
-    OperandOptions,
-    QTensor,
-    Recipe,
-    read_states,
-)
+from ..recipes import QTensor, Recipe, read_states
 from . import _dot_general
 from ._layout import layouts
 
@@ -60,7 +52,7 @@ class _FrozenRecipe(Recipe):
     def quantizers(self) -> tuple:
         """Return the quantizers of the recipe; that of a fixed input has a fixed scale."""
         x, *rest = self.recipe.quantizers()
-        return (FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
+        return (recipes.FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
 
 
 def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
@@ -87,7 +79,7 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
     input_step, kernel_step = read_states(quantizers[:2], [state.input, state.kernel])
-    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=AmaxReduction.for_recipe(recipe))
+    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=recipes.AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     scales = []
@@ -119,7 +111,7 @@ def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.A
 def _quantized(kernel, quantizer, layout, step=None, **options) -> QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options = OperandOptions(**options, **layout.counts, columnwise=first, contract_first=first)
+    options = recipes.OperandOptions(**options, **layout.counts, columnwise=first, contract_first=first)
     q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, options)
     return q.transposed(len(layout.batch)) if first else q
 
@@ -143,28 +135,20 @@ def dot_general(
             preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
     # The codes lie as the first product reads them, `[*batch, *free, *contract]`, whatever the kernel's own order is.
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
-    scaling, state = {}, DotGeneralState(None, None, None)
+    scaling, state = {}, recipes.DotGeneralState(None, None, None)
     if recipe is not None:
         scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         has_fixed_input = INPUT_SCALE in frozen
         if has_fixed_input:
-            state = dataclasses.replace(state, input=FixedScale(frozen[INPUT_SCALE], frozen["input_scale_inv"]))
+            state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen["input_scale_inv"]))
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
     last = tuple(range(codes.ndim - contract, codes.ndim))
-    return _dot_general.dot_general(
-        x,
-        codes,
-        ((x_layout.contract, last), (x_layout.batch, tuple(range(batch)))),
-        recipe=recipe,
-        state=state,
-        bias=bias,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        **options,
-    )
+    numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
+    options |= {"recipe": recipe, "state": state, "bias": bias, "precision": precision}
+    return _dot_general.dot_general(x, codes, numbers, preferred_element_type=preferred_element_type, **options)
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):

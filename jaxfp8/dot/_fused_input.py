@@ -14,16 +14,26 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import QTensor, fractions, has_counters, read_states
+from ..recipes import QTensor, fractions, has_counters, read_states, reading_of
+from ._fp8_residual import compressed
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`activation(x)`, not computed yet; `jaxfp8.activated` makes it."""
+    """`activation(x)`, not computed yet; `jaxfp8.activated` makes it, or a product with an `activation`.
+
+    Attributes:
+        x: the input of the activation.
+        activation: of `jaxfp8.activated`.
+        source: the values, which get the gradient, where the product that made x takes it to x; else None.
+        fp8_residual: whether the backward reads codes of x.
+    """
 
     x: jax.Array
     activation: str = dataclasses.field(metadata={"static": True})
+    source: jax.Array | None = None
+    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,7 +48,12 @@ class Activated:
     @property
     def value(self) -> jax.Array:
         """Return the values, in the dtype of x."""
-        return _value(_activate(self.activation), self.x)
+        return _value(_activate(self.activation), self.fp8_residual, self.x) if self.source is None else self.source
+
+    @property
+    def fixed(self) -> "Activated":
+        """Return the input without gradient, for its codes."""
+        return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
     def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
         """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
@@ -57,6 +72,7 @@ class Normalized:
     bias: jax.Array | None
     kind: str = dataclasses.field(metadata={"static": True})
     epsilon: float = dataclasses.field(metadata={"static": True})
+    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +87,12 @@ class Normalized:
     @property
     def value(self) -> jax.Array:
         """Return the values, in the dtype of x."""
-        return _value(_normalize(self.kind, self.epsilon), self.x, self.scale, self.bias)
+        return _value(_normalize(self.kind, self.epsilon), self.fp8_residual, self.x, self.scale, self.bias)
+
+    @property
+    def fixed(self) -> "Normalized":
+        """Return the input without gradient, for its codes."""
+        return jax.lax.stop_gradient(self)
 
     def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
         """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
@@ -134,18 +155,18 @@ def normalized(
     return Normalized(x, scale, bias, kind, epsilon)
 
 
-def quantize_fused(fused: FusedInput, quantizer, state, reduce) -> QTensor:
+def quantize_fused(fused: FusedInput, quantizers, state, reduce) -> QTensor:
     """Quantize a fused input as a matrix of rows by its last dimension; its `value` gets the gradient.
 
     Args:
         fused: the input.
-        quantizer: of the product's x; with one scale for the whole tensor.
-        state: of that quantizer, or None.
+        quantizers, state: of the product; that of x has one scale for the whole tensor.
         reduce: of amaxes, over the mesh.
     """
     # Codes have no derivative: gradients go to the value, the next state to the product's state.
-    fixed, state = jax.lax.stop_gradient((fused, state))
-    (step,) = read_states([quantizer], [state])
+    fixed, state = fused.fixed, jax.lax.stop_gradient(state)
+    quantizer, reading = quantizers[0], reading_of(state)
+    step, *_ = read_states(quantizers[:3] if reading is not None else [quantizer], [state.input], reading)
     scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fixed.value), step, reduce)
     quantize = _quantize(quantizer.fp8_dtype, has_counters(step))
     data, data_t, amax, *counts = quantize(fixed, scale, amax)
@@ -183,16 +204,26 @@ def _quantize(dtype, counts):
     return quantize
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _value(function, *operands):
-    """Compute `function(*operands)`; the backward computes it again and keeps nothing but the operands."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _value(function, fp8_residual, *operands):
+    """Compute `function(*operands)`; the backward computes it again and keeps nothing but the operands.
+
+    With `fp8_residual` it keeps codes of the first one.
+    """
+    del fp8_residual
     return function(*operands)
 
 
-_value.defvjp(
-    lambda function, *operands: (function(*operands), operands),
-    lambda function, operands, ct: jax.vjp(function, *operands)[1](ct),
-)
+def _value_forward(function, fp8_residual, x, *operands):
+    return function(x, *operands), (compressed(x) if fp8_residual else x, *operands)
+
+
+def _value_backward(function, fp8_residual, operands, ct):
+    x, *operands = operands
+    return jax.vjp(function, x.dequantize(ct.dtype) if fp8_residual else x, *operands)[1](ct)
+
+
+_value.defvjp(_value_forward, _value_backward)
 
 
 @functools.cache

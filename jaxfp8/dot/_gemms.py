@@ -12,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ..recipes import AmaxReduction, DotGeneralState, GEMMType, OperandOptions, QTensor, next_states, read_states
+from ..recipes import (
+    AmaxReduction,
+    DotGeneralState,
+    GEMMType,
+    OperandOptions,
+    QTensor,
+    next_states,
+    read_states,
+    reading_of,
+    says_all,
+)
+from ._activation_gradient import quantize_gradient
 from ._layout import layouts
 from ._matmul import matmul
 
@@ -34,6 +45,8 @@ class Product:
             leaves it to JAX.
         precise: the products that accumulate precisely.
         reduce: `(amax, state) -> amax`, over the mesh.
+        activation: the result goes through this function of `ops.activate`, or None.
+        fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
     """
 
@@ -46,6 +59,8 @@ class Product:
     out_sharding: jax.sharding.PartitionSpec | None
     precise: frozenset
     reduce: AmaxReduction
+    activation: str | None = None
+    fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -86,8 +101,9 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
 
     Returns:
-        `(y, residuals)`. The residuals are named for remat. They hold the amaxes of x and kernel too: a remat policy
-        that keeps the codes then has no reason to quantize again.
+        `(y, (residuals, reading))`. The residuals are named for remat. They hold the amaxes of x and kernel too: a
+        remat policy that keeps the codes then has no reason to quantize again. The reading, or None, has no name: a
+        loop that runs over it keeps no copy.
     """
     if product.vmap_dims:
 
@@ -98,11 +114,11 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
 
     layouts_of_both = layouts(x.shape, kernel.shape, product.dimension_numbers)
     # 1. Read the states. Those of codes were read when the codes were made; without a backward nobody reads grad's.
-    states = [getattr(state, field.name) for field in dataclasses.fields(state)]
+    states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
     states[:2] = (old if q is None else None for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
-    steps = read_states(product.quantizers, states)
+    steps = read_states(product.quantizers, states, reading)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
     operands, kept = [], []
@@ -124,11 +140,23 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
     y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
-    return y, checkpoint_name((*kept, output, steps[2], steps[4]), RESIDUAL_NAME)
+    if reading is not None and says_all(product.quantizers):
+        # The backward of a loop has its readings too, and computes their scales again.
+        kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
+        steps[2] = None
+    return y, (checkpoint_name((*kept, output, steps[2], steps[4]), RESIDUAL_NAME), reading)
+
+
+def _has_own_scale(q: QTensor) -> bool:
+    """Tell whether the scale of q, of a product with a reading, is not that of the reading."""
+    return getattr(q.step, "history", q) is not None
 
 
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad):
-    """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated."""
+    """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated.
+
+    `grad` is the gradient of y; or an ActivationGradient, which becomes codes of that in one pass.
+    """
     if product.vmap_dims:
 
         def without_vmap(residuals, grad):
@@ -136,13 +164,19 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
 
         return jax.vmap(without_vmap)(residuals, grad)
 
-    x, kernel, output, grad_step, input_grad_step = residuals
+    (x, kernel, output, grad_step, input_grad_step), reading = residuals
+    if reading is not None and says_all(product.quantizers):
+        *steps, grad_step = read_states(product.quantizers[:3], [reading] * 3, reading)
+        x, kernel = (
+            q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
+            for q, step in zip((x, kernel), steps, strict=True)
+        )
     x_layout, kernel_layout = layouts(x_shape, kernel_shape, product.dimension_numbers)
     rows, cols = len(x_layout.free), len(kernel_layout.free)
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
     options = OperandOptions(rows, cols, columnwise=needs_dkernel, column_sums=needs_dbias, reduce=product.reduce)
-    q, dbias = product.quantizers[2].quantize_operand(grad, grad_step, options)
+    q, dbias = quantize_gradient(product.quantizers[2], grad, grad_step, options)
     grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
     # 2. Multiply.
     dx = dkernel = input_grad = None
@@ -158,7 +192,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
     # 3. Give the next state, in the order of DotGeneralState.
-    return dx, dkernel, dbias, DotGeneralState(*next_states([x, kernel, q, output, input_grad], product.reduce))
+    next_state = next_states([x, kernel, q, output, input_grad], product.reduce, reading)
+    return dx, dkernel, dbias, DotGeneralState(*next_state)
 
 
 def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:

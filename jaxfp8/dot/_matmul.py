@@ -81,12 +81,9 @@ def _dequantized(a, b, out_dtype, batch, bias):
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
     why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"
-    a, b = (
-        (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols)).astype(dtype)
-        for q in (a, b)
-    )
+    a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
     with _scopes.high_precision(why):
-        y = lax.dot_general(a, b, (contract, (leading, leading)))
+        y = lax.dot_general(a.astype(dtype), b.astype(dtype), (contract, (leading, leading)))
     return _plus(y, bias, batch, out_dtype)
 
 

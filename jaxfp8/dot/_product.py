@@ -11,15 +11,19 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import ops
 from .._jax import _compat, _mesh, _warnings
 from .._jax._primitives import compiled
 from ..numerics import FP8_DTYPES
 from ..ops._implementation import selected, using
-from ..recipes import DotGeneralState, FP8StateWarning, value_of
+from ..recipes import DotGeneralState, FP8StateWarning, QTensor, largest, value_of
+from ._activation_gradient import ActivationGradient
+from ._fp8_residual import compressed
 from ._gemms import Product, backward, forward
 from ._wrapping import wrapped
 
@@ -28,7 +32,11 @@ OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
 def multiply(product: Product):
-    """Return the FP8 product as a function `(x, kernel, bias, state, codes) -> y`; of codes without their sources."""
+    """Return the FP8 product as a function `(x, kernel, bias, state, codes) -> y`; of codes without their sources.
+
+    A product with an activation gives `(y, activation(y))`. The gradient belongs to the second: its cotangent becomes
+    FP8 together with the derivative, unless y has a cotangent of its own.
+    """
     return wrapped(functools.partial(_fp8, product), functools.partial(_float32, product))
 
 
@@ -45,16 +53,26 @@ def _float32(product, x, kernel, bias, state, codes):
 
 def _fp8(product, x, kernel, bias, state, codes):
     leaves, tree = jax.tree.flatten((bias, state, codes))
-    return _product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
+    results = _product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
+    return results[0] if product.activation is None else tuple(results)
 
 
 def _primal(x, kernel, *leaves, product, tree, implementation):
     with using(implementation):
-        return forward(product, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0]
+        return _results(product, forward(product, x, kernel, *jax.tree.unflatten(tree, leaves), None)[0])
+
+
+def _results(product, y) -> list:
+    """Return the results of the primitive: y, and the values of the activation, if there is one."""
+    if product.activation is None:
+        return [y]
+    # Named here already, so that a policy which saves y saves the one array that the backward reads.
+    y = checkpoint_name(y, OUTPUT_NAME)
+    return [y, ops.activate(y, product.activation)]
 
 
 def _abstract(x, kernel, *leaves, product, tree, implementation):
-    """Type the result as `lax.dot_general` does: shape and sharding. It varies over every axis that an operand does."""
+    """Type results as `lax.dot_general` does: shape and sharding. They vary over every axis that an operand does."""
     del tree, implementation
     vmapped = tuple(range(product.vmap_dims))
     contract, batch = ([tuple(d + len(vmapped) for d in dims) for dims in pair] for pair in product.dimension_numbers)
@@ -71,7 +89,12 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
         preferred_element_type=None,
         out_sharding=out_sharding,
     )
-    return dot
+    if product.activation is None:
+        return [dot]
+    if not ops.is_gated(product.activation):
+        return [dot, dot]
+    (*spec, _, last), (*shape, _, n) = dot.sharding.spec, dot.shape
+    return [dot, dot.update(shape=(*shape, n), sharding=dot.sharding.update(spec=PartitionSpec(*spec, last)))]
 
 
 def _batch(args, dims, *, product, **params):
@@ -84,8 +107,8 @@ def _batch(args, dims, *, product, **params):
     # 1. Without examples there is nothing to multiply.
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if size == 0:
-        out = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
-        return jnp.zeros((0, *out.shape), out.dtype), 0
+        outs = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
+        return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
     # 2. Codes of x with one scale and one amax for all examples are more rows of x, as x without codes is.
     bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
@@ -110,7 +133,8 @@ def _batch(args, dims, *, product, **params):
             repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        return _product_p.bind(*leading, product=product.with_vmap_dims(1), **params), 0
+        results = _product_p.bind(*leading, product=product.with_vmap_dims(1), **params)
+        return results, [0] * len(results)
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
@@ -135,7 +159,8 @@ def _batch(args, dims, *, product, **params):
         out_sharding = PartitionSpec(*out_sharding[: out_dim - first], axis, *out_sharding[out_dim - first :])
     numbers = ((tuple(x_contract), tuple(kernel_contract)), (tuple(x_batch), tuple(kernel_batch)))
     product = dataclasses.replace(product, dimension_numbers=numbers, out_sharding=out_sharding)
-    return _product_p.bind(x, kernel, *leaves, product=product, **params), out_dim
+    results = _product_p.bind(x, kernel, *leaves, product=product, **params)
+    return results, [out_dim] * len(results)
 
 
 def _without(x, dim):
@@ -153,7 +178,7 @@ def _repeat(batch, x):
 
 # `_repeat` for state: the next states of the examples combine by max.
 repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
-repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (jnp.max(ct, axis=0),))
+repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (largest(ct),))
 
 
 _NOT_UPDATED = (
@@ -187,7 +212,10 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
 
 
 def _linearize(is_linear, *primals, product, tree, implementation):
-    """Compute the forward now; return `(y, residuals, function)`, which binds a primitive that is only transposed."""
+    """Compute the forward now; return `(results, residuals, linear)`; `linear` binds a primitive without a forward.
+
+    The backward of an activation reads y.
+    """
     x, kernel, *leaves = primals
     for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
         if operand.dtype in FP8_DTYPES and linear:
@@ -201,9 +229,12 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     warn_of_state(product.quantizers, is_updated, product.layer)
-    out = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
+    outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
+        results = _results(product, _mesh.placed_as(outs[0], y))
+        y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
+    residuals = residuals, y
     # All that the backward needs beside the residuals is static, so that remat and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     params = {
@@ -213,7 +244,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         "operands": tuple(jax.typeof(operand) for operand in primals[:plain]),
         "state_leaves": tuple(len(jax.tree.leaves(old)) for old in _by_field(state)),
         "implementation": implementation,
-        "out": out,
+        "outs": tuple(outs),
     }
 
     # Operands without a tangent get no gradient: the backward leaves out their product.
@@ -221,13 +252,13 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
         return _linear_p.bind(*tangents, *residuals, **params)
 
-    return _mesh.placed_as(out, y), residuals, linear
+    return list(map(_mesh.placed_as, outs, results)), residuals, linear
 
 
 def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
-    y, residuals, linear = _linearize(is_linear, *primals, **params)
-    return y, linear(residuals, *tangents)
+    results, residuals, linear = _linearize(is_linear, *primals, **params)
+    return results, linear(residuals, *tangents)
 
 
 def _by_field(state: DotGeneralState) -> list:
@@ -239,9 +270,13 @@ def _differentiated(is_linear, plain) -> list[str]:
     return [name for name, linear in zip(("x", "kernel", "bias")[:plain], is_linear, strict=False) if linear]
 
 
-def _transpose(grad, *args, product, is_linear, residual_tree, operands, state_leaves, implementation, out):
-    del out
-    residuals = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
+def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, state_leaves, implementation, outs):
+    del outs
+    residuals, y = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
+    y = y.dequantize(product.out_dtype) if isinstance(y, QTensor) else y
+    grad = _gradient(product, y, *cotangents)
+    if grad is None:
+        return [None] * len(args)
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
@@ -252,11 +287,22 @@ def _transpose(grad, *args, product, is_linear, residual_tree, operands, state_l
         for aval, ct in zip(operands, gradients, strict=False)
     ]
     for count, state in zip(state_leaves, _by_field(next_state), strict=True):
-        # A quantizer without a step, as that of final codes, does not touch its state.
-        cotangents += [None] * count if state is None else jax.tree.leaves(state)
+        # A quantizer without a step, as that of final codes, does not touch its state; a reading stands for histories.
+        leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
+        cotangents += [None] * count if state is None else leaves[:count]
     cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have none
     linear = [ct for ct, linear in zip(cotangents, is_linear, strict=True) if linear]
     return linear + [None] * (len(args) - len(linear))
+
+
+def _gradient(product, y, ct, ct_activated=None):
+    """Return the gradient of y from the cotangents of y and of its activation; None where both are zero."""
+    parts = [] if type(ct) is ad.Zero else [ct]
+    if ct_activated is not None and type(ct_activated) is not ad.Zero:
+        parts.append(ActivationGradient(y, ct_activated, product.activation))
+    if len(parts) == 2:  # one tensor has to hold the sum
+        return parts[0] + parts[1].value
+    return parts[0] if parts else None
 
 
 def _only_reverse(*args, **params):
@@ -268,16 +314,18 @@ def _only_reverse(*args, **params):
 
 
 _product_p = Primitive("fp8_product")
+_product_p.multiple_results = True
 _product_p.def_abstract_eval(_abstract)
 _product_p.def_impl(compiled(_product_p))
 _compat.needs_devices(_product_p)
-mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=False))
+mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=True))
 batching.primitive_batchers[_product_p] = _batch
 ad.primitive_jvps[_product_p] = _jvp
 _compat.linearizes_by(_product_p, _linearize)
 
 _linear_p = Primitive("fp8_product_linear")
-_linear_p.def_abstract_eval(lambda *args, out, **params: out)
+_linear_p.multiple_results = True
+_linear_p.def_abstract_eval(lambda *args, outs, **params: outs)
 ad.deflinear2(_linear_p, _transpose)
 ad.primitive_jvps[_linear_p] = _only_reverse
 batching.primitive_batchers[_linear_p] = _only_reverse

@@ -11,22 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import ops
+from .. import ops, recipes
 from .._jax import _mesh
 from ..ops import _checks
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
-from ..recipes import (
-    AmaxReduction,
-    DotGeneralState,
-    GEMMType,
-    HighPrecisionQuantizer,
-    OperandOptions,
-    QTensor,
-    Recipe,
-    next_states,
-    read_states,
-)
+from ..recipes import DotGeneralState, GEMMType, HighPrecisionQuantizer, QTensor, Recipe
 from ._dot_general import checked_quantizers
 from ._fused_input import Activated, Normalized
 from ._gemms import RESIDUAL_NAME
@@ -97,7 +87,7 @@ def ragged_dot(
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    reduce = AmaxReduction.for_recipe(recipe)
+    reduce = recipes.AmaxReduction.for_recipe(recipe)
     product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), reduce, selected())
     # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
     state = vmapped_state(shared(state), lhs, rhs, group_sizes)
@@ -107,7 +97,6 @@ def ragged_dot(
 
 def _float32(lhs, rhs, group_sizes, state):
     """Multiply the operands as they are, in float32."""
-    del state
     lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     return lax.ragged_dot(lhs, rhs, group_sizes, precision=lax.Precision.HIGHEST)
 
@@ -127,7 +116,7 @@ class _RaggedProduct:
     quantizers: tuple
     out_dtype: np.dtype
     precise: frozenset
-    reduce: AmaxReduction
+    reduce: recipes.AmaxReduction
     implementation: str | None
 
     def gemm(self, gemm_type: GEMMType, a, b, a_scale_inv, b_scale_inv, group_sizes, out_dtype):
@@ -158,10 +147,10 @@ def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentia
     needs_dlhs, needs_drhs = (name in (differentiated or ()) for name in ("lhs", "rhs"))
     # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = (state.input, state.kernel, None if differentiated is None else state.output_grad)
-    lhs_step, rhs_step, grad_step = read_states(product.quantizers, states)
+    lhs_step, rhs_step, grad_step = recipes.read_states(product.quantizers, states, recipes.reading_of(state))
     lhs_quantizer, rhs_quantizer, _ = product.quantizers
     x = _in_a_group(lhs, group_sizes)
-    options = OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
+    options = recipes.OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
     lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, options)
     # fprop contracts k, which is not the last dimension of rhs: it always reads the transposed layout.
     rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, options._replace(columnwise=True))
@@ -170,7 +159,7 @@ def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentia
     # wgrad reads lhs with its rows last, dgrad rhs with its columns last.
     lhs = dataclasses.replace(lhs, data=None) if needs_drhs else lhs.for_next_state()
     rhs = dataclasses.replace(rhs, data_t=None) if needs_dlhs else rhs.for_next_state()
-    return y, (lhs, rhs, grad_step)
+    return y, (lhs, rhs, grad_step, recipes.reading_of(state))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -195,7 +184,7 @@ def _fp8_fwd(product, lhs, rhs, group_sizes, state):
 
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
-    (lhs, rhs, grad_step), group_sizes, types = residuals
+    (lhs, rhs, grad_step, reading), group_sizes, types = residuals
     # A gradient of zeros is quantized all the same: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
@@ -204,9 +193,9 @@ def _fp8_bwd(product, residuals, grad):
     needs_dlhs, needs_drhs = rhs.data is not None, lhs.data_t is not None
     with using(product.implementation):
         x = _in_a_group(grad, group_sizes)
-        options = OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
+        options = recipes.OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
         q, _ = product.quantizers[2].quantize_operand(x, grad_step, options)
-        next_state = DotGeneralState(*next_states([lhs, rhs, q], product.reduce))
+        next_state = DotGeneralState(*recipes.next_states([lhs, rhs, q], product.reduce, reading))
         if needs_dlhs:
             scales = q.scale_inv, rhs.scale_inv
             dlhs = product.gemm(GEMMType.DGRAD, q.data, rhs.data, *scales, group_sizes, types.lhs.dtype)

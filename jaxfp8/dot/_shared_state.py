@@ -6,12 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import _compat
+from ..recipes import is_reading
 
 
 def shared(state):
-    """`state` as f32, such that the cotangents of all uses of its leaves meet in a max."""
+    """`state` as f32, such that the cotangents of all uses of its leaves meet in a max.
+
+    A reading stays as it is: a loop keeps what it runs over for its backward, and no copy of that.
+    """
 
     def use(leaf):
+        if is_reading(leaf):
+            return leaf
         if _compat.is_foreign_max(leaf):
             return _from_foreign_max(leaf, leaf.dtype)
         if _compat.is_max(leaf):

@@ -22,6 +22,11 @@ def wrapping(wrapper: Callable | None):
     return _wrapper(wrapper)
 
 
+def is_wrapping() -> bool:
+    """Tell whether products are wrapped."""
+    return _wrapper.value is not None
+
+
 def wrapped(fp8: Callable, f32: Callable) -> Callable:
     """Return `fp8`, or the wrapper of both where there is one."""
     return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, fp8, f32)

@@ -8,66 +8,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import ops
+from .. import recipes
 from ..dot import dot_general
-from ..numerics import E4M3, E5M2
+from ..numerics import E4M3
 from ..ops import _ffi, _support
-from ..recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    MXFP8BlockScaling,
-    init_state,
-)
+from . import _op_cases as _cases
 
 _N = 256  # a multiple of every block
 _X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)
 _KERNEL = jax.ShapeDtypeStruct((_N, _N), jnp.float32)
-_CODES = jax.ShapeDtypeStruct((_N, _N), E4M3.dtype)
-_ONE = jax.ShapeDtypeStruct((1,), jnp.float32)
-_VECTOR = jax.ShapeDtypeStruct((_N,), jnp.float32)
-_TILES = jax.ShapeDtypeStruct((_N, _N // 128), jnp.float32)
-_SIZES = jax.ShapeDtypeStruct((2,), jnp.int32)
-_TILE = (1, 128)
-
-# A call of each op, and its arguments.
-OPS: dict[str, tuple[Callable, tuple]] = {
-    "amax": (ops.amax, (_X,)),
-    "amax_to_scale": (lambda amax, s: ops.amax_to_scale(amax, s, fp8_max=E4M3.max), (_ONE, _ONE)),
-    "delayed_scales": (lambda h, s: ops.delayed_scales((h,), (s,), fp8_max=(E5M2.max,)), (_VECTOR, _ONE)),
-    "push_amaxes": (lambda h, amax: ops.push_amaxes((h,), (amax,)), (_VECTOR, _ONE)),
-    "quantize": (lambda x, s: ops.quantize(x, s, E4M3.dtype), (_X, _ONE)),
-    "quantize_transpose": (lambda x, s: ops.quantize_transpose(x, s, E4M3.dtype), (_X, _ONE)),
-    "quantize_activation": (
-        lambda x, s: ops.quantize_activation(x, s, E4M3.dtype, activation="gelu"),
-        (_X, _ONE),
-    ),
-    "quantize_norm": (
-        lambda x, g, s: ops.quantize_norm(x, g, None, s, E4M3.dtype, kind="rms", epsilon=1e-6),
-        (_X, _VECTOR, _ONE),
-    ),
-    "quantize_blocks": (lambda x: ops.quantize_blocks(x, E4M3.dtype, block=_TILE), (_X,)),
-    "quantize_blocks_transpose": (lambda x: ops.quantize_blocks_transpose(x, E4M3.dtype, block=_TILE), (_X,)),
-    "dequantize": (lambda q, s: ops.dequantize(q, s, jnp.bfloat16), (_CODES, _ONE)),
-    "scaled_matmul": (lambda q, s: ops.scaled_matmul(q, q, s, s), (_CODES, _ONE)),
-    "block_scaled_matmul": (
-        lambda q, s: ops.block_scaled_matmul(q, q, s, s, a_block=_TILE, b_block=_TILE),
-        (_CODES, _TILES),
-    ),
-    "ragged_matmul": (
-        lambda a, b, s, sizes: ops.ragged_matmul(a, b, s, s, sizes),
-        (_CODES, jax.ShapeDtypeStruct((2, _N, _N), E4M3.dtype), _ONE, _SIZES),
-    ),
-}
 RECIPES = (
-    DelayedScaling(),
-    Float8CurrentScaling(),
-    Float8RowwiseScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
+    recipes.DelayedScaling(),
+    recipes.Float8CurrentScaling(),
+    recipes.Float8RowwiseScaling(),
+    recipes.Float8BlockScaling(),
+    recipes.MXFP8BlockScaling(),
 )
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
+
+
+def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
+    """Return a call of an op, and its arguments."""
+    shape = (_N,) * (3 if op in _cases.PRODUCTS else 2)
+    return _cases.call(op, _cases.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
+
+
+# The cases of the op `quantize_blocks` take turns with those of the op whose custom call it runs as.
+OPS = {op: _example(op) for op in _cases.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
@@ -94,7 +61,7 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
             return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state).sum()
 
         # Types are enough: programs are lowered and never run, also for platforms that are not here.
-        state = jax.eval_shape(lambda recipe=recipe: init_state(recipe))
+        state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
         calls, reasons = _lowered(platform, jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state))
         products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
         why = "" if products == 3 else "; ".join(reasons) or _why_not(platform, "scaled_matmul")

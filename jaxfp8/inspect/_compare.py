@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
+from flax import linen as nn, nnx
 
+from .._jax._arrays import split_arrays
+from .._jax._table import aligned, member, natural
 from ..dot import _wrapping
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
-from ._table import aligned, member, natural
 
 _TENSORS = ("output", "input_grad", "kernel_grad")
 _COLUMNS = ("layer", *_TENSORS, *(f"model_{name}" for name in _TENSORS))
@@ -100,7 +101,7 @@ def _function(model, args, variables, kwargs):
         fn, args = model.apply, (variables, *args)
     elif variables is not None:
         raise TypeError("compare: variables: expected None for a model that is not Linen's; it holds its own")
-    elif nnx_inspect.is_model(model):
+    elif isinstance(model, nnx.Module):
         fn, args = (lambda model, *args, **kwargs: model(*args, **kwargs)), (model, *args)
     elif callable(model):
         fn = model
@@ -111,17 +112,13 @@ def _function(model, args, variables, kwargs):
 
 def _run(fn, arrays, loss, recorder) -> None:
     """Run one step forward and backward, in which `recorder` stands for each product and records its tensors."""
-    leaves, tree = jax.tree.flatten(arrays)
-    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-    is_float = [_is_float(leaf) for leaf in leaves]
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), arrays)
+    floats, joined = split_arrays(arrays, _is_float)
 
     def loss_of(floats):
-        floats = iter(floats)
-        values = [next(floats) if is_wanted else leaf for leaf, is_wanted in zip(leaves, is_float, strict=True)]
         with _wrapping.wrapping(recorder):
-            return loss(fn(tree.unflatten(values)))
+            return loss(fn(joined(floats)))
 
-    floats = [leaf for leaf, is_wanted in zip(leaves, is_float, strict=True) if is_wanted]
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
 
 
@@ -170,24 +167,16 @@ class _Recorder:
         self.names.append(_wrapping.current_layer() or "product")
         # `custom_vjp` takes arrays; group sizes and codes among them are integers, which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
-        is_float = [_is_float(leaf) for leaf in leaves]
 
         def product(function, leaves):
             return function(*tree.unflatten(leaves))
 
         def gradients(function, leaves, grad):
             """Compute the output, and the gradients of all float leaves."""
-
-            def of_floats(floats):
-                floats = iter(floats)
-                values = [next(floats) if is_wanted else leaf for leaf, is_wanted in zip(leaves, is_float, strict=True)]
-                return product(function, values)
-
-            floats = [leaf for leaf, is_wanted in zip(leaves, is_float, strict=True) if is_wanted]
-            y, pullback = jax.vjp(of_floats, floats)
-            (cotangents,) = pullback(grad.astype(y.dtype))
-            cotangents = iter(cotangents)
-            return y, [next(cotangents) if is_wanted else None for is_wanted in is_float]
+            floats, joined = split_arrays(leaves, _is_float)
+            y, pullback = jax.vjp(lambda floats: product(function, joined(floats)), floats)
+            cotangents = iter(*pullback(grad.astype(y.dtype)))
+            return y, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
 
         out_dtype = jax.eval_shape(functools.partial(product, fp8), leaves).dtype
 
@@ -203,10 +192,9 @@ class _Recorder:
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
             # The callback gives a zero that the gradients depend on: nothing else keeps it in the program.
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
-            return tuple(
-                _cotangent(leaf, None if i > 1 else ct, zero)
-                for i, (leaf, ct) in enumerate(zip(leaves, runs[0][1], strict=True))
-            )
+            # Only x and the kernel have a gradient.
+            cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
+            return tuple(_cotangent(leaf, ct, zero) for leaf, ct in zip(leaves, cotangents, strict=True))
 
         run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
         return run(*leaves)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from .._jax._typing import Tree
-from ..nnx._modules import edit_nodes
 from ..recipes import QuantizerState, prefix_of, slot_axis
 
 
@@ -70,7 +70,31 @@ def _edited(tree, edit):
         return jax.tree.map(functools.partial(visit, within), node, is_leaf=is_holder)
 
     # A module or an optimizer of NNX is edited in place; of any other tree there is a new one.
-    return tree if edit_nodes(tree, edit) else rest(tree)
+    return tree if _edit_nodes(tree, edit) else rest(tree)
+
+
+def _edit_nodes(obj, edit) -> bool:
+    """Replace the members of every node by `edit(members by name)`, in place; False where `obj` is of no such kind.
+
+    Args:
+        obj: an `nnx.Module` or `nnx.Optimizer`.
+        edit: may add members and leave some out; those that stay are not touched.
+    """
+    if not isinstance(obj, (nnx.Module, nnx.Optimizer)):
+        return False
+    for _, node in list(nnx.iter_graph(obj)):
+        if isinstance(node, (dict, nnx.State)):
+            before, remove, put = dict(node), node.__delitem__, node.__setitem__
+        elif isinstance(node, nnx.Module):
+            before, remove, put = dict(vars(node)), node.__delattr__, node.__setattr__
+        else:
+            continue
+        after = edit(before)
+        for name in before.keys() - after.keys():
+            remove(name)
+        for name in after.keys() - before.keys():
+            put(name, after[name])
+    return True
 
 
 def _prefixes(leaves) -> list[str]:
@@ -79,11 +103,9 @@ def _prefixes(leaves) -> list[str]:
 
 
 def _add(leaves: dict) -> dict:
-    return leaves | {
-        f"{prefix}counters": _zeros(prefix, leaves[f"{prefix}amax_history"], leaves[f"{prefix}scale"])
-        for prefix in _prefixes(leaves)
-        if f"{prefix}counters" not in leaves
-    }
+    missing = [prefix for prefix in _prefixes(leaves) if f"{prefix}counters" not in leaves]
+    pairs = {prefix: (leaves[f"{prefix}amax_history"], leaves[f"{prefix}scale"]) for prefix in missing}
+    return leaves | {f"{prefix}counters": _zeros(prefix, *pair) for prefix, pair in pairs.items()}
 
 
 def _remove(leaves: dict) -> dict:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import _compat
+from .._jax._table import aligned
 from ..dot import _gemms
 from ..nnx._inspect import of_arrays
 from ..ops._implementation import using
 from ..recipes import no_reduction
 from ._programs import Place, equations, traced
-from ._table import aligned
-from ._target import Target, are_fp8, is_gemm
+from ._target import GEMM_OPS, Target, are_fp8
 
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
 _PLAIN = {
@@ -72,10 +72,8 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
     """
     target = Target.parse(platform)
     if not callable(fn):
-        raise TypeError(
-            f"gemms: fn: expected a function, its arguments after it, as in gemms(step, state, batch); got a "
-            f"{type(fn).__name__}"
-        )
+        got = type(fn).__name__
+        raise TypeError(f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}")
     program = traced(*of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first come, which is that of the program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
@@ -109,11 +107,8 @@ def assert_fp8(
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
     allowed = [re.compile(pattern) for pattern in ([allow] if isinstance(allow, str) else allow)]
-    missed = [
-        row
-        for row in products.rows
-        if not row["fp8"] and not any(regex.search(row["layer"]) or regex.search(row["line"]) for regex in allowed)
-    ]
+    plain, keys = [row for row in products.rows if not row["fp8"]], ("layer", "line")
+    missed = [row for row in plain if not any(regex.search(row[key]) for regex in allowed for key in keys)]
     name = getattr(fn, "__name__", repr(fn))
     # A function without any product would pass, whatever it is: this is hardly the function that was meant.
     if not products.rows:
@@ -121,10 +116,8 @@ def assert_fp8(
     if missed:
         total, count = (sum(row["times"] for row in rows) for rows in (products.rows, missed))
         table = Gemms(missed, products.platform)
-        raise AssertionError(
-            f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on "
-            f"{table.platform}:\n{table}"
-        )
+        head = f"assert_fp8: {count} of {total} matrix products of {name} would not run in FP8 on {table.platform}"
+        raise AssertionError(f"{head}:\n{table}")
 
 
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
@@ -132,12 +125,9 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     name = eqn.primitive.name
     # A product that nobody differentiates is one equation: look at the equations of its forward.
     if name == "fp8_product":
-        return [
-            row
-            for inner, inside in equations(_forward(eqn))
-            for row in _rows(inner, place._replace(reason=inside.reason), target)
-        ]
-    if is_gemm(eqn):
+        inner = [(inner_eqn, place._replace(reason=inside.reason)) for inner_eqn, inside in equations(_forward(eqn))]
+        return [row for inner_eqn, inner_place in inner for row in _rows(inner_eqn, inner_place, target)]
+    if name in GEMM_OPS:
         why = target.why_not(eqn)
     elif name in _PLAIN:
         why = _why_plain(eqn, place, target)
@@ -170,13 +160,9 @@ def _forward(eqn):
         with using(params["implementation"]):
             return _gemms.forward(product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
 
-    return traced(lambda operands: run(*operands), [_plain(var.aval) for var in eqn.invars])
-
-
-def _plain(aval):
     # State in the dtype that autodiff adds by max is float32 to the forward.
-    dtype = jnp.float32 if aval.dtype == _compat.MAX_DTYPE else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype)
+    types = ((v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype) for v in eqn.invars)
+    return traced(lambda operands: run(*operands), [jax.ShapeDtypeStruct(*shaped) for shaped in types])
 
 
 def _text(aval) -> str:

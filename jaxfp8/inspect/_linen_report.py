@@ -12,9 +12,7 @@ from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipp
 
 NO_PRODUCT = {
     nn.MultiHeadDotProductAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
-    nn.Conv: "convolutions have no FP8 product",
-    nn.ConvTranspose: "convolutions have no FP8 product",
-    nn.ConvLocal: "convolutions have no FP8 product",
+    (nn.Conv, nn.ConvTranspose, nn.ConvLocal): "convolutions have no FP8 product",
     nn.Embed: "an embedding is looked up, and attend has no FP8 product",
 }
 
@@ -23,9 +21,7 @@ _report = jax.make_user_context(None)
 
 
 def rows(model, variables, args, kwargs):
-    """Return `(rows, unused rules)` of a Linen model; None for any other object."""
-    if not isinstance(model, nn.Module):
-        return None
+    """Return `(rows, unused rules)` of a Linen model."""
     recorder = _Recorder()
     with _report(object()), nn.intercept_methods(recorder.record):
         _trace(model, variables, args, kwargs)
@@ -51,12 +47,8 @@ class _Recorder:
         self.rows, self.owners, self.regions, self.used = {}, {}, [], set()
 
     def unused(self) -> list[str]:
-        return [
-            rule_text(i, rule)
-            for region in self.regions
-            for i, rule in enumerate(region.rules)
-            if (region, i) not in self.used
-        ]
+        rules = [(region, i, rule) for region in self.regions for i, rule in enumerate(region.rules)]
+        return [rule_text(i, rule) for region, i, rule in rules if (region, i) not in self.used]
 
     def record(self, next_method, args, kwargs, context):
         """Run a method in Flax's place, and record the layer or product that it belongs to."""

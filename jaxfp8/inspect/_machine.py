@@ -5,6 +5,8 @@ import os
 import pathlib
 import platform
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,22 +14,12 @@ import jax
 from ..ops import _support
 
 PACKAGES = (
-    "jaxfp8",
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "jax-rocm7-plugin",
-    "libtpu",
-    "nvidia-cublas",
-    "flax",
-    "optax",
-    "numpy",
-    "ml_dtypes",
-)
+    "jaxfp8 jax jaxlib jax-cuda13-plugin jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas "
+    "flax optax numpy ml_dtypes"
+).split()
 
 
-def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
@@ -55,11 +47,7 @@ def driver() -> str:
 
 def devices() -> list[dict[str, Any]]:
     """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
-    kinds: dict[tuple, int] = {}
-    for device in jax.devices():
-        capability = ".".join(map(str, _support.capability(device)))
-        kind = (device.platform, device.device_kind, capability)
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter((d.platform, d.device_kind, ".".join(map(str, _support.capability(d)))) for d in jax.devices())
     names = ("platform", "kind", "capability", "count")
     return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
 

@@ -12,8 +12,7 @@ from ._report_rows import first_matrix, recipe_and_reason, row, rule_text, skipp
 
 NO_PRODUCT = {
     nnx.MultiHeadAttention: "attention scores have no FP8 product; its query, key, value and out are layers",
-    nnx.Conv: "convolutions have no FP8 product",
-    nnx.ConvTranspose: "convolutions have no FP8 product",
+    (nnx.Conv, nnx.ConvTranspose): "convolutions have no FP8 product",
     nnx.LoRA: "its products are of arrays, and have no FP8 product",
     nnx.Embed: "an embedding is looked up, and attend has no FP8 product",
     nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
@@ -21,9 +20,7 @@ NO_PRODUCT = {
 
 
 def rows(model, variables, args, kwargs):
-    """Return `(rows, unused rules)` of an NNX model; None for any other object."""
-    if not isinstance(model, nnx.Module):
-        return None
+    """Return `(rows, unused rules)` of an NNX model."""
     if args or kwargs or variables is not None:
         raise TypeError("report: args, variables: expected none for an NNX model, which holds its layers and state")
     rules, used, table = getattr(model, RULES, ()), set(), []
@@ -80,6 +77,5 @@ def _kernel(module):
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape
-    return first_matrix(
-        {name: param.get_value() for name, param in vars(module).items() if isinstance(param, nnx.Param)}
-    )
+    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    return first_matrix({name: param.get_value() for name, param in params.items()})

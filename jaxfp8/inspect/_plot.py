@@ -6,17 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
+from .._jax._table import member
 from ._quantizers import quantizers
-from ._table import member
 
 # More lines than this have no legend: it would hide them.
 _MOST_LABELS = 16
 _OPERANDS = ("input", "kernel", "output_grad")
 
 
-def plot(histories: Mapping[str, ArrayLike] | Sequence[Any], path: str | os.PathLike | None = None) -> Any:
+def plot(histories: Mapping[str, jax.typing.ArrayLike] | Sequence[Any], path: str | os.PathLike | None = None) -> Any:
     """Plot amaxes and scales over steps; one row of axes for inputs, kernels and gradients each.
 
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
@@ -106,8 +105,6 @@ def _lines_of_trees(trees) -> list[tuple]:
         # A stack of layers gives a line for each of them.
         for index in np.ndindex(stack):
             label = layer + member(index)
-            lines += [
-                (group, is_scale, label, values[(slice(None), *index)], False)
-                for is_scale, values in ((False, newest), (True, scales))
-            ]
+            for is_scale, values in ((False, newest), (True, scales)):
+                lines.append((group, is_scale, label, values[(slice(None), *index)], False))
     return lines

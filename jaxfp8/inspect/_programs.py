@@ -14,14 +14,10 @@ from ..dot import _scopes
 # Scopes that transforms add: they say nothing about the model.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")
 _OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
-_LIBRARIES = tuple(
-    os.path.join(path, "")
-    for path in (
-        *(os.path.dirname(sys.modules[name].__file__) for name in ("jax", "jaxlib", "flax") if name in sys.modules),
-        os.path.dirname(os.path.dirname(__file__)),
-        *(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-)
+_PACKAGES = [sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules]
+_FOLDERS = [os.path.dirname(os.path.dirname(__file__)), *(os.path.dirname(package.__file__) for package in _PACKAGES)]
+_FOLDERS += [sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = tuple(os.path.join(folder, "") for folder in _FOLDERS)
 
 
 class Place(NamedTuple):

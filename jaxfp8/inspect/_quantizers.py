@@ -1,16 +1,13 @@
 """The quantizers of a tree, as the functions of this package read them: their arrays and their names."""
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ..recipes import _state_tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrays:
+class Arrays(NamedTuple):
     """The state of one quantizer, or of a stack of them, along whatever axis a transform has stacked it.
 
     Attributes:
@@ -50,22 +47,13 @@ def quantizers(where: str, tree) -> list[Arrays]:
         leaves = [flat.leaves[i] for i in quantizer.positions()]
         axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves[:2])
         # Transforms stack along any axis; whoever reads these arrays gets the slots last.
-        history, scale_inv, *counters = (_slots_last(leaf, axis) for leaf in leaves)
-        arrays.append(Arrays(_below_collection(quantizer.name), history, scale_inv, next(iter(counters), None)))
+        is_last = axis in (-1, leaves[0].ndim - 1)
+        history, scale_inv, *counters = leaves if is_last else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
+        _, collection, name = f"/{quantizer.name}".partition(f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/")
+        arrays.append(Arrays(name if collection else quantizer.name, history, scale_inv, next(iter(counters), None)))
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale side by side), got "
             f"{jax.tree.structure(tree).num_leaves} leaves without one; recipes other than delayed scaling keep none"
         )
     return arrays
-
-
-def _slots_last(leaf, axis: int):
-    return leaf if axis in (-1, leaf.ndim - 1) else jnp.moveaxis(leaf, axis, -1)
-
-
-def _below_collection(name: str) -> str:
-    parts = name.split("/")
-    if _state_tree.OVERWRITE_WITH_GRADIENT in parts:
-        parts = parts[parts.index(_state_tree.OVERWRITE_WITH_GRADIENT) + 1 :]
-    return "/".join(parts)

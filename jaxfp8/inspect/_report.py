@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+from flax import linen as nn, nnx
+
 from .._jax import _warnings
+from .._jax._table import aligned, natural
 from ..recipes import kind
 from . import _linen_report as linen_report, _nnx_report as nnx_report
 from ._report_rows import COLUMNS
-from ._table import aligned, natural
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -53,10 +55,10 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
         TypeError: neither a Linen nor an NNX module; arguments for an NNX module.
         ValueError: with `strict`, a rule that decides nothing.
     """
-    reports = (rows_of(model, variables, args, kwargs) for rows_of in (linen_report.rows, nnx_report.rows))
-    rows, unused = next((report for report in reports if report is not None), (None, None))
-    if rows is None:
+    if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
+    rows_of = linen_report.rows if isinstance(model, nn.Module) else nnx_report.rows
+    rows, unused = rows_of(model, variables, args, kwargs)
     result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"

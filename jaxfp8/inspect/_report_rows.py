@@ -20,8 +20,8 @@ def row(layer: str, kind: str, recipe, why: str, input=None, kernel=None) -> dic
 
 
 def why_no_product(reasons, module) -> str | None:
-    """Return the reason, out of those by class, why a module has no FP8 product; or None."""
-    return next((reason for cls, reason in reasons.items() if isinstance(module, cls)), None)
+    """Return the reason, out of those by class or classes, why a module has no FP8 product; or None."""
+    return next((reason for classes, reason in reasons.items() if isinstance(module, classes)), None)
 
 
 def first_matrix(params) -> tuple[int, ...] | None:

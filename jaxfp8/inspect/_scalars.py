@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax._table import member
 from ..numerics import _scaling
 from ._quantizers import quantizers
-from ._table import member
 
 _FIGURES = ("scale", "amax", "amax_max", "peak")
 _COUNTERS = ("saturated", "flushed", "steps_since_change")

@@ -7,27 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._jax._table import aligned, member
 from ..numerics import FP8_DTYPES, fp8_max
 from ._quantizers import quantizers
-from ._table import aligned, member
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
-_COLUMNS = {
-    "name": "quantizer",
-    "scale": "scale",
-    "newest": "amax",
-    "max": "max",
-    "min": "min",
-    "filled": "filled",
-    "peak": "peak",
-    "follows": "follows",
-    "saturated": "saturated",
-    "flushed": "flushed",
-    "steps_since_change": "steps",
-}
-
-
+_COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "saturated", "flushed")
+_COLUMNS += ("steps_since_change",)
+_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}  # the others are those of the columns
 # A table of more rows than a screen has has a line for each group.
 _SCREEN = 40
 
@@ -62,7 +50,7 @@ class Summary:
     rows: list[dict[str, Any]]
 
     def __repr__(self) -> str:
-        lines = [tuple(_COLUMNS.values())]
+        lines = [[_HEADS.get(key, key) for key in _COLUMNS]]
         for row in self.rows if len(self.rows) <= _SCREEN else _groups(self.rows):
             cells = row | {"filled": f"{row['filled']}/{row['length']}"}
             lines.append(tuple(_text(key, cells[key]) for key in _COLUMNS))
@@ -93,9 +81,7 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
     """
     states = quantizers("summary: variables", variables)
     if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
-        raise TypeError(
-            "summary: variables: expected concrete arrays, got traced ones; inside of jit use jaxfp8.inspect.measure"
-        )
+        raise TypeError("summary: variables: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
     rows = []
     for arrays in states:
         on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
@@ -116,10 +102,8 @@ def _groups(rows) -> list[dict[str, Any]]:
     groups = {}
     for row in rows:
         groups.setdefault(re.sub(r"\d+", "*", row["name"]), []).append(row)
-    return [
-        max(group, key=_badness) | ({"name": f"{name} x{len(group)}"} if len(group) > 1 else {})
-        for name, group in groups.items()
-    ]
+    names = {name: f"{name} x{len(group)}" if len(group) > 1 else group[0]["name"] for name, group in groups.items()}
+    return [max(group, key=_badness) | {"name": names[name]} for name, group in groups.items()]
 
 
 def _row(name, history, scale_inv, counters) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The target of a program: the FP8 GEMMs that a platform has."""
 
-import dataclasses
 import re
 from typing import NamedTuple
 
@@ -8,7 +7,8 @@ from ..numerics import E5M2, FP8_DTYPES
 from ..ops import _ffi, _primitive, _support
 
 _OTHERS = ("cpu", "tpu", "rocm")
-_GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragged_matmul")
+# The primitives of the FP8 GEMMs of `jaxfp8.ops`.
+GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragged_matmul")
 
 
 class _Gpu(NamedTuple):
@@ -18,8 +18,7 @@ class _Gpu(NamedTuple):
     compute_capability: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A platform.
 
     Attributes:
@@ -89,11 +88,6 @@ class Target:
         if missing:
             return missing.reason
         return "no tensor core multiplies two float8_e5m2" if a == b == E5M2.dtype else None
-
-
-def is_gemm(eqn) -> bool:
-    """Return whether an equation is an FP8 GEMM of `jaxfp8.ops`."""
-    return eqn.primitive.name in _GEMM_OPS
 
 
 def are_fp8(*dtypes) -> bool:

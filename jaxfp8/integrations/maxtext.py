@@ -1,57 +1,75 @@
-"""MaxText: `quantization=fp8` with the products of this library in place of Flax's, and with gradient accumulation.
+"""MaxText: its own flags of FP8 with the products of this library, and with gradient accumulation.
 
     from jaxfp8.integrations import maxtext
 
     maxtext.install()  # then train as ever; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
-This module was written after MaxText 0.2.5, whose FP8 is two methods of `layers/quantizations.py`, and tried with it.
+This module was written after MaxText 0.2.5, which makes all products from one object of `layers/quantizations.py`.
 `install` first looks up whatever it changes: it refuses a MaxText that lacks any of it, and leaves it as it was.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.metadata
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, nnx
+from flax import linen as nn
 
+from ..dot import checkpoint_policies
 from ..linen import Fp8DotGeneral, Fp8Einsum
-from ..nnx import OverwriteWithGradient, trainable, value_and_grad
-from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, Recipe, _state_tree, checked
-from ..train import accumulate_gradients, update_state
+from ..nnx import max_grad
+from ..recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, checked
+from ._maxtext_accumulation import accumulate_with_state
 
 __all__ = ["Fp8DirectDotGeneralOp", "install"]
 
+# MaxText has no name for block scaling: `_config_class` adds this one.
+_BLOCK = "te_fp8_blockscaling"
+_RECIPES: dict[str, Recipe] = {
+    "fp8": DelayedScaling(),
+    "te_fp8_delayedscaling": DelayedScaling(),
+    "te_fp8_currentscaling": Float8CurrentScaling(),
+    _BLOCK: Float8BlockScaling(),
+    "te_mxfp8": MXFP8BlockScaling(),
+}
 _TRIED = "0.2.5"
-_QUANTIZATIONS = "maxtext.layers.quantizations"
-_ACCUMULATION = "maxtext.utils.gradient_accumulation"
-_CONFIG = "maxtext.configs.pyconfig"
-_CHECKS = "maxtext.utils.train_utils"
-_ACCUMULATE = "gradient_accumulation_loss_and_grad"
 _VALIDATOR = "set_derived_and_validate_values"
+_TRAIN = "maxtext.trainers.pre_train.train"
 _HOOKS = {
-    _QUANTIZATIONS: ("Fp8Quantization.dot_general_cls", "Fp8Quantization.einsum"),
-    _ACCUMULATION: (_ACCUMULATE, "nnx.value_and_grad"),
-    _CONFIG: ("_initialize_pydantic", f"types.MaxTextConfig.{_VALIDATOR}"),
-    _CHECKS: ("validate_train_config",),
+    "maxtext.layers.quantizations": ("configure_quantization", "Fp8Quantization"),
+    "maxtext.layers.nnx_decoders": ("NNXDecoder.minimal_policy",),
+    "maxtext.utils.gradient_accumulation": ("gradient_accumulation_loss_and_grad", "nnx.value_and_grad"),
+    "maxtext.configs.pyconfig": ("_initialize_pydantic", f"types.MaxTextConfig.{_VALIDATOR}"),
+    "maxtext.utils.train_utils": ("validate_train_config",),
+    _TRAIN: ("loss_fn",),
 }
 
 _installed = contextlib.ExitStack()
 
 
 def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
-    """Give MaxText's `quantization=fp8` the products of this library, for models that are made from now on.
+    """Give MaxText's flags of FP8 the products of this library, for models that are made from now on.
 
-    Dense layers get an `Fp8DotGeneral` and the experts' einsums an `Fp8Einsum`. State is where Flax's classes have it,
-    under the same names, so checkpoints of a run with Flax's FP8 go on with ours. `gradient_accumulation_steps` may be
-    more than 1: all microbatches of a step run on the same state, whose next value is that of their largest amaxes.
+    | `quantization=` | recipe |
+    |---|---|
+    | `fp8`, `te_fp8_delayedscaling` | `DelayedScaling()` |
+    | `te_fp8_currentscaling` | `Float8CurrentScaling()` |
+    | `te_fp8_blockscaling`, a name that MaxText itself lacks | `Float8BlockScaling()` |
+    | `te_mxfp8` | `MXFP8BlockScaling()` |
+
+    TransformerEngine need not be there. Dense layers get an `Fp8DotGeneral` and the experts' einsums an `Fp8Einsum`.
+    State is where Flax's classes have it under `fp8`, with the same names, so checkpoints of a run with Flax's FP8 go
+    on with ours. `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on the same state,
+    whose next value is that of their largest amaxes. In the loss all uses of one state combine by max, as under
+    `jaxfp8.value_and_grad`. `remat_policy=minimal_with_quantization` keeps FP8 codes.
 
     Args:
-        recipe: how operands become FP8; `jaxfp8.DelayedScaling()` without one.
+        recipe: how operands become FP8 under every one of the flags, in place of the table.
 
     Returns:
         A context that undoes the call: by `close()`, or at the end of a `with` block. A second call undoes the first.
@@ -61,7 +79,9 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
         TypeError: `recipe` is not a Recipe.
     """
     global _installed
-    recipe = DelayedScaling() if recipe is None else checked("maxtext.install: recipe", recipe)
+    recipes = _RECIPES
+    if recipe is not None:
+        recipes = dict.fromkeys(_RECIPES, checked("maxtext.install: recipe", recipe))
     # 1. Look up everything before the first change.
     modules = {name: _module(name) for name in _HOOKS}
     for name, hooks in _HOOKS.items():
@@ -70,17 +90,18 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     # 2. Undo an earlier call, then make all changes or none.
     _installed.close()
     with contextlib.ExitStack() as undo:
-        quantization = modules[_QUANTIZATIONS].Fp8Quantization
-        _set(undo, quantization, "dot_general_cls", _dot_general_cls(recipe))
-        _set(undo, quantization, "einsum", _einsum(recipe))
-        accumulate = getattr(modules[_ACCUMULATION], _ACCUMULATE)
-        for module in _importers(_ACCUMULATE, accumulate):
-            _set(undo, module, _ACCUMULATE, _accumulate_with_state(accumulate, modules[_ACCUMULATION]))
-        parse = modules[_CONFIG]._initialize_pydantic
-        _set(undo, modules[_CONFIG], "_initialize_pydantic", _parse_with_accumulation(parse, modules[_CONFIG].types))
-        check = modules[_CHECKS].validate_train_config
-        for module in _importers("validate_train_config", check):
-            _set(undo, module, "validate_train_config", _check_with_accumulation(check))
+        quantizations, decoders, accumulation, config, checks, train = modules.values()
+        for owner, name, wrap in (
+            (quantizations, "configure_quantization", functools.partial(_configure, recipes=recipes)),
+            (decoders.NNXDecoder, "minimal_policy", _keep_codes),
+            (accumulation, "gradient_accumulation_loss_and_grad", accumulate_with_state),
+            (config, "_initialize_pydantic", _parse),
+            (checks, "validate_train_config", _check),
+            (train, "loss_fn", _share_state),
+        ):
+            original = getattr(owner, name)
+            for importer in _importers(name, original) or [owner]:
+                _set(undo, importer, name, functools.wraps(original)(wrap(owner, original)))
         _installed = undo.pop_all()
     return _installed
 
@@ -143,150 +164,112 @@ class _Fp8Einsum(nn.Module):
         return einsum(eqn, lhs, rhs, **{"preferred_element_type": self.dtype} | options)
 
 
-def _dot_general_cls(recipe):
-    def dot_general_cls(self, mesh_axes=()):
-        del self, mesh_axes
-        return functools.partial(Fp8DirectDotGeneralOp, recipe=recipe)
+def _configure(module, original, recipes):
+    """Wrap MaxText's choice of a quantization: where it takes Flax's for `fp8`, ours goes under all of our flags."""
 
-    return dot_general_cls
+    @dataclasses.dataclass
+    class Quantization(module.Fp8Quantization):  # by this class MaxText's experts know that einsums keep state
+        recipe: Any
+        quantize_dtype: Any = None  # of grouped products, which MaxText quantizes itself, under `fp8` alone
 
+        def dot_general_cls(self, mesh_axes=()):
+            del mesh_axes
+            return functools.partial(Fp8DirectDotGeneralOp, recipe=self.recipe)
 
-def _einsum(recipe):
-    def einsum(self, dtype=jnp.float32):
-        del self
-        return _Fp8Einsum(recipe=recipe, dtype=dtype)
+        def einsum(self, dtype=jnp.float32):
+            return _Fp8Einsum(recipe=self.recipe, dtype=dtype)
 
-    return einsum
+    def configure(config, *args, **options):
+        recipe = recipes.get(config.quantization)
+        if recipe is None:
+            return original(config, *args, **options)
+        quantization = original(_With(config, quantization="fp8"), *args, **options)
+        if not isinstance(quantization, module.Fp8Quantization):
+            return quantization
+        return Quantization(recipe, quantization.quantize_dtype if config.quantization == "fp8" else None)
 
-
-# -------------------------------------------------------------------------------------------------- accumulation
-
-
-class _NextState(nnx.Variable):
-    """The FP8 state of the next step, as far as the microbatches so far tell."""
-
-
-def _state(tree) -> dict:
-    """Return the FP8 state of an NNX model, or of gradients, as a tree of arrays that our functions know."""
-    state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
-    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
+    return configure
 
 
-def _accumulate_with_state(original, module):
-    """Wrap MaxText's accumulation, which adds up gradients of parameters, and keep the state beside them."""
+def _keep_codes(decoder, original):
+    """Wrap MaxText's policies of rematerialization: TransformerEngine's codes have the name `quantization` there."""
+    del decoder
 
-    @functools.wraps(original)
-    def accumulate(loss_fn, config, model, *args, **options):
-        is_nnx = isinstance(model, nnx.Module)
-        if not is_nnx and _state_tree.flatten((args, options)).positions():
-            raise TypeError(
-                "maxtext: model: expected an NNX model for FP8 with gradient accumulation, got a "
-                f"{type(model).__name__}: MaxText would add up its state with its gradients; set "
-                "gradient_accumulation_steps=1"
-            )
-        old = _state(model) if is_nnx else {}
-        # A model without FP8 state is left to MaxText alone.
-        if not jax.tree.leaves(old):
-            return original(loss_fn, config, model, *args, **options)
-        # MaxText carries all variables that are no parameters from one microbatch to the next.
-        model.fp8_next_state = _NextState(jax.tree.map(jnp.zeros_like, old))
-        with contextlib.ExitStack() as undo:
-            # MaxText's function looks up `nnx` in its module while it is traced, so the change can end with the call.
-            _set(undo, module, "nnx", _NnxWithState())
-            result = original(loss_fn, config, model, *args, **options)
-        new = model.fp8_next_state.get_value()
-        del model.fp8_next_state
-        _put(model, update_state(old, new))
-        return result
+    def minimal_policy(self, with_context=False, with_quantization=False):
+        policy = original(self, with_context, with_quantization)
+        if not with_quantization:
+            return policy
+        return jax.checkpoint_policies.save_from_both_policies(policy, checkpoint_policies.save_fp8_residuals)
 
-    return accumulate
+    return minimal_policy
 
 
-def _put(model, state: dict) -> None:
-    variables = nnx.state(model, OverwriteWithGradient)
-    nnx.replace_by_pure_dict(variables, state[OVERWRITE_WITH_GRADIENT])
-    nnx.update(model, variables)
+def _share_state(module, original):
+    """Wrap MaxText's loss: all uses of one state in it combine by max."""
+    del module
 
+    def loss_fn(model, *args, **options):
+        with max_grad(model):
+            return original(model, *args, **options)
 
-class _NnxWithState:
-    """`flax.nnx` for MaxText's accumulation.
-
-    `value_and_grad` gives the gradients of parameters to MaxText, and those of the state to `model.fp8_next_state`.
-    """
-
-    def __getattr__(self, name):
-        return getattr(nnx, name)
-
-    @staticmethod
-    def value_and_grad(f, *, argnums=0, has_aux=False):
-        differentiate = value_and_grad(f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux)
-
-        def step(model, *args, **options):
-            old = _state(model)
-            out, gradients = differentiate(model, *args, **options)
-            # Every microbatch reads the state that the step began with.
-            _put(model, old)
-            model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
-            # MaxText adds up whatever it is given, so it is given no state.
-            return out, nnx.filter_state(gradients, nnx.Param)
-
-        return step
+    return loss_fn
 
 
 # ---------------------------------------------------------------------------------------------------- its checks
 
 
-def _parse_with_accumulation(original, types):
-    """Wrap MaxText's parser of its configuration, without its refusal of FP8 with gradient accumulation."""
+def _parse(module, original):
+    """Wrap MaxText's parser of its configuration: it knows block scaling, and FP8 with gradient accumulation."""
 
-    @functools.wraps(original)
-    def parse(argv=None, config_class=types.MaxTextConfig, **options):
-        return original(argv, config_class=_accumulating(config_class), **options)
+    def parse(argv=None, config_class=module.types.MaxTextConfig, **options):
+        return original(argv, config_class=_config_class(config_class), **options)
 
     return parse
 
 
 @functools.cache
-def _accumulating(config_class):
-    from pydantic import model_validator
+def _config_class(base):
+    from pydantic import create_model, model_validator
 
-    validate = getattr(config_class, _VALIDATOR)
+    validate = getattr(base, _VALIDATOR)
 
     def with_accumulation(self):
         quantization = self.quantization
-        if quantization != "fp8" or self.gradient_accumulation_steps == 1:
+        if quantization not in _RECIPES or self.gradient_accumulation_steps == 1:
             return validate(self)
-        self.quantization = type(quantization)("te_no_quant")  # quantized for all other checks
+        self.quantization = "te_no_quant"  # quantized for all other checks
         try:
             return validate(self)
         finally:
             self.quantization = quantization
 
-    # A validator of the same name takes the place of that of the class it derives from.
-    return type(
-        config_class.__name__,
-        (config_class,),
-        {"__module__": config_class.__module__, _VALIDATOR: model_validator(mode="after")(with_accumulation)},
+    field = base.model_fields["quantization"]
+    return create_model(
+        base.__name__,
+        __base__=base,
+        __module__=base.__module__,
+        # A validator of the same name takes the place of that of the class it derives from.
+        __validators__={_VALIDATOR: model_validator(mode="after")(with_accumulation)},
+        quantization=(field.annotation | Literal[_BLOCK], field),
     )
 
 
-def _check_with_accumulation(original):
+def _check(module, original):
     """Wrap MaxText's check of a training configuration, which asserts that FP8 does not accumulate."""
+    del module
 
-    @functools.wraps(original)
     def check(config):
-        return original(_OneStep(config) if config.quantization == "fp8" else config)
+        accumulates = config.quantization in _RECIPES
+        return original(_With(config, gradient_accumulation_steps=1) if accumulates else config)
 
     return check
 
 
-class _OneStep:
-    """A configuration that does not accumulate."""
+class _With:
+    """A configuration with some values that are others."""
 
-    gradient_accumulation_steps = 1
-
-    def __init__(self, config):
-        self._config = config
+    def __init__(self, config, **values):
+        vars(self).update(values, _config=config)
 
     def __getattr__(self, name):
         return getattr(self._config, name)
@@ -298,4 +281,4 @@ if __name__ == "__main__":
     from jaxfp8.integrations import maxtext  # this file is `__main__` here, and is not to be there twice
 
     maxtext.install()
-    app.run(_module("maxtext.trainers.pre_train.train").main)
+    app.run(_module(_TRAIN).main)

@@ -54,9 +54,12 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: ArrayLike | Activated | Normalized, out_sharding: NamedSharding | PartitionSpec | None = None
+        self,
+        x: ArrayLike | Activated | Normalized,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        activation: str | None = None,
     ) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` and `activation` as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         if not x.shape:
             raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
@@ -82,6 +85,7 @@ class Dense(nn.Module):
             precision=self.precision,
             preferred_element_type=dtype,
             out_sharding=out_sharding,
+            activation=activation,
         )
 
 

@@ -1,4 +1,4 @@
-"""Fp8DotGeneral: the `dot_general_cls` of Linen layers."""
+"""Fp8DotGeneral, the `dot_general_cls` of Linen layers, and Fp8Einsum: products that hold their own state."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from ..dot import Activated, Normalized
+from ..dot import Activated, Normalized, einsum_by
 from ..recipes import QTensor, Recipe, checked
 from ._state import Fp8Module
 
@@ -57,18 +57,40 @@ class Fp8DotGeneral(Fp8Module):
         out_sharding: Any = None,
         *,
         bias: ArrayLike | None = None,
+        activation: str | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        options |= {"bias": bias, "activation": activation}
         with self.naming():
-            return self.product()(
-                x,
-                kernel,
-                dimension_numbers,
-                bias=bias,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
-            )
+            return self.product()(x, kernel, dimension_numbers, precision=precision, **options)
+
+
+class Fp8Einsum(Fp8Module):
+    """An FP8 einsum of an input and a kernel; a plain swap for `nn.Fp8Einsum`.
+
+        y = jaxfp8.linen.Fp8Einsum(recipe=recipe)("gecm,emh->gech", x, kernel)
+
+    The first operand is always the input and the second always the kernel. Unlike Flax's class it does not round the
+    input to the kernel's dtype: the result has `jnp.result_type(x, kernel)`, or `preferred_element_type`.
+
+    State and fields are those of `Fp8DotGeneral`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        eqn: str,
+        lhs: ArrayLike,
+        rhs: ArrayLike,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        with self.naming():
+            return einsum_by(self.product(), eqn, lhs, rhs, precision=precision, **options)
 
 
 def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:

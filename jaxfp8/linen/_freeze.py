@@ -11,11 +11,9 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import core, linen as nn, serialization, traverse_util
 from flax.core import meta
-from jax import export
 from jax.interpreters import partial_eval
 
 from .._jax._arrays import split_arrays
@@ -55,13 +53,12 @@ class FrozenKernel(meta.AxisMetadata):
 
     def remove_axis(self, index: int, params):
         """Remove an axis: a transform takes a slice."""
-        del params
         index %= len(self.shape)
         return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
 
 
 serialization.register_serialization_state(FrozenKernel, lambda kernel: {}, lambda kernel, state: kernel)
-export.register_pytree_node_serialization(
+jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
     serialize_auxdata=lambda shape_and_dtype: json.dumps(shape_and_dtype).encode(),
@@ -77,7 +74,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     params = traverse_util.flatten_dict(collections.pop(PARAMS))
     mutable = kwargs.pop("mutable", False)
     arrays, joined = split_arrays((args, kwargs))
-    arrays = [jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays]
+    arrays = [jax.numpy.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a for a in arrays]
 
     def apply(params, collections, arrays, mutable):
         args, kwargs = joined(arrays)
@@ -115,11 +112,9 @@ def freeze(model: nn.Module, variables, args, kwargs):
     for path in made_of - read:
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
-    collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(
-        {path: leaf for path, leaf in state.items() if path[:-1] not in products}
-    )
-    if not collections[OVERWRITE_WITH_GRADIENT]:
-        del collections[OVERWRITE_WITH_GRADIENT]
+    collections.pop(OVERWRITE_WITH_GRADIENT, None)
+    if kept := {path: leaf for path, leaf in state.items() if path[:-1] not in products}:
+        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
     return _variables(params | codes, collections)
 
 

@@ -9,7 +9,6 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import activated
 from ._dense import dense_of
 
 
@@ -52,8 +51,8 @@ class GatedMLP(nn.Module):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
         x = jnp.asarray(x)
         init = {"kernel_init": _with_gate(self.kernel_init, 1), "bias_init": _with_gate(self.bias_init, 0)}
-        hidden = dense_of(self, (2, self.hidden_features), "wi", **init)(x)
-        hidden = activated(hidden, f"{self.activation}_gated")
+        wi = dense_of(self, (2, self.hidden_features), "wi", **init)
+        hidden = wi(x, activation=f"{self.activation}_gated")
         return dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden, out_sharding)
 
 

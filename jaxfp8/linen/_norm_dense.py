@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from ..dot import compute_dtype, normalized, to_compute
 from ._dense import dense_of
@@ -45,7 +43,7 @@ class NormDense(nn.Module):
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
     @nn.compact
-    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+    def __call__(self, x: jax.typing.ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
         if self.kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')

@@ -19,15 +19,13 @@ import weakref
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import core, linen as nn
-from jax import lax
 
 from .._jax._typing import Tree
 from ..dot import _scopes
 from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
-from ._dot_general import Fp8DotGeneral
-from ._einsum import Fp8Einsum
+from ..train import apply_with_max_grad
+from ._dot_general import Fp8DotGeneral, Fp8Einsum
 from ._scopes import Region, add_rules, regions, restore_path
 from ._state import Fp8Module
 
@@ -125,6 +123,10 @@ class _Quantized:
     def _call_wrapped_method(self, fun, args, kwargs):  # Flax calls a method of the plain class by this alone
         with _intercepting():
             return super()._call_wrapped_method(fun, args, kwargs)
+
+    def apply(self, variables, *args, **options):
+        """Apply as Flax does, with the state of stacked layers read outside of the loops over them."""
+        return apply_with_max_grad(super().apply, variables, *args, **options)
 
     def clone(self, *, parent=None, **options):
         """Clone as Flax does; without a parent, a submodule that was handed out is of its plain class again."""
@@ -255,7 +257,7 @@ def _interceptor(next_method, args, kwargs, context):
             return _einsum_layer(module, rule.recipe, *args, **kwargs)
         changes = {}
     elif rule.recipe is None:
-        changes = {"dot_general_cls": None, "dot_general": lax.dot_general}
+        changes = {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
     else:
         changes = {"dot_general_cls": functools.partial(Fp8DotGeneral, recipe=rule.recipe), "dot_general": None}
     with contextlib.ExitStack() as stack:
@@ -290,7 +292,6 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
         shape, broadcast = layer._get_bias_shape(eqn, inputs, kernel)
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y = Fp8Einsum(recipe=recipe)(
-        eqn, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type
-    )
-    return y if bias is None else y + jnp.reshape(bias, broadcast)
+    options = {"precision": layer.precision, "preferred_element_type": layer.preferred_element_type}
+    y = Fp8Einsum(recipe=recipe)(eqn, inputs, kernel, **options)
+    return y if bias is None else y + jax.numpy.reshape(bias, broadcast)

@@ -12,23 +12,13 @@ from flax import linen as nn
 from .._jax import _warnings
 from ..dot import _frozen, _wrapping, dot_general
 from ..numerics import E4M3, E5M2, HYBRID
-from ..recipes import (
-    OVERWRITE_WITH_GRADIENT,
-    DelayedScaling,
-    DotGeneralState,
-    FP8StateWarning,
-    map_variables,
-    resolve,
-)
+from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, FP8StateWarning, map_variables, resolve
 
-# What modules and collections with state are called in other libraries.
+# How names of modules and collections with state of other libraries begin, by what converts them.
 _CONVERTERS = {
-    "Fp8DirectDotGeneralOp_": "from_flax",
-    "Fp8DotGeneralOp_": "from_flax",
-    "TEWrapper_dot_general_": "from_transformer_engine",
-    "fp8_metas": "from_transformer_engine",
+    "from_flax": ("Fp8DirectDotGeneralOp_", "Fp8DotGeneralOp_"),
+    "from_transformer_engine": ("TEWrapper_dot_general_", "fp8_metas"),
 }
-_FIELDS = (1024, HYBRID.dtype, HYBRID.backward_dtype)  # Flax's, where nobody sets them
 
 
 class Fp8Module(nn.Module):
@@ -126,7 +116,7 @@ class Fp8Module(nn.Module):
         """Warn where the layer has the state of another library's product, which this product does not read."""
         collections = getattr(self.parent, "variables", {})
         for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
-            converter = next((converter for prefix, converter in _CONVERTERS.items() if name.startswith(prefix)), None)
+            converter = next((to for to, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
             if converter is not None:
                 _warnings.warn(
                     f"{'/'.join(self.layer_path())}: the variables have state {name!r} of another library, which this "
@@ -138,19 +128,16 @@ class Fp8Module(nn.Module):
     @nn.nowrap
     def named_recipe(self) -> Any:
         """Get the recipe that the code names, by `recipe` or by Flax's fields; None where it names none."""
-        return self._recipe_of_fields() if self.recipe is None and self._fields() != _FIELDS else self.recipe
+        recipe = self._recipe_of_fields() if self.recipe is None else self.recipe
+        return None if self.recipe is None and recipe == DelayedScaling() else recipe
 
     @nn.nowrap
     def _recipe(self):
         return resolve(self.named_recipe(), self._recipe_of_fields)
 
     @nn.nowrap
-    def _fields(self) -> tuple:
-        return self.amax_history_length, jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)
-
-    @nn.nowrap
     def _recipe_of_fields(self) -> DelayedScaling:
-        _, *dtypes = self._fields()
+        dtypes = [jnp.dtype(self.e4m3_dtype), jnp.dtype(self.e5m2_dtype)]
         for fp8_format in (HYBRID, E4M3, E5M2):
             if [fp8_format.dtype, fp8_format.backward_dtype] == dtypes:
                 return DelayedScaling(amax_history_len=self.amax_history_length, fp8_format=fp8_format)

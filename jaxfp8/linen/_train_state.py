@@ -9,7 +9,7 @@ from flax import core
 from flax.training import train_state
 
 from ..recipes import OVERWRITE_WITH_GRADIENT
-from ..train import _steps
+from ..train import _steps, apply_with_max_grad
 
 
 class TrainState(train_state.TrainState):
@@ -62,11 +62,26 @@ class TrainState(train_state.TrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: Any, tx: optax.GradientTransformation, **kwargs: Any
     ) -> Self:
-        """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters."""
+        """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters.
+
+        Its `apply_fn` reads the state of stacked layers outside of the loops over them, also for `jax.grad`.
+        """
+        if _is_variables(params) and apply_fn is not None:
+            apply_fn = _ApplyWithMaxGrad(apply_fn)
         train = super().create(
             apply_fn=apply_fn, params=params["params"] if _is_variables(params) else params, tx=tx, **kwargs
         )
         return train.replace(params=params, opt_state=_steps.begin(train.opt_state, params))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ApplyWithMaxGrad:
+    """A static field of a pytree, by which jit finds its programs: equal for equal functions."""
+
+    apply_fn: Callable[..., Any]
+
+    def __call__(self, variables: Any, *args: Any, **options: Any) -> Any:
+        return apply_with_max_grad(self.apply_fn, variables, *args, **options)
 
 
 def _is_variables(params) -> bool:

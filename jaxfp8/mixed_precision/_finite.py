@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from .._jax import _mesh
 from .._jax._typing import Tree
@@ -33,7 +32,7 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.logical_not(jnp.any(_nonfinite(tree)))
 
 
-def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
+def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
     """Return `new` if `finite`, else `old`: the whole step, or nothing of it.
 
     Pass everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
@@ -51,10 +50,9 @@ def select(finite: ArrayLike, new: Tree, old: Tree) -> Tree:
         ValueError: the trees differ in structure, or two leaves in shape or dtype; they are the same arrays, as two
             `nnx.state` of one module are (use `jaxfp8.nnx.step_if`).
     """
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            f"select: new: expected the structure of old, {jax.tree.structure(old)}, got {jax.tree.structure(new)}"
-        )
+    expected, got = jax.tree.structure(old), jax.tree.structure(new)
+    if got != expected:
+        raise ValueError(f"select: new: expected the structure of old, {expected}, got {got}")
     pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     # `nnx.state` gives references: after an in-place step both trees hold the new arrays.
     if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):

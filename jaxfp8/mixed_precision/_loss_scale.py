@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ..numerics import _scaling
 from ..train import _sharing
@@ -63,12 +62,8 @@ class DynamicLossScale:
         # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `initial` of a
         # user is checked and converted.
         if self.value is _UNSET:
-            _check(
-                _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE,
-                "initial",
-                "a number from 2**-126 to 2**126",
-                initial,
-            )
+            in_range = _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE
+            _check(in_range, "initial", "a number from 2**-126 to 2**126", initial)
             object.__setattr__(self, "value", jnp.asarray(np.float32(initial)))
         if self.good_steps is _UNSET:
             object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
@@ -100,7 +95,7 @@ class DynamicLossScale:
         value = jnp.asarray(self.value, jnp.float32)
         return self._times(_scaling.round_quotient(jnp.ones_like(value), value), tree)
 
-    def adjust(self, finite: ArrayLike) -> "DynamicLossScale":
+    def adjust(self, finite: jax.typing.ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
 
         Call it once for each step of the optimizer, not for each microbatch.
@@ -121,11 +116,9 @@ class DynamicLossScale:
         grows = good_steps >= self.growth_interval
         grown = jnp.minimum(value * np.float32(self.growth_factor), np.float32(_scaling.MAX_SCALE))
         shrunk = jnp.maximum(value * np.float32(self.backoff_factor), np.float32(_scaling.MIN_SCALE))
-        return dataclasses.replace(
-            self,
-            value=jnp.where(finite, jnp.where(grows, grown, value), shrunk),
-            good_steps=jnp.where(finite & ~grows, good_steps, np.int32(0)),
-        )
+        value = jnp.where(finite, jnp.where(grows, grown, value), shrunk)
+        good_steps = jnp.where(finite & ~grows, good_steps, np.int32(0))
+        return dataclasses.replace(self, value=value, good_steps=good_steps)
 
     @staticmethod
     def _times(factor, tree):

@@ -1,8 +1,7 @@
 """Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and the step that stores it."""
 
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
-from ._layers import GatedMLP as GatedMLP, NormDense as NormDense
-from ._linear import Linear as Linear
+from ._layers import GatedMLP as GatedMLP, Linear as Linear, NormDense as NormDense
 from ._quantize import quantize as quantize
 from ._training import (
     Optimizer as Optimizer,

@@ -29,11 +29,7 @@ class _Fp8Product(nnx.Module):
         _not_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
         self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
-        map_variables(self.recipe, self._store)
-
-    def _store(self, name, leaf):
-        setattr(self, name, OverwriteWithGradient(leaf))
-        return leaf
+        map_variables(self.recipe, lambda name, leaf: setattr(self, name, OverwriteWithGradient(leaf)))
 
     def _codes(self) -> dict | None:
         """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
@@ -42,7 +38,7 @@ class _Fp8Product(nnx.Module):
 
     def _product(self) -> Callable[..., jax.Array]:
         """Bind `jaxfp8.dot_general` to this object's recipe and state, or codes."""
-        if sys._getframe(2).f_globals.get("__name__", "").startswith("flax.linen."):
+        if hasattr(_linen_module(), "dot_general"):
             name = type(self).__name__
             raise TypeError(
                 f"{name}: a Linen layer was given a product of NNX, whose state it does not keep; pass "
@@ -63,7 +59,6 @@ class _Fp8Product(nnx.Module):
             return {"recipe": None, "state": None}
 
         def read(name, leaf):
-            del leaf
             if not hasattr(self, name):
                 raise ValueError(
                     f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer does not: it was made for "
@@ -104,17 +99,12 @@ class Fp8DotGeneral(_Fp8Product):
         out_sharding: Any = None,
         *,
         bias: ArrayLike | None = None,
+        activation: str | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        return self._product()(
-            x,
-            kernel,
-            dimension_numbers,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        options |= {"bias": bias, "activation": activation}
+        return self._product()(x, kernel, dimension_numbers, precision=precision, **options)
 
 
 class Fp8Einsum(_Fp8Product):
@@ -136,41 +126,33 @@ class Fp8Einsum(_Fp8Product):
         out_sharding: Any = None,
     ) -> jax.Array:
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
-        return einsum_by(
-            self._product(),
-            eqn,
-            x,
-            kernel,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        return einsum_by(self._product(), eqn, x, kernel, precision=precision, **options)
 
 
-_FORWARD = nnx.LinearGeneral.__call__.__code__
+def _linen_module() -> nn.Module | None:
+    """Get the Linen module whose method runs; None in a bridge, which keeps the state of the modules that it makes."""
+    module = nn.module._context.module_stack[-1]  # the bridge of Flax reads it too: no public name tells the module
+    is_bridge = any(cls.__name__ == "ToLinen" for cls in type(module).__mro__)  # Flax's or MaxText's
+    return None if is_bridge else module
 
 
 def _not_inside_a_call(name):
     """Refuse `dot_general_cls=Fp8DotGeneral`, of layers of NNX or Linen, which would train with scale 1 for ever.
 
-    The layer makes the object itself, and neither an argument nor a later call shows it: only the stack does.
+    The layer makes the object itself, and neither an argument nor a later call shows it. NNX keeps no record of the
+    module that runs, as Linen does: there only the stack of Python shows it.
     """
+    if (module := _linen_module()) is not None:
+        raise TypeError(
+            f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
+            f"pass dot_general_cls=jaxfp8.linen.{name}"
+        )
     frame = sys._getframe(1)
-    while frame is not None:
-        # Linen calls every method from its own module. Locals of a user's frame must not be read: Python 3.11 would
-        # keep the arrays in them alive.
-        is_linen = frame.f_globals.get("__name__") == "flax.linen.module"
-        module = frame.f_locals.get("self") if is_linen else None
-        if isinstance(module, nn.Module):
-            if any(cls.__name__ == "ToLinen" for cls in type(module).__mro__):  # Flax's or MaxText's
-                return  # a bridge keeps the state of the modules that it makes
-            raise TypeError(
-                f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
-                f"pass dot_general_cls=jaxfp8.linen.{name}"
-            )
-        if frame.f_code is _FORWARD:
-            raise TypeError(
-                f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
-                f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"
-            )
+    while frame is not None and frame.f_code is not nnx.LinearGeneral.__call__.__code__:
         frame = frame.f_back
+    if frame is not None:
+        raise TypeError(
+            f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
+            f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"
+        )

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -63,9 +62,7 @@ def freeze(model, args, kwargs):
         setattr(layer, attribute, nnx.data(new))
         # Layers read the shape and the dtype of their kernel; the array itself would be kept twice.
         layer.kernel = nnx.static(FrozenKernel(call.kernel.shape, dtype))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.MultiHeadAttention):
-            _forget_unused(module)
+    _forget_unused(model)
     return model
 
 
@@ -173,7 +170,7 @@ def _codes(path, layer, call: _Call):
             kept.append(_frozen.freeze_operands(x.shape, kernel, dimension_numbers, recipe, state))
             return dot_general(x, kernel, dimension_numbers, recipe=None, **options)
 
-        call.run(keep, jnp.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
+        call.run(keep, jax.numpy.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
         return kept[0]
 
     # A stacked layer has a kernel and a state for each of its members.

@@ -14,11 +14,6 @@ from ._dot_general import _Fp8Product
 from ._quantize import RULES, layers, names, operation, product
 
 
-def is_model(x) -> bool:
-    """Tell whether `x` is an NNX module."""
-    return isinstance(x, nnx.Module)
-
-
 def of_arrays(fn, args, kwargs):
     """Make `(function of a tree of arrays, the tree)` of `fn(*args, **kwargs)`; modules in it name what they run."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)

@@ -1,16 +1,80 @@
-"""GatedMLP and NormDense: layers whose inner values become FP8 in the pass that computes them."""
+"""Linear, whose kernel is quantized as it is stored; GatedMLP and NormDense, whose inner values are never in memory."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
-from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import activated, compute_dtype, normalized, to_compute
-from ._linear import BIAS_INIT, KERNEL_INIT, SCALE_INIT, Linear
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, normalized, sizes, to_compute
+from ._dot_general import Fp8DotGeneral
+
+_KERNEL_INIT = nnx.initializers.lecun_normal()
+_BIAS_INIT = nnx.initializers.zeros_init()
+_SCALE_INIT = nnx.initializers.ones_init()
+
+
+class Linear(nnx.Module):
+    """A linear layer over the last dimension, in FP8; parameters and arithmetic of `jaxfp8.linen.Dense`.
+
+        jaxfp8.nnx.Linear(512, 2048, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
+
+    Parameters are named as those of `nnx.Linear`; state is in `dot_general`, a `jaxfp8.nnx.Fp8DotGeneral`.
+
+    Args:
+        in_features: the size of x's last dimension.
+        out_features: the size of the output's last dimension, or the sizes of several dimensions, whose kernel is
+            initialized as if they were one.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `nnx.Linear`.
+        rngs: keys, `params` among them.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        recipe: Any = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = _KERNEL_INIT,
+        bias_init: Initializer = _BIAS_INIT,
+        rngs: nnx.Rngs,
+    ):
+        in_features = sizes("Linear: in_features", (in_features,))[0]
+        features = sizes("Linear: out_features", out_features)
+        kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
+        if isinstance(kernel, nnx.VariableMetadata):  # names of all dimensions of the kernel, which it is to have
+            kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
+        else:
+            kernel = kernel.reshape(in_features, *features)
+        self.kernel = nnx.Param(kernel)
+        self.bias = nnx.Param(bias_init(rngs.params(), features, param_dtype)) if use_bias else None
+        self.dot_general = Fp8DotGeneral(recipe)
+        self.in_features, self.out_features = in_features, features
+        self.dtype, self.precision = dtype, precision
+
+    def __call__(
+        self,
+        x: ArrayLike | Activated | Normalized,
+        out_sharding: jax.NamedSharding | jax.P | None = None,
+        activation: str | None = None,
+    ) -> jax.Array:
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; the rest as in `jaxfp8.dot_general`."""
+        x = x if isinstance(x, FusedInput) else jnp.asarray(x)
+        kernel = self.kernel.get_value()
+        bias = None if self.bias is None else self.bias.get_value()
+        dtype = compute_dtype(x, kernel, bias, dtype=self.dtype)
+        x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
+        numbers = (((len(x.shape) - 1,), (0,)), ((), ()))
+        options = {"precision": self.precision, "preferred_element_type": dtype, "out_sharding": out_sharding}
+        return self.dot_general(x, kernel, numbers, bias=bias, activation=activation, **options)
 
 
 class GatedMLP(nnx.Module):
@@ -23,9 +87,9 @@ class GatedMLP(nnx.Module):
     Args:
         in_features, hidden_features, out_features: the sizes; without `out_features` that of x.
         activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Linear`, for both. Names of mesh
-            axes, as `nnx.with_partitioning` gives them, are those of `[in_features, hidden_features]`.
-        rngs: keys, `params` among them.
+        use_bias, kernel_init, bias_init: as of `Linear`, for both. Names of mesh axes, as `nnx.with_partitioning` gives
+            them, are those of `[in_features, hidden_features]`.
+        **options: `rngs`, `recipe`, `dtype`, `param_dtype` and `precision`, as of `Linear`, for both.
 
     Raises:
         ValueError: `activation` is unknown.
@@ -38,35 +102,22 @@ class GatedMLP(nnx.Module):
         out_features: int | None = None,
         *,
         activation: str = "silu",
-        recipe: Any = None,
         use_bias: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: Initializer = KERNEL_INIT,
-        bias_init: Initializer = BIAS_INIT,
-        rngs: nnx.Rngs,
+        kernel_init: Initializer = _KERNEL_INIT,
+        bias_init: Initializer = _BIAS_INIT,
+        **options: Any,
     ):
         if activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {activation!r}')
         self.activation = activation
-        options = {
-            "recipe": recipe,
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "precision": precision,
-            "kernel_init": kernel_init,
-            "bias_init": bias_init,
-            "rngs": rngs,
-        }
+        options |= {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init}
         init = {"kernel_init": _with_gate(kernel_init, 1), "bias_init": _with_gate(bias_init, 0)}
         self.wi = Linear(in_features, (2, hidden_features), **options | init)
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
-    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+    def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
-        return self.wo(activated(self.wi(x), f"{self.activation}_gated"), out_sharding)
+        return self.wo(self.wi(x, activation=f"{self.activation}_gated"), out_sharding)
 
 
 def _with_gate(init, axis: int):
@@ -93,9 +144,9 @@ class NormDense(nnx.Module):
         in_features, out_features: as of `Linear`.
         kind: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm).
         epsilon: of the norm.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Linear`.
+        use_bias, dtype, param_dtype, rngs: as of `Linear`.
         scale_init, norm_bias_init: initializers.
-        rngs: keys, `params` among them.
+        **options: `recipe`, `precision`, `kernel_init` and `bias_init`, as of `Linear`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -108,16 +159,13 @@ class NormDense(nnx.Module):
         *,
         kind: str = "rms",
         epsilon: float = 1e-6,
-        recipe: Any = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        scale_init: Initializer = SCALE_INIT,
-        norm_bias_init: Initializer = BIAS_INIT,
-        kernel_init: Initializer = KERNEL_INIT,
-        bias_init: Initializer = BIAS_INIT,
+        scale_init: Initializer = _SCALE_INIT,
+        norm_bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
+        **options: Any,
     ):
         if kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {kind!r}')
@@ -125,20 +173,10 @@ class NormDense(nnx.Module):
         self.scale = nnx.Param(scale_init(rngs.params(), (in_features,), param_dtype))
         has_bias = kind == "layer"  # NNX wants the attribute assigned once
         self.norm_bias = nnx.Param(norm_bias_init(rngs.params(), (in_features,), param_dtype)) if has_bias else None
-        self.dense = Linear(
-            in_features,
-            out_features,
-            recipe=recipe,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
+        options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.dense = Linear(in_features, out_features, **options)
 
-    def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
+    def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
         x, scale = jnp.asarray(x), self.scale.get_value()
         norm_bias = None if self.norm_bias is None else self.norm_bias.get_value()

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from .._jax._typing import Tree
 from ..recipes import Rule, Rules, checked_rules, first_match, kind
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
-from ._linear import Linear
+from ._layers import Linear
 from ._variables import OverwriteWithGradient
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
@@ -45,10 +44,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"nnx.quantize: model: expected an NNX module, got {kind(model)}; a Linen module goes through "
-            "jaxfp8.linen.quantize"
-        )
+        raise TypeError(f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize")
     changes = []
     for path, layer, attribute in layers(model):
         index = first_match(rules, names(path, layer), operation(layer))
@@ -57,9 +53,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             changes.append((layer, attribute, rules[index], _stacked("nnx.quantize", path, layer)))
     for change in changes:
         _change(*change)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.MultiHeadAttention):
-            _forget_unused(module)
+    _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
 
@@ -75,10 +69,8 @@ def layers(model):
             held.add(id(getattr(module, attribute)))
         elif isinstance(module, nnx.MultiHeadAttention):  # keeps what it gave to its layers
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
-    found_layers += [
-        (path, module, None) for path, module in modules if isinstance(module, _Fp8Product) and id(module) not in held
-    ]
-    return found_layers
+    products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
+    return found_layers + [(path, product, None) for path, product in products if id(product) not in held]
 
 
 def names(path: tuple, layer) -> list[str]:
@@ -132,7 +124,7 @@ def _change(layer, attribute, rule: Rule, stacked) -> None:
         _stack(layer, stacked)
         return
     if rule.recipe is None and not isinstance(layer, Linear):
-        value = nnx.static(lax.dot_general if attribute == "dot_general" else jnp.einsum)
+        value = nnx.static(jax.lax.dot_general if attribute == "dot_general" else jnp.einsum)
     else:
         value = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
         _stack(value, stacked)
@@ -156,9 +148,10 @@ def _stack(product, shape) -> None:
     nnx.update(product, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*shape, *leaf.shape)), state))
 
 
-def _forget_unused(attention) -> None:
+def _forget_unused(model) -> None:
     """Attention keeps the products it was made with; one that none of its layers runs any more would keep its state."""
-    for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
-        kept = getattr(attention, attribute)
-        if isinstance(kept, _Fp8Product) and all(getattr(attention, name).dot_general is not kept for name in users):
-            setattr(attention, attribute, nnx.static(None))
+    for attention in [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.MultiHeadAttention)]:
+        for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
+            kept, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]
+            if isinstance(kept, _Fp8Product) and all(layer.dot_general is not kept for layer in holders):
+                setattr(attention, attribute, nnx.static(None))

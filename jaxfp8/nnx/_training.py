@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from .._jax import _compat
 from ..mixed_precision import select
-from ..recipes import OVERWRITE_WITH_GRADIENT
+from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
 from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
 from ._unstored import watching
 from ._variables import OverwriteWithGradient, trainable
@@ -58,19 +58,21 @@ def max_grad(*tree):
     Args:
         *tree: modules, or anything that holds them. Their state is as before afterwards: plain f32.
     """
-    variables = list(_variables(tree, OverwriteWithGradient))
-    values = [variable.get_value() for variable in variables]
-    cast = _max_grad({OVERWRITE_WITH_GRADIENT: values})[OVERWRITE_WITH_GRADIENT]
-    for variable, value in zip(variables, cast, strict=True):
-        variable.set_value(value)
+    nodes = nnx.iter_graph(tree)
+    variables = {tuple(map(str, path)): node for path, node in nodes if isinstance(node, OverwriteWithGradient)}
+    values = {path: variable.get_value() for path, variable in variables.items()}
+    # The paths tell which variables are one product's.
+    cast = _max_grad({OVERWRITE_WITH_GRADIENT: traverse_util.unflatten_dict(values)})[OVERWRITE_WITH_GRADIENT]
+    for path, value in traverse_util.flatten_dict(cast).items():
+        variables[path].set_value(value)
     try:
         yield
     finally:
-        for variable, value in zip(variables, values, strict=True):
-            variable.set_value(value)
+        for path, value in values.items():
+            variables[path].set_value(value)
         for variable in _variables(tree, nnx.Variable):  # the loss may have logged a scale
             if any(map(_compat.is_max, jax.tree.leaves(variable.get_value()))):
-                variable.set_value(_compat.without_max(variable.get_value()))
+                variable.set_value(without_max(variable.get_value()))
 
 
 def _variables(tree, kind):
@@ -86,7 +88,7 @@ def _with_max_grad(f):
         with named_errors("nnx.value_and_grad"), max_grad(args, kwargs):
             out = f(*args, **kwargs)
         # State may have been read on the way. The tree is made anew only then: maps exchange NNX objects for copies.
-        return _compat.without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
+        return without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
 
     return wrapped
 

@@ -5,9 +5,10 @@ compared and reduced as integers, because the bits of non-negative floats sort l
 a division that is off by up to 2 ulp (`div.full.f32`): quotients are rounded by integer arithmetic.
 
 Constants are written out in the shape of their operand: one operation each in the program, where jnp's promotion takes
-three.
+three, and XLA moves some of what it makes of those out of a loop, into launches of their own.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +30,23 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+def _full(x, value, dtype):
+    """Return a constant of the shape of `x`: written out where it has few elements."""
+    is_small = all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
+    return np.full(x.shape, value, dtype) if is_small else lax.full_like(x, value, dtype)
+
+
 def positive_finite(x: jax.Array) -> jax.Array:
     """Return whether `0 < x < inf`, subnormals included."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
-    below_zero = bits - lax.full_like(bits, 1)  # 0 wraps around
-    return lax.lt(below_zero, lax.full_like(bits, _INF_BITS - 1))
+    below_zero = bits - _full(bits, 1, np.uint32)  # 0 wraps around
+    return lax.lt(below_zero, _full(bits, _INF_BITS - 1, np.uint32))
 
 
 def below_zero(x: jax.Array) -> jax.Array:
     """Return whether `-inf <= x < 0`, subnormals included: state that no step makes, only an optimizer's step on it."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)  # -0 and negative NaN are just outside
-    return lax.lt(bits - lax.full_like(bits, 0x80000001), lax.full_like(bits, _INF_BITS))
+    return lax.lt(bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32))
 
 
 def clean(x: jax.Array) -> jax.Array:
@@ -66,24 +73,30 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     products do not: they wrap around and the difference is exact. A quotient of two floats is never halfway between two
     floats, so there are no ties.
     """
+
     # 1. Split both numbers into significands, as integers, and exponents.
+    def number(value, dtype=np.int32):
+        return _full(x, value, dtype)
+
     x_bits, y_bits = _bits(x), _bits(y)
-    x_int, y_int = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT for bits in (x_bits, y_bits))
-    smaller = (x_int < y_int).astype(jnp.int32)
-    shift = 23 + smaller
+    x_int, y_int = ((bits & number(_MANTISSA_BITS)) | number(_HIDDEN_BIT) for bits in (x_bits, y_bits))
+    is_smaller = x_int < y_int
+    smaller = is_smaller.astype(jnp.int32)
+    shift = number(23) + smaller
 
     # 2. Estimate the quotient of the significands, 24 bits, and correct it by its remainder.
     x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
-    unit = jnp.where(smaller == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
+    unit = lax.select(is_smaller, number(2.0**24, np.float32), number(2.0**23, np.float32))
     quotient = (approximate(x_float, y_float) * unit).astype(jnp.int32)
     remainder = (x_int << shift) - quotient * y_int  # wraps around; below 2**28 in magnitude
     step = jnp.round(remainder.astype(jnp.float32) / y_float).astype(jnp.int32)
     quotient, remainder = quotient + step, remainder - step * y_int
-    quotient = quotient + (2 * remainder > y_int).astype(jnp.int32) - (2 * remainder < -y_int).astype(jnp.int32)
+    twice = remainder + remainder
+    quotient = quotient + (twice > y_int).astype(jnp.int32) - (twice < -y_int).astype(jnp.int32)
 
     # 3. Put the quotient together.
-    exponent = (x_bits >> 23) - (y_bits >> 23) + 127 - smaller
-    return lax.bitcast_convert_type((exponent << 23) + (quotient - _HIDDEN_BIT), jnp.float32)
+    exponent = (x_bits >> number(23)) - (y_bits >> number(23)) + number(127) - smaller
+    return lax.bitcast_convert_type((exponent << number(23)) + (quotient - number(_HIDDEN_BIT)), jnp.float32)
 
 
 def scale_numerator(fp8_max: float, margin: float) -> np.float32:
@@ -91,7 +104,9 @@ def scale_numerator(fp8_max: float, margin: float) -> np.float32:
     return np.float32(fp8_max * 2.0**-margin)
 
 
-def amax_to_scale(amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32) -> tuple[jax.Array, jax.Array]:
+def amax_to_scale(
+    amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32 | np.ndarray
+) -> tuple[jax.Array, jax.Array]:
     """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or that of `old_scale_inv`.
 
     NaN if either is below zero; else `numerator / amax` if `0 < amax < inf`, else `1 / old_scale_inv` if that is
@@ -99,19 +114,23 @@ def amax_to_scale(amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float
     """
     # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
     # bound, out of the division: they count as 2**-126.
-    smallest = max(float(numerator) / MAX_SCALE, float(np.finfo(np.float32).tiny))
-    largest = min(float(numerator) / MIN_SCALE, float(np.finfo(np.float32).max))
-    amax_in_range = jnp.clip(amax, jnp.float32(smallest), jnp.float32(largest))
-    stored_in_range = jnp.clip(old_scale_inv, jnp.float32(MIN_SCALE), jnp.float32(MAX_SCALE))
-    stored_in_range = jnp.where(positive_finite(old_scale_inv), stored_in_range, jnp.float32(1))
+    smallest = np.maximum(np.float64(numerator) / MAX_SCALE, np.finfo(np.float32).tiny).astype(np.float32)
+    largest = np.minimum(np.float64(numerator) / MIN_SCALE, np.finfo(np.float32).max).astype(np.float32)
+
+    def number(value):
+        return _full(amax, value, np.float32)
+
+    amax_in_range = lax.clamp(number(smallest), amax, number(largest))
+    stored_in_range = lax.clamp(number(MIN_SCALE), old_scale_inv, number(MAX_SCALE))
+    stored_in_range = lax.select(positive_finite(old_scale_inv), stored_in_range, number(1))
 
     has_amax = positive_finite(amax)
     scale = round_quotient(
-        jnp.where(has_amax, numerator, jnp.float32(1)), jnp.where(has_amax, amax_in_range, stored_in_range)
+        lax.select(has_amax, number(numerator), number(1)), lax.select(has_amax, amax_in_range, stored_in_range)
     )
     is_state = ~(below_zero(amax) | below_zero(old_scale_inv))
-    scale_inv = round_quotient(jnp.ones_like(scale), scale)
-    return jnp.where(is_state, scale, jnp.float32(np.nan)), jnp.where(is_state, scale_inv, jnp.float32(np.nan))
+    scale_inv = round_quotient(number(1), scale)
+    return lax.select(is_state, scale, number(np.nan)), lax.select(is_state, scale_inv, number(np.nan))
 
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:

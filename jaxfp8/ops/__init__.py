@@ -18,9 +18,11 @@ from ._quantize_activation import (
     is_gated as is_gated,
     quantize_activation as quantize_activation,
 )
+from ._quantize_activation_grad import quantize_activation_grad as quantize_activation_grad
 from ._quantize_blocks import quantize_blocks as quantize_blocks
 from ._quantize_blocks_transpose import quantize_blocks_transpose as quantize_blocks_transpose
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
+from ._readings import read_histories as read_histories, write_histories as write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul

@@ -2,13 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, dims, tensor_op
 
 
-def amax(x: ArrayLike) -> jax.Array:
+def amax(x: jax.typing.ArrayLike) -> jax.Array:
     """Compute the largest magnitude, the max of `|x|`.
 
     Equivalent to `jnp.max(jnp.abs(x.astype(f32)), initial=0)`, with NaN counted as +inf before the reduction.
@@ -36,9 +35,5 @@ def _custom_call(x, vmap_dims):
 
 
 _amax = tensor_op(
-    "amax",
-    names=lambda x: ([dims("x", x)], [ONE]),
-    dtypes=lambda x: [jnp.float32],
-    reference=_reference,
-    cpu=_custom_call,
+    "amax", _reference, _custom_call, names=lambda x: ([dims("x", x)], [ONE]), dtypes=lambda x: [jnp.float32]
 )

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ..numerics import _scaling
 from . import _checks, _ffi
@@ -11,7 +10,7 @@ from ._primitive import ONE, tensor_op
 
 
 def amax_to_scale(
-    amax: ArrayLike, stored: ArrayLike, *, fp8_max: float, margin: float = 0.0
+    amax: jax.typing.ArrayLike, stored: jax.typing.ArrayLike, *, fp8_max: float, margin: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the scale that maps `amax` to `fp8_max / 2**margin`, and its inverse.
 
@@ -42,22 +41,15 @@ def amax_to_scale(
 
 
 def _reference(amax, stored, vmap_dims, numerator):
-    del vmap_dims
     return _scaling.amax_to_scale(amax, stored, numerator)
 
 
 def _custom_call(amax, stored, vmap_dims, numerator):
-    del vmap_dims
     flat = amax.reshape(-1), stored.reshape(-1)
     results = [(flat[0].shape, jnp.float32)] * 2
     scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(numerator))
     return [scale.reshape(amax.shape) for scale in scales]
 
 
-_amax_to_scale = tensor_op(
-    "amax_to_scale",
-    names=lambda amax, stored, numerator: ([ONE, ONE], [ONE, ONE]),
-    dtypes=lambda amax, stored, numerator: [jnp.float32] * 2,
-    reference=_reference,
-    cpu=_custom_call,
-)
+_RULES = {"names": lambda *_, **__: ([ONE, ONE], [ONE, ONE]), "dtypes": lambda *_, **__: [jnp.float32] * 2}
+_amax_to_scale = tensor_op("amax_to_scale", _reference, _custom_call, **_RULES)

@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -91,10 +90,8 @@ def _checked_scale(op, name, scale, block, leading, rows, cols):
     if block is None:
         return _checks.scale(op, name, scale)
     scale = _checks.array(op, name, scale)
-    if scale.dtype not in (np.float32, _blocks.E8M0):
-        raise TypeError(
-            f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are never rounded"
-        )
+    if scale.dtype not in (jnp.float32, _blocks.E8M0):
+        raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
     return _checks.shape(op, name, scale, (*leading, *_blocks.count(block, math.prod(rows), math.prod(cols))))
 
 
@@ -170,10 +167,8 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     """Multiply whole tensors, so that XLA can partition the product."""
     leading = vmap_dims + spec.batch
     # 1. Widen the codes, with the scales that change along the contraction.
-    sides = [
-        _Side(codes, scales, block, leading, spec.contracting)
-        for codes, scales, block in ((a, a_scale_inv, spec.a_block), (b, b_scale_inv, spec.b_block))
-    ]
+    sides = [_Side(a, a_scale_inv, spec.a_block, leading, spec.contracting)]
+    sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
     exact = all(side.is_exact or side.scales_rows for side in sides)
     operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
     # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
@@ -200,10 +195,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
         scale = side.row_scales()
         if scale is not None:
             axes = (*range(leading), *range(first, first + scale.ndim - leading))
-            shape = [1] * out.ndim
-            for axis, size in zip(axes, scale.shape, strict=True):
-                shape[axis] = size
-            factors.append(scale.reshape(shape))
+            factors.append(jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes))))
     if len(factors) == 2:
         out = rescaled(out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape))
     elif factors:
@@ -212,13 +204,10 @@ def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
 
 
 def _names(a, b, *_, spec):
-    del a
     leading, m, n, k = spec.names(b)
-    scales = [
-        ONE if block is None else (*leading, f"{name}_rows", f"{name}_cols")
-        for name, block in (("a", spec.a_block), ("b", spec.b_block))
-    ]
-    return [leading + m + k, leading + n + k, *scales, *[leading + n] * spec.has_bias], [leading + m + n]
+    a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
+    b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
+    return [leading + m + k, leading + n + k, a_scales, b_scales, *[leading + n] * spec.has_bias], [leading + m + n]
 
 
 def _modes(a_scale_inv, b_scale_inv, spec):
@@ -232,10 +221,8 @@ def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
     if a.dtype == b.dtype == E5M2:
         return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
     reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
-    described = (
-        f"{scale.dtype} of {block}" for scale, block in ((a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block))
-    )
-    return None if reason is None else f"block_scaled_matmul: {reason} (scales are {' by '.join(described)})"
+    a_scales, b_scales = f"{a_scale_inv.dtype} of {spec.a_block}", f"{b_scale_inv.dtype} of {spec.b_block}"
+    return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
 
 
 def _for_gpus(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
@@ -258,30 +245,20 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
         return _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
     scales = [_shapes.merge(scale, leading, 1) for scale in (a_scale_inv, b_scale_inv)]
     if spec.as_mx:
-        scales = [
-            _scale_layouts.as_mx(scale, block, rows, k)
-            for scale, block, rows in zip(scales, (spec.a_block, spec.b_block), (m, n), strict=True)
-        ]
+        blocks = spec.a_block, spec.b_block
+        scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
     # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
     depth = -k % max(map(_scale_layouts.depth, modes))
     codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
-    scales = [
-        _scale_layouts.to_stored(scale, mode, x.shape[1]) for scale, mode, x in zip(scales, modes, codes, strict=True)
-    ]
+    rows = (x.shape[1] for x in codes)
+    scales = [_scale_layouts.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
     # 3. Multiply, cut off the padding and add the bias.
-    out, _ = _ffi.call(
-        "block_scaled_matmul",
-        [
-            ((g, codes[0].shape[1], codes[1].shape[1]), jnp.float32 if spec.has_bias else spec.out_dtype),
-            ((WORKSPACE_BYTES,), jnp.uint8),
-        ],
-        *codes,
-        *scales,
-        # Fast accumulation would span blocks with scales of their own.
-        precise=spec.precise or modes[0] != "rows",
-        a_scales=modes[0],
-        b_scales=modes[1],
-    )
+    dtype = jnp.float32 if spec.has_bias else spec.out_dtype
+    results = [((g, codes[0].shape[1], codes[1].shape[1]), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+    # Fast accumulation would span blocks with scales of their own.
+    precise = spec.precise or modes[0] != "rows"
+    attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
+    out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)
     out = spec.add_bias(out[:, :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
     return (out.astype(spec.out_dtype),)
 
@@ -298,13 +275,8 @@ _RULES = {
     "reference": _reference,
     "added": lambda spec: range(4, 4 + spec.has_bias),
     "align": _align,
+    "by_xla": _reference,
+    "not_on": _not_on,
+    "for_gpus": _for_gpus,
 }
-_block_scaled_matmul = tensor_op(
-    "block_scaled_matmul",
-    cpu=_reference,
-    cuda=_cublaslt,
-    by_xla=_reference,
-    not_on=_not_on,
-    for_gpus=_for_gpus,
-    **_RULES,
-)
+_block_scaled_matmul = tensor_op("block_scaled_matmul", cpu=_reference, cuda=_cublaslt, **_RULES)

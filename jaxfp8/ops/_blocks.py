@@ -24,9 +24,7 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     """Return a block as a tuple of Python integers of at least 1, or None."""
     is_pair = isinstance(block, (tuple, list)) and len(block) == 2
     if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
-        raise ValueError(
-            f"{op}: {name}: expected (rows, columns), each a positive integer or None for all of them, got {block!r}"
-        )
+        raise ValueError(f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}")
     return tuple(None if b is None else int(b) for b in block)
 
 

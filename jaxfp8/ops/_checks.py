@@ -24,8 +24,9 @@ def array(op: str, name: str, x):
         raise TypeError(f"{op}: {name}: expected an array, got {got}{fix}") from error
 
 
-def high_precision(op: str, name: str, x, *, fix: str = "cast it, for example with .astype(jnp.float32)"):
+def high_precision(op: str, name: str, x):
     """Return an array of bfloat16, float16 or float32."""
+    fix = "cast it, for example with .astype(jnp.float32)"
     if hasattr(x, "dtype") and x.dtype == np.float64:
         # Before asarray, which would round to f32 without a word: codes must come from one rounding.
         raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
@@ -57,9 +58,7 @@ def scale(op: str, name: str, x):
 
 def quantizer_operands(op: str, scale_value, amax) -> list:
     """Return the arguments `scale` and, unless it is None, `amax`: each f32[1]."""
-    return [
-        scale(op, name, x) for name, x in (("scale", scale_value), ("amax", amax)) if name == "scale" or x is not None
-    ]
+    return [scale(op, "scale", scale_value), *([] if amax is None else [scale(op, "amax", amax)])]
 
 
 def flag(op: str, name: str, value) -> bool:
@@ -69,14 +68,23 @@ def flag(op: str, name: str, value) -> bool:
     return bool(value)
 
 
-def history(op: str, name: str, x):
-    """Return an amax history, f32 `[H]` with at least one slot."""
+def history(op: str, name: str, x, *, batch: tuple[int, ...] | None = ()):
+    """Return an amax history, f32 `[*batch, H]` with at least one slot; any batch with None."""
+    x = array(op, name, x)
+    form = ",".join([*(["..."] if batch is None else map(str, batch)), "H"])
+    if x.dtype != np.float32:
+        raise TypeError(f"{op}: {name}: expected f32[{form}], got {_describe(x)}; cast it with .astype(jnp.float32)")
+    if x.ndim == 0 or x.shape[-1] == 0 or (batch is not None and x.shape[:-1] != batch):
+        raise ValueError(f"{op}: {name}: expected f32[{form}] with at least one slot, got {_describe(x)}")
+    return x
+
+
+def state(op: str, name: str, x, expected: tuple[int, ...]):
+    """Return an f32 array of shape `expected`."""
     x = array(op, name, x)
     if x.dtype != np.float32:
-        raise TypeError(f"{op}: {name}: expected f32[H], got {_describe(x)}; cast it with .astype(jnp.float32)")
-    if x.ndim != 1 or x.size == 0:
-        raise ValueError(f"{op}: {name}: expected f32[H] with at least one slot, got {_describe(x)}")
-    return x
+        raise TypeError(f"{op}: {name}: expected float32, got {_describe(x)}; cast it with .astype(jnp.float32)")
+    return shape(op, name, x, expected)
 
 
 def rank(op: str, name: str, x, least: int):

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling
-from . import _checks, _ffi, _shapes
+from . import _batching, _checks, _ffi, _shapes
 from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 
@@ -105,9 +105,7 @@ def push_amaxes(histories: Sequence[ArrayLike], amaxes: Sequence[ArrayLike]) -> 
 
 def _histories(op, histories):
     if not 1 <= len(histories) <= MAX_QUANTIZERS:
-        raise ValueError(
-            f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; split them over several calls"
-        )
+        raise ValueError(f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; split them up")
     return [_checks.history(op, f"histories[{i}]", history) for i, history in enumerate(histories)]
 
 
@@ -127,31 +125,14 @@ def _halves(operands):
     return operands[:count], operands[count:]
 
 
-def _batch_apart(run, operands, batch_dims, vmap_dims, **static):
-    """Make one call for the batched quantizers and one for the rest, whose state stays one state."""
-    count = len(operands) // 2
-    is_batched = [batch_dims[i] is not None or batch_dims[count + i] is not None for i in range(count)]
-    if all(is_batched):
-        return None  # the rule of all ops does
-    results, dims = {}, {}
-    for batched in (False, True):
-        chosen = [i for i in range(count) if is_batched[i] == batched]
-        places = chosen + [count + i for i in chosen]
-        # A parameter that is a tuple has a value for each quantizer.
-        chosen_static = {k: tuple(v[i] for i in chosen) if isinstance(v, tuple) else v for k, v in static.items()}
-        call = functools.partial(run, vmap_dims=vmap_dims, **chosen_static)
-        if batched:
-            call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in places))
-        outputs = call(*(operands[i] for i in places))
-        # Put each result back at the place that it has among the results of all quantizers.
-        for position, output in enumerate(outputs):
-            place = position // len(chosen) * count + chosen[position % len(chosen)]
-            results[place], dims[place] = output, 0 if batched else None
-    return [results[i] for i in range(len(results))], [dims[i] for i in range(len(dims))]
+def _quantizers(results, operand_count, **static):
+    """Return the positions of each quantizer's operands, and of its results, of which there are so many."""
+    del static
+    count = operand_count // 2
+    return [([i, count + i], range(i, results * count, count)) for i in range(count)]
 
 
 def _scales_reference(*operands, vmap_dims, numerators, most_recent):
-    del vmap_dims
     results = []
     for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
         # 1. Read the amax of the window; an entry below zero counts as infinite, so that one reduction finds both.
@@ -185,12 +166,11 @@ _delayed_scales = tensor_op(
     dtypes=lambda *operands, **_: [jnp.float32] * (2 * len(operands)),
     reference=_scales_reference,
     cpu=_scales_custom_call,
-    batch_first=_batch_apart,
+    batch_first=_batching.apart(functools.partial(_quantizers, 4)),
 )
 
 
 def _push_reference(*operands, vmap_dims):
-    del vmap_dims
     pairs = zip(*_halves(operands), strict=True)
     return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
 
@@ -210,7 +190,7 @@ _push_amaxes = tensor_op(
     dtypes=lambda *operands: [jnp.float32] * (len(operands) // 2),
     reference=_push_reference,
     cpu=_push_custom_call,
-    batch_first=_batch_apart,
+    batch_first=_batching.apart(functools.partial(_quantizers, 1)),
     # In jnp XLA can move the reduction of an amax over devices out of a loop over layers.
     on_one_device_only=("cpu", "cuda"),
 )

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import decode
@@ -35,7 +34,6 @@ def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.A
 
 
 def _reference(data, scale_inv, vmap_dims, dtype):
-    del vmap_dims
     return (decode(data, _shapes.stretch(scale_inv, data), dtype),)
 
 
@@ -45,13 +43,11 @@ def _custom_call(data, scale_inv, vmap_dims, dtype):
     return (out.reshape(data.shape),)
 
 
-_dequantize = tensor_op(
-    "dequantize",
-    names=lambda data, _, dtype: ([dims("x", data), ONE], [dims("x", data)]),
-    dtypes=lambda data, _, dtype: [dtype],
-    reference=_reference,
-    cpu=_custom_call,
-)
+_RULES = {
+    "names": lambda data, _, dtype: ([dims("x", data), ONE], [dims("x", data)]),
+    "dtypes": lambda data, _, dtype: [dtype],
+}
+_dequantize = tensor_op("dequantize", _reference, _custom_call, **_RULES)
 
 
 def widening_on_cpu():
@@ -62,5 +58,5 @@ def widening_on_cpu():
     dtype = np.dtype(jnp.bfloat16)
     if _disabled.reason("dequantize"):
         return lambda data: data.astype(dtype)
-    unit = lax.full((1,), 1.0, np.float32)
+    unit = jax.lax.full((1,), 1.0, np.float32)
     return lambda data: _custom_call(data, unit, 0, dtype)[0]

@@ -15,9 +15,8 @@ def parsed(value: str) -> frozenset[str]:
     """
     names = frozenset(name.strip() for name in value.split(",")) - {""}
     if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
-        raise ValueError(
-            f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {', '.join(_ffi.OPS)}"
-        )
+        ops = ", ".join(_ffi.OPS)
+        raise ValueError(f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {ops}")
     return names
 
 

@@ -14,18 +14,12 @@ import numpy as np
 from . import _modules
 from ._plans import Gemm, Plan, Platform
 
-_ON_BOTH = (
-    "amax",
-    "amax_to_scale",
-    "delayed_scales",
-    "dequantize",
-    "push_amaxes",
-    "quantize",
-    "quantize_transpose",
-)
+_ON_BOTH = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose")
+_ON_BOTH += ("read_histories", "write_histories")
 _CUDA_ONLY = (
     "block_scaled_matmul",
     "quantize_activation",
+    "quantize_activation_grad",
     "quantize_blocks_transpose",
     "quantize_norm",
     "ragged_matmul",
@@ -75,13 +69,9 @@ def custom_call_targets() -> tuple[str, ...]:
     return tuple(map(target_name, OPS))
 
 
-def _module_name(platform: str) -> str:
-    return f"_{platform.lower()}"
-
-
 def _load(platform: str) -> bool:
     """Register the targets of one platform; False where its module is missing or does not load."""
-    name = _module_name(platform)
+    name = f"_{platform.lower()}"
     try:
         module = _modules.load(name)
         registrations = module.registrations()
@@ -107,7 +97,7 @@ def libraries() -> list[Library]:
     """Return what this installation has of each module, and why not more."""
     rows = []
     for platform, ops in _TARGETS.items():
-        path = _modules.path(_module_name(platform))
+        path = _modules.path(f"_{platform.lower()}")
         rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), ops))
     return rows
 

@@ -26,7 +26,6 @@ _NOT_ON = {}
 
 def not_on(op: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
     """Return why no kernel of the CUDA library runs an equation of `op` on GPUs of these compute capabilities."""
-    del implementation, vmap_dims
     return _NOT_ON[op](capabilities, *types, **static)
 
 
@@ -37,11 +36,11 @@ def dims(name: str, count: int) -> tuple[str, ...]:
 
 def tensor_op(
     name: str,
+    reference: Callable,
+    cpu: Callable,
     *,
     names: Callable,
     dtypes: Callable,
-    reference: Callable,
-    cpu: Callable,
     cuda: Callable | None = None,
     custom_call: str | None = None,
     sizes: Callable = lambda *shapes, **static: {},
@@ -58,12 +57,12 @@ def tensor_op(
 
     Args:
         name: the op's name in messages and programs.
+        reference, cpu, cuda: `(*operands, vmap_dims, **static) -> sequence of arrays`, where `vmap_dims` counts the
+            vmapped dimensions. `cuda` is `cpu` by default.
         names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without the vmapped
             ones. A name stands for one size. A dimension that a result lacks was reduced: by max for a result named
             `ONE` (an amax), by sum for any other.
         dtypes: `(*operands, **static) -> dtypes of the results`.
-        reference, cpu, cuda: `(*operands, vmap_dims, **static) -> sequence of arrays`, where `vmap_dims` counts the
-            vmapped dimensions. `cuda` is `cpu` by default.
         custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
         sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
             without the vmapped dimensions.
@@ -97,7 +96,6 @@ def tensor_op(
         return (tuple(leading + tuple(tensor) for tensor in side) for side in sides)
 
     def abstract(*operands, implementation, vmap_dims, **static):
-        del implementation
         operand_names, result_names = all_names(operands, vmap_dims, static)
         # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
         new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)

@@ -1,6 +1,6 @@
 """Fused producers: ops that compute f32 values and quantize them in the same custom call.
 
-Each producer is a function in jnp, from the operands to f32 `[..., m, n]`. Where no kernel fuses the two, the function
+Each producer is a function in jnp, from the operands to f32 `[..., m, *n]`. Where no kernel fuses the two, the function
 runs before the quantization.
 """
 
@@ -13,12 +13,12 @@ from . import _checks, _quantize, _quantize_transpose
 from ._primitive import ONE, dims, tensor_op
 
 
-def producer_op(name: str, *, produce, names, canonical):
+def producer_op(name: str, *, produce, names, canonical, columns=lambda **static: dims("col", 1)):
     """Make a primitive `(x, scale, *more, *amax_so_far, dtype=, transpose=, rows=, with_amax=, **static) -> results`.
 
-    The results are data, data_t if `transpose` and the amax if `with_amax`: at least `amax_so_far`, where that is
-    given. `m` is `rows` dimensions, `n` is one. The custom call takes and returns the same, in its canonical form, with
-    `static` as attributes.
+    The results are data, data_t if `transpose`, the amax if `with_amax`: at least `amax_so_far`, where that is given,
+    and, with `column_sums`, which needs `transpose`, the sums over rows. `m` is `rows` dimensions, `n` those of
+    `columns`. The custom call takes and returns the same, in its canonical form, with `static` as attributes.
 
     Args:
         name: of the op and of its custom call.
@@ -26,60 +26,69 @@ def producer_op(name: str, *, produce, names, canonical):
         names: `(batch, row, col, **static) -> names of x and more`, given the names of the dimensions of the result;
             `batch` names the dimensions that x has beyond them.
         canonical: `(x, *more, vmap_dims, rows, **static) -> (x, *more), attributes` as the custom call takes them.
+        columns: `(**static) -> names` of the columns of the result, which are the last dimensions of x.
     """
-    col = dims("col", 1)
 
     def names_without_batch(rows, static):
-        return names((), dims("row", rows), col, **static)
+        return names((), dims("row", rows), columns(**static), **static)
 
     def split(rest, rows, static):
         """Return `more` and `amax_so_far`."""
         count = len(names_without_batch(rows, static)) - 1
         return rest[:count], rest[count:]
 
-    def all_names(x, *ranks, dtype, transpose, rows, with_amax, **static):
+    def all_names(x, *ranks, dtype, transpose, rows, with_amax, column_sums=False, **static):
         del dtype
+        col = columns(**static)
         # x may have dimensions that the result lacks, such as the pair of a gated activation. So its rank is compared
         # with that of its names.
         batch, row = dims("batch", x - len(names_without_batch(rows, static)[0])), dims("row", rows)
         x_names, *more_names = names(batch, row, col, **static)
         _, amax_so_far = split(ranks[1:], rows, static)
         results = [batch + row + col, *[batch + col + row] * transpose, *[ONE] * with_amax]
+        results += [batch + col] * column_sums
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
     def unfused(quantize, transpose_quantize):
         """Return an implementation that computes the values in jnp before it quantizes them."""
 
-        def run(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, **static):
+        def run(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums=False, **static):
             more, amax_so_far = split(rest, rows, static)
             # The values stay in f32, as in the kernel: another rounding would give other codes.
             values = produce(x, *more, vmap_dims=vmap_dims, **static)
             options = {"dtype": dtype, "vmap_dims": vmap_dims, "with_amax": with_amax}
             if not transpose:
                 return quantize(values, scale, *amax_so_far, **options)
-            return transpose_quantize(values, scale, *amax_so_far, rows=rows, cols=1, column_sums=False, **options)
+            options |= {"rows": rows, "cols": len(columns(**static)), "column_sums": column_sums}
+            return transpose_quantize(values, scale, *amax_so_far, **options)
 
         return run
 
-    def cuda(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, **static):
+    def cuda(x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums=False, **static):
         more, amax_so_far = split(rest, rows, static)
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
         first = x.ndim - len(names_without_batch(rows, static)[0])
-        leading, row, n = x.shape[:first], x.shape[first : first + rows], x.shape[-1]
-        g, m, batch = math.prod(leading), math.prod(row), math.prod(leading[vmap_dims:])
+        leading, row = x.shape[:first], x.shape[first : first + rows]
+        col = x.shape[x.ndim - len(columns(**static)) :]
+        g, m, n, batch = *map(math.prod, (leading, row, col)), math.prod(leading[vmap_dims:])
         (x, *more), attributes = canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
         options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch}
-        layouts = [((g, m, n), dtype)], [((g, n, m), dtype)] * transpose
-        # The custom call has data_t last, because it may be left out; the op has it beside data.
-        (data,), amax, data_t = _quantize.call(
-            name, x, scale, amax_so_far, *more, data=layouts[0], after=layouts[1], **options, **attributes
+        after = [((g, n, m), dtype)] * transpose
+        after += [_quantize_transpose.sums_type(g, m, n)] * column_sums
+        # The custom call has data_t and the sums last, because they may be left out; the op has data_t beside data.
+        (data,), amax, rest = _quantize.call(
+            name, x, scale, amax_so_far, *more, data=[((g, m, n), dtype)], after=after, **options, **attributes
         )
-        return [data.reshape(*leading, *row, n), *(codes.reshape(*leading, n, *row) for codes in data_t), *amax]
+        data_t = [codes.reshape(*leading, *col, *row) for codes in rest[:transpose]]
+        sums = [jnp.sum(parts, axis=1).reshape(*leading, *col) for parts in rest[transpose:]]
+        return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
 
     return tensor_op(
         name,
         names=all_names,
-        dtypes=lambda *_, dtype, transpose, with_amax, **__: [dtype] * (1 + transpose) + [jnp.float32] * with_amax,
+        dtypes=lambda *_, dtype, transpose, with_amax, column_sums=False, **__: (
+            [dtype] * (1 + transpose) + [jnp.float32] * (with_amax + column_sums)
+        ),
         reference=unfused(_quantize.reference, _quantize_transpose._reference),
         # XLA's CPU compiler vectorises the producer well; the custom call does the rest.
         cpu=unfused(_quantize._quantize, _quantize_transpose._quantize_transpose),
@@ -88,9 +97,13 @@ def producer_op(name: str, *, produce, names, canonical):
 
 
 def produced(op, name, x, scale, more, amax, *, dtype, transpose, with_amax, **static):
-    """Check what all producers take and call the primitive: `(data, data_t, amax f32[1])`, None where not asked for."""
+    """Check what all producers take and call the primitive.
+
+    Returns:
+        `(data, data_t, amax f32[1])`, None where not asked for; with `column_sums` also the sums.
+    """
     scale, *amax_so_far = _checks.quantizer_operands(name, scale, amax)
     dtype, transpose = _checks.dtype(name, "dtype", dtype, FP8_DTYPES), bool(transpose)
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax}
     data, *rest = op(x, scale, *more, *amax_so_far, **options, **static)
-    return data, rest.pop(0) if transpose else None, rest[0] if with_amax else None
+    return data, rest.pop(0) if transpose else None, rest.pop(0) if with_amax else None, *rest

@@ -131,13 +131,13 @@ def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, row
     return produced(_quantize_activation, op, x, scale, (), amax, **options)
 
 
-def check(op, x, activation, rows):
-    """Raise unless `activation` is known and x has a shape for it."""
+def check(op, x, activation, rows, name="x"):
+    """Raise unless `activation` is known and x, the argument `name`, has a shape for it."""
     if activation not in _FUNCTIONS:
         raise ValueError(f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
-    _checks.rank(op, "x", x, rows + (2 if is_gated(activation) else bool(rows)))
+    _checks.rank(op, name, x, rows + (2 if is_gated(activation) else bool(rows)))
     if is_gated(activation) and x.shape[-2] != 2:
-        raise ValueError(f"{op}: x: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}")
+        raise ValueError(f"{op}: {name}: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}")
 
 
 def _canonical(x, *, vmap_dims, rows, activation):

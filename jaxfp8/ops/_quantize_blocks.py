@@ -1,6 +1,5 @@
 """quantize_blocks: FP8 codes with a scale for each block, from the amax of the block itself."""
 
-import functools
 import math
 
 import jax
@@ -86,15 +85,9 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
         raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out with scale="e8m0"')
     if scale == "f32" and rounding != "ceil":
         raise ValueError(f'{op}: rounding: goes with scale="e8m0" only, got {rounding!r} with scale="f32"')
-    return x, {
-        "dtype": dtype,
-        "block": _blocks.checked(op, "block", block),
-        "scale": scale,
-        "rounding": rounding,
-        "power_2_scale": power_2_scale,
-        "rows": int(rows),
-        "cols": int(cols),
-    }
+    scaling = {"scale": scale, "rounding": rounding, "power_2_scale": power_2_scale}
+    dimensions = {"block": _blocks.checked(op, "block", block), "rows": int(rows), "cols": int(cols)}
+    return x, {"dtype": dtype} | scaling | dimensions
 
 
 def _f32_scales(amax, dtype, power_2_scale):
@@ -135,7 +128,7 @@ def _amaxes_by_lanes(blocks):
 
 def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
     """Quantize blocks in jnp."""
-    del vmap_dims  # leading dimensions like any other
+    # Vmapped dimensions are leading dimensions like any other.
     leading = x.shape[: x.ndim - rows - cols]
     matrix = _shapes.merge(x, *[1] * len(leading), rows)
     m, n = matrix.shape[-2:]
@@ -172,13 +165,9 @@ def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, r
     ]
     lines = (m + n if transpose else m) if has_long_blocks(block) else 0
     kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
-    data, scale_inv, _, *transposed = _ffi.call(
-        "quantize_blocks_transpose",
-        [*results[0], ((g, lines), jnp.float32), *sum(results[1:], [])],
-        groups,
-        block=_scale_layouts.NAMES[block],
-        scaling=kind,
-    )
+    results = [*results[0], ((g, lines), jnp.float32), *sum(results[1:], [])]
+    attributes = {"block": _scale_layouts.NAMES[block], "scaling": kind}
+    data, scale_inv, _, *transposed = _ffi.call("quantize_blocks_transpose", results, groups, **attributes)
     # 3. Order the scales by block. XLA cancels this with the product's `to_stored`.
     outputs = []
     for matrix, shape, codes, scales in zip(
@@ -222,8 +211,8 @@ def _align(axes, sizes, shards, *, block, **_):
     return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
 
 
-def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
-    """Make the op for blocks that are not long, and for blocks that are; `cpu` is a custom call, where there is one."""
+def variants(name, reference, on_cpu, cuda, transpose):
+    """Make the op for blocks that are not long, and for blocks that are."""
 
     def names(x, **static):
         return _names(x, transpose=transpose, **static)
@@ -240,10 +229,10 @@ def variants(name, reference, on_cpu, cuda, transpose, cpu=None):
             sizes=_sizes,
             dtypes=dtypes,
             reference=reference,
-            cpu=cpu or on_cpu,
+            cpu=on_cpu,
             cuda=cuda,
             # XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
-            on_one_device_only=("cpu", "cuda") if is_long else () if cpu else ("cpu",),
+            on_one_device_only=("cpu", "cuda") if is_long else ("cpu",),
             align=_align,
         )
         for is_long in (False, True)
@@ -257,5 +246,4 @@ def _cuda(x, vmap_dims, **static):
     return custom_call(x, transpose=False, **static)
 
 
-_variants = functools.partial(variants, "quantize_blocks", reference, on_cpu, _cuda, False)
-_quantize_blocks = _variants()
+_quantize_blocks = variants("quantize_blocks", reference, on_cpu, _cuda, False)

@@ -1,7 +1,5 @@
 """quantize_blocks_transpose: blocks with a scale each, in both layouts, in one read."""
 
-import functools
-
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -65,5 +63,4 @@ def _cuda(x, vmap_dims, **static):
     return custom_call(x, transpose=True, **static)
 
 
-_variants = functools.partial(variants, "quantize_blocks_transpose", _reference, _on_cpu, _cuda, True)
-_quantize_blocks_transpose = _variants()
+_quantize_blocks_transpose = variants("quantize_blocks_transpose", _reference, _on_cpu, _cuda, True)

@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks
@@ -51,7 +50,7 @@ def _statistics(x, kind, epsilon):
     if kind == "layer":
         mean = _mean(x)
         x = x - mean
-    return lax.rsqrt(_mean(x * x) + lax.full((1,) * x.ndim, epsilon, jnp.float32)), mean
+    return jax.lax.rsqrt(_mean(x * x) + jax.lax.full((1,) * x.ndim, epsilon, jnp.float32)), mean
 
 
 def _mean(x):
@@ -146,7 +145,6 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
 
 
 def _produce(x, statistics, *parameters, vmap_dims, has_beta):
-    del vmap_dims, has_beta
     rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
     # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
     gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)

@@ -79,6 +79,11 @@ def _reference(x, *scalars, rows, cols, column_sums, **options):
     return results
 
 
+def sums_type(g, m, n):
+    """Return `(shape, dtype)` of the sums of columns that a custom call gives."""
+    return (g, -(-m // _SUMMED_ROWS), n), jnp.float32
+
+
 def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax, column_sums):
     """Quantize `x` in both layouts by one custom call: `[data, data_t, amax, sums]`."""
     first = x.ndim - rows - cols
@@ -94,7 +99,7 @@ def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax,
         vmapped=leading[:vmap_dims],
         with_amax=with_amax,
         data=[((g, m, n), dtype), ((g, n, m), dtype)],
-        after=[((g, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums,
+        after=[sums_type(g, m, n)] * column_sums,
         batch=batch,
     )
     if with_amax and amax_so_far and not batch:  # a batch of no groups keeps its amax

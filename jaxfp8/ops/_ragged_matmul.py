@@ -1,11 +1,10 @@
 """ragged_matmul: the FP8 GEMMs of several groups in one call. The sizes of the groups are known on the device alone."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -76,33 +75,25 @@ def ragged_matmul(
     else:
         expected, fits = f"[n, {a.shape[1]}]", b.ndim == 2 and b.shape[1] == a.shape[1]
     if not fits:
-        raise ValueError(
-            f"{op}: b: expected {expected} to go with a{list(a.shape)} and {group_sizes.size} groups, got {b.shape}"
-        )
-    return _ragged_matmul(
-        a,
-        b,
-        _checks.scale(op, "a_scale_inv", a_scale_inv),
-        _checks.scale(op, "b_scale_inv", b_scale_inv),
-        group_sizes,
-        ragged=ragged,
-        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        precise=_checks.flag(op, "precise", precise),
-    )[0]
+        groups = group_sizes.size
+        raise ValueError(f"{op}: b: expected {expected} to go with a{list(a.shape)} and {groups} groups, got {b.shape}")
+    scales = _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)
+    out_dtype = _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION)
+    precise = _checks.flag(op, "precise", precise)
+    return _ragged_matmul(a, b, *scales, group_sizes, ragged=ragged, out_dtype=out_dtype, precise=precise)[0]
 
 
 def sizes_of_groups(op: str, group_sizes):
     """Return the argument `group_sizes` of `op`: int32 `[g]`."""
     group_sizes = _checks.array(op, "group_sizes", group_sizes)
-    if group_sizes.dtype != np.int32:
+    if group_sizes.dtype != jnp.int32:
         raise TypeError(f"{op}: group_sizes: expected int32, got {group_sizes.dtype}; cast it with .astype(jnp.int32)")
     if group_sizes.ndim != 1:
         raise ValueError(f"{op}: group_sizes: expected one dimension, [g], got {group_sizes.shape}")
     return group_sizes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
+class _Chunks(NamedTuple):
     """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has rows of two groups.
 
     Attributes:
@@ -189,7 +180,6 @@ def _ragged_contraction(a, b, group_sizes):
 
 def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise, widen=None):
     """Widen the codes, which is exact, and multiply with f32 accumulation in a loop."""
-    del precise
     shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
     if 0 in a.shape or 0 in b.shape:
         return (lax.full(shape, 0, out_dtype),)
@@ -214,12 +204,8 @@ def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged,
     count = math.prod(a.shape[:vmap_dims])
     a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
     scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
-    (out,) = _ffi.call(
-        "ragged_matmul",
-        [((count, *shape[vmap_dims:]), out_dtype)],
-        *(a, b, *scales, group_sizes),
-        precise=precise,
-    )
+    result = (count, *shape[vmap_dims:]), out_dtype
+    (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=precise)
     return (out.reshape(shape),)
 
 
@@ -229,18 +215,11 @@ def _out_shape(a, b, group_sizes, vmap_dims, ragged):
 
 
 def _names(*ranks, ragged, **static):
-    del ranks, static
     m, g = f"{WHOLE}_m", f"{WHOLE}_g"  # where a group begins depends on the sizes of all before it
     if ragged == "rows":
         return [(m, "k"), (g, "n", "k"), ONE, ONE, (g,)], [(m, "n")]
     return [("p", m), ("n", m), ONE, ONE, (g,)], [(g, "p", "n")]
 
 
-_ragged_matmul = tensor_op(
-    "ragged_matmul",
-    names=_names,
-    dtypes=lambda *_, out_dtype, **static: [out_dtype],
-    reference=_reference,
-    cpu=_on_cpu,
-    cuda=_custom_call,
-)
+_RULES = {"names": _names, "dtypes": lambda *_, out_dtype, **__: [out_dtype]}
+_ragged_matmul = tensor_op("ragged_matmul", _reference, _on_cpu, cuda=_custom_call, **_RULES)

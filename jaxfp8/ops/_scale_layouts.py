@@ -42,9 +42,8 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
             have, need = ".".join(map(str, capability)), "9.0" if hopper else "10.0 or newer"
-            reason = (
-                f"cuBLASLt multiplies scales of {' by '.join(modes)} on compute capability {need}, this GPU has {have}"
-            )
+            scales = " by ".join(modes)
+            reason = f"cuBLASLt multiplies scales of {scales} on compute capability {need}, this GPU has {have}"
             # One option of the recipe would give these GPUs an FP8 product, so the reason names it.
             as_mx = hopper and capability >= (10, 0) and not power_2_scale
             return reason + ", which multiplies those of a recipe with power_2_scale=True" * as_mx

@@ -103,65 +103,22 @@ class _Spec(ProductSpec):
         return (*operands[:4], bias, accumulator)
 
 
-def _grouped(matmul):
-    """Wrap an implementation on groups: a `[g, m, k]`, b `[g, n, k]`, bias `[g, n]`, and so on.
-
-    Scales are `[1]` for all groups, or `[s]`, one for `g / s` groups in a row.
-    """
-
-    def run(*operands, vmap_dims, spec):
-        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-        leading = vmap_dims + spec.batch
-        out = matmul(
-            spec,
-            _shapes.merge(a, leading, spec.rows),
-            _shapes.merge(b, leading, b.ndim - leading - spec.contracting),
-            _shapes.group_scales(a_scale_inv, vmap_dims),
-            _shapes.group_scales(b_scale_inv, vmap_dims),
-            None if bias is None else _shapes.merge(bias, leading),
-            None if accumulator is None else _shapes.merge(accumulator, leading, spec.rows),
-        )
-        m, n = (x.shape[leading : x.ndim - spec.contracting] for x in (a, b))
-        return (out.reshape(*a.shape[:leading], *m, *n),)
-
-    return run
-
-
-def _finish(spec, out, bias, accumulator):
-    """Add to and round a scaled f32 product `[g, m, n]`."""
-    if bias is not None:
-        out = out + bias[:, None, :].astype(jnp.float32)
-    if accumulator is not None:
-        out = out + accumulator
-    return out.astype(spec.out_dtype)
-
-
-def _dot(a, b):
-    """Multiply `[g, m, k]` by `[g, n, k]` in f32."""
-    if a.shape[0] > 1:
-        return lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    # Not a batch of one: XLA:CPU multiplies matrices faster.
-    out = lax.dot_general(a, b, (((2,), (2,)), ((), ())), preferred_element_type=jnp.float32)
-    return out.reshape(a.shape[0], a.shape[1], b.shape[1])
-
-
 def _to_f32(codes):
     """Widen by a cast, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
     return codes.astype(jnp.float32)
 
 
-def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
-    """Make one custom call; pad sizes that cuBLASLt does not take, and add the terms that it does not add."""
-    g, m, k = a.shape
-    n = b.shape[1]
-    # 1. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty operands: leave both to XLA.
+def _cublaslt(*operands, vmap_dims, spec):
+    """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not add."""
+    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+    leading = vmap_dims + spec.batch
+    shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
+    # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty
+    # operands: leave both to XLA.
+    a, b = _shapes.merge(a, leading, spec.rows), _shapes.merge(b, leading, b.ndim - leading - spec.contracting)
+    (g, m, k), n = a.shape, b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
-        sums = _dot(_to_f32(a), _to_f32(b))
-
-        def spread(scale):
-            return lax.broadcast_in_dim(jnp.repeat(scale, g // scale.shape[0]), sums.shape, (0,))
-
-        return _finish(spec, rescaled(sums, a_scale_inv, b_scale_inv, spread), bias, accumulator)
+        return _reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
     # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
     # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
@@ -172,34 +129,19 @@ def _cublaslt(spec, a, b, a_scale_inv, b_scale_inv, bias, accumulator):
 
     # 3. Pad every size to the alignment; zeros add nothing to a sum.
     pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
-    operands = [
-        _shapes.pad(a, 0, pad_m, pad_k),
-        _shapes.pad(b, 0, pad_n, pad_k),
-        _spaced(a_scale_inv),
-        _spaced(b_scale_inv),
-    ]
-    aliases = None
+    scales = (_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in (a_scale_inv, b_scale_inv))
+    call_operands = [_shapes.pad(a, 0, pad_m, pad_k), _shapes.pad(b, 0, pad_n, pad_k), *scales]
     if bias_inside:
-        operands.append(_shapes.pad(bias[0], pad_n))
+        call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
     if accumulator_inside:
-        aliases = {len(operands): 0}
-        operands.append(_shapes.pad(accumulator, 0, pad_m, pad_n))
+        call_operands.append(_shapes.pad(accumulator.reshape(g, m, n), 0, pad_m, pad_n))
     # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
-    out_dtype = spec.out_dtype if finished else jnp.float32
-    out, _ = _ffi.call(
-        "scaled_matmul",
-        [((g, m + pad_m, n + pad_n), out_dtype), ((WORKSPACE_BYTES,), jnp.uint8)],
-        *operands,
-        aliases=aliases,
-        precise=spec.precise,
-        has_bias=bias_inside,
-        has_accumulator=accumulator_inside,
-    )
-    if pad_m or pad_n:
-        out = out[:, :m, :n]
-    if finished:
-        return out
-    return _finish(spec, out, bias, accumulator)
+    dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
+    results = [((g, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+    attributes = {"precise": spec.precise, "has_bias": bias_inside, "has_accumulator": accumulator_inside}
+    out, _ = _ffi.call("scaled_matmul", results, *call_operands, aliases=aliases, **attributes)
+    out = out[:, :m, :n].reshape(shape)
+    return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
 
 
 def _spaced(scale):
@@ -212,10 +154,10 @@ def _reference(*operands, vmap_dims, spec, widen=_to_f32):
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
     out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
-    return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
+    return _finish(spec, out, bias, accumulator, vmap_dims)
 
 
-def _finish_tensor(spec, out, bias, accumulator, vmap_dims):
+def _finish(spec, out, bias, accumulator, vmap_dims):
     """Add and round a scaled product of whole tensors."""
     out = spec.add_bias(out, bias, vmap_dims)
     return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
@@ -258,7 +200,7 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     if not scales_inside:
         # One factor: two would be launches of their own, and XLA's products have no rule for scales that flush.
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
-    return _finish_tensor(spec, out, bias, accumulator, vmap_dims)
+    return _finish(spec, out, bias, accumulator, vmap_dims)
 
 
 def _scalar(scale, dtype):
@@ -271,7 +213,6 @@ def _scalar(scale, dtype):
 
 
 def _names(a, b, *rest, spec):
-    del a, rest
     leading, m, n, k = spec.names(b)
     operands = [leading + m + k, leading + n + k, ONE, ONE]
     operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
@@ -309,14 +250,12 @@ def _batch(run, operands, batch_dims, vmap_dims, *, spec):
 def _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec):
     (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
 
-    def with_batch(x, d):
+    def batched(x, d):
         if d is None:
             x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
         return jnp.moveaxis(x, d, vmap_dims)
 
-    operands = [
-        x if i in (2, 3) else with_batch(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
-    ]
+    operands = [x if i in (2, 3) else batched(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))]
     return run(*operands, vmap_dims=vmap_dims, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [vmap_dims]
 
 
@@ -328,4 +267,4 @@ _RULES = {
     "batch_first": _batch,
     "second_layouts": _second_layouts,
 }
-_scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_grouped(_cublaslt), by_xla=_by_xla, **_RULES)
+_scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_cublaslt, by_xla=_by_xla, **_RULES)

@@ -46,10 +46,7 @@ def group_scales(scale, vmap_dims, batch=1):
         batch: how many groups each of these indices has.
     """
     # Handlers take one scale for all groups, so it is not repeated for each of them.
-    if vmap_dims == 0:
-        return scale
-    scale = scale.reshape(-1)
-    return scale if batch == 1 else jnp.repeat(scale, batch)
+    return scale if vmap_dims == 0 else group_amaxes(scale, batch)
 
 
 def group_amaxes(amax, batch):

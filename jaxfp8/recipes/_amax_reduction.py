@@ -40,10 +40,8 @@ class AmaxReduction:
         if not manual or varying(lax.axis_index(manual[0])):
             return AmaxReduction(None, stages)
         if not set(stages) <= set(manual):
-            raise ValueError(
-                f"dot_general: recipe.pipeline_axes: expected axes of this shard_map or pmap, which has {manual}, got "
-                f"{stages}"
-            )
+            needed = f"axes of this shard_map or pmap, which has {manual}"
+            raise ValueError(f"dot_general: recipe.pipeline_axes: expected {needed}, got {stages}")
         axes = tuple(axis for axis in manual if axis not in stages)
         if stages is NOT_SAID:
             _warnings.warn(

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -10,8 +10,7 @@ from ._high_precision import HighPrecision
 from ._recipe import Recipe, checked
 
 
-@dataclasses.dataclass(frozen=True)
-class _Region:
+class _Region(NamedTuple):
     recipe: Recipe | None
     enabled: bool
 

@@ -1,4 +1,4 @@
-"""Quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
+"""Recipes and quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from .. import ops
-from ..numerics import E4M3
-from ..ops._quantize_blocks import ROUNDINGS as ROUNDINGS
+from ..numerics import E4M3, HYBRID, Format
+from ..ops._quantize_blocks import ROUNDINGS
 from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype
+from ._recipe import Recipe
 from ._tensor import QTensor
 
 
@@ -53,6 +54,34 @@ class BlockwiseQuantizer(Quantizer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Float8RowwiseScaling(Recipe):
+    """A scale for each row of what a product contracts, from its own amax; no state.
+
+        y[i, j] = (sum over k of q(x)[i, k] * q(kernel)[k, j]) * x_scale_inv[i] * kernel_scale_inv[j]
+
+    An outlier costs its own row and column precision, not the tensor. Each operand is quantized once for each product
+    that reads it, because rows of `x` are not those of `x.T`.
+
+    Source: torchao's rowwise scaling.
+
+    Attributes:
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        power_2_scale: round scales down to a power of two; as of `Float8BlockScaling`, for Blackwell.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = HYBRID
+    power_2_scale: bool = False
+
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: Float8RowwiseQuantizer(dtype, self.power_2_scale))
+
+
+@dataclasses.dataclass(frozen=True)
 class Float8RowwiseQuantizer(BlockwiseQuantizer):
     """One f32 scale for each row of what a product contracts.
 
@@ -64,6 +93,34 @@ class Float8RowwiseQuantizer(BlockwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     power_2_scale: bool = False
     block = (1, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale for each tile of 1x128 of `x` and `grad`, and for each 128x128 of the kernel; no state.
+
+    Tiles lie along what a product contracts, so that `x` and `grad` are quantized once for each product that reads
+    them; the codes of the kernel serve both. Sizes need not be multiples of 128: the last block is smaller.
+
+    Source: TransformerEngine's Float8BlockScaling, DeepSeek-V3. There scales are powers of two unless told otherwise.
+
+    Attributes:
+        fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
+        power_2_scale: round scales down to a power of two. NVIDIA's Blackwell multiplies no others in FP8: there such a
+            scale is that of blocks of 32, as MXFP8 has them.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = E4M3
+    power_2_scale: bool = False
+
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        x, _, grad = self.for_formats(lambda dtype: Float8BlockQuantizer(dtype, 1, self.power_2_scale))
+        return x, dataclasses.replace(x, block_scaling_dim=2), grad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +149,39 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
     def block(self) -> tuple[int, int]:
         """Return the rows and columns that share a scale."""
         return (1, 128) if self.block_scaling_dim == 1 else (128, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """A scale `2**e`, stored as float8_e8m0fnu, for each 32 elements along what a product contracts; no state.
+
+        e = ceil(log2(amax / FP8_MAX))              # "ceil": nothing saturates
+            floor(log2(amax)) - floor(log2(FP8_MAX))    # "floor": the text of the OCP specification
+        q = quantize(x, 2**-e)                      # e within [-127, 127]
+
+    Every operand is quantized once for each product that reads it. Sizes need not be multiples of 32.
+
+    Source: OCP Microscaling Formats (MX) v1.0; TransformerEngine's MXFP8BlockScaling.
+
+    Attributes:
+        fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
+        rounding: of the exponent, `"ceil"` or `"floor"`.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = E4M3
+    rounding: str = "ceil"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.expect(self.rounding in ROUNDINGS, "rounding", f"one of {ROUNDINGS}")
+
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: MXFP8Quantizer(dtype, self.rounding))
 
 
 @dataclasses.dataclass(frozen=True)

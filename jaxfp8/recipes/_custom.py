@@ -37,7 +37,7 @@ class CustomRecipe(Recipe):
             `linear_weight` (kernel), `linear_grad_output` (the gradient of y); and `linear_output` (y) and
             `linear_grad_input` (the gradient of x), whose codes are dequantized at once: nothing reads them as codes.
             None keeps that tensor in high precision.
-        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have; qfactory is not a function, or returns something
@@ -69,9 +69,8 @@ def _quantizers(qfactory) -> tuple:
         quantizer = HighPrecisionQuantizer() if quantizer is None else quantizer
         if not isinstance(quantizer, Quantizer):
             hint = "; it is the class, call it" if isinstance(quantizer, type) else ""
-            raise TypeError(
-                f"CustomRecipe: qfactory: expected a jaxfp8.Quantizer or None for {role!r}, got {quantizer!r}{hint}"
-            )
+            needed = f"a jaxfp8.Quantizer or None for {role!r}"
+            raise TypeError(f"CustomRecipe: qfactory: expected {needed}, got {quantizer!r}{hint}")
         if not _hashes(quantizer):
             raise TypeError(
                 f"CustomRecipe: qfactory: expected for {role!r} a quantizer with a hash, as programs with equal "

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import ops
 from .._jax import _compat
 from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
+from . import _reading
 from ._fixed import FixedScale
 from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
@@ -46,7 +48,7 @@ class DelayedScaling(Recipe):
             is the tensor's own, at the cost of one more read then and of a conditional always.
         reduce_amax: keyword-only; of TransformerEngine's recipe, and always True here: an amax is that of the whole
             tensor.
-        precise, min_size, pipeline_axes: keyword-only, see `Recipe`.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
         ValueError, TypeError: an option has a value it cannot have.
@@ -120,7 +122,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
         # The shapes tell what has most likely happened: state of a stack, of other counters, of another history length.
         history, scale = leaves[:2]
-        if history.ndim != 1 or scale.shape != (1,):
+        if history.ndim != 1 or (scale.shape != (1,) and not _reading.is_reading(scale)):
             raise ValueError(
                 f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
                 "is stacked goes through vmap or scan together with its kernels"
@@ -160,7 +162,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if step.is_empty is not None:
 
             def current_scale():
-                amax = reduce(current_amax(), step.history).reshape(1)
+                amax = reduce(current_amax(), step.scale).reshape(1)
                 return ops.amax_to_scale(amax, step.scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
             scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
@@ -173,16 +175,19 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         return None if step is None else step.after(scale_inv, amax, fractions)
 
 
-def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[Any]:
+def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
     """Read the states of quantizers that run in one product; one op reads those of equal delayed scaling.
 
     Args:
         quantizers: of any kind.
         states: a state for each quantizer, or None.
+        reading: of the product, where its state was read before a loop.
 
     Returns:
         The `step` that each `quantize_operand` takes: a QuantizerStep for delayed scaling, else the state.
     """
+    if reading is not None:
+        return _read_again(quantizers, states, reading)
     steps = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
@@ -204,10 +209,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
                 # The scale of a state below zero is NaN, whatever the tensor is.
                 is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
             if not is_named:
-                history = _scaling.clean(state.amax_history)
-                # While the history is empty the stored scale counts, also where the function has a floor.
-                window = jnp.asarray(algo(history), jnp.float32).reshape(1)
-                window = jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+                window = _window(algo, state.amax_history)
                 window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
@@ -219,18 +221,71 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any]) -> list[
     return steps
 
 
+def _read_again(quantizers, states, reading):
+    """Return the steps of quantizers whose states were read before a loop, which has only the reading.
+
+    The scales of all of them are one vector, so that XLA computes them in one kernel.
+    """
+    windows, newest, old_scale_inv, zeros = _reading.columns(reading)
+    quantizers = quantizers[: windows.size]
+    if not all(isinstance(quantizer, DelayedScalingQuantizer) for quantizer in quantizers):
+        raise TypeError(
+            "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a leading dimension to be of "
+            f"delayed scaling, got those of {quantizers}; return another class from Quantizer.init"
+        )
+    algos = [quantizer.amax_compute_algo for quantizer in quantizers]
+    amaxes = jnp.where(np.array([algo == "most_recent" for algo in algos]), newest, windows)
+    for i, (algo, state) in enumerate(zip(algos, states, strict=False)):
+        if callable(algo) and state is not None:
+            amax = jnp.where(windows[i] < 0, windows[i], _window(algo, state.amax_history)[0])
+            amaxes = amaxes.at[i].set(amax)
+    numerators = [_scaling.scale_numerator(fp8_max(q.fp8_dtype), q.margin) for q in quantizers]
+    scales, inverses = _scaling.amax_to_scale(amaxes, old_scale_inv, np.array(numerators))
+    steps = list(states)
+    for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=False)):
+        if state is not None:
+            amax, scale, scale_inv = (lax.slice_in_dim(x, i, i + 1) for x in (zeros, scales, inverses))
+            is_empty = windows[i] == 0 if quantizer.first_step == "current" else None
+            steps[i] = QuantizerStep(None, amax, scale, scale_inv, is_empty)
+    return steps
+
+
+def says_all(quantizers: Sequence[Quantizer]) -> bool:
+    """Tell whether the reading of a product gives the scales of all its steps, without a history or a tensor."""
+    return all(isinstance(q.amax_compute_algo, str) and q.first_step == "unit" for q in quantizers[:3])
+
+
+def _window(algo, history) -> jax.Array:
+    """Call a user's function for the amax of a window, f32 `(1,)`; 0, so that the stored scale counts, if it is empty.
+
+    While the history is empty the stored scale counts also where the function has a floor.
+    """
+    history = _scaling.clean(history)
+    window = jnp.asarray(algo(history), jnp.float32).reshape(1)
+    return jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+
+
 def _is_below_zero(state):
     return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(_scaling.below_zero(state.scale))
 
 
-def next_states(quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction) -> list[Any]:
+def next_states(
+    quantized: Sequence[QTensor | None],
+    reduce: Callable[..., Any] = no_reduction,
+    reading: jax.Array | None = None,
+) -> list[Any]:
     """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
 
     Args:
         quantized: QTensors with the steps of their quantizers; None for a tensor that was not quantized.
         reduce: see `Quantizer.quantize_operand`.
+        reading: of the product; the state of the last quantizer then gets the cotangent of the reading.
     """
     states = [None if q is None else q.step for q in quantized]
+    if reading is not None:
+        recorded = [step and (step.amax, q.scale_inv) for q, step in zip(quantized[:3], states, strict=False)]
+        ct = _reading.cotangent(recorded, reduce, reading)
+        return [None, None, QuantizerState(None, ct), *states[3:]]
     delayed = [i for i, step in enumerate(states) if isinstance(step, QuantizerStep)]
     if delayed:
         steps = [states[i] for i in delayed]

@@ -40,9 +40,7 @@ class FixedScaleQuantizer(TensorwiseQuantizer):
         self, current_amax: Callable[[], jax.Array], step: FixedScale, reduce: Callable[..., Any] = no_reduction
     ) -> tuple[jax.Array, jax.Array, None]:
         """Return `(scale, scale_inv, None)` of the state."""
-        del current_amax, reduce
         return step.scale, step.scale_inv, None
 
     def record(self, step: Any, scale_inv: jax.Array, amax: None, fractions: jax.Array | None = None) -> None:
         """Record nothing, so that the state has no cotangent."""
-        del step, scale_inv, amax, fractions

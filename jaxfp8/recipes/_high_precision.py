@@ -27,7 +27,6 @@ class HighPrecisionQuantizer(Quantizer):
         self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
-        del step
         return QTensor(x, None, cols=options.cols), options.sum_rows(x)
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ..numerics import FP8_DTYPES, Format
-from ..ops import _blocks
+from ..ops import _blocks, _shapes
 from ._tensor import QTensor
 
 
@@ -25,7 +24,6 @@ class GEMMType(enum.StrEnum):
 
 def no_reduction(amax: jax.Array, leaf: Any, combine: Any = None) -> jax.Array:
     """Return `amax`: without a mesh it is that of the whole tensor."""
-    del leaf, combine
     return amax
 
 
@@ -47,7 +45,7 @@ class OperandOptions(NamedTuple):
     reduce: Callable[..., Any] = no_reduction
     contract_first: bool = False
 
-    def sum_rows(self, x: ArrayLike) -> jax.Array | None:
+    def sum_rows(self, x: jax.typing.ArrayLike) -> jax.Array | None:
         """Sum x `[*batch, *rows, *cols]` over its rows, in f32; None where `column_sums` does not ask for it."""
         if not self.column_sums:
             return None
@@ -145,9 +143,7 @@ class Quantizer:
             raise TypeError(f"{name}: {type(self).__name__} keeps {expected}, got {state!r}")
         for first, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
             if first.shape != leaf.shape:
-                raise ValueError(
-                    f"{name}: {type(self).__name__} keeps an array of shape {first.shape}, got {leaf.shape}"
-                )
+                raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
 
     def fixed_scale(self, step: Any) -> Any:
         """Return the `FixedScale` that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
@@ -175,7 +171,7 @@ class Quantizer:
         batch = x.ndim - rows - cols
         state = self.init() if step is None else step
         # A user's `quantize` knows matrices alone: rows and columns are merged, batch dimensions are vmapped.
-        matrices = x.reshape(*x.shape[:batch], *_merged(x.shape[batch:], rows))
+        matrices = _shapes.merge(x, *[1] * batch, rows)
 
         def of_matrix(matrix):
             result = self.quantize(matrix.mT if contract_first else matrix, state)
@@ -217,10 +213,6 @@ def fp8_dtype(where: str, dtype) -> np.dtype:
     return checked
 
 
-def _merged(shape, rows) -> tuple[int, int]:
-    return int(np.prod(shape[:rows])), int(np.prod(shape[rows:]))
-
-
 def _checked(quantizer, result, shape) -> tuple:
     """Check the result of `quantize` for a matrix of this shape, and return it."""
     where = f"{type(quantizer).__name__}.quantize"
@@ -259,12 +251,7 @@ def _check_scales(where, scales, shape, block) -> None:
 
 def check_next(quantizer, state, next_state) -> None:
     """Raise a TypeError unless the next state of a quantizer has the structure and shapes of its state."""
-
-    def types(tree):
-        return jax.tree.map(lambda leaf: jnp.shape(leaf), tree)
-
-    if jax.tree.structure(state) != jax.tree.structure(next_state) or types(state) != types(next_state):
-        raise TypeError(
-            f"{type(quantizer).__name__}.quantize: state: expected a next state like the state, {types(state)}, got "
-            f"{types(next_state)}"
-        )
+    expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
+    if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
+        where = f"{type(quantizer).__name__}.quantize: state"
+        raise TypeError(f"{where}: expected a next state like the state, {expected}, got {got}")

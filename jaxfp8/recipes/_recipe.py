@@ -33,11 +33,15 @@ class Recipe:
         pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
             `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
             needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
+        fp8_residuals: whether the input of an activation or norm that a product is fused with (`GatedMLP`, `NormDense`,
+            `jaxfp8.activated`, `normalized`) is kept for the backward in FP8, a byte an element, with a power of two
+            for the whole tensor as its scale. Values stay what they are; gradients are a few percent off.
     """
 
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
     pipeline_axes: tuple[str, ...] = NOT_SAID
+    fp8_residuals: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make recipes static nodes of pytrees, so that `jax.jit` takes one as an argument."""
@@ -91,6 +95,7 @@ class Recipe:
             object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
         object.__setattr__(self, "precise", tuple(self.precise))
         self.expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
+        self.expect(isinstance(self.fp8_residuals, (bool, np.bool_)), "fp8_residuals", "a bool", TypeError)
         is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
         self.expect(is_size, "min_size", "an int", TypeError)
         self.expect(self.min_size >= 0, "min_size", "at least 0")

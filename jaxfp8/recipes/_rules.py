@@ -63,9 +63,7 @@ def _checked(where: str, rule) -> Rule:
     try:
         hash(rule.recipe)
     except TypeError as error:
-        raise TypeError(
-            f"{where}: recipe: a recipe in a rule must hash, as programs are cached by it: {error}"
-        ) from None
+        raise TypeError(f"{where}: recipe: a recipe in a rule must hash, programs are cached by it: {error}") from None
     return rule
 
 

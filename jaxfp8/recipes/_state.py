@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from ._recipe import Recipe, checked
 
@@ -61,14 +60,15 @@ class QuantizerStep:
     """Delayed scaling of one tensor in one step: the scale that its state gives, then the amax that it recorded.
 
     Attributes:
-        history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax.
+        history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax; None where the state
+            was read before a loop.
         amax: f32 `(1,)`; 0 before the tensor is quantized.
         scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, as the QTensor has them.
         is_empty: bool[], whether the history was empty; None where `first_step` does not ask for it, and afterwards.
         counting: of a state that has counters, else None.
     """
 
-    history: jax.Array
+    history: jax.Array | None
     amax: jax.Array
     scale: jax.Array | None
     scale_inv: jax.Array | None
@@ -101,12 +101,8 @@ class DotGeneralState:
 
 for _cls in (QuantizerState, DotGeneralState):
     # Programs that take or return state can be saved: jax.export.Exported.serialize.
-    export.register_pytree_node_serialization(
-        _cls,
-        serialized_name=f"jaxfp8.{_cls.__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: (),
-    )
+    _auxdata = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: ()}  # there is none
+    jax.export.register_pytree_node_serialization(_cls, serialized_name=f"jaxfp8.{_cls.__name__}", **_auxdata)
 
 
 def init_state(recipe: Recipe) -> DotGeneralState:

@@ -8,7 +8,7 @@ quantizer. Plain dicts of arrays say nothing but names, and a name alone makes n
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,8 +19,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 _HISTORY, _SCALE, _COUNTERS = "amax_history", "scale", "counters"
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantizer:
+class Quantizer(NamedTuple):
     """Where the leaves of one quantizer are.
 
     Attributes:
@@ -40,8 +39,7 @@ class Quantizer:
         return pair if self.counters is None else (*pair, self.counters)
 
 
-@dataclasses.dataclass(frozen=True)
-class StateTree:
+class StateTree(NamedTuple):
     """A flat tree with its quantizers found.
 
     Attributes:

@@ -128,9 +128,8 @@ class QTensor:
                 f"QTensor.map: expected a tensor with one scale, got scales of shape {self.scale_inv.shape} for blocks "
                 f"{self.block}; move the kernel before it is quantized"
             )
-        data = jax.lax.bitcast_convert_type(
-            function(jax.lax.bitcast_convert_type(self.data, jnp.uint8)), self.data.dtype
-        )
+        codes = function(jax.lax.bitcast_convert_type(self.data, jnp.uint8))
+        data = jax.lax.bitcast_convert_type(codes, self.data.dtype)
         source = None if self.source is None else function(self.source)
         return QTensor(data, self.scale_inv, source=source, step=self.step)
 
@@ -157,7 +156,6 @@ class QTensor:
 @jax.custom_jvp
 def _straight_through(source, values):
     """Return `values`, with the gradient of `source`."""
-    del source
     return values
 
 

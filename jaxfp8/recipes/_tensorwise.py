@@ -1,5 +1,6 @@
-"""Quantizers with one scale for the whole tensor."""
+"""Quantizers with one scale for the whole tensor, and current scaling: the scale comes from the tensor in hand."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from ..numerics import _scaling, fp8_max
+from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
 from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype, no_reduction
+from ._recipe import Recipe
 from ._tensor import QTensor
 
 
@@ -66,7 +68,6 @@ class TensorwiseQuantizer(Quantizer):
                 it.
             step, reduce: see `quantize_operand`.
         """
-        del step
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
         options = {"fp8_max": fp8_max(self.fp8_dtype), "margin": self.margin}
         scale, scale_inv = ops.amax_to_scale(amax, default, **options)
@@ -84,8 +85,49 @@ class TensorwiseQuantizer(Quantizer):
             amax: of the tensor; None where `choose_scale` gave None.
             fractions: of saturated and flushed elements, where the step has counters.
         """
-        del scale_inv, amax, fractions
         return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """One scale for each tensor, from its own amax; no state.
+
+        sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or one that is not finite
+        q  = quantize(x, sf)
+
+    On a mesh the amax is that of the whole tensor: where delayed scaling reduces amaxes once a step, each product here
+    waits for its own. `ops.amax` reads the tensor once more.
+
+    Source: TransformerEngine's FP8 current scaling.
+
+    Attributes:
+        fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
+        power_2_scale: round scales down to a power of two; then quantizing is exact but for the mantissa's rounding.
+        precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
+
+    Raises:
+        ValueError, TypeError: an option has a value it cannot have.
+    """
+
+    fp8_format: Format = HYBRID
+    power_2_scale: bool = False
+
+    def quantizers(self) -> tuple[Quantizer, ...]:
+        """Return the quantizers of `x`, `kernel` and `grad`."""
+        return self.for_formats(lambda dtype: Float8CurrentScalingQuantizer(dtype, self.power_2_scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
+    """Quantize one tensor by current scaling.
+
+    Attributes:
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        power_2_scale: see `Float8CurrentScaling`.
+    """
+
+    fp8_dtype: np.dtype
+    power_2_scale: bool = False
 
 
 def has_counters(step: Any) -> bool:

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 
-from ..inspect._table import aligned
+from .._jax._table import aligned
+from ..inspect import _op_cases as _cases
 from ..ops import _disabled
-from . import _cases, _checks, _workers
+from . import _checks, _workers
 
 _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
 
@@ -87,9 +88,7 @@ def table(rows: list[dict]) -> str:
         runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
         lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
     # A check without an op in its name is one of the machine.
-    machine_rows = [
-        f"{name}: {by_name[name]['status']}, {by_name[name]['detail']}" for name in by_name if ":" not in name
-    ]
+    machine_rows = [f"{name}: {row['status']}, {row['detail']}" for name, row in by_name.items() if ":" not in name]
     whys = [f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}" for row in rows if row.get("why")]
     failed = [f"FAILED {row['check']}: {row['detail']}" for row in rows if row["status"] == "failed"]
     return "\n".join([aligned(lines, right=4), *machine_rows, *whys, *failed])

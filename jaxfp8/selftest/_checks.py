@@ -13,10 +13,10 @@ import numpy as np
 
 from .. import ops
 from ..dot import dot_general
+from ..inspect import _op_cases as _cases, _op_comparisons as _comparisons
 from ..numerics import E4M3
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
-from . import _cases, _comparisons
 
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
@@ -31,7 +31,7 @@ def library() -> dict[str, Any]:
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     missing = _support.missing_on(_support.local_gpus(), cublaslt=True) if platform == "cuda" else None
     if library is None:
-        return _passed(f"{platform} has none, jnp runs")
+        return _row(None, f"{platform} has none, jnp runs")
     return _row(library.error or (missing and missing.reason), library.built_for)
 
 
@@ -60,7 +60,7 @@ def graph(op: str) -> dict[str, Any]:
     """Check that an op's first launch in this process can be recorded into a graph, which replays it."""
     index = _with_kernel(op)
     if index is None:
-        return _passed("no kernel to record")
+        return _row(None, "no kernel to record")
     case = _cases.case(op, _kind(op, 256, index))
     compiled, recorded = record(case.function, case.arguments)
     runs = [compiled(*case.arguments) for _ in range(3)]  # into buffers of their own, which the graph is told of
@@ -122,7 +122,7 @@ def speed(op: str) -> dict[str, Any]:
     # No kernel does with less: each operand is read once, each result written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
-    row = _passed(f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
+    row = _row(None, f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
     return row | ({"tflops": 2 * n**3 / seconds / 1e12} if op in (*_cases.PRODUCTS, "bf16 product") else {})
 
 
@@ -172,10 +172,6 @@ def _reference(case, comparison):
 
 def _numpy(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def _passed(detail):
-    return _row(None, detail)
 
 
 def _row(problem, detail):

@@ -54,10 +54,8 @@ def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = N
         so_far = before.leaves
     # Uses of one state combine by max, gradients of parameters add.
     state = set(new.positions())
-    total = [
-        maximum(a, g) if i in state else _add(a, g, weight)
-        for i, (a, g) in enumerate(zip(so_far, new.leaves, strict=True))
-    ]
+    pairs = enumerate(zip(so_far, new.leaves, strict=True))
+    total = [maximum(a, g) if i in state else _add(a, g, weight) for i, (a, g) in pairs]
     return new.treedef.unflatten(total)
 
 

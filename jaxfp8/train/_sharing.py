@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._jax import _compat
 from .._jax._typing import Tree
 from ..dot import shared
-from ..recipes import partition
+from ..recipes import _reading, _state_tree, without_max
 
 
 def max_grad(tree: Tree) -> Tree:
@@ -25,6 +25,9 @@ def max_grad(tree: Tree) -> Tree:
         def loss(variables, batch):
             variables = jaxfp8.max_grad(variables)
             ...
+
+    The state of stacked layers, whose leaves have a leading dimension, is read here, once: a loop over the layers runs
+    over a few numbers of each, and their histories move after it.
 
     Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX
     cannot differentiate all of its own functions in such a dtype: take `jax.lax.stop_gradient` before the cast, after
@@ -46,12 +49,29 @@ def max_grad(tree: Tree) -> Tree:
             "through the carry of your loops with jaxfp8.fork, and please report the version"
         )
 
-    def cast(leaf, is_state_leaf):
-        if not is_state_leaf or not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    # 1. Cast all state. A second cast of a leaf gives the same array, so that all its uses meet there.
+    def cast(leaf):
+        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf  # or is cast already
         return _compat.to_max(leaf)
 
-    return jax.tree.map(cast, tree, partition(tree))
+    flat = _state_tree.flatten(tree)
+    state = {i: cast(flat.leaves[i]) for i in flat.positions()}
+
+    # 2. Read the state of stacked layers: a loop over them needs the readings alone, and these get its gradients.
+    products = _reading.stacked_products(flat)
+    positions = [[q.positions() for q in quantizers] for quantizers in products]
+    readings = _reading.read(jax.tree.map(state.get, positions)) if products else []
+    state |= {i: _compat.to_max(jax.lax.stop_gradient(flat.leaves[i])) for i in jax.tree.leaves(positions)}
+    state |= {quantizers[-1].scale: reading for quantizers, reading in zip(products, readings, strict=True)}
+    return flat.replace(state)
+
+
+def apply_with_max_grad(apply: Callable[..., Any], variables: Tree, *args: Any, **options: Any) -> Any:
+    """Call the `apply` of a Flax model with state as `max_grad` leaves it, where JAX has the dtype hook."""
+    if _compat.MAX_DTYPE is None:
+        return apply(variables, *args, **options)
+    return without_max(apply(max_grad(variables), *args, **options))
 
 
 def value_and_grad(
@@ -78,7 +98,7 @@ def value_and_grad(
         positions = {n % len(args) for n in positions}
         with named_errors("value_and_grad"):
             out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
-        return _compat.without_max(out)
+        return without_max(out)
 
     return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
 

@@ -66,10 +66,8 @@ def finish(old, grads, before, after, updates):
     counted = (emitted | _any_differs("mini_step", was, now)) & ~rejected
     # 3. Take the max with the state of the mini-steps so far.
     positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
-    totals = [
-        maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far)))
-        for i, so_far in zip(positions, before.state, strict=True)
-    ]
+    pairs = zip(positions, before.state, strict=True)
+    totals = [maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far))) for i, so_far in pairs]
     # 4. Store the max in a step that emits an update; carry it on in a mini-step; forget a step that did not count.
     new = tree.replace(dict(zip(positions, totals, strict=True)))
     state = _where(emitted & ~rejected, tree, update_state(old, new))

@@ -8,8 +8,8 @@ of the recipe of a `jaxfp8.linen.Dense`.
 
 GEMMs are library calls in all of them (`xla_gpu_enable_triton_gemm=false`): there is no autotuning without a GPU, and
 XLA's default would be Triton kernels with tiles that nobody would run. `bf16, Triton` and `flax, Triton` show what that
-default changes. `own, xla` is `own` under `implementation("xla")`. `--quickly` leaves machine code unoptimized: the
-same counts in less time.
+default changes. `own, xla` is `own` under `implementation("xla")`. Gradients are as `jaxfp8.grad` takes them, those of
+`own, bare` as `jax.grad`. `--quickly` leaves machine code unoptimized: the same counts in less time.
 """
 
 import argparse
@@ -46,11 +46,13 @@ RECIPES = {
     "block, power of two": jaxfp8.Float8BlockScaling(power_2_scale=True),
     "MXFP8": jaxfp8.MXFP8BlockScaling(),
 }
+MLPS = {"fused": None, "fused, FP8 kept": jaxfp8.DelayedScaling(fp8_residuals=True)}
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
 XLA = ", xla"
 COUNTED = ", counted"
+BARE = ", bare"
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
 STATE = "_overwrite_with_gradient"
 
@@ -63,8 +65,9 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if self.candidate == "fused":
-            return jaxfp8.linen.GatedMLP(HIDDEN, use_bias=False, dtype=jnp.bfloat16, name="mlp")(x)
+        if self.candidate in MLPS:
+            recipe = MLPS[self.candidate]
+            return jaxfp8.linen.GatedMLP(HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp")(x)
         dense = functools.partial(DENSES[self.candidate], use_bias=False, dtype=jnp.bfloat16)
         hidden = nn.silu(dense(HIDDEN, name="gate")(x)) * dense(HIDDEN, name="up")(x)
         if self.hidden is not None:
@@ -161,7 +164,7 @@ GROUPS = {
         "dense by recipe": Case(of_recipe, (8192, 8192), ("delayed", "block", "block, power of two", "MXFP8")),
     },
     "layers": {
-        "scan": Case(layers(), candidates=_MLPS),
+        "scan": Case(layers(), candidates=(*_MLPS, "fused, FP8 kept", "own" + BARE)),
         "scan, nothing saved": Case(layers(_POLICIES.nothing_saveable, _POLICIES.nothing_saveable), candidates=_MLPS),
         "scan, products saved": Case(
             layers(_POLICIES.dots_saveable, jaxfp8.checkpoint_policies.save_fp8_residuals), candidates=_MLPS
@@ -170,7 +173,7 @@ GROUPS = {
     "sharded": {
         "fsdp-8": Case(GatedMLP, (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows),
         "dp x tp": Case(GatedMLP, (4 * TOKENS, WIDTH), mesh=(4, 2), kernels=_columns_then_rows, hidden=P("fsdp", "tp")),
-        "fsdp-8 scan": Case(layers(), (8 * TOKENS, WIDTH), _MLPS, mesh=(8, 1), kernels=_rows),
+        "fsdp-8 scan": Case(layers(), (8 * TOKENS, WIDTH), (*_MLPS, "own" + BARE), mesh=(8, 1), kernels=_rows),
     },
 }
 
@@ -189,6 +192,8 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     if candidate.endswith(XLA):
         with jaxfp8.ops.implementation("xla"):
             return report(case, candidate.removesuffix(XLA), quickly, gpu)
+    is_shared = not candidate.startswith("flax") and not candidate.endswith(BARE)
+    candidate = candidate.removesuffix(BARE)
     model = case.model(candidate.removesuffix(TRITON).removesuffix(COUNTED))
     mesh = gpus(gpu, case.mesh)
     if case.hidden is not None:
@@ -207,8 +212,11 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
             else placed(P(), leaf)
         )
 
+    def forward(variables, x):
+        return model.apply(jaxfp8.max_grad(variables), x) if is_shared else model.apply(variables, x)
+
     def step(variables, x, grad):
-        y, vjp = jax.vjp(model.apply, variables, x)
+        y, vjp = jax.vjp(forward, variables, x)
         # As where a loss is between them: otherwise XLA fuses parts of the backward into the forward.
         y, grad = jax.lax.optimization_barrier((y, grad))
         return y, vjp(grad)
@@ -224,7 +232,7 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     start = time.perf_counter()
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
-    residuals = count.residual_bytes(model.apply, variables, x)
+    residuals = count.residual_bytes(forward, variables, x)
     return count.summary(compiled.as_text(), case.reads) | {
         "operations": count.stablehlo_operations(lowered.as_text()),
         "residual_bytes": residuals,

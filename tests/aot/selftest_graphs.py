@@ -6,7 +6,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxfp8.selftest import _cases, _checks
+from jaxfp8.inspect import _op_cases as _cases
+from jaxfp8.selftest import _checks
 
 
 def main() -> None:

@@ -86,8 +86,9 @@ def test_residuals_are_the_codes(counts, case):
 
 
 def test_gated_mlp(counts):
+    """The gradient of gate and up, `[8192, 2, 14336]` in bf16, would be written and read: 896 MiB more."""
     found = counts["gated mlp"]["fused"]
-    assert found["launches"] <= 40, found["kinds"]
-    assert found["bytes"] <= 4100 * MIB
+    assert found["launches"] <= 17, found["kinds"]
+    assert found["bytes"] <= 3060 * MIB
     assert found["bytes"] < counts["gated mlp"]["flax"]["bytes"]
     assert found["copies"] == 0

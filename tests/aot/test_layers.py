@@ -1,11 +1,19 @@
 """A scan over eight gated MLPs on an H200, with and without remat: GEMMs, bytes, what is held for the backward."""
 
+import jax
 import pytest
 
 GROUP = "layers"
 LAYERS = 8
-PRODUCTS = {"fused": 2}  # of an MLP: gate and up are one there; 3 elsewhere
+PRODUCTS = {"fused": 2, "fused, FP8 kept": 2}  # of an MLP: gate and up are one there; 3 elsewhere
 CASES = ("scan", "scan, nothing saved", "scan, products saved")
+
+
+# The most launches, on JAX 0.10 and on JAX 0.12. XLA's part of a program differs: it copies more in the older one.
+LAUNCHES = {
+    "scan": {"own": (526, 382), "fused": (349, 253), "drop-in": (526, 430)},
+    "scan, products saved": {"own": (None, 398)},
+}
 
 
 def ours(counts, case) -> dict:
@@ -40,3 +48,26 @@ def test_remat_saves_what_it_saves_in_bf16(counts):
     case = counts["scan, nothing saved"]
     for name, found in ours(counts, "scan, nothing saved").items():
         assert found["temporary_bytes"] <= min(case["bf16"]["temporary_bytes"], case["flax"]["temporary_bytes"]), name
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_launches(counts, case):
+    """The state of all layers is read before the loop and written after it; with `jax.grad` it is not."""
+    is_new = jax.__version_info__ >= (0, 12)
+    for name, limits in LAUNCHES[case].items():
+        limit = limits[is_new]
+        assert limit is None or counts[case][name]["launches"] <= limit, name
+        if case == "scan":
+            assert counts[case][name]["launches"] < 0.7 * counts[case]["own, bare"]["launches"], name
+
+
+def test_fp8_residuals_of_activations(counts):
+    """Nothing runs again, and 0.40 of what bf16 keeps in memory is enough."""
+    found, exact = counts["scan"]["fused, FP8 kept"], counts["scan"]["fused"]
+    assert found["gemms"] == exact["gemms"]
+    assert found["temporary_bytes"] <= 0.40 * counts["scan"]["bf16"]["temporary_bytes"] < exact["temporary_bytes"]
+
+
+def test_fewer_launches_than_flax(counts):
+    for name in ("own", "fused", "drop-in"):
+        assert counts["scan"][name]["launches"] < 0.75 * counts["scan"]["flax"]["launches"], name

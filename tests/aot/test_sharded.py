@@ -1,5 +1,6 @@
 """A gated MLP on eight H200s, FSDP and data x tensor parallel, one and a scan over eight: collectives, bytes, GEMMs."""
 
+import jax
 import pytest
 
 GROUP = "sharded"
@@ -7,6 +8,14 @@ MIB = 2**20
 CASES = ("fsdp-8", "dp x tp", "fsdp-8 scan")
 KERNELS = 3 * 4096 * 14336  # elements of gate, up and down
 GATHERED = {"fsdp-8": 1, "fsdp-8 scan": 2 * 8}  # in a loop again for the backward: shards are kept until then
+# MiB that ours move beyond Flax's. Separate layers write silu(gate) * up in bf16 and read it again (448), and add two
+# gradients of x, which Flax's GEMM does (192); they do not read the gradient of y for its amax (-64). All of ours
+# write both layouts of a kernel on its shard (21); own layers do not convert their gradients (-126),
+# drop-ins make copies in bf16 (84). In a loop JAX 0.10 also copies kernels and residuals out of stacks.
+OVER_FLAX = {
+    "fsdp-8": {"own": 448 + 192 - 64 + 21 - 126, "drop-in": 448 + 192 - 64 + 21 + 84, "fused": -297},
+    "fsdp-8 scan": {"own": 8 * 983, "drop-in": 8 * 857, "fused": -8 * 2505},
+}
 
 
 def ours(counts, case) -> dict:
@@ -46,21 +55,32 @@ def test_no_other_kind_of_collective(counts, case):
         assert {c["kind"] for c in found["collectives"] if c not in amaxes(found)} <= kinds, name
 
 
-@pytest.mark.parametrize("case, limit", [("fsdp-8", 1), ("dp x tp", 3), ("fsdp-8 scan", 2 * 8 + 1)])
+@pytest.mark.parametrize("case, limit", [("fsdp-8", 1), ("dp x tp", 3), ("fsdp-8 scan", 2)])
 def test_amax_all_reduces(counts, case, limit):
-    """Of a step. In a loop each counts as often as it runs.
+    """Of a step. In a loop each counts as often as it runs: XLA moves those of readings out of it.
 
-    XLA moves one out that goes into a stacked result as it is. An amax that is not finite is recorded as 0, which is
-    only known after the reduction, and that keeps it in the loop: one in the forward body, one in the backward body.
+    The amaxes of x and the kernel are known in the forward, that of the gradient in the backward.
     """
     for name, found in ours(counts, case).items():
-        assert sum(c["times"] for c in amaxes(found)) <= limit, (name, amaxes(found))
+        if not name.endswith("bare"):
+            assert sum(c["times"] for c in amaxes(found)) <= limit, (name, amaxes(found))
 
 
-def test_bytes_of_an_fsdp_layer(counts):
-    """The best of ours against Flax's, all of whose quantizers XLA fuses with what is before them."""
-    best = min(found["bytes"] for found in ours(counts, "fsdp-8").values())
-    assert best <= counts["fsdp-8"]["flax"]["bytes"], best / MIB
+# The most launches, on JAX 0.10 and on JAX 0.12.
+LAUNCHES = {"own": (648, 576), "fused": (437, 389), "drop-in": (640, 592)}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_a_scan(counts, name):
+    assert counts["fsdp-8 scan"][name]["launches"] <= LAUNCHES[name][jax.__version_info__ >= (0, 12)]
+
+
+@pytest.mark.parametrize("case", OVER_FLAX)
+def test_bytes_of_fsdp(counts, case):
+    """Each of ours against Flax's, all of whose quantizers XLA fuses with what is before them."""
+    for name, limit in OVER_FLAX[case].items():
+        more = (counts[case][name]["bytes"] - counts[case]["flax"]["bytes"]) / MIB
+        assert more <= limit, (name, more)
 
 
 def test_gradients_are_reduced_as_elsewhere(counts):

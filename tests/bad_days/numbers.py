@@ -121,7 +121,7 @@ def symbolic_batch(library):
 
 CUSTOM_CALLS = (
     "amax_v1", "amax_to_scale_v1", "quantize_v3", "quantize_transpose_v3", "dequantize_v1", "delayed_scales_v1",
-    "push_amaxes_v1",
+    "push_amaxes_v1", "read_histories_v1", "write_histories_v1",
 )  # fmt: skip
 
 

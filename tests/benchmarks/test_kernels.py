@@ -77,6 +77,8 @@ def test_every_custom_call(cuda_custom_calls):
         ("quantize_transpose f32", 6),
         ("quantize_activation gelu", 4),
         ("quantize_activation silu_gated", 6),
+        ("quantize_activation_grad gelu", 6),
+        ("quantize_activation_grad silu_gated", 10),
         ("quantize_norm rms", 4),
         ("quantize_blocks_transpose 1x128", 4 + 8 / 128),
         ("quantize_blocks_transpose 1x32", 4 + 2 / 32),

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 import jaxfp8
 from jaxfp8 import convert
-from jaxfp8.linen._einsum import Fp8Einsum
+from jaxfp8.linen import Fp8Einsum
 
 from .cases import OWG, assert_same_tree, state_leaves
 

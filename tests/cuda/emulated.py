@@ -16,15 +16,17 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import oracle
 import oracle_blocks
 import pytest
+
+from .buffers import DTYPES, Buffer, Tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
     "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
-    "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
+    "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
+    "read_histories", "write_histories",
 )  # fmt: skip
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 # What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
@@ -35,11 +37,6 @@ ACTIVATIONS = ("gelu", "silu", "relu", "silu_gated", "gelu_gated")
 # The order of jaxfp8::cuda::BlockShape and jaxfp8::BlockScaling.
 BLOCKS = ((1, None), (1, 32), (1, 128), (128, 128))
 SCALINGS = ("f32", "f32, power of two", "ceil", "floor")
-# The order of jaxfp8::Dtype.
-_IN_ORDER = (oracle.BF16, oracle.F16, np.dtype(np.float32), oracle.E4M3.dtype, oracle.E5M2.dtype)
-_DTYPES = {dtype: i for i, dtype in enumerate(_IN_ORDER)}
-_GUARD = 64
-_POISON = 0xA5
 
 
 def compiler() -> str | None:
@@ -146,68 +143,6 @@ def launches(library: ctypes.CDLL) -> tuple[int, int, int]:
     return tuple(counts)
 
 
-class _Buffer:
-    """`shape` of `dtype` at `shift` bytes off a 256-byte boundary, between guards."""
-
-    def __init__(self, shape, dtype, shift=0, values=None):
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        self._storage = np.full(size + 2 * _GUARD + 512, _POISON, np.uint8)
-        boundary = -(self._storage.ctypes.data + _GUARD) % 256 + _GUARD
-        self._first = boundary + shift
-        self._last = self._first + size
-        self.array = self._storage[self._first : self._last].view(dtype).reshape(shape)
-        self.pointer = ctypes.c_void_p(self.array.ctypes.data)
-        if values is not None:
-            self.array[...] = values
-
-    def result(self, what: str) -> np.ndarray:
-        outside = np.concatenate([self._storage[: self._first], self._storage[self._last :]])
-        assert (outside == _POISON).all(), f"{what}: written outside of its buffer"
-        return self.array
-
-
-class _TileParams(ctypes.Structure):
-    """jaxfp8::cuda::TileParams."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("dtype", "format")),
-        *((name, ctypes.c_void_p) for name in ("x", "scale")),
-        ("scale_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("data", "data_t", "amax_so_far", "amax")),
-        *((name, ctypes.c_int64) for name in ("groups", "m", "n")),
-    ]
-
-
-class _Tiles:
-    """The operands and results of an op that quantizes `[g, m, n]` tile by tile.
-
-    Args:
-        x: `[g, m, n]`, or gated `[g, m, 2, n]`.
-        scale, fmt: as for the oracle; one scale, or one for each group.
-        transpose: whether data_t is wanted.
-        shift: bytes off alignment of x, data and, unless `data_t_shift` is given, data_t.
-    """
-
-    def __init__(self, x, scale, fmt, *, transpose=True, shift=0, data_t_shift=None):
-        g, m, n = x.shape[0], x.shape[1], x.shape[-1]
-        scale = np.atleast_1d(np.float32(scale))
-        self._x, self._scale = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
-        self._data = _Buffer((g, m, n), fmt.dtype, shift)
-        self._data_t = _Buffer((g, n, m), fmt.dtype, shift if data_t_shift is None else data_t_shift)
-        self._top = _Buffer((g,), np.float32)
-        self._transpose = transpose
-        data_t = self._data_t.pointer if transpose else None
-        self.params = _TileParams(
-            _DTYPES[x.dtype], _DTYPES[fmt.dtype], self._x.pointer, self._scale.pointer, int(scale.size > 1),
-            self._data.pointer, data_t, ctypes.c_void_p(), self._top.pointer, g, m, n,
-        )  # fmt: skip
-
-    def results(self):
-        """data, data_t and amax; None for those that were not wanted."""
-        data_t = self._data_t.result("data_t") if self._transpose else None
-        return self._data.result("data"), data_t, self._top.result("amax")
-
-
 class Emulated:
     """The launchers. `shift`: bytes off alignment of every buffer but the scales."""
 
@@ -228,25 +163,25 @@ class Emulated:
         assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
 
     def amax(self, x, shift=0):
-        x_buffer, top = _Buffer(x.shape, x.dtype, shift, x), _Buffer(x.shape[:1], np.float32)
-        self._launch("amax", _DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
+        x_buffer, top = Buffer(x.shape, x.dtype, shift, x), Buffer(x.shape[:1], np.float32)
+        self._launch("amax", DTYPES[x.dtype], x_buffer.pointer, top.pointer, *x.shape)
         return top.result("amax")
 
     def quantize(self, x, scale, fmt, shift=0, data_shift=None):
         scale = np.atleast_1d(np.float32(scale))
-        x_buffer, scale_buffer = _Buffer(x.shape, x.dtype, shift, x), _Buffer(scale.shape, np.float32, 0, scale)
-        data = _Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
-        top = _Buffer(x.shape[:1], np.float32)
+        x_buffer, scale_buffer = Buffer(x.shape, x.dtype, shift, x), Buffer(scale.shape, np.float32, 0, scale)
+        data = Buffer(x.shape, fmt.dtype, shift if data_shift is None else data_shift)
+        top = Buffer(x.shape[:1], np.float32)
         self._launch(
-            "quantize", _DTYPES[x.dtype], _DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
+            "quantize", DTYPES[x.dtype], DTYPES[fmt.dtype], x_buffer.pointer, scale_buffer.pointer,
             int(scale.size > 1), data.pointer, ctypes.c_void_p(), top.pointer, *x.shape,
         )  # fmt: skip
         return data.result("data"), top.result("amax")
 
     def quantize_transpose(self, x, scale, fmt, shift=0, data_t_shift=None, *, sums=False, **options):
-        tiles = _Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
+        tiles = Tiles(x, scale, fmt, shift=shift, data_t_shift=data_t_shift, **options)
         g, m, n = x.shape
-        parts = _Buffer((g, -(-m // 128), n), np.float32)
+        parts = Buffer((g, -(-m // 128), n), np.float32)
         self._launch("quantize_transpose", ctypes.byref(tiles.params), parts.pointer if sums else ctypes.c_void_p())
         return (*tiles.results(), parts.result("column_sums")) if sums else tiles.results()
 
@@ -256,17 +191,17 @@ class Emulated:
         Scales are `[g, size]`, in cuBLASLt's layout; E8M0 as codes.
         """
         g, m, n = x.shape
-        x_buffer, amaxes = _Buffer(x.shape, x.dtype, shift, x), _Buffer((g, m + n * transpose), np.float32)
+        x_buffer, amaxes = Buffer(x.shape, x.dtype, shift, x), Buffer((g, m + n * transpose), np.float32)
         results = []
         for shape, of_data in (((m, n), shift), ((n, m), shift if data_t_shift is None else data_t_shift)):
             blocks = [len(oracle_blocks.bounds(size, b)) for size, b in zip(shape, block, strict=True)]
             dtype = np.float32 if scaling.startswith("f32") else np.uint8
             scales = oracle_blocks.cublaslt_layout(np.zeros(blocks, dtype), block, *shape)
-            results += [_Buffer((g, *shape), fmt.dtype, of_data), _Buffer((g, scales.size), dtype)]
+            results += [Buffer((g, *shape), fmt.dtype, of_data), Buffer((g, scales.size), dtype)]
         results = results if transpose else results[:2]
         pointers = [buffer.pointer for buffer in results] + [ctypes.c_void_p()] * (4 - len(results))
         self._launch(
-            "quantize_blocks_transpose", _DTYPES[x.dtype], _DTYPES[fmt.dtype], BLOCKS.index(block),
+            "quantize_blocks_transpose", DTYPES[x.dtype], DTYPES[fmt.dtype], BLOCKS.index(block),
             SCALINGS.index(scaling), x_buffer.pointer, *pointers, amaxes.pointer, g, m, n,
         )  # fmt: skip
         amaxes.result("amaxes")
@@ -275,17 +210,29 @@ class Emulated:
 
     def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""
-        tiles = _Tiles(x, scale, fmt, **options)
+        tiles = Tiles(x, scale, fmt, **options)
         self._launch("quantize_activation", ctypes.byref(tiles.params), ACTIVATIONS.index(activation))
         return tiles.results()
 
+    def quantize_activation_grad(self, x, grad, scale, fmt, activation, *, sums=False, shift=0, **options):
+        """x `[g, m, 1 or 2, n]`, grad `[g, m, n]`; results have as many columns as x has elements in a row."""
+        g, m, parts, n = x.shape
+        tiles = Tiles(x, scale, fmt, columns=parts * n, shift=shift, **options)
+        of_grad = Buffer(grad.shape, grad.dtype, shift, grad)
+        column_sums = Buffer((g, -(-m // 128), parts * n), np.float32)
+        self._launch(
+            "quantize_activation_grad", ctypes.byref(tiles.params), of_grad.pointer, ACTIVATIONS.index(activation),
+            column_sums.pointer if sums else ctypes.c_void_p(),
+        )  # fmt: skip
+        return (*tiles.results(), column_sums.result("column_sums")) if sums else tiles.results()
+
     def quantize_norm(self, x, statistics, gamma, beta, scale, fmt, *, parameter_shift=0, **options):
         """x `[g, m, n]`, statistics `[g, m, 1 or 2]`, gamma and beta `[1 or g, n]`; beta may be None."""
-        tiles = _Tiles(x, scale, fmt, **options)
+        tiles = Tiles(x, scale, fmt, **options)
         of_rows, gamma_buffer = (
-            _Buffer(p.shape, np.float32, shift, p) for p, shift in ((statistics, 0), (gamma, parameter_shift))
+            Buffer(p.shape, np.float32, shift, p) for p, shift in ((statistics, 0), (gamma, parameter_shift))
         )
-        beta_buffer = None if beta is None else _Buffer(beta.shape, np.float32, parameter_shift, beta)
+        beta_buffer = None if beta is None else Buffer(beta.shape, np.float32, parameter_shift, beta)
         self._launch(
             "quantize_norm", ctypes.byref(tiles.params), of_rows.pointer, int(statistics.shape[2] == 2),
             gamma_buffer.pointer, beta_buffer.pointer if beta_buffer else ctypes.c_void_p(),
@@ -295,11 +242,11 @@ class Emulated:
 
     def dequantize(self, codes, scale_inv, dtype, shift=0):
         scale_inv = np.atleast_1d(np.float32(scale_inv))
-        data = _Buffer(codes.shape, codes.dtype, shift, codes)
-        scale_buffer = _Buffer(scale_inv.shape, np.float32, 0, scale_inv)
-        out = _Buffer(codes.shape, dtype, shift)
+        data = Buffer(codes.shape, codes.dtype, shift, codes)
+        scale_buffer = Buffer(scale_inv.shape, np.float32, 0, scale_inv)
+        out = Buffer(codes.shape, dtype, shift)
         self._launch(
-            "dequantize", _DTYPES[codes.dtype], _DTYPES[np.dtype(dtype)], data.pointer, scale_buffer.pointer,
+            "dequantize", DTYPES[codes.dtype], DTYPES[np.dtype(dtype)], data.pointer, scale_buffer.pointer,
             int(scale_inv.size > 1), out.pointer, *codes.shape,
         )  # fmt: skip
         return out.result("out")
@@ -309,13 +256,13 @@ class Emulated:
         a_scale, b_scale = (np.atleast_1d(np.float32(scale)) for scale in (a_scale, b_scale))
         contraction = b.ndim == 3
         (members, rows, length), columns, groups = a.shape, b.shape[-2], sizes.shape[1]
-        inputs = [_Buffer(x.shape, x.dtype, shift, x) for x in (a, b)]
-        inputs += [_Buffer(x.shape, x.dtype, 0, x) for x in (a_scale, b_scale, sizes.astype(np.int32))]
+        inputs = [Buffer(x.shape, x.dtype, shift, x) for x in (a, b)]
+        inputs += [Buffer(x.shape, x.dtype, 0, x) for x in (a_scale, b_scale, sizes.astype(np.int32))]
         shape = (members, groups, rows, columns) if contraction else (members, rows, columns)
-        out = _Buffer(shape, out_dtype, shift * np.dtype(out_dtype).itemsize)
+        out = Buffer(shape, out_dtype, shift * np.dtype(out_dtype).itemsize)
         a_pointer, b_pointer, a_scale_pointer, b_scale_pointer, sizes_pointer = (buffer.pointer for buffer in inputs)
         self._launch(
-            "ragged_matmul", _DTYPES[a.dtype], _DTYPES[b.dtype], _DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer,
+            "ragged_matmul", DTYPES[a.dtype], DTYPES[b.dtype], DTYPES[np.dtype(out_dtype)], a_pointer, b_pointer,
             a_scale_pointer, b_scale_pointer, int(a_scale.size > 1), int(b_scale.size > 1), sizes_pointer,
             out.pointer, int(precise), int(contraction), members, groups, rows, columns, length,
         )  # fmt: skip

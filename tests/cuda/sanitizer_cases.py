@@ -37,6 +37,7 @@ def op(name, *positions, **options):
 
 
 ROWS, MATRIX, BLOCK = numbers(3, 1001), numbers(217, 41, dtype=BF16), numbers(130, 264, dtype=BF16)
+STATE = positive(2, 7), positive(2, 1), positive(2, 300), positive(2, 1)
 LONG = 16392  # rows that do not fit into shared memory
 # name -> function, arguments
 OWN = {
@@ -44,6 +45,11 @@ OWN = {
     "amax_to_scale": (jax.vmap(op("amax_to_scale", fp8_max=448.0)), positive(5), positive(5)),
     "delayed_scales": (lambda *x: ops.delayed_scales(x, [ONE] * 2, fp8_max=(448.0,) * 2), positive(7), positive(300)),
     "push_amaxes": (lambda *x: ops.push_amaxes(x[:2], x[2:]), positive(7), positive(300), positive(1), positive(1)),
+    "read_histories": (lambda *x: ops.read_histories([[x[:2]], [x[2:]]]), *STATE),
+    "write_histories": (
+        lambda *x: ops.write_histories([[x[:2], x[2:4]]], x[4:]),
+        *(*STATE, positive(2, 8)),
+    ),
     "quantize": (op("quantize", ONE, E4M3), MATRIX),
     "quantize, groups": (jax.vmap(op("quantize", ONE, E5M2)), ROWS),
     "quantize_transpose": (op("quantize_transpose", ONE, E4M3), MATRIX.astype(F16)),
@@ -51,6 +57,10 @@ OWN = {
     "dequantize": (op("dequantize", ONE, F16), codes(9, 111, dtype=E5M2)),
     "quantize_activation": (op("quantize_activation", ONE, E4M3, activation="gelu"), BLOCK),
     "gated": (op("quantize_activation", ONE, E4M3, activation="silu_gated"), numbers(33, 2, 41)),
+    "quantize_activation_grad": (
+        op("quantize_activation_grad", ONE, E5M2, activation="silu_gated", column_sums=True),
+        *(numbers(133, 2, 41), numbers(133, 41)),
+    ),
     "quantize_norm": (op("quantize_norm", None, ONE, E4M3, kind="rms", epsilon=1e-6), BLOCK, numbers(264)),
     "quantize_norm, long rows": (
         op("quantize_norm", ONE, E4M3, kind="layer", epsilon=1e-6),

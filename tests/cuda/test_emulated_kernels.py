@@ -10,6 +10,7 @@ import functools
 import numpy as np
 import oracle
 import oracle_blocks
+import oracle_gradients
 import pytest
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
@@ -90,6 +91,29 @@ def activated(name, x):
     return lambda k, **shifts: k.quantize_activation(x, 3, E4M3, name, **shifts), check
 
 
+def gradient(name, x):
+    gated = name.endswith("_gated")
+    x, grad = (np.stack([x, x[:, ::-1]], axis=2) if gated else x[:, :, None]), x[:, :, ::-1].copy()
+
+    def check(got):
+        for i, (data, data_t, top, parts) in enumerate(zip(*got, strict=True)):
+            values = oracle_gradients.activation(x[i] if gated else x[i, :, 0], grad[i], name)
+            exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
+            oracle.Values(exact, bound).check(data, data_t, top, np.float32(3), E5M2, what=f"{name}, {i}")
+            for part, total in enumerate(parts):
+                rows = slice(128 * part, 128 * part + 128)
+                size = np.abs(exact[rows]).sum(0) + bound[rows].sum(0)
+                oracle.Product(exact[rows].sum(0), bound[rows].sum(0) + 128 * 2.0**-24 * size).check(total, "sums")
+
+    def run(kernels, **shifts):
+        *without, top = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, transpose=False, **shifts)
+        *others, _ = got = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, sums=True, **shifts)
+        assert_all_bitwise([without[0], top], [others[0], others[2]], "without data_t and sums")
+        return got
+
+    return run, check
+
+
 def norm_operands(g, m, n, statistics=2):
     """Statistics, gamma and beta."""
     rng = np.random.default_rng(n)
@@ -144,6 +168,8 @@ TILES = {
     "with sums": with_sums,
     "silu": functools.partial(activated, "silu"),
     "gelu_gated": functools.partial(activated, "gelu_gated"),
+    "gradient of gelu": functools.partial(gradient, "gelu"),
+    "gradient of silu_gated": functools.partial(gradient, "silu_gated"),
     "rms": functools.partial(normed, 1),
     "layer": functools.partial(normed, 2),
 } | {

@@ -13,7 +13,8 @@ from . import emulated
 ONE_KERNEL = dict.fromkeys(_active.OPS, (1, 0, 0))
 # An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in the last test.
 LAUNCHES = ONE_KERNEL | dict.fromkeys(
-    ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_norm"), (1, 1, 0)
+    ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_activation_grad", "quantize_norm"),
+    (1, 1, 0),
 )
 
 
@@ -27,12 +28,13 @@ def test_launches(op, handlers, over_handlers):
     assert emulated.launches(handlers) == LAUNCHES[op]
 
 
-@pytest.mark.parametrize("op", ["quantize", "quantize_transpose", "quantize_activation", "quantize_norm"])
+@pytest.mark.parametrize("op", [op for op in LAUNCHES if LAUNCHES[op] == (1, 1, 0) and op != "amax"])
 def test_an_amax_is_raised_in_place(op, handlers, over_handlers):
     """One that another op made, as delayed_scales makes zeros: nothing but two kernels."""
     x, one = np.ones((3, 5), oracle.BF16), np.ones(1, np.float32)
     options = {
         "quantize_activation": {"activation": "gelu"},
+        "quantize_activation_grad": {"activation": "gelu", "grad": x},
         "quantize_norm": {"gamma": np.ones(5, np.float32), "beta": None, "kind": "rms", "epsilon": 1.0},
     }.get(op, {})
 

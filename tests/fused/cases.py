@@ -11,8 +11,9 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import oracle
+import oracle_gradients
 from programs.known_amax import HISTORY
-from transforms.cases import assert_state, pack as pack
+from transforms.cases import assert_state as assert_state, pack as pack
 
 import jaxfp8
 
@@ -44,38 +45,9 @@ class Case:
     shapes: tuple
 
 
-def _times(cotangent, factor, factor_bound):
-    """A gradient times a factor, both with errors, and some roundings."""
-    exact = cotangent.exact * factor
-    size = np.abs(cotangent.exact) + cotangent.bound
-    return exact, cotangent.bound * np.abs(factor) + size * factor_bound + 8 * _U * (
-        np.abs(exact) + size * factor_bound
-    )
-
-
 def _activation_gradients(name, operands, cotangent):
-    """Of a * s(z): s + a s (1 - s) z'.
-
-    As in oracle.activation, s is off by (5 |z| + 8) u of itself, 1 - s by (5 |z| + 9) u absolutely. z' and the products
-    add less than 8 u.
-    """
-    x = oracle.widen(operands[0], np.float64)
-    gated = name.endswith("_gated")
-    gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.ones_like(x))
-    if name == "relu":
-        f, f_bound, df, df_bound = np.maximum(gate, 0), 0.0, (gate > 0).astype(np.float64), 0.0
-    else:
-        c = 2 * np.sqrt(2 / np.pi)
-        z, dz = (gate, 1.0) if "silu" in name else (c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2))
-        s = 1 / (1 + np.exp(-z))
-        off = (5 * np.abs(z) + 24) * _U
-        f, f_bound = gate * s, np.abs(gate * s) * off
-        df, df_bound = s + gate * s * (1 - s) * dz, (s + np.abs(gate) * s * dz) * off
-    parts = [_times(cotangent, df * up, df_bound * np.abs(up))]
-    if gated:
-        parts.append(_times(cotangent, f, f_bound))
-        return [tuple(np.stack(part, axis=-2) for part in zip(*parts, strict=True))]
-    return parts
+    values = oracle_gradients.activation(operands[0], cotangent.exact, name, cotangent.bound)
+    return [(values.exact, values.bound)]
 
 
 def _norm_gradients(kind, operands, cotangent):
@@ -171,7 +143,7 @@ def step(case, operands, kernel, grad, state):
     return run(operands, kernel, state, grad)
 
 
-def _sure_codes(values, scale, fmt):
+def sure_codes(values, scale, fmt):
     """The codes of all f32 values within the bounds, in and after a product with `scale`, which must agree."""
     ends = []
     for sign in (-1, 1):
@@ -187,7 +159,7 @@ def check_step(case, operands, kernel, grad, state: oracle.LayerState, got) -> o
     y, of_operands, dkernel, next_state = got
     values = case.values(*operands)
     scale = oracle.select_scale(state.input, oracle.E4M3)
-    codes = _sure_codes(values, scale, oracle.E4M3)
+    codes = sure_codes(values, scale, oracle.E4M3)
     k_codes, _, k_state = oracle.step(kernel, state.kernel, oracle.E4M3)
     g_codes, _, g_state = oracle.step(grad, state.output_grad, oracle.E5M2)
     inverse, dtype = np.float32(1) / scale, operands[0].dtype

@@ -21,7 +21,7 @@ def _pick(rng, options):
 def _sizes(rng, op) -> tuple[dict, int]:
     """Sides by name, and how many quantizers."""
     if "#" in targets.SPECS[op]:
-        k = int(rng.integers(1, targets.LARGEST_K + 1))
+        k = int(rng.integers(1, targets.LARGEST_K[op] + 1))
         lengths = {f"H{i}": int(_pick(rng, (1, 2, 3, 4, 16, 1024))) for i in range(k)}
         return {"g": values.dims(rng, 1, 64)[0]} | lengths, k
     rank = {"amax": 2, "quantize": 2, "quantize_transpose": 3, "dequantize": int(rng.integers(2, 6))}.get(op, 1)

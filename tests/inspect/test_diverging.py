@@ -48,6 +48,6 @@ def test_state_that_is_not_updated(page):
 
 
 def test_an_optimizer_that_acts_on_the_state(page):
-    _, quantizers, products = examined(page, "optimizer")
-    assert all(row["filled"] == 0 and row["follows"] is None and row["scale"] > 1.1 for row in quantizers)
-    assert products[0]["kernel_grad"] < 15
+    loss, quantizers, _ = examined(page, "optimizer")
+    assert loss != loss
+    assert all((row["filled"], row["follows"]) == (0, "below zero") for row in quantizers)

@@ -1,9 +1,11 @@
-"""`jaxfp8.integrations.maxtext` on a stand-in with the names and contracts of MaxText 0.2.5, and, where it is
-installed, on MaxText itself: its own training loop at tiny size."""
+"""`jaxfp8.integrations.maxtext` on a stand-in with the names and contracts of MaxText 0.2.5."""
 
 import dataclasses
+import enum
+import functools
 import sys
 import types
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -24,13 +26,26 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=H)
 
 def quantizations():
     class Fp8Quantization:
-        def dot_general_cls(self, mesh_axes=()):
-            return nn.Fp8DirectDotGeneralOp
+        needs_apply_rngs = False
+        quantize_dtype = jnp.float8_e4m3fn
 
-        def einsum(self, dtype=jnp.float32):
+    def configure_quantization(config, quant_mode_str="train"):
+        if config.use_qwix_quantization:
             return None
+        if config.quantization.startswith("te_"):
+            raise ModuleNotFoundError("No module named 'transformer_engine'")
+        return Fp8Quantization() if config.quantization == "fp8" else config.quantization
 
-    return types.SimpleNamespace(Fp8Quantization=Fp8Quantization)
+    return types.SimpleNamespace(Fp8Quantization=Fp8Quantization, configure_quantization=configure_quantization)
+
+
+def nnx_decoders():
+    class NNXDecoder:
+        def minimal_policy(self, with_context=False, with_quantization=False):
+            names = ["context"] * with_context + ["quantization"] * with_quantization
+            return jax.checkpoint_policies.save_only_these_names("mlpwo", *names)
+
+    return types.SimpleNamespace(NNXDecoder=NNXDecoder)
 
 
 def gradient_accumulation():
@@ -67,32 +82,66 @@ def train_utils():
 
 
 class Config:
+    """A configuration, as it is after its validation."""
+
+    model_fields: ClassVar = {"quantization": types.SimpleNamespace(annotation=enum.Enum)}
+    quantization = "fp8"
+    gradient_accumulation_steps = 4
+
     def set_derived_and_validate_values(self):
+        if self.quantization == "fp8" and self.gradient_accumulation_steps > 1:
+            raise ValueError("FP8 quantization is not compatible with gradient accumulation.")
+        self.validated_as = self.quantization
         return self
+
+
+def create_model(name, *, __base__, __module__, __validators__, **fields):
+    return type(name, (__base__,), {"fields": fields, **__validators__})
 
 
 @pytest.fixture
 def standin(monkeypatch):
-    """The four modules, and one that has imported the accumulation by name, as MaxText's `train` does."""
+    """The modules, and one that has imported the accumulation by name, as MaxText's `train` does."""
     pyconfig = types.SimpleNamespace(
         _initialize_pydantic=lambda argv, config_class=Config: config_class,
         types=types.SimpleNamespace(MaxTextConfig=Config),
     )
     modules = {
         "layers.quantizations": quantizations(),
+        "layers.nnx_decoders": nnx_decoders(),
         "utils.gradient_accumulation": gradient_accumulation(),
         "configs.pyconfig": pyconfig,
         "utils.train_utils": train_utils(),
     }
     accumulate = modules["utils.gradient_accumulation"].gradient_accumulation_loss_and_grad
-    modules["train"] = types.SimpleNamespace(gradient_accumulation_loss_and_grad=accumulate)
-    for name in ("maxtext", "maxtext.layers", "maxtext.utils", "maxtext.configs"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    modules["trainers.pre_train.train"] = types.SimpleNamespace(
+        gradient_accumulation_loss_and_grad=accumulate, loss_fn=loss_fn
+    )
+    for name in modules:
+        *packages, _ = f"maxtext.{name}".split(".")
+        for n in range(len(packages)):
+            monkeypatch.setitem(sys.modules, ".".join(packages[: n + 1]), types.ModuleType(packages[n]))
     for name, module in modules.items():
         module.__name__ = f"maxtext.{name}"
         monkeypatch.setitem(sys.modules, f"maxtext.{name}", module)
+    pydantic = types.SimpleNamespace(
+        create_model=create_model, model_validator=lambda mode: lambda validator: validator
+    )
+    monkeypatch.setitem(sys.modules, "pydantic", pydantic)
     yield types.SimpleNamespace(**{name.split(".")[-1]: module for name, module in modules.items()})
     maxtext._installed.close()
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    quantization: str
+    gradient_accumulation_steps: int = 1
+    use_qwix_quantization: bool = False
+    run_name: str = "run"
+
+
+def quantization(standin, flag="fp8"):
+    return standin.quantizations.configure_quantization(TrainConfig(flag), quant_mode_str="train")
 
 
 class Model(nnx.Module):
@@ -120,7 +169,7 @@ def loss_fn(model, config, data, dropout_rng, params, is_train=True):
 def test_accumulation_is_one_step_of_the_largest_amaxes(standin):
     """Two steps of four microbatches against the oracle: each runs on the state from before the step."""
     with maxtext.install(RECIPE):
-        model = Model(standin.quantizations.Fp8Quantization())
+        model = Model(quantization(standin))
         accumulate = jax.jit(
             lambda state, data: step(standin.train.gradient_accumulation_loss_and_grad, graphdef, state, data)
         )
@@ -152,7 +201,7 @@ def step(accumulate, graphdef, state, data):
 def test_state_of_linen_is_not_added_up(standin):
     """MaxText before 0.2.5 has Linen models, whose state is among the parameters that it sums."""
     with maxtext.install(RECIPE):
-        model = nn.Dense(N, dot_general_cls=standin.quantizations.Fp8Quantization().dot_general_cls())
+        model = nn.Dense(N, dot_general_cls=quantization(standin).dot_general_cls())
         params = model.init(jax.random.key(0), jnp.ones((1, K)))
         with pytest.raises(
             TypeError, match="maxtext: model: expected an NNX model .* got a Dense: .* add up its state"
@@ -160,60 +209,137 @@ def test_state_of_linen_is_not_added_up(standin):
             standin.train.gradient_accumulation_loss_and_grad(loss_fn, None, model, params, None, None, None)
 
 
-def test_classes(standin):
-    """Names are those that Flax's classes give to state, so that checkpoints interchange."""
-    quantization = standin.quantizations.Fp8Quantization
-    own = quantization.dot_general_cls
+@pytest.mark.parametrize(
+    ("flag", "recipe"),
+    [
+        ("fp8", jaxfp8.DelayedScaling()),
+        ("te_fp8_delayedscaling", jaxfp8.DelayedScaling()),
+        ("te_fp8_currentscaling", jaxfp8.Float8CurrentScaling()),
+        ("te_fp8_blockscaling", jaxfp8.Float8BlockScaling()),
+        ("te_mxfp8", jaxfp8.MXFP8BlockScaling()),
+    ],
+)
+def test_flags(standin, flag, recipe):
+    """The name of the class is that of Flax's, which gives state its path, so that checkpoints interchange."""
+    with maxtext.install():
+        ours = quantization(standin, flag)
+        product = ours.dot_general_cls(mesh_axes=("embed", "mlp"))()
+        assert isinstance(ours, standin.quantizations.Fp8Quantization) and not ours.needs_apply_rngs
+        assert isinstance(product, jaxfp8.Fp8DotGeneral) and type(product).__name__ == "Fp8DirectDotGeneralOp"
+        assert product.recipe == ours.einsum().recipe == recipe
+        # TransformerEngine's flags leave MaxText's own grouped products in high precision.
+        assert ours.quantize_dtype == (jnp.float8_e4m3fn if flag == "fp8" else None)
+        assert ours == quantization(standin, flag)
+        assert (ours == quantization(standin, "te_mxfp8")) == (flag == "te_mxfp8")
+        assert standin.quantizations.configure_quantization(TrainConfig(flag, use_qwix_quantization=True)) is None
+    with maxtext.install(RECIPE):
+        assert quantization(standin, flag).dot_general_cls()().recipe == RECIPE
+
+
+def test_flags_that_stay_maxtexts(standin):
+    own = standin.quantizations.configure_quantization
     maxtext.install()
-    undo = maxtext.install(jaxfp8.Float8CurrentScaling())  # takes back the first
-    product = quantization().dot_general_cls(mesh_axes=("embed", "mlp"))()
-    assert isinstance(product, jaxfp8.Fp8DotGeneral) and type(product).__name__ == "Fp8DirectDotGeneralOp"
-    assert product.recipe == jaxfp8.Float8CurrentScaling()
-    undo.close()
-    assert quantization.dot_general_cls is own
+    maxtext.install().close()  # takes back the first as well
+    assert standin.quantizations.configure_quantization is own
+    maxtext.install()
+    assert quantization(standin, "int8") == "int8"
+    with pytest.raises(ModuleNotFoundError, match="transformer_engine"):
+        quantization(standin, "te_nvfp4")
+
+
+def test_einsum(standin):
     maxtext.install(RECIPE)
     x, kernel = jnp.ones((2, K), jnp.bfloat16), jnp.ones((K, N))
-    y, variables = quantization().einsum(dtype=jnp.bfloat16).init_with_output(jax.random.key(0), "ab,bc->ac", x, kernel)
+    einsum = quantization(standin).einsum(dtype=jnp.bfloat16)
+    y, variables = einsum.init_with_output(jax.random.key(0), "ab,bc->ac", x, kernel)
     assert y.dtype == jnp.bfloat16
     mask = jnp.eye(2, dtype=bool)  # of tokens to experts
-    np.testing.assert_array_equal(quantization().einsum(dtype=jnp.bfloat16).apply(variables, "ab,bc->ac", mask, x), x)
+    np.testing.assert_array_equal(einsum.apply(variables, "ab,bc->ac", mask, x), x)
     assert variables["_overwrite_with_gradient"]["fp8_einsum"]["input_amax_history"].shape == (H,)
 
 
-@dataclasses.dataclass
-class TrainConfig:
-    run_name: str
-    quantization: str
-    gradient_accumulation_steps: int
+def test_state_of_the_loss_combines_by_max(standin):
+    """State that a rematerialized function takes as an argument, twice: JAX alone would add up what comes back."""
+    layer = jaxfp8.nnx.Linear(K, N, recipe=RECIPE, use_bias=False, rngs=nnx.Rngs(0))
+    graphdef, state, kernel = nnx.split(layer, jaxfp8.nnx.OverwriteWithGradient, ...)
+
+    def twice(model, config, data):
+        def apply(state, x):
+            return nnx.merge(graphdef, state, kernel)(x)
+
+        state, apply = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient), jax.checkpoint(apply)
+        return (apply(state, 3 * data) + apply(state, 2 * data)).sum()
+
+    standin.train.loss_fn = twice
+    maxtext.install(RECIPE)
+    new = jax.grad(lambda state: standin.train.loss_fn(nnx.merge(graphdef, state, kernel), None, jnp.eye(K)))(state)
+    newest = {path[-1]: leaf.get_value()[0] for path, leaf in nnx.to_flat_state(new)}
+    assert newest["input_amax_history"] == 3  # not 5
+
+
+@pytest.mark.parametrize("with_quantization", [False, True])
+def test_policy_of_codes(standin, with_quantization):
+    """The codes of a product are kept where MaxText keeps those of TransformerEngine."""
+    maxtext.install(RECIPE)
+    policy = standin.nnx_decoders.NNXDecoder().minimal_policy(with_quantization=with_quantization)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, kernel):
+        return jnp.sin(jaxfp8.dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling()))
+
+    _, vjp = jax.eval_shape(lambda *a: jax.vjp(layer, *a), jnp.ones((6, K)), jnp.ones((K, N)))
+    codes = [leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.float8_e4m3fn]
+    assert codes == ([(K, 6), (K, N)] if with_quantization else [])
 
 
 def test_its_checks(standin):
     check = standin.train_utils.validate_train_config
     with pytest.raises(AssertionError, match="fp8 can't be used with"):
-        check(TrainConfig("run", "fp8", 4))
+        check(TrainConfig("fp8", 4))
     maxtext.install()
-    standin.train_utils.validate_train_config(TrainConfig("run", "fp8", 4))
+    standin.train_utils.validate_train_config(TrainConfig("fp8", 4))
     with pytest.raises(AssertionError):  # all else is checked
-        standin.train_utils.validate_train_config(TrainConfig("", "fp8", 4))
+        standin.train_utils.validate_train_config(TrainConfig("fp8", 4, run_name=""))
+
+
+@pytest.mark.parametrize(
+    ("flag", "steps", "validated_as"),
+    [
+        ("fp8", 4, "te_no_quant"),
+        ("te_fp8_blockscaling", 4, "te_no_quant"),
+        ("te_fp8_blockscaling", 1, "te_fp8_blockscaling"),
+        ("fp8", 1, "fp8"),
+        ("int8", 4, "int8"),
+    ],
+)
+def test_its_configuration(standin, flag, steps, validated_as):
+    maxtext.install()
+    config_class = standin.pyconfig._initialize_pydantic([])
+    annotation, field = config_class.fields["quantization"]
+    assert field is Config.model_fields["quantization"]
+    assert annotation == enum.Enum | Literal["te_fp8_blockscaling"]
+    config = config_class()
+    config.quantization, config.gradient_accumulation_steps = flag, steps
+    assert config.set_derived_and_validate_values() is config
+    assert (config.quantization, config.validated_as) == (flag, validated_as)
 
 
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
     [
-        ("quantizations", "Fp8Quantization", "dot_general_cls"),
-        ("quantizations", "Fp8Quantization", "einsum"),
+        ("quantizations", None, "configure_quantization"),
+        ("quantizations", None, "Fp8Quantization"),
+        ("nnx_decoders", "NNXDecoder", "minimal_policy"),
         ("gradient_accumulation", None, "gradient_accumulation_loss_and_grad"),
         ("pyconfig", None, "_initialize_pydantic"),
         ("train_utils", None, "validate_train_config"),
+        ("train", None, "loss_fn"),
     ],
 )
 def test_a_maxtext_without_a_hook(standin, module, owner, name):
     of = getattr(standin, module)
     delattr(getattr(of, owner) if owner else of, name)
-    before = dict(vars(standin.quantizations.Fp8Quantization))
+    before = [dict(vars(module)) for module in vars(standin).values()]
     with pytest.raises(ImportError, match=rf"maxtext.install: expected .*\.{name}, which MaxText .* does not have"):
         maxtext.install()
-    assert dict(vars(standin.quantizations.Fp8Quantization)) == before
-
-
-# ------------------------------------------------------------------------------------------------- MaxText itself
+    assert [dict(vars(module)) for module in vars(standin).values()] == before

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-from jaxfp8.linen._einsum import Fp8Einsum
+from jaxfp8.linen import Fp8Einsum
 
 from .probes import OWG, RECIPE, assert_state
 

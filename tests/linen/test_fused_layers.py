@@ -46,14 +46,14 @@ def init(layer, x):
     return {name: jax.tree.map(draw, tree) if name == OWG else tree for name, tree in variables.items()}
 
 
-def product(x, variables, path, recipe, dtype):
+def product(x, variables, path, recipe, dtype, **options):
     """What a Dense is: one product, from its parameters and state."""
     params, state = functools.reduce(dict.__getitem__, path, variables["params"]), None
     if OWG in variables:
         leaves = functools.reduce(dict.__getitem__, (*path, "Fp8DotGeneral_0"), variables[OWG])
         parts = [(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"]) for name in OPERANDS]
         state = jaxfp8.DotGeneralState(*(jaxfp8.QuantizerState(*part) for part in parts))
-    options = {"recipe": recipe, "state": state, "bias": params["bias"], "preferred_element_type": dtype}
+    options |= {"recipe": recipe, "state": state, "bias": params["bias"], "preferred_element_type": dtype}
     return jaxfp8.dot_general(x, params["kernel"], (((len(x.shape) - 1,), (0,)), ((), ())), **options)
 
 
@@ -61,8 +61,8 @@ def written_out(layer, variables, x, dtype):
     """The layer by its definition."""
     options = layer.recipe, dtype
     if isinstance(layer, GatedMLP):
-        h = product(x, variables, ("wi",), *options)
-        return product(jaxfp8.activated(h, f"{layer.activation}_gated"), variables, ("wo",), *options)
+        h = product(x, variables, ("wi",), *options, activation=f"{layer.activation}_gated")
+        return product(h, variables, ("wo",), *options)
     if isinstance(layer, NormDense):
         params = variables["params"]
         norm_bias = params["norm_bias"] if layer.kind == "layer" else None

@@ -41,7 +41,7 @@ def mapped(recipe=None):
 
 def test_scan_and_vmap():
     compare_training(quantize(scanned(), [("blocks/dense", A)]), scanned(A), x())
-    compare_programs(quantize(mapped(), [("heads", A)]), mapped(A), x())
+    compare_training(quantize(mapped(), [("heads", A)]), mapped(A), x())
     compare_programs(quantize(nn.remat(nn.Dense)(5), [("", A)]), nn.remat(nn.Dense)(5, dot_general_cls=fp8(A)), x())
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_gradients
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -56,6 +57,15 @@ def test_producers(spec):
         operand = put(x, spec) if name == "silu_gated" else put(x.reshape(m, n), P(spec[0], spec[2]))
         run = jax.jit(lambda x, name=name: ops.quantize_activation(x, scale, FORMAT.dtype, activation=name))
         oracle.activation(np.asarray(operand), name).check(*map(np.asarray, run(operand)), scale, FORMAT, what=name)
+        grad = put(values(m, n, seed=2), P(spec[0], spec[2]))
+        quantize_grad = lambda x, grad, name=name: ops.quantize_activation_grad(  # noqa: E731
+            x, grad, scale, FORMAT.dtype, activation=name, column_sums=True
+        )
+        data, data_t, top, sums = map(np.asarray, jax.jit(quantize_grad)(operand, grad))
+        exact = oracle_gradients.activation(np.asarray(operand), np.asarray(grad), name)
+        exact = oracle.Values(*(part.reshape(m, -1) for part in (exact.exact, exact.bound)))
+        exact.check(data.reshape(m, -1), data_t.reshape(-1, m), top, scale, FORMAT, what=f"gradient of {name}")
+        np.testing.assert_allclose(sums.reshape(-1), exact.exact.sum(0), rtol=1e-5, atol=1e-5)
     gamma = values(16, seed=1)
     both = jax.jit(
         lambda x, gamma: ops.quantize_norm(
@@ -149,3 +159,45 @@ def test_column_sums(spec):
         batch = x.reshape(-1, np.prod(x.shape[3 - rows - cols : 3 - cols]), np.prod(x.shape[3 - cols :]))
         for i, matrix in enumerate(batch):
             oracle.assert_column_sums(np.asarray(sums).reshape(len(batch), -1)[i], matrix, f"{rows} by {cols}, {i}")
+
+
+@pytest.mark.parametrize(
+    "spec", [P(), P("data"), P(("data", "tp")), P("fsdp", "data"), P(None, "tp"), "windows"], ids=str
+)
+def test_state_of_layers(spec):
+    """Layers and experts are cut as they lie, without a collective; a window that comes cut is still one window."""
+    rng, leaves = np.random.default_rng(0), ((4, 2), (4, 2), (4,))
+    products = [
+        [
+            (np.abs(values(*batch, length, seed=i)), rng.uniform(1, 2, (*batch, 1)).astype(np.float32))
+            for length in (8, 4)
+        ]
+        for i, batch in enumerate(leaves)
+    ]
+    recorded = [rng.uniform(1, 2, (*batch, 8)).astype(np.float32) for batch in leaves]
+    is_cut = spec == "windows"
+
+    def place(x):
+        of_batch = P("data") if is_cut else P(*spec[: x.ndim - 1])
+        return put(x, P(*of_batch, *(None,) * (x.ndim - 2), "tp") if is_cut and x.shape[-1] > 1 else of_batch)
+
+    @jax.jit
+    def step(products, recorded):
+        return ops.read_histories(products), ops.write_histories(products, recorded)
+
+    arguments = jax.tree.map(place, (products, recorded))
+    with ops.implementation("ffi"):
+        compiled = step.lower(*arguments).compile()
+    readings, written = compiled(*arguments)
+    for i, pairs in enumerate(products):
+        for j in np.ndindex(leaves[i]):
+            numbers = [oracle.reading(h[j], scale[j]) for h, scale in pairs]
+            oracle.assert_bitwise(np.asarray(readings[i][j]), np.concatenate(numbers), f"product {i}: {j}")
+            for q, (h, _) in enumerate(pairs):
+                expected = oracle.write_history(h[j], recorded[i][j][4 * q :])
+                got = (np.asarray(x[j]) for x in written[i][q])
+                assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
+    text = compiled.as_text()
+    assert text.count('custom_call_target="jaxfp8_read_histories_v1"') == 2  # one for each batch
+    assert text.count('custom_call_target="jaxfp8_write_histories_v1"') == 2
+    assert is_cut or not hlo.collectives(text)

@@ -59,7 +59,8 @@ def without_bias(original):
     return lambda x, scale, bias, *arguments, **options: original(x, scale, None, *arguments, **options)
 
 
-def stopped(function, *operands):
+def stopped(function, fp8_residual, *operands):
+    del fp8_residual
     return lax.stop_gradient(function(*operands))
 
 

@@ -58,8 +58,8 @@ def read_mutant(change):
     """Change what is read of states: `change(step, state) -> step`."""
 
     def install(monkeypatch):
-        def mutant(quantizers, states, original=_gemms.read_states):
-            steps = zip(original(quantizers, states), states, strict=True)
+        def mutant(quantizers, states, reading, original=_gemms.read_states):
+            steps = zip(original(quantizers, states, reading), states, strict=True)
             return [None if step is None else change(step, state) for step, state in steps]
 
         monkeypatch.setattr(_gemms, "read_states", mutant)
@@ -71,8 +71,8 @@ def next_mutant(change):
     """Change the next states: `change(next state, q) -> next state`."""
 
     def install(monkeypatch):
-        def mutant(quantized, reduce, original=_gemms.next_states):
-            states = zip(original(quantized, reduce), quantized, strict=True)
+        def mutant(quantized, reduce, reading, original=_gemms.next_states):
+            states = zip(original(quantized, reduce, reading), quantized, strict=True)
             return [None if state is None else change(state, q) for state, q in states]
 
         monkeypatch.setattr(_gemms, "next_states", mutant)

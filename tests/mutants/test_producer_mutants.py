@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_gradients
 import pytest
 from jax import lax
 
 from jaxfp8 import ops
-from jaxfp8.ops import _quantize_activation, _quantize_norm, _shapes
+from jaxfp8.ops import _quantize_activation, _quantize_activation_grad, _quantize_norm, _shapes
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
@@ -34,6 +35,20 @@ def compare_norms() -> None:
         # The squares of "rms" are below 2^27, and their sums rounded.
         values = oracle.norm(x, gamma, b, kind, 0.5, depth=128 if kind == "rms" else 1)
         values.check(*map(np.asarray, got), np.float32(30), oracle.E4M3, what=kind)
+
+
+def compare_gradients() -> None:
+    rng = np.random.default_rng(0)
+    for name in _quantize_activation.ACTIVATIONS:
+        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        grad = rng.standard_normal((64, 128)).astype(np.float32)
+        with ops.implementation("reference"):
+            got = ops.quantize_activation_grad(x, grad, np.float32(3.3), oracle.E4M3.dtype, activation=name)
+        data, data_t, top = map(np.asarray, got)
+        values = oracle_gradients.activation(x, grad, name)
+        values = oracle.Values(*(part.reshape(64, -1) for part in (values.exact, values.bound)))
+        codes = data.reshape(64, -1), data_t.reshape(-1, 64), top
+        values.check(*codes, np.float32(3.3), oracle.E4M3, what=name)
 
 
 def function(name, mutant):
@@ -98,6 +113,18 @@ ACTIVATION_MUTANTS = {
     "a rounding to bf16": values(_quantize_activation, "_activate", rounded_to_bf16),
     "amax of what is left": amax_of_codes,
 }
+GRADIENT_MUTANTS = {
+    "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
+    "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "a rounding to bf16": values(_quantize_activation_grad, "activation_grad", rounded_to_bf16),
+    "gate and up swapped": values(_quantize_activation_grad, "activation_grad", lambda dx: dx[:, ::-1]),
+    "the activation is its own derivative": lambda monkeypatch: monkeypatch.setattr(
+        _quantize_activation_grad,
+        "activation_grad",
+        lambda x, grad, activation: x * (grad[:, None] if x.ndim == 3 else grad),
+    ),
+    "amax of what is left": amax_of_codes,
+}
 NORM_MUTANTS = {
     "E[x^2] - E[x]^2": statistics(fast_variance),
     "epsilon outside of the root": statistics(epsilon_outside),
@@ -113,6 +140,13 @@ def test_activation_mutant_is_caught(monkeypatch, mutant):
     ACTIVATION_MUTANTS[mutant](monkeypatch)
     with pytest.raises(AssertionError):
         compare_activations()
+
+
+@pytest.mark.parametrize("mutant", GRADIENT_MUTANTS)
+def test_gradient_mutant_is_caught(monkeypatch, mutant):
+    GRADIENT_MUTANTS[mutant](monkeypatch)
+    with pytest.raises(AssertionError):
+        compare_gradients()
 
 
 @pytest.mark.parametrize("mutant", NORM_MUTANTS)

@@ -91,7 +91,7 @@ def bad_calls():
             yield from targets.bad_buffers(op, name)
         yield from targets.bad_counts(op)
         yield from (call for call, _ in targets.bad_attributes(op))
-    yield from (targets.with_quantizers(op, 17) for op in ("delayed_scales", "push_amaxes"))
+    yield from (targets.with_quantizers(op, most + 1) for op, most in targets.LARGEST_K.items())
 
 
 def main():

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 
-from .targets import F32, Call, fault
+from .targets import F32, Call, fault, quantizers
 
 FORMAT_OF = {fmt.dtype: fmt for fmt in oracle.FORMATS.values()}
 SUMMED_ROWS = 128
@@ -26,7 +26,7 @@ def _attributes_are_good(call: Call) -> bool:
         return False
     numerators = given["numerators"]
     is_array = isinstance(numerators, np.ndarray) and numerators.dtype == F32
-    return is_array and len(numerators) == len(call.operands) // 2 and all(map(_is_numerator, numerators))
+    return is_array and len(numerators) == quantizers(call) and all(map(_is_numerator, numerators))
 
 
 def _is_numerator(value) -> bool:
@@ -94,9 +94,27 @@ def _push_amaxes(*operands, results):
     return pushed
 
 
+def _read_histories(*operands, results):
+    k, g = len(operands) // 2, len(operands[0])
+    numbers = [[oracle.reading(operands[q][i], operands[k + q][i]) for q in range(k)] for i in range(g)]
+    return [np.reshape(np.float32(numbers), (g, 4 * k))]
+
+
+def _write_histories(*operands, results):
+    *histories, recorded = operands
+    k, g = len(histories), len(recorded)
+    written, scales = [history.copy() for history in histories], np.empty((k, g), F32)
+    for q, i in np.ndindex(k, g):
+        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, 4 * q :])
+    return [*written, *scales]
+
+
 _ANSWERS = {
     function.__name__[1:]: function
-    for function in (_amax, _quantize, _quantize_transpose, _dequantize, _amax_to_scale, _delayed_scales, _push_amaxes)
+    for function in (
+        *(_amax, _quantize, _quantize_transpose, _dequantize, _amax_to_scale),
+        *(_delayed_scales, _push_amaxes, _read_histories, _write_histories),
+    )
 }
 
 

@@ -38,9 +38,12 @@ TARGETS = {
     "push_amaxes": "jaxfp8_push_amaxes_v1",
     "quantize": "jaxfp8_quantize_v3",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
+    "read_histories": "jaxfp8_read_histories_v1",
+    "write_histories": "jaxfp8_write_histories_v1",
 }
 CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
+    "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_norm": "jaxfp8_quantize_norm_v2",
     "scaled_matmul": "jaxfp8_scaled_matmul_v2",

@@ -18,7 +18,7 @@ KINDS = {"high": HIGH, "wide": HIGH[::-1], "half": HIGH[:2], "fp8": FP8, "f32": 
 
 # `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
 # one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
-# `*` are any sides, `?` is any side; `name?` may be absent; buffers with `#` are there once for each quantizer.
+# `*` are any sides, `?` is any side; `name?` may be absent; buffers with `#` are there once for each of k quantizers.
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
     "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
@@ -29,6 +29,8 @@ SPECS = {
     "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
     "next history # f32[g H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
     "push_amaxes": "history # f32[g H#], amax # f32[g] -> next history # f32[g H#]",
+    "read_histories": "history # f32[g H#], stored # f32[g] -> reading 0 f32[g 4k]",
+    "write_histories": "history # f32[g H#], recorded 0 f32[g 4k] -> next history # f32[g H#], next scale # f32[g]",
 }
 CUDA_SPECS = SPECS | {
     "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
@@ -41,6 +43,8 @@ CUDA_SPECS = SPECS | {
     "group_sizes s32[g e] -> out high[g e m n]",
     "quantize_activation": "x high[g m 2 n], scale f32[1|g], amax_so_far f32[0|g] -> "
     "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
+    "quantize_activation_grad": "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|g], grad =x[g m n] -> "
+    "data fp8[g m n], amax f32[0|g], data_t? =data[g n m], column_sums? f32[g m/128 n]",
     "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
     "data_t =data[g n m], scale_inv_t f32[g m/128 n]",
     "quantize_norm": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m 1|2], gamma f32[1|g n], "
@@ -62,9 +66,10 @@ ATTRIBUTES = {
     "ragged_matmul": {"precise": np.bool_(True)},
     "ragged_matmul, contraction": {"precise": np.bool_(True)},
     "quantize_activation": {"activation": "gelu_gated"},
+    "quantize_activation_grad": {"activation": "relu"},
     "quantize_blocks_transpose": {"block": "1x128", "scaling": "f32"},
 }
-LARGEST_K = 16  # quantizers of one call
+LARGEST_K = {"delayed_scales": 16, "push_amaxes": 16, "read_histories": 64, "write_histories": 64}  # of one call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,11 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
 
     def expand(part):
         lines = part.split(", ")
-        return [parse(text.replace("#", str(i))) for text in lines for i in range(k if "#" in text else 1)]
+        return [
+            parse(text.replace("#", str(i)).replace("4k", str(4 * k)))
+            for text in lines
+            for i in range(k if "#" in text else 1)
+        ]
 
     operands, results = CUDA_SPECS[op].split(" -> ")
     return expand(operands), expand(results)
@@ -171,6 +180,11 @@ def with_quantizers(op: str, k: int) -> Call:
     return dataclasses.replace(call, attributes=attributes)
 
 
+def quantizers(call: Call) -> int:
+    """k, as the handlers count it."""
+    return len(call.results if call.op == "write_histories" else call.operands) // 2
+
+
 def filled(call: Call, values=np.ones) -> Call:
     """With arrays for operands: `values(shape, dtype)`."""
     return dataclasses.replace(call, operands=[values(*operand) for operand in call.operands])
@@ -178,8 +192,8 @@ def filled(call: Call, values=np.ones) -> Call:
 
 def fault(call: Call) -> str | None:
     """The first buffer that is not as in the table; "" where there is another number of them; None for a good call."""
-    k = len(call.operands) // 2
-    if "#" in CUDA_SPECS[call.op] and not 1 <= k <= LARGEST_K:
+    k = quantizers(call)
+    if "#" in CUDA_SPECS[call.op] and not 1 <= k <= LARGEST_K[call.op]:
         return ""
     sizes, dtypes = {}, {}
     for part, buffers in zip((call.operands, call.results), table(call.op, k), strict=True):
@@ -294,10 +308,13 @@ BAD_ATTRIBUTES = {
         for a, b in (("128x128", "128x128"), ("rows", "1x128"), ("1x32", "1x128"), ("", "rows"))
     ],
     # Also one that does not go with x.
-    "quantize_activation": [
-        ({"activation": name}, f"{'x' if name == 'gelu' else 'activation'}: expected .*got")
-        for name in ("tanh", "", "gelu")
-    ],
+    **{
+        op: [
+            ({"activation": name}, f"{'x' if name == other else 'activation'}: expected .*got")
+            for name in ("tanh", "", other)
+        ]
+        for op, other in (("quantize_activation", "gelu"), ("quantize_activation_grad", "silu_gated"))
+    },
     "quantize_blocks_transpose": [
         ({"block": "1x64"}, "block: expected .*got"),
         ({"scaling": "e8m0"}, "scaling: expected .*got"),

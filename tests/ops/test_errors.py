@@ -14,6 +14,7 @@ E4M3 = oracle.E4M3.dtype
 X, S, H = np.ones((4, 6), np.float32), np.float32(1), np.ones(4, np.float32)
 A, B, W = np.ones((4, 6), E4M3), np.ones((5, 6), oracle.E5M2.dtype), np.ones(6, np.float32)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
+STATE, R = [np.ones((2, n), np.float32) for n in (3, 1)], [np.ones((2, n), np.float32) for n in (8, 4)]
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {
@@ -22,11 +23,14 @@ GOOD = {
     "quantize_transpose": QUANTIZER,
     "count_saturated_and_flushed": QUANTIZER,
     "quantize_activation": QUANTIZER | {"activation": "gelu"},
+    "quantize_activation_grad": QUANTIZER | {"grad": X, "activation": "gelu"},
     "quantize_norm": QUANTIZER | {"gamma": W, "beta": None, "kind": "layer", "epsilon": 1.0},
     "quantize_blocks": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "delayed_scales": {"histories": (H, H), "stored": (S, S), "fp8_max": (448.0, 448.0)},
     "push_amaxes": {"histories": (H, H), "amaxes": (S, S)},
+    "read_histories": {"products": [[STATE, STATE], [STATE]]},
+    "write_histories": {"products": [[STATE, STATE], [STATE]], "recorded": R},
     "amax_to_scale": {"amax": S, "stored": S, "fp8_max": 448.0},
     "dequantize": {"data": A, "scale_inv": S, "dtype": np.float32},
     "scaled_matmul": PRODUCT,
@@ -41,8 +45,10 @@ SCALE_DTYPES = [*(np.ones((), dtype) for dtype in (oracle.BF16, np.float16, np.i
 SCALE_SHAPES = [np.ones(shape, np.float32) for shape in ((2,), (1, 1), (0,))]
 NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype"]
 NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype"]
-QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed", "quantize_activation", "quantize_norm")
+ACTIVATIONS = ("quantize_activation", "quantize_activation_grad")
+QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed", *ACTIVATIONS, "quantize_norm")
 IN_BLOCKS = ("quantize_blocks", "quantize_blocks_transpose")
+READINGS = ("read_histories", "write_histories")
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")
 TYPE, VALUE = TypeError, ValueError
 PAIR = np.ones((4, 3, 6), np.float32)
@@ -54,16 +60,19 @@ BAD = [
     ((*QUANTIZERS, *IN_BLOCKS), "dtype", TYPE, NOT_FP8_DTYPES),
     ([name for name in QUANTIZERS if "count" not in name], "amax", TYPE, SCALE_DTYPES[:-1]),
     ([name for name in QUANTIZERS if "count" not in name], "amax", VALUE, SCALE_SHAPES),
-    (["quantize_transpose"], "column_sums", TYPE, [1, None, np.ones(2, bool)]),
+    (["quantize_transpose", "quantize_activation_grad"], "column_sums", TYPE, [1, None, np.ones(2, bool)]),
+    (["quantize_activation_grad"], "column_sums", VALUE, [{"column_sums": True, "transpose": False}]),
+    (["quantize_activation_grad"], "grad", TYPE, [*WIDE, X.astype(oracle.BF16)]),
+    (["quantize_activation_grad"], "grad", VALUE, [H, X[:, :3], PAIR]),
     (["quantize_transpose"], "x", VALUE, [S, X[0]]),
-    (["quantize_activation"], "activation", VALUE, ["tanh", None]),
-    (["quantize_activation"], "x", VALUE, [H, *({"x": x, "activation": "silu_gated"} for x in (X, PAIR))]),
+    (ACTIVATIONS, "activation", VALUE, ["tanh", None]),
+    (ACTIVATIONS, "x", VALUE, [H, *({"x": x, "activation": "silu_gated"} for x in (X, PAIR))]),
     (["quantize_norm"], "kind", VALUE, ["batch"]),
     (["quantize_norm"], "gamma", TYPE, [np.ones(6), None]),
     (["quantize_norm"], "gamma", VALUE, [np.ones(5, np.float32)]),
     (["quantize_norm"], "beta", VALUE, [np.ones((1, 6), np.float32), {"kind": "rms", "beta": W}]),
     (["quantize_norm"], "epsilon", VALUE, [-1.0, np.nan, np.inf]),
-    (("quantize_activation", "quantize_norm", *IN_BLOCKS), "x", VALUE, [{"rows": 2}]),
+    ((*ACTIVATIONS, "quantize_norm", *IN_BLOCKS), "x", VALUE, [{"rows": 2}]),
     (IN_BLOCKS, "block", VALUE, [32, (1, 0), (1, 2, 3), None]),
     (IN_BLOCKS, "scale", VALUE, ["bf16"]),
     (IN_BLOCKS, "rounding", VALUE, ["floor", {"scale": "e8m0", "rounding": "up"}]),
@@ -84,6 +93,18 @@ BAD = [
             ([op], argument, VALUE, [*((S, value) for value in SCALE_SHAPES), (S,), (S,) * 3]),
         )
     ),
+    (
+        READINGS,
+        "products",
+        TYPE,
+        [[[(x, STATE[1])]] for x in (STATE[0].astype(oracle.BF16), np.ones((2, 3), int), None)],
+    ),
+    (READINGS, "products", TYPE, [[[(STATE[0], x)]] for x in (STATE[1].astype(np.float16), None)]),
+    (READINGS, "products", VALUE, [[[(x, STATE[1])]] for x in (S, np.ones((2, 0), np.float32))]),
+    (READINGS, "products", VALUE, [[[(STATE[0], x)]] for x in (S, STATE[0], STATE[1][:1], STATE[1][0])]),
+    (READINGS, "products", VALUE, [[[]], [[STATE] * 65], [[STATE, (STATE[0][0], STATE[1][0])]]]),
+    (["write_histories"], "recorded", TYPE, [[np.ones((2, 8), int), R[1]], [R[0], None]]),
+    (["write_histories"], "recorded", VALUE, [[], R[:1], [*R, R[0]], [R[1], R[1]], [R[0][:1], R[1]], [R[0], R[1][0]]]),
     (["delayed_scales"], "fp8_max", VALUE, [(448.0,), (448.0,) * 3]),
     (["delayed_scales"], "algo", VALUE, ["mean", max, None]),
     *(
@@ -181,6 +202,8 @@ DIFFERENTIATED = [
     *((op, name, lambda x: x[0, 0]) for op in QUANTIZERS[:2] for name in ("scale", "amax")),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
     ("push_amaxes", "histories", lambda x: (x[0], x[1])),
+    *((op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]]) for op in READINGS),
+    ("write_histories", "recorded", lambda x: [np.ones((2, 8), np.float32), x[:2, :4]]),
     ("dequantize", "scale_inv", lambda x: x[0, 0]),
     ("scaled_matmul", "a_scale_inv", lambda x: x[0, 0]),
     ("ragged_matmul", "a_scale_inv", lambda x: x[0, 0]),

@@ -1,6 +1,5 @@
 """ragged_matmul: groups of every size, against the oracle's loop over groups."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -154,11 +153,11 @@ def test_memory_does_not_grow_with_groups(name, kind):
 
 
 def _no_offset(chunks):
-    return dataclasses.replace(chunks, ends=chunks.sizes)
+    return chunks._replace(ends=chunks.sizes)
 
 
 def _no_last_chunk(chunks):
-    return dataclasses.replace(chunks, chunks=chunks.chunks - 1)
+    return chunks._replace(chunks=chunks.chunks - 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

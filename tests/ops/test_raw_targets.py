@@ -5,6 +5,8 @@ another version, or a mistake of ours, may. Each case is followed by a good call
 wrote before it checked would have spoilt something.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import oracle
@@ -22,13 +24,14 @@ ON_BOTH = [(op, "") for op in targets.SPECS]
 ON_BOTH += [pytest.param(op, CUDA, marks=pytest.mark.ci, id=f"{CUDA}{op}") for op in targets.CUDA_SPECS]
 ALL = pytest.mark.parametrize("op, prefix", ON_BOTH)
 # What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is 0.841, next to the code 0.8125, and
-# the amax so far is 1; a row of ones is 0 / 0 when it is centered.
+# the amax so far is 1; the gradient of relu is 1, in each of 3 rows; a row of ones is 0 / 0 when it is centered.
 ANSWERS = {
     "scaled_matmul": [50],
     "block_scaled_matmul": [160],
     "ragged_matmul": [6],
     "ragged_matmul, contraction": [1],
     "quantize_activation": [0.8125, 1, 0.8125],
+    "quantize_activation_grad": [1, 1, 1, 3],
     "quantize_blocks_transpose": [448, np.float32(1 / 448), 0, 448, np.float32(1 / 448)],  # the third is empty
     "quantize_norm": [1, 1, 1],
 }
@@ -69,6 +72,8 @@ def test_good_calls(op, sizes):
     for call in targets.every_choice(op, targets.SIZES | sizes):
         call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
         assert_right(call)
+        if op == "write_histories":
+            assert_right(call, input_output_aliases={0: 0, 1: 1})
         places = {"quantize": 1, "quantize_transpose": 2}
         if op in places and call.operands[2].shape == call.results[places[op]][0]:
             assert_right(call, input_output_aliases={2: places[op]})
@@ -100,12 +105,38 @@ def test_bad_attribute_is_refused(op, prefix):
     assert_alive(op, prefix)
 
 
-@pytest.mark.parametrize("op", ["delayed_scales", "push_amaxes"])
+@pytest.mark.parametrize("op", targets.LARGEST_K)
 def test_too_many_quantizers(op):
-    """The handlers have room for 16."""
-    assert_right(targets.filled(targets.with_quantizers(op, 16)))
-    assert_refused(targets.with_quantizers(op, 17), f"{op}: expected .* each of 1 to 16 quantizers")
+    """The handlers have room for 16, and for 64."""
+    most = targets.LARGEST_K[op]
+    assert_right(targets.filled(targets.with_quantizers(op, most)))
+    assert_refused(targets.with_quantizers(op, most + 1), f"{op}: expected .* each of 1 to {most} quantizers")
     assert_alive(op)
+
+
+# The sides of the numbers of products, which have three quantizers, and what the error names.
+SPLITS = [((4, 8), None), ((8, 4), None), ((4, 4, 4), None), ((4, 4), "4 numbers"), ((4, 4, 4, 4), "{} 3")]
+SPLITS += [((12, 4), "{} 1"), ((8, 8), "{} 1"), ((6, 6), "{} 0"), ((0, 12), "{} 0")]
+
+
+@pytest.mark.parametrize("sides, named", SPLITS, ids=str)
+@pytest.mark.parametrize("prefix", ["", pytest.param(CUDA, marks=pytest.mark.ci)], ids=["cpu", "emulated"])
+def test_numbers_of_several_products(sides, named, prefix):
+    """The sides deal out the quantizers to products; no number is read or written twice, or outside."""
+    rng, sizes = np.random.default_rng(0), targets.SIZES | {"H0": 3, "H1": 1, "H2": 5}
+    for op, place, name in (("read_histories", "results", "reading"), ("write_histories", "operands", "recorded")):
+        whole = targets.filled(targets.build(op, sizes, 3), lambda *x: abs(values.array(rng, *x)))
+        *others, numbers = getattr(whole, place)
+        is_result, parts = place == "results", [np.ones((2, side), np.float32) for side in sides]
+        if not is_result and named is None:
+            parts = np.split(numbers, np.cumsum(sides)[:-1], 1)
+        call = dataclasses.replace(whole, **{place: others + [targets.spec(x) if is_result else x for x in parts]})
+        if named:
+            assert_refused(call, f"{op}: .*{named.format(name)}", prefix)
+            assert_alive(op, prefix)
+            continue
+        got = cases.run_target(call, prefix)
+        answers.assert_results(whole, [np.concatenate(got, 1)] if is_result else got, answers.answer(whole))
 
 
 def test_errors_inside_jit_next_to_good_calls():

@@ -25,6 +25,7 @@ OPS = {name: row for name, row in _active.OPS.items() if name != "quantize_block
 # There is no CPU GEMM, and no producer: jnp, then a call.
 ON_CPU = {name: {name: 1} for name in cases.TARGETS} | {
     "quantize_activation": {"quantize_transpose": 1},
+    "quantize_activation_grad": {"quantize_transpose": 1},
     "quantize_norm": {"quantize_transpose": 1},
     "scaled_matmul": {"dequantize": 2},
     "ragged_matmul": {"dequantize": 2},

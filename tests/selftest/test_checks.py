@@ -8,8 +8,9 @@ from aot import compiler
 from jax import lax
 
 from cuda import emulated
+from jaxfp8.inspect import _op_cases as _cases, _op_comparisons as _comparisons
 from jaxfp8.ops import _ffi, _shapes
-from jaxfp8.selftest import _cases, _checks, _comparisons
+from jaxfp8.selftest import _checks
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,9 @@ from programs.functional import PROGRAMS
 import jaxfp8
 from jaxfp8._jax import _compat
 from jaxfp8.dot import _gemms
+from jaxfp8.recipes import _reading
+
+from . import test_readings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
@@ -36,8 +39,7 @@ def addition(function):
 
     def install(monkeypatch):
         def add(dtype, x, y):
-            del dtype
-            return _compat.to_max(function(_compat.from_max(x), _compat.from_max(y)))
+            return _compat.to_max(function(_compat.from_max(x), _compat.from_max(y)), dtype)
 
         monkeypatch.setattr(_compat._MaxRules, "add", staticmethod(add))
 
@@ -73,8 +75,8 @@ def max_grad_forgotten(monkeypatch):
 def newest_amax_unrolled(monkeypatch):
     """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
 
-    def mutant(quantizers, states, original=_gemms.read_states):
-        runs = zip(original(quantizers, states), states, strict=True)
+    def mutant(quantizers, states, reading, original=_gemms.read_states):
+        runs = zip(original(quantizers, states, reading), states, strict=True)
         return [run and dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
 
     monkeypatch.setattr(_gemms, "read_states", mutant)
@@ -120,3 +122,46 @@ def test_scale_of_other_slots_is_caught(mutant):
     recipe = jaxfp8.DelayedScaling(amax_history_len=known_amax.HISTORY, amax_compute_algo=SLOTS[mutant])
     with pytest.raises(AssertionError):
         compare("loop", dataclasses.replace(known_amax.RECIPES["delayed"], recipe=recipe))
+
+
+def without(position):
+    """The cotangent of a reading lacks what an operand recorded."""
+
+    def install(monkeypatch):
+        def mutant(recorded, reduce, reading, original=_reading.cotangent):
+            return original([None if i == position else pair for i, pair in enumerate(recorded)], reduce, reading)
+
+        monkeypatch.setattr(_reading, "cotangent", mutant)
+
+    return install
+
+
+def not_finite_amaxes_count(monkeypatch):
+    """The amax of a use that is not finite hides that of another use."""
+    monkeypatch.setattr(_reading, "_usable", lambda ct: ct)
+
+
+def another_kernels_scale(monkeypatch):
+    """The scale that the backward computes again is that of x for the kernel, too."""
+
+    def mutant(quantizers, states, reading, original=_gemms.read_states):
+        steps = original(quantizers, states, reading)
+        return [steps[0], steps[0], *steps[2:]] if reading is not None and len(steps) == 3 else steps
+
+    monkeypatch.setattr(_gemms, "read_states", mutant)
+
+
+READINGS = {
+    "amax of x": (without(0), test_readings.scan),
+    "amax of the kernel": (without(1), test_readings.scan),
+    "amax of the gradient": (without(2), test_readings.scan),
+    "not finite amaxes count": (not_finite_amaxes_count, test_readings.called_twice),
+    "scale of another operand in the backward": (another_kernels_scale, test_readings.scan),
+}
+
+
+@pytest.mark.parametrize("install, loop", READINGS.values(), ids=READINGS)
+def test_mutant_of_a_reading_is_caught(install, loop, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_readings.assert_same_steps(loop, test_readings.DELAYED)

@@ -1,15 +1,12 @@
 // The launchers and the index arithmetic of cuda/, as C functions for ctypes.
-#include <algorithm>
-
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
-#include "cuda/kernels/delayed_scales.h"
 #include "cuda/kernels/dequantize.h"
-#include "cuda/kernels/push_amaxes.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_activation.h"
+#include "cuda/kernels/quantize_activation_grad.h"
 #include "cuda/kernels/quantize_blocks_transpose.h"
 #include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
@@ -52,6 +49,12 @@ EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int acti
   return jaxfp8::cuda::LaunchQuantizeActivation({*params, static_cast<jaxfp8::cuda::Activation>(activation)}, nullptr);
 }
 
+EXPORT int launch_quantize_activation_grad(const jaxfp8::TileParams* params, const void* grad, int activation,
+                                           float* column_sums) {
+  const auto function = static_cast<jaxfp8::cuda::Activation>(activation);
+  return jaxfp8::cuda::LaunchQuantizeActivationGrad({{*params, column_sums}, grad, function}, nullptr);
+}
+
 EXPORT int launch_quantize_norm(const jaxfp8::TileParams* params, const float* statistics, int64_t has_mean,
                                 const float* gamma, const float* beta, int64_t parameter_stride) {
   return jaxfp8::cuda::LaunchQuantizeNorm({*params, statistics, has_mean != 0, gamma, beta, parameter_stride}, nullptr);
@@ -62,19 +65,6 @@ EXPORT int launch_dequantize(int format, int dtype, const void* data, const floa
   return jaxfp8::cuda::LaunchDequantize({static_cast<Dtype>(format), static_cast<Dtype>(dtype), data, scale_inv,
                                          scale_stride, out, groups, size},
                                         nullptr);
-}
-
-EXPORT int launch_delayed_scales(const jaxfp8::DelayedScalesQuantizer* quantizers, int64_t count, int64_t groups,
-                                 int64_t most_recent) {
-  jaxfp8::DelayedScalesParams params = {{}, count, groups, most_recent != 0};
-  std::copy(quantizers, quantizers + count, params.quantizers);
-  return jaxfp8::cuda::LaunchDelayedScales(params, nullptr);
-}
-
-EXPORT int launch_push_amaxes(const jaxfp8::PushAmaxesQuantizer* quantizers, int64_t count, int64_t groups) {
-  jaxfp8::PushAmaxesParams params = {{}, count, groups};
-  std::copy(quantizers, quantizers + count, params.quantizers);
-  return jaxfp8::cuda::LaunchPushAmaxes(params, nullptr);
 }
 
 EXPORT void stream_plan(int64_t groups, int64_t size, int vector, int multiprocessors, int64_t* out) {

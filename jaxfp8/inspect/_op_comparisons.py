@@ -118,10 +118,8 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
     out_dtype = np.dtype(out_dtype).name
     with np.errstate(invalid="ignore", over="ignore"):
         # 1. The exact product, what its sum may lose, and the terms of its last step.
-        exact, bound, last = (
-            np.concatenate(parts, axis=-2)
-            for parts in zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
-        )
+        parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
+        exact, bound, last = (np.concatenate(part, axis=-2) for part in parts)
         # 2. Scales and each added term are rounded in f32, the result to its dtype. `_SMALLEST` is for results that are
         # subnormal; 1 + 2**-10 is for products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
@@ -129,7 +127,6 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         bound = (1 + 2.0**-10) * (bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)) + _SMALLEST[out_dtype]
 
     def problem(results, expected):
-        del expected
         got = results[0].astype(np.float64)
         if (got.shape, results[0].dtype.name) != (exact.shape, out_dtype):
             return f"{results[0].dtype}{got.shape}, expected {out_dtype}{exact.shape}"

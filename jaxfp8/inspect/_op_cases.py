@@ -1,4 +1,4 @@
-"""The cases: each op at several shapes, dtypes and formats."""
+"""The cases of ops: each op at several shapes, dtypes and formats."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -13,27 +13,19 @@ from ..numerics import E4M3, E5M2, Format
 from ..ops import _blocks
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from . import _comparisons, _values
+from . import _op_comparisons as _comparisons, _op_values as _values
 
 _F32 = np.dtype(np.float32)
 _PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), _F32), (E4M3, E5M2)))
 # Tiny, odd, empty, aligned, groups by vmap, many tiles: as many as are prime to the number of pairs.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
 _PRODUCTS = ((1, 1, 1), (7, 5, 33), (48, 80, 112), (0, 5, 16), (256, 384, 512), (3, 33, 17, 65), (512, 512, 1024))
+_ROW, _MX, _TILE, _SQUARE = (1, None), (1, 32), (1, 128), (128, 128)
 _QUANTIZED_BLOCKS = (
-    {"block": (1, 128)},
-    {"block": (128, 128), "power_2_scale": True},
-    {"block": (1, 32), "scale": "e8m0"},
-    {"block": (1, None)},
-    {"block": (1, 32), "scale": "e8m0", "rounding": "floor"},
+    *({"block": _TILE}, {"block": _SQUARE, "power_2_scale": True}, {"block": _MX, "scale": "e8m0"}),
+    *({"block": _ROW}, {"block": _MX, "scale": "e8m0", "rounding": "floor"}),
 )
-_MULTIPLIED_BLOCKS = (
-    ((1, 128), (1, 128)),
-    ((1, 128), (128, 128)),
-    ((1, 32), (1, 32)),
-    ((1, None), (1, None)),
-    ((128, 128), (1, 128)),
-)
+_MULTIPLIED_BLOCKS = ((_TILE, _TILE), (_TILE, _SQUARE), (_MX, _MX), (_ROW, _ROW), (_SQUARE, _TILE))
 MOST_OPTIONS = 5  # of any op
 
 
@@ -79,9 +71,8 @@ class Case(NamedTuple):
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
     """Yield the cases of an op: every shape, every pair of dtype and format; without `quick`, more of their pairs."""
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
-    turns = zip(
-        itertools.cycle(shapes), itertools.cycle(_PAIRS), range(len(shapes) + (0 if quick else 5)), strict=False
-    )
+    count = len(shapes) + (0 if quick else 5)
+    turns = zip(itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False)
     for shape, pair, index in turns:
         yield case(op, Kind(shape, *pair, index, hard=100 < np.prod(shape) < 10**5))
 
@@ -143,14 +134,23 @@ def _quantize_activation(kind, rng):
     return lambda x, scale: ops.quantize_activation(x, scale, kind.form.dtype, activation=name), arguments
 
 
+def _quantize_activation_grad(kind, rng):
+    name, grad = kind.turn(ops.ACTIVATIONS), _values.numbers(rng, kind.shape, kind.dtype, octaves=1)
+    _, (x, scale) = _quantize_activation(kind, rng)
+
+    def function(x, grad, scale):
+        return ops.quantize_activation_grad(x, grad, scale, kind.form.dtype, activation=name)
+
+    return function, (x, grad, scale)
+
+
 def _quantize_norm(kind, rng):
     def function(x, gamma, beta, scale):
         options = kind.turn(({"beta": None, "kind": "rms"}, {"beta": beta, "kind": "layer"}))
         return ops.quantize_norm(x, gamma, scale=scale, dtype=kind.form.dtype, epsilon=1e-6, **options)
 
-    x, gamma, beta = (
-        _values.numbers(rng, shape, kind.dtype, octaves=1) for shape in (kind.shape, *[kind.shape[1]] * 2)
-    )
+    shapes = kind.shape, kind.shape[1], kind.shape[1]
+    x, gamma, beta = (_values.numbers(rng, shape, kind.dtype, octaves=1) for shape in shapes)
     return function, (x, gamma, beta, _values.factors(rng, 1, 1))
 
 
@@ -182,6 +182,18 @@ def _push_amaxes(kind, rng):
     return function, [_history(kind, rng), _values.factors(rng, 1)]
 
 
+def _read_histories(kind, rng):
+    function = lambda history, scale: ops.read_histories([[(history, scale), (history[:1], scale)]])  # noqa: E731
+    return function, [_history(kind, rng), _values.factors(rng, 1)]
+
+
+def _write_histories(kind, rng):
+    def function(history, recorded):
+        return ops.write_histories([[(history, history[:1]), (history[:1], history[:1])]], [recorded])
+
+    return function, [_history(kind, rng), _values.factors(rng, 8)]
+
+
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
@@ -203,7 +215,7 @@ def _block_scaled_matmul(kind, rng):
     (m, n, k), blocks = kind.shape, kind.turn(_MULTIPLIED_BLOCKS)
     scales = _scales(kind, rng, *(_blocks.count(block, size, k) for block, size in zip(blocks, (m, n), strict=True)))
     # MX scales are powers of two. Round them here, so that the exact product has the same scales.
-    if blocks[0] == (1, 32):
+    if blocks[0] == _MX:
         scales = [np.exp2(np.round(np.log2(scale))).astype(_blocks.E8M0) for scale in scales]
 
     def function(a, b, *scales):
@@ -258,10 +270,8 @@ def _operands(kind, rng, *shapes):
 
 def _scales(kind, rng, *shapes):
     """Return scales with which the terms of a product are about 1."""
-    forms = kind.form, E4M3
-    return [
-        _values.factors(rng, shape, 1) * _F32.type(16 / form.max) for shape, form in zip(shapes, forms, strict=True)
-    ]
+    tops = kind.form.max, E4M3.max
+    return [_values.factors(rng, shape, 1) * _F32.type(16 / top) for shape, top in zip(shapes, tops, strict=True)]
 
 
 def _wide(x, factor=1.0):
@@ -270,21 +280,12 @@ def _wide(x, factor=1.0):
 
 
 # The cases of each op, by the name of its custom call.
-OPS = {
-    "amax": _amax,
-    "amax_to_scale": _amax_to_scale,
-    "delayed_scales": _delayed_scales,
-    "push_amaxes": _push_amaxes,
-    "quantize": _quantize,
-    "quantize_transpose": _quantize_transpose,
-    "quantize_activation": _quantize_activation,
-    "quantize_norm": _quantize_norm,
-    "quantize_blocks_transpose": _quantize_blocks_transpose,
-    "dequantize": _dequantize,
-    "scaled_matmul": _scaled_matmul,
-    "block_scaled_matmul": _block_scaled_matmul,
-    "ragged_matmul": _ragged_matmul,
-}
+_FUNCTIONS = (
+    *(_amax, _amax_to_scale, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
+    *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
+    *(_quantize_blocks_transpose, _dequantize, _scaled_matmul, _block_scaled_matmul, _ragged_matmul),
+)
+OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")
 # The ops that compute values themselves, with rounding errors of their own.
-COMPUTED = ("quantize_activation", "quantize_norm")
+COMPUTED = ("quantize_activation", "quantize_activation_grad", "quantize_norm")

@@ -1,0 +1,138 @@
+// jaxfp8_read_histories_v1: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 4 q] of each product.
+// jaxfp8_write_histories_v1: k histories f32 [g, H], what is recorded, f32 [g, 4 q] of each product
+//     -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
+//
+// The k quantizers are those of the products, in order: q of each, which the shapes say.
+#ifndef JAXFP8_COMMON_FFI_READINGS_H_
+#define JAXFP8_COMMON_FFI_READINGS_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "common/ffi/histories.h"
+
+namespace jaxfp8 {
+
+// Four numbers f32 [g, 4 q] of each of the q quantizers of a product, of which `left` are not placed yet.
+inline ffi::Error CheckNumbers(const char* op, const char* name, int64_t product, ffi::AnyBuffer numbers,
+                               int64_t groups, int64_t left) {
+  const std::string numbered = std::string(name) + " " + std::to_string(product);
+  const Operand operand{op, numbered.c_str(), numbers};
+  JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
+  JAXFP8_RETURN_IF_ERROR(CheckInput(operand, 2));
+  const int64_t columns = numbers.dimensions()[1];
+  const bool is_of_quantizers = columns > 0 && columns % kReadingNumbers == 0 && columns / kReadingNumbers <= left;
+  if (is_of_quantizers && numbers.dimensions()[0] == groups) return ffi::Error::Success();
+  return Mismatch(operand, "F32[" + std::to_string(groups) + ",4 q], where q adds up to the quantizers");
+}
+
+// Calls `place(quantizer, numbers, stride)` for each quantizer, with the first of its numbers; `get(product)` is the
+// buffer that has those of a product.
+template <class Get, class Place>
+ffi::Error PlaceNumbers(const char* op, const char* name, int64_t products, int64_t count, int64_t groups, Get get,
+                        Place place) {
+  int64_t quantizer = 0;
+  for (int64_t product = 0; product < products; ++product) {
+    const ffi::AnyBuffer numbers = get(product);
+    JAXFP8_RETURN_IF_ERROR(CheckNumbers(op, name, product, numbers, groups, count - quantizer));
+    const int64_t stride = numbers.dimensions()[1];
+    for (int64_t column = 0; column < stride; column += kReadingNumbers, ++quantizer) {
+      place(quantizer, Data<float>(numbers) + column, stride);
+    }
+  }
+  return CheckQuantizerCount(op, std::string("4 numbers of a ") + name, quantizer == count, count, kMaxReadQuantizers);
+}
+
+struct ReadHistoriesOp {
+  static constexpr char kName[] = "read_histories";
+  using Params = ReadHistoriesParams;
+
+  template <class Binding>
+  static auto Bind(Binding context) {
+    return std::move(context)
+        .RemainingArgs()  // histories, stored
+        .RemainingRets()  // readings
+        .Attrs();
+  }
+
+  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+                             Params* params) {
+    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
+    const int64_t count = static_cast<int64_t>(operands.size()) / 2;
+    const bool matches = operands.size() % 2 == 0;
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands", matches, count, kMaxReadQuantizers));
+    params->count = count;
+    params->groups = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions()[1];
+      const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
+
+      ReadHistoriesQuantizer& quantizer = params->quantizers[i];
+      quantizer.history = Data<float>(history);
+      quantizer.stored = Data<float>(stored);
+      quantizer.length = length;
+    }
+    return PlaceNumbers(
+        kName, "reading", static_cast<int64_t>(results.size()), count, params->groups,
+        [&](int64_t product) { return **results.get<ffi::AnyBuffer>(product); },
+        [&](int64_t i, float* numbers, int64_t stride) {
+          params->quantizers[i].reading = numbers;
+          params->quantizers[i].stride = stride;
+        });
+  }
+};
+
+struct WriteHistoriesOp {
+  static constexpr char kName[] = "write_histories";
+  using Params = WriteHistoriesParams;
+
+  template <class Binding>
+  static auto Bind(Binding context) {
+    return std::move(context)
+        .RemainingArgs()  // histories, recorded
+        .RemainingRets()  // histories, scales
+        .Attrs();
+  }
+
+  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+                             Params* params) {
+    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
+    const int64_t count = static_cast<int64_t>(results.size()) / 2;
+    const int64_t products = static_cast<int64_t>(operands.size()) - count;
+    const bool matches = results.size() % 2 == 0 && products >= 1;
+    JAXFP8_RETURN_IF_ERROR(
+        CheckQuantizerCount(kName, "an operand, 4 recorded numbers and 2 results", matches, count, kMaxReadQuantizers));
+    params->count = count;
+    params->groups = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions()[1];
+      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+      const ffi::AnyBuffer next_scale = **results.get<ffi::AnyBuffer>(count + i);
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next scale", i, next_scale, {groups}));
+
+      WriteHistoriesQuantizer& quantizer = params->quantizers[i];
+      quantizer.history = Data<float>(history);
+      quantizer.next_history = Data<float>(next_history);
+      quantizer.next_scale = Data<float>(next_scale);
+      quantizer.length = length;
+    }
+    return PlaceNumbers(
+        kName, "recorded", products, count, params->groups,
+        [&](int64_t product) { return *operands.get<ffi::AnyBuffer>(count + product); },
+        [&](int64_t i, const float* numbers, int64_t stride) {
+          params->quantizers[i].recorded = numbers;
+          params->quantizers[i].stride = stride;
+        });
+  }
+};
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_FFI_READINGS_H_

@@ -1,0 +1,77 @@
+"""The gradient of a product whose result goes through an activation: quantized in the pass that computes it.
+
+The backward of `activation(y)` would write the gradient of y in bfloat16, and the product that made y would read it
+again for its codes. So that product takes the gradient of the activation's values and y in its place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from .. import ops
+from ..ops._implementation import using
+from ..ops._quantize_activation_grad import activation_grad, quantize_activation_grad_with
+from ..recipes import OperandOptions, QTensor, has_counters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivationGradient:
+    """The gradient of y, not computed yet: that of `activation(y)` times the derivative.
+
+    Attributes:
+        y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
+        grad: of `ops.activate(y, activation)`, in the dtype of y.
+        activation: of `ops.activate`.
+    """
+
+    y: jax.Array
+    grad: jax.Array
+    activation: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def value(self) -> jax.Array:
+        """Return the gradient of y, in the dtype of y."""
+        return jax.vjp(functools.partial(ops.activate, activation=self.activation), self.y)[1](self.grad)[0]
+
+
+def quantize_gradient(
+    quantizer: Any, grad: jax.Array | ActivationGradient, step: Any, options: OperandOptions
+) -> tuple[QTensor, jax.Array | None]:
+    """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
+
+    One scale for the whole tensor: the gradient of an activation stays in f32 until it is rounded to FP8. Other
+    quantizers take it in the dtype of y.
+    """
+    if not isinstance(grad, ActivationGradient):
+        return quantizer.quantize_operand(grad, step, options)
+    if not quantizer.has_one_scale:
+        return quantizer.quantize_operand(grad.value, step, options)
+    values = functools.partial(activation_grad, grad.y, grad.grad, grad.activation)
+    # The op knows the columns of y as they are without a batch of kernels, and counting takes values in memory.
+    if options.cols != 1 + ops.is_gated(grad.activation) or has_counters(step):
+        return quantizer.quantize_operand(values(), step, options)
+
+    def current_amax():
+        # In jnp, so that XLA computes the values where it reduces them: a custom call would read them from memory.
+        with using("reference"):
+            return ops.amax(values())
+
+    scale, scale_inv, amax = quantizer.choose_scale(current_amax, step, options.reduce)
+    has_sums = options.columnwise and options.column_sums
+    data, data_t, amax, *sums = quantize_activation_grad_with(
+        grad.y,
+        grad.grad,
+        scale,
+        quantizer.fp8_dtype,
+        activation=grad.activation,
+        transpose=options.columnwise,
+        rows=options.rows,
+        amax=amax,
+        with_amax=amax is not None,
+        column_sums=has_sums,
+    )
+    q = QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax), cols=options.cols)
+    return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None

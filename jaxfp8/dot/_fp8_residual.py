@@ -1,0 +1,18 @@
+"""Inputs of activations and norms as FP8, for the backward alone: a byte for each element in place of two or four."""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from ..numerics import E4M3
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor
+from ._gemms import RESIDUAL_NAME
+
+
+def compressed(x: jax.Array) -> QTensor:
+    """Quantize x to e4m3 with the power of two that its amax gives: no state, no rounding of the scale.
+
+    Inside `shard_map` each device has a scale of its own: its codes never leave it.
+    """
+    quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
+    q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
+    return checkpoint_name(q, RESIDUAL_NAME)

@@ -1,0 +1,83 @@
+"""MaxText's gradient accumulation with FP8 state: all microbatches of a step run on one state, the largest amaxes stay.
+
+MaxText adds up gradients of parameters, and carries all other variables from one microbatch to the next.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..nnx import OverwriteWithGradient, trainable, value_and_grad
+from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
+from ..train import accumulate_gradients, update_state
+
+
+class _NextState(nnx.Variable):
+    """The FP8 state of the next step, as far as the microbatches so far tell."""
+
+
+def _state(tree) -> dict:
+    """Return the FP8 state of an NNX model, or of gradients, as a tree of arrays that our functions know."""
+    state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
+    return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
+
+
+def accumulate_with_state(module, original):
+    """Wrap MaxText's accumulation, which adds up gradients of parameters, and keep the state beside them."""
+
+    def accumulate(loss_fn, config, model, *args, **options):
+        is_nnx = isinstance(model, nnx.Module)
+        if not is_nnx and _state_tree.flatten((args, options)).positions():
+            raise TypeError(
+                "maxtext: model: expected an NNX model for FP8 with gradient accumulation, got a "
+                f"{type(model).__name__}: MaxText would add up its state with its gradients; set "
+                "gradient_accumulation_steps=1"
+            )
+        old = _state(model) if is_nnx else {}
+        # A model without FP8 state is left to MaxText alone.
+        if not jax.tree.leaves(old):
+            return original(loss_fn, config, model, *args, **options)
+        model.fp8_next_state = _NextState(jax.tree.map(jnp.zeros_like, old))
+        # MaxText's function looks up `nnx` in its module while it is traced, so the change can end with the call.
+        module.nnx = _NnxWithState()
+        try:
+            result = original(loss_fn, config, model, *args, **options)
+        finally:
+            module.nnx = nnx
+        new = model.fp8_next_state.get_value()
+        del model.fp8_next_state
+        _put(model, update_state(old, new))
+        return result
+
+    return accumulate
+
+
+def _put(model, state: dict) -> None:
+    variables = nnx.state(model, OverwriteWithGradient)
+    nnx.replace_by_pure_dict(variables, state[OVERWRITE_WITH_GRADIENT])
+    nnx.update(model, variables)
+
+
+class _NnxWithState:
+    """`flax.nnx` for MaxText's accumulation.
+
+    `value_and_grad` gives the gradients of parameters to MaxText, and those of the state to `model.fp8_next_state`.
+    """
+
+    def __getattr__(self, name):
+        return getattr(nnx, name)
+
+    @staticmethod
+    def value_and_grad(f, *, argnums=0, has_aux=False):
+        differentiate = value_and_grad(f, argnums=nnx.DiffState(argnums, trainable), has_aux=has_aux)
+
+        def step(model, *args, **options):
+            old = _state(model)
+            out, gradients = differentiate(model, *args, **options)
+            # Every microbatch reads the state that the step began with.
+            _put(model, old)
+            model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
+            # MaxText adds up whatever it is given, so it is given no state.
+            return out, nnx.filter_state(gradients, nnx.Param)
+
+        return step

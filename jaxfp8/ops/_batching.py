@@ -1,0 +1,38 @@
+"""Batching rules that several ops share."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+
+def apart(units: Callable) -> Callable:
+    """Make a batching rule: one call for the batched units of an op and one for the rest, whose state stays one state.
+
+    Args:
+        units: `(operand_count, **static) -> [(operands, results)]`: the positions of the operands and results of each
+            unit, in order. A static argument that is a tuple has a value for each.
+
+    Returns:
+        A `batch_first` of `tensor_op`.
+    """
+
+    def rule(run, operands, batch_dims, vmap_dims, **static):
+        parts = units(len(operands), **static)
+        is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in parts]
+        if all(is_batched):
+            return None  # the rule of all ops does
+        results = {}
+        for batched in (False, True):
+            chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
+            # Operands and results are ordered as in the whole call.
+            ins, outs = (sorted(position for i in chosen for position in parts[i][side]) for side in (0, 1))
+            chosen_static = {k: tuple(v[i] for i in chosen) if isinstance(v, tuple) else v for k, v in static.items()}
+            call = functools.partial(run, vmap_dims=vmap_dims, **chosen_static)
+            if batched:
+                call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
+            for position, output in zip(outs, call(*(operands[i] for i in ins)), strict=True):
+                results[position] = output, 0 if batched else None
+        return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
+
+    return rule

@@ -1,0 +1,111 @@
+"""quantize_activation_grad: the gradient of an activation and its quantization in one pass, without it in memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from . import _checks, _quantize_activation
+from ._primitive import dims
+from ._produced import produced, producer_op
+from ._quantize_activation import is_gated
+
+_OP = "quantize_activation_grad"
+
+
+def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
+    """Compute the gradient of `activate` in f32, not rounded to the dtype of x: f32, of the shape of x.
+
+    With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the derivative of `f`:
+
+        "silu", "gelu", "relu"       g * f'(x)
+        "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and g * f(x[..., 0, :]), stacked as x is
+
+    Args:
+        x, activation: of `activate`.
+        grad: bfloat16, float16 or float32, of the shape of its result.
+    """
+    _, vjp = jax.vjp(functools.partial(_quantize_activation._activate, activation=activation), x.astype(jnp.float32))
+    return vjp(grad.astype(jnp.float32))[0]
+
+
+def quantize_activation_grad(
+    x: ArrayLike,
+    grad: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    activation: str,
+    transpose: bool = True,
+    amax: ArrayLike | None = None,
+    rows: int = 1,
+    column_sums: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """Quantize the gradient of `activate` with respect to x, kept in f32, with one read of `x` and `grad`.
+
+    Equivalent to, without a rounding in between:
+
+        dx = jax.vjp(lambda x: activate(x, activation), x.astype(f32))[1](grad.astype(f32))[0]
+        data, data_t, amax = quantize_transpose(dx, scale, dtype, rows=rows, cols=2 if gated else 1)
+
+    up to the rounding errors of dx, as for `quantize_activation`. A dx that is not finite gives a NaN code and an
+    infinite amax.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., m, n]`, gated `[..., m, 2, n]`; the x of `quantize_activation`.
+        grad: the gradient of `activate(x, activation)`, of x's dtype, `[..., m, n]`.
+        scale: f32[] or f32[1]; multiplies.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: as of `quantize_activation`.
+        transpose: whether to return data_t.
+        amax: f32[] or f32[1], not negative; the amax returned is at least this.
+        rows: how many dimensions m stands for.
+        column_sums: also give the sums of dx over its rows: the gradient of a bias that was added to x. They need
+            `transpose`.
+
+    Returns:
+        `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated `[..., 2, n, m]` (or None), of
+        `dtype`, amax f32[] of dx. With `column_sums` also the sums, f32 `[..., n]`, gated `[..., 2, n]`.
+
+    Raises:
+        TypeError: x, grad, scale, dtype, amax or column_sums has another dtype; or the op is differentiated.
+        ValueError: an argument has another shape, `activation` is not known, or column_sums comes without transpose.
+    """
+    options = {"activation": activation, "transpose": transpose, "rows": rows, "column_sums": column_sums}
+    data, data_t, amax, *sums = quantize_activation_grad_with(x, grad, scale, dtype, amax=amax, **options)
+    return data, data_t, amax.reshape(()), *sums
+
+
+def quantize_activation_grad_with(
+    x, grad, scale, dtype, *, activation, transpose, rows, amax, with_amax=True, column_sums=False
+):
+    """Quantize as `quantize_activation_grad` does, with the amax as f32[1]; None without `with_amax`."""
+    x = _checks.high_precision(_OP, "x", x)
+    _quantize_activation.check(_OP, x, activation, rows)
+    grad = _checks.high_precision(_OP, "grad", grad)
+    if grad.dtype != x.dtype:
+        raise TypeError(f"{_OP}: grad: expected the dtype of x, {x.dtype}, got {grad.dtype}; cast it")
+    _checks.shape(_OP, "grad", grad, x.shape[:-2] + x.shape[-1:] if is_gated(activation) else x.shape)
+    column_sums = _checks.flag(_OP, "column_sums", column_sums)
+    if column_sums and not transpose:
+        raise ValueError(f"{_OP}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
+    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
+    # Other producers have no sums, so only a program that wants them has the option.
+    options |= {"column_sums": True} if column_sums else {}
+    return produced(_quantize_activation_grad, _OP, x, scale, (grad,), amax, **options)
+
+
+def _canonical(x, grad, *, vmap_dims, rows, activation):
+    (x,), attributes = _quantize_activation._canonical(x, vmap_dims=vmap_dims, rows=rows, activation=activation)
+    g, m, _, n = x.shape
+    return (x, grad.reshape(g, m, n)), attributes
+
+
+_quantize_activation_grad = producer_op(
+    _OP,
+    produce=lambda x, grad, vmap_dims, activation: activation_grad(x, grad, activation),
+    names=lambda batch, row, col, activation: [batch + row + col, batch + row + col[-1:]],
+    columns=lambda activation: dims("whole_pair", is_gated(activation)) + dims("col", 1),
+    canonical=_canonical,
+)

@@ -1,0 +1,254 @@
+"""read_histories and write_histories: the state of a model's quantizers, in one launch before a step and one after.
+
+The state may be that of many layers. Then the step needs no more of it than a reading, a few numbers of each quantizer,
+and gives as many back.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..numerics import _scaling
+from . import _batching, _checks, _ffi
+from ._partition import WHOLE
+from ._primitive import dims, tensor_op
+
+NUMBERS = 4  # of each quantizer, in a reading and in what a step records
+MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
+
+Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
+
+
+def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
+    """Read the amax histories and the scales of products, each of k quantizers.
+
+    Of each quantizer the reading has the largest entry of its history, the newest one, the scale, and a 0 for kernels
+    to raise in place. Entries that are negative or not finite count as 0. An entry or a scale below zero, which no step
+    makes, is said by -1 in place of both amaxes.
+
+    Products with equal batch dimensions are read by one custom call, up to 64 quantizers.
+
+    Args:
+        products: for each its k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`: the `scale_inv`
+            of the last step. The batch dimensions, k and H may differ; slot 0 of a history is the newest entry.
+
+    Returns:
+        For each product f32 `[*batch, 4 * k]`.
+
+    Raises:
+        TypeError: an array is not float32; or the op is differentiated.
+        ValueError: an array has another shape, or k is not 1 to 64.
+    """
+    products = _checked("read_histories", products)
+    readings = {}
+    for call in _calls(products):
+        counts = tuple(len(products[i]) for i in call)
+        readings |= zip(call, _read(*_columns(products, call), counts=counts), strict=True)
+    return [readings[i] for i in range(len(products))]
+
+
+def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) -> list[list[tuple[jax.Array, ...]]]:
+    """Write the next amax histories and scales of products, from what a step recorded.
+
+    Equivalent to, for each quantizer:
+
+        history = jnp.where((history > 0) & (history < inf), history, 0)
+        next_history = jnp.roll(history, -1).at[0].set(jnp.where((amax > 0) & (amax < inf), amax, 0))
+        next_history = jnp.where(scale_inv == 0, 0, next_history)
+        next_scale = scale_inv
+
+    Args:
+        products: as of `read_histories`.
+        recorded: for each product f32 `[*batch, 4 * k]`, of each quantizer the amax, scale_inv and two numbers that
+            do not count. A scale_inv of 0 is that of a quantizer that was not used: the results are zeros.
+
+    Returns:
+        For each product its k pairs of a history and a scale, shaped as they were.
+
+    Raises:
+        TypeError: an array is not float32; or the op is differentiated.
+        ValueError: an array has another shape, the lengths differ or k is not 1 to 64.
+    """
+    op = "write_histories"
+    products = _checked(op, products)
+    if len(recorded) != len(products):
+        raise ValueError(f"{op}: recorded: expected {len(products)} arrays, one a product, got {len(recorded)}")
+    recorded = [
+        _checks.state(op, f"recorded[{i}]", x, (*pairs[0][1].shape[:-1], NUMBERS * len(pairs)))
+        for i, (x, pairs) in enumerate(zip(recorded, products, strict=True))
+    ]
+    written = {}
+    for call in _calls(products):
+        counts = tuple(len(products[i]) for i in call)
+        histories, _ = _halves(_columns(products, call))
+        pairs = zip(*_halves(_write(*histories, *(recorded[i] for i in call), counts=counts)), strict=True)
+        written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
+    return [written[i] for i in range(len(products))]
+
+
+def _checked(op, products):
+    """Return the products with arrays for their state."""
+    checked = []
+    for i, pairs in enumerate(products):
+        if not 1 <= len(pairs) <= MAX_QUANTIZERS:
+            raise ValueError(f"{op}: products[{i}]: expected 1 to {MAX_QUANTIZERS} quantizers, got {len(pairs)}")
+        batch, arrays = None, []
+        for j, (history, scale) in enumerate(pairs):
+            name = f"products[{i}][{j}]"
+            history = _checks.history(op, f"{name}[0]", history, batch=batch)
+            batch = history.shape[:-1]
+            arrays.append((history, _checks.state(op, f"{name}[1]", scale, (*batch, 1))))
+        checked.append(arrays)
+    return checked
+
+
+def _calls(products) -> Iterable[list[int]]:
+    """Divide the products, given by their positions, among custom calls.
+
+    The products of one call have the same batch dimensions, so that a mesh can cut all of them alike.
+    """
+    calls = {}
+    for i, pairs in enumerate(products):
+        calls_of_shape = calls.setdefault(pairs[0][1].shape, [[]])
+        if sum(len(products[j]) for j in calls_of_shape[-1]) + len(pairs) > MAX_QUANTIZERS:
+            calls_of_shape.append([])
+        calls_of_shape[-1].append(i)
+    return itertools.chain.from_iterable(calls.values())
+
+
+def _columns(products, call):
+    """Return the histories of some products, then the scales."""
+    return [pair[side] for side in (0, 1) for i in call for pair in products[i]]
+
+
+def _halves(arrays):
+    count = len(arrays) // 2
+    return arrays[:count], arrays[count:]
+
+
+def _slices(counts):
+    """Return the positions of the quantizers of each product."""
+    ends = itertools.accumulate(counts, initial=0)
+    return [range(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _names(ranks, counts):
+    """Name the dimensions of the histories, the scales, and the readings of products or what is recorded of them."""
+    # A batch may be cut, by layers or experts; a window and the numbers of a product stay together.
+    batch = dims("batch", ranks[0] - 1)
+    histories, readings = (
+        [(*batch, f"{WHOLE}_{kind}{i}") for i in range(count)]
+        for kind, count in (("slot", sum(counts)), ("number", len(counts)))
+    )
+    return histories, [(*batch, f"{WHOLE}_one")] * len(histories), readings
+
+
+def _sizes(counts):
+    return {f"{WHOLE}_one": 1} | {f"{WHOLE}_number{i}": NUMBERS * count for i, count in enumerate(counts)}
+
+
+def _flat(arrays):
+    return [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays]
+
+
+def _read_names(*ranks, counts):
+    histories, scales, readings = _names(ranks, counts)
+    return [*histories, *scales], readings
+
+
+def _read_units(operand_count, counts):
+    half = operand_count // 2
+    return [([*places, *(half + i for i in places)], [product]) for product, places in enumerate(_slices(counts))]
+
+
+def _read_reference(*operands, vmap_dims, counts):
+    del vmap_dims
+    numbers = [_numbers(history, scale) for history, scale in zip(*_halves(operands), strict=True)]
+    return [lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)]
+
+
+def _numbers(history, scale):
+    entries = _scaling.clean(history)
+    newest, window = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
+    is_below_zero = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True) | _scaling.below_zero(scale)
+    window, newest = (jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (window, newest))
+    return [window, newest, scale, jnp.zeros_like(scale)]
+
+
+def _read_custom_call(*operands, vmap_dims, counts):
+    del vmap_dims
+    histories, scales = _halves(operands)
+    batch, groups = scales[0].shape[:-1], scales[0].size
+    results = [((groups, NUMBERS * count), jnp.float32) for count in counts]
+    readings = _ffi.call("read_histories", results, *_flat(histories), *(scale.reshape(-1) for scale in scales))
+    return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
+
+
+_read = tensor_op(
+    "read_histories",
+    names=_read_names,
+    sizes=lambda *shapes, counts: _sizes(counts),
+    dtypes=lambda *operands, counts: [jnp.float32] * len(counts),
+    reference=_read_reference,
+    cpu=_read_custom_call,
+    batch_first=_batching.apart(_read_units),
+)
+
+
+def _write_names(*ranks, counts):
+    histories, scales, readings = _names(ranks, counts)
+    return [*histories, *readings], [*histories, *scales]
+
+
+def _write_units(operand_count, counts):
+    total = sum(counts)
+    return [
+        ([*places, total + product], [*places, *(total + i for i in places)])
+        for product, places in enumerate(_slices(counts))
+    ]
+
+
+def _write_reference(*operands, vmap_dims, counts):
+    del vmap_dims
+    # As bits: XLA's CPU threads treat subnormal floats as zero, also where it slices and concatenates.
+    bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
+    histories, columns = bits[: sum(counts)], []
+    for reading in bits[sum(counts) :]:
+        columns += [reading[..., i : i + 1] for i in range(reading.shape[-1])]
+    scales = columns[1::NUMBERS]
+    written = [*map(_next_history, histories, columns[::NUMBERS], scales), *scales]
+    return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
+
+
+def _next_history(history, amax, scale_inv):
+    """Drop slot 1, the oldest, and record the amax in slot 0; all are bits."""
+    moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], history.ndim - 1)[..., : history.shape[-1]]
+    is_positive_finite = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
+    return jnp.where(is_positive_finite & (scale_inv << 1 != 0), moved, jnp.uint32(0))
+
+
+def _write_custom_call(*operands, vmap_dims, counts):
+    del vmap_dims
+    histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
+    batch, flat = histories[0].shape[:-1], _flat(histories)
+    results = [(h.shape, jnp.float32) for h in flat] + [(flat[0].shape[:1], jnp.float32)] * len(flat)
+    aliases = {i: i for i in range(len(flat))}
+    written = _ffi.call("write_histories", results, *flat, *_flat(recorded), aliases=aliases)
+    histories, scales = _halves(written)
+    return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
+
+
+_write = tensor_op(
+    "write_histories",
+    names=_write_names,
+    sizes=lambda *shapes, counts: _sizes(counts),
+    dtypes=lambda *operands, counts: [jnp.float32] * (2 * sum(counts)),
+    reference=_write_reference,
+    cpu=_write_custom_call,
+    batch_first=_batching.apart(_write_units),
+)

@@ -1,0 +1,146 @@
+"""The state of stacked layers, read before the loop over them and written after it.
+
+A loop slices what it runs over and puts its results together, a launch for each leaf and iteration. A quantizer needs
+four numbers of its state, and gives two: so `max_grad` makes a *reading* of the histories and scales of all layers, the
+loop runs over it, and the histories move once, where the reading is transposed. It takes the place of the scale of the
+product's last quantizer, `output_grad`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import ops
+from .._jax import _compat
+from ..numerics import _scaling
+from ._state import DotGeneralState
+from ._state_tree import StateTree, slot_axis
+
+# Of each quantizer: the amax of the window, the newest amax, the stored scale, and a 0 for kernels to raise in place.
+_NUMBERS = 4
+_OPERANDS = ("input", "kernel", "output_grad")
+
+
+def _usable(ct):
+    """Return a cotangent with 0 in place of amaxes that are not finite: those of other uses count."""
+    is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % _NUMBERS == 0
+    return jnp.where(is_amax, _scaling.clean(ct), ct)
+
+
+def _combine(a, b):
+    return jnp.maximum(_usable(a), _usable(b))
+
+
+# A cotangent of this dtype holds the amax that a quantizer recorded, finite or not, and its scale_inv; zeros without
+# a use.
+READING = _compat.max_dtype("float32_max_reading", _combine)
+
+
+def is_reading(x: Any) -> bool:
+    """Tell whether `x` is a reading."""
+    return READING is not None and getattr(x, "dtype", None) == READING
+
+
+def reading_of(state: DotGeneralState) -> jax.Array | None:
+    """Get the reading of the state of a product, `[..., 12]`; None where the state itself is at hand."""
+    scale = getattr(state.output_grad, "scale", None)
+    return scale if is_reading(scale) else None
+
+
+def without_max(tree: Any) -> Any:
+    """Return `tree` with float32 in place of the dtypes of shared state; in place of a reading, the stored scale."""
+
+    def plain(leaf):
+        if is_reading(leaf):
+            return _compat.from_max(leaf)[..., -2:-1]
+        return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
+
+    return jax.tree.map(plain, tree)
+
+
+def largest(ct: jax.Array) -> jax.Array:
+    """Combine the cotangents of a state, or of a reading, along the first axis."""
+    if is_reading(ct):
+        return _compat.to_max(jnp.max(_usable(_compat.from_max(ct)), axis=0), READING)
+    return jnp.max(ct, axis=0)
+
+
+def stacked_products(flat: StateTree) -> list[list]:
+    """Find the products in a tree whose state is that of many layers, as lists of their three quantizers.
+
+    Quantizers with counters stay as they are, and products whose result has a quantizer with a history too.
+    """
+    products = {}
+    for quantizer in flat.quantizers:
+        product, _, operand = quantizer.name.rpartition("/")
+        products.setdefault(product, {})[operand] = quantizer
+    whole = [by_operand for by_operand in products.values() if set(by_operand) == set(_OPERANDS)]
+    stacked = [[by_operand[operand] for operand in _OPERANDS] for by_operand in whole]
+    return [quantizers for quantizers in stacked if _is_stacked(flat, quantizers)]
+
+
+def _is_stacked(flat, quantizers) -> bool:
+    if any(quantizer.counters is not None for quantizer in quantizers):
+        return False
+    pairs = [(flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]) for quantizer in quantizers]
+    for leaf in sum(pairs, ()):
+        if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
+            return False
+    # A loop over another axis than the first ones may have put the slots elsewhere.
+    axes = {slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim for pair in pairs}
+    return axes == {-1} and len({history.shape[:-1] for history, _ in pairs}) == 1
+
+
+@jax.custom_vjp
+def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.Array]:
+    """Read the state of products, each of k quantizers.
+
+    Args:
+        products: for each its k pairs of a history `[..., H]` and a scale `[..., 1]`, in the max dtype. The H may
+            differ.
+
+    Returns:
+        For each product its reading `[..., 4 * k]`. Their transposes give the next states.
+    """
+    plain = jax.tree.map(_compat.from_max, products)
+    return [_compat.to_max(reading, READING) for reading in ops.read_histories(plain)]
+
+
+def _read_forward(products):
+    return read(products), products
+
+
+def _read_backward(products, cotangents):
+    """Return the next histories and scales; zeros, as without a use, where nothing was recorded."""
+    plain, recorded = (jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents))
+    written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
+    return (jax.tree.unflatten(jax.tree.structure(products), written),)
+
+
+read.defvjp(_read_forward, _read_backward)
+
+
+def columns(reading: jax.Array) -> list[jax.Array]:
+    """Return what a reading `[4 * k]` says of each quantizer, f32 `[k]`: window, newest, stored scale, zero."""
+    table = lax.stop_gradient(_compat.from_max(reading)).reshape(-1, _NUMBERS)
+    return [lax.index_in_dim(table, i, axis=1, keepdims=False) for i in range(_NUMBERS)]
+
+
+def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array) -> jax.Array:
+    """Return the cotangent of a reading `[4 * k]`.
+
+    Args:
+        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None where it was not used.
+        reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
+        reading: the reading.
+    """
+    zero = jnp.zeros((1,), jnp.float32)
+    *operands, (amax, scale_inv) = [(zero, zero) if pair is None else pair for pair in recorded]
+    flat = [x for pair in operands for x in (*pair, zero, zero)] + [zero, scale_inv, zero, zero]
+    # The amax of the gradient comes last: XLA moves the all-reduce of an amax out of a loop where nothing but updates
+    # of slices is between it and the result of the loop.
+    ct = lax.dynamic_update_slice(lax.concatenate(flat, 0), amax, (_NUMBERS * len(operands),))
+    return _compat.to_max(reduce(ct, reading), READING)

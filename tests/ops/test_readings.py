@@ -1,0 +1,150 @@
+"""read_histories and write_histories: bitwise against the oracle, for products of any batch, count and content."""
+
+import itertools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from cuda import emulated
+from jaxfp8 import ops
+from jaxfp8.ops import _readings
+
+from . import cases
+from .test_delayed_scales import LENGTHS, history
+
+BELOW_ZERO = np.float32([-1, -np.inf, -(2.0**-149)])
+AMAXES = np.float32([0, 1, 2.0**-149, 2.0**-126, np.finfo(np.float32).max, np.inf, np.nan, -0.0, -1, -np.inf])
+SCALE_INVS = np.float32([0, -0.0, 1, 2.0**-126, 2.0**126, np.nan, 2.0**-149, -1, np.inf])
+
+
+def product(batch, lengths, seed=0):
+    """Pairs of a history and a scale; in some batches an entry or the scale is below zero."""
+    rng, groups, pairs = np.random.default_rng(seed), int(np.prod(batch)), []
+    for i, length in enumerate(lengths):
+        entries = history(groups * length, 10 * seed + i).reshape(groups, length)
+        scales = rng.choice(np.float32([1, 0.3, 2.0**-140, np.nan, np.inf, 0, -0.0]), (groups, 1))
+        for group in range(groups):
+            kind = rng.integers(4)
+            if kind == 0:
+                entries[group, rng.integers(length)] = rng.choice(BELOW_ZERO)
+            elif kind == 1:
+                scales[group] = rng.choice(BELOW_ZERO)
+        pairs.append((entries.reshape(*batch, length), scales.reshape(*batch, 1)))
+    return pairs
+
+
+def record(pairs, seed=0):
+    """What a step may give for these, the numbers that do not count included."""
+    rng, batch = np.random.default_rng(seed), pairs[0][0].shape[:-1]
+    numbers = [[rng.choice(v, batch) for v in (AMAXES, SCALE_INVS, BELOW_ZERO, AMAXES)] for _ in pairs]
+    return np.stack(list(itertools.chain(*numbers)), -1).astype(np.float32)
+
+
+def expected_reading(pairs):
+    out = np.empty((*pairs[0][0].shape[:-1], 4 * len(pairs)), np.float32)
+    for i in np.ndindex(out.shape[:-1]):
+        out[i] = np.concatenate([oracle.reading(h[i], scale[i]) for h, scale in pairs])
+    return out
+
+
+def expected_state(pairs, recorded):
+    written = [(np.empty_like(h), np.empty_like(scale)) for h, scale in pairs]
+    for i in np.ndindex(recorded.shape[:-1]):
+        for q, (h, scale) in enumerate(written):
+            h[i], scale[i] = oracle.write_history(pairs[q][0][i], recorded[i][4 * q :])
+    return written
+
+
+def assert_tree(got, expected, what):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for i, (value, wanted) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)):
+        cases.assert_bitwise(value, wanted, f"{what}: leaf {i}")
+
+
+def check(products, read=ops.read_histories, write=ops.write_histories):
+    recorded = [record(pairs, i) for i, pairs in enumerate(products)]
+    assert_tree(jax.jit(read)(products), list(map(expected_reading, products)), "read")
+    expected = list(map(expected_state, products, recorded))
+    assert_tree(jax.jit(write)(products, recorded), expected, "written")
+
+
+PRODUCTS = {
+    "every length": [product((40,), [length], length) for length in LENGTHS],
+    "one state": [product((), (5, 1, 2), seed) for seed in range(3)],
+    "layers, layers with experts, a state": [product((3,), (7, 7, 7)), product((2, 3), (4, 5)), product((), (3,))],
+    "no layers": [product((0,), (4, 4)), product((2, 0), (3,))],
+    "many": [product((2,), (i % 4 + 1,) * (i % 3 + 1), i) for i in range(70)],
+}
+
+
+@pytest.mark.varied
+@pytest.mark.parametrize("which", PRODUCTS)
+def test_bitwise(implementation, which):
+    check(PRODUCTS[which])
+
+
+def test_vmap(implementation):
+    """Of other products than those that are batched there is one state."""
+    first, second, third = (product((4, 2), (3, 5), seed) for seed in range(3))
+    second = [(h[0], scale[0]) for h, scale in second]
+    products, recorded = [first, second, third], [record(first), record(second), record(third)]
+    axes = [0, None, 1]
+    third = [tuple(np.moveaxis(x, 0, 1) for x in pair) for pair in third]
+    operands = [first, second, third], [*recorded[:2], np.moveaxis(recorded[2], 0, 1)]
+    of_state = [[(axis, axis)] * 2 for axis in axes]
+    outs = [0, None, 0]
+    read = jax.vmap(ops.read_histories, in_axes=(of_state,), out_axes=outs)
+    write = jax.vmap(ops.write_histories, in_axes=(of_state, axes), out_axes=[[(axis, axis)] * 2 for axis in outs])
+    assert_tree(jax.jit(read)(operands[0]), list(map(expected_reading, products)), "read")
+    assert_tree(jax.jit(write)(*operands), list(map(expected_state, products, recorded)), "written")
+
+
+def calls(function, *arguments):
+    """The numbers of quantizers of the custom calls in a program."""
+    equations = jax.make_jaxpr(function)(*arguments).eqns
+    return [sum(e.params["counts"]) for e in equations if "histories" in e.primitive.name]
+
+
+def test_one_call_has_room_for_64():
+    """By batch dimensions; and a product is not divided."""
+    layers = [product((2,), (1, 1, 1), i) for i in range(22)]
+    assert calls(ops.read_histories, layers) == [63, 3]
+    state = product((), (1,))
+    assert calls(ops.write_histories, [*layers[:3], state], [*map(record, [*layers[:3], state])]) == [9, 1]
+    assert calls(ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]) == [64]
+
+
+def test_a_history_that_is_needed_otherwise_stays(implementation):
+    (pairs,) = products = [product((3,), (4, 300))]
+    recorded = [record(pairs)]
+    written, same = jax.jit(lambda products: (ops.write_histories(products, recorded), products))(products)
+    assert_tree(written, [expected_state(pairs, recorded[0])], "written")
+    assert_tree(same, products, "the operands")
+
+
+def overwrite():
+    """Check a step whose histories may be overwritten, as those of a training step that gives its state away."""
+    (pairs,) = products = [product((3,), (1, 2, 3, 256, 257, 258, 1000))]
+    recorded = [record(pairs)]
+    given = jax.tree.map(lambda x: jax.numpy.array(x, copy=True), products)
+    written = jax.jit(ops.write_histories, donate_argnums=0)(given, recorded)
+    assert_tree(written, [expected_state(pairs, recorded[0])], "written")
+    assert all(h.is_deleted() for h, _ in given[0])
+
+
+def test_in_place(implementation):
+    overwrite()
+
+
+@pytest.mark.ci
+def test_in_place_by_threads_in_reverse():
+    """A thread writes where its neighbor reads: no order of the threads between barriers may matter."""
+    library = emulated.register_handlers()
+    library.emulator_configure(132, 1)
+    try:
+        with emulated.ops():
+            overwrite()
+    finally:
+        library.emulator_configure(132, 0)

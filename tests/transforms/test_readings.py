@@ -1,0 +1,170 @@
+"""Layers in a loop, whose state is read before it, against the same layers one after the other: bit for bit.
+
+The layers one after the other have a state each, that nothing stacks; the oracle judges those everywhere else.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equality import assert_same_bits
+from jax import lax
+
+import jaxfp8
+from jaxfp8.recipes import _reading
+
+LAYERS, ROWS, WIDTH = 4, 8, 16
+MATMUL = (((1,), (0,)), ((), ()))
+DELAYED = jaxfp8.DelayedScaling(amax_history_len=4)
+RECIPES = {
+    "H = 1": jaxfp8.DelayedScaling(amax_history_len=1),
+    "H = 2": jaxfp8.DelayedScaling(amax_history_len=2),
+    "most recent": jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
+    "margin, e4m3": jaxfp8.DelayedScaling(margin=2, amax_history_len=4, fp8_format=jaxfp8.E4M3),
+    "a function": jaxfp8.DelayedScaling(amax_history_len=4, amax_compute_algo=lambda history: 2 * jnp.max(history)),
+    "current first": jaxfp8.DelayedScaling(amax_history_len=4, first_step="current"),
+}
+
+
+def layer(recipe, x, kernel, state):
+    """Without a product beside an addition, which XLA may contract in one program and not in another."""
+    return jnp.maximum(jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state), 0) + getattr(x, "value", x)
+
+
+def scan(use, x, kernels, states):
+    return lax.scan(lambda x, at: (use(x, *at), None), x, (kernels, states))[0]
+
+
+def scan_of_scan(use, x, kernels, states):
+    halves = jax.tree.map(lambda leaf: leaf.reshape(2, LAYERS // 2, *leaf.shape[1:]), (kernels, states))
+    return lax.scan(lambda x, at: (scan(use, x, *at), None), x, halves)[0]
+
+
+def by_index(use, x, kernels, states):
+    def body(i, x):
+        return use(x, *jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), (kernels, states)))
+
+    return lax.fori_loop(0, LAYERS, body, x)
+
+
+def unstacked(use, x, kernels, states):
+    for at in zip(jnp.unstack(kernels), *map(jnp.unstack, jax.tree.leaves(states)), strict=True):
+        x = use(x, at[0], jax.tree.unflatten(jax.tree.structure(states), at[1:]))
+    return x
+
+
+def called_twice(use, x, kernels, states):
+    """The second call has its own amaxes; those of the first are not finite where x is not."""
+    return scan(use, x, kernels, states) + scan(use, jnp.where(jnp.isfinite(x), x / 2, 0), kernels, states)
+
+
+LOOPS = {
+    "scan of remat": lambda use, *args: scan(jax.checkpoint(use), *args),
+    "scan of scan": scan_of_scan,
+    "by index": by_index,
+    "unstacked": unstacked,
+    "called twice": called_twice,
+}
+
+
+def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
+    """Compare five steps: one of them with a NaN, the last one with state below zero."""
+    use = functools.partial(use, recipe)
+    kernels = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 4
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), init(recipe))
+
+    def one_after_the_other(use, x, kernels, states):
+        for at in zip(kernels, states, strict=True):
+            x = use(x, *at)
+        return x
+
+    again = loop is called_twice
+
+    def loss(trainable, x, loop):
+        y = loop(use, x, *trainable)
+        if again and loop is one_after_the_other:
+            y = y + loop(use, jnp.where(jnp.isfinite(x), x / 2, 0), *trainable)
+        return jnp.sum(y**2)
+
+    in_loop = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=loop))  # x too: all layers have all products
+    one_by_one = jax.jit(functools.partial(jaxfp8.grad(loss, (0, 1)), loop=one_after_the_other))
+    for step in range(5):
+        x = jax.random.normal(jax.random.key(step), (ROWS, WIDTH)) * 2.0**step
+        x = x.at[0, 0].set(jnp.nan) if step == 2 else x
+        if step == 4:
+            states = jax.tree.map(lambda leaf: leaf.at[1].set(-leaf[1]), states)
+        rows = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(LAYERS)]
+        (dkernels, next_states), _ = in_loop((kernels, states), x)
+        expected, _ = one_by_one((list(kernels), rows), x)
+        expected = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers) for layers in expected]
+        assert_same_bits(next_states, expected[1], f"state of step {step}")
+        if not again:  # XLA adds gradients of two calls as it likes
+            assert_same_bits(dkernels, expected[0], f"gradients of step {step}")
+        states = next_states
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(states))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Count the products whose state is read before a loop."""
+    found, read = [], _reading.read
+    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_recipes(recipe, reads):
+    assert_same_steps(scan, recipe)
+    assert reads
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_loops(loop, reads):
+    assert_same_steps(loop, DELAYED)
+    assert reads
+
+
+def with_counters(recipe):
+    return jaxfp8.inspect.with_counters(jaxfp8.init_state(recipe))
+
+
+def normalized(recipe, x, kernel, state):
+    return layer(recipe, jaxfp8.normalized(x, jnp.ones(WIDTH), kind="rms"), kernel, state)
+
+
+def quantized_once(recipe, x, kernel, state):
+    return layer(recipe, x, jaxfp8.quantize_params({"w": kernel}, {"w": state}, recipe)["w"], state)
+
+
+def experts(recipe, x, kernel, state):
+    """Two experts, of the same kernel and of twice that."""
+    kernels = jnp.stack([kernel, 2 * kernel])
+    return x + jnp.maximum(jaxfp8.ragged_dot(x, kernels, jnp.int32([3, ROWS - 4]), recipe=recipe, state=state), 0)
+
+
+def quantizer(role):
+    return jaxfp8.DelayedScalingQuantizer(margin=role == "linear_weight", amax_history_len=3)
+
+
+def of_operands(role):
+    return quantizer(role) if role in ("linear_input", "linear_weight", "linear_grad_output") else None
+
+
+OTHERS = {
+    "norm": (normalized, DELAYED, jaxfp8.init_state, True),
+    "norm, current first": (normalized, RECIPES["current first"], jaxfp8.init_state, True),
+    "codes": (quantized_once, DELAYED, jaxfp8.init_state, True),
+    "experts": (experts, DELAYED, jaxfp8.init_state, True),
+    "custom": (layer, jaxfp8.CustomRecipe(of_operands), jaxfp8.init_state, True),
+    "custom, results too": (layer, jaxfp8.CustomRecipe(quantizer), jaxfp8.init_state, False),
+    "counters": (layer, DELAYED, with_counters, False),
+}
+
+
+@pytest.mark.parametrize("use, recipe, init, is_read", OTHERS.values(), ids=OTHERS)
+def test_other_products(use, recipe, init, is_read, reads):
+    """With the state read outside of the loop or, where `is_read` is False, in it."""
+    assert_same_steps(scan, recipe, use, init)
+    assert bool(reads) == is_read
