@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ..dot import compute_dtype, normalized, to_compute
+from ..dot import Normalized, compute_dtype, normalized, to_compute
 from ._dense import dense_of
 
 
@@ -45,14 +45,19 @@ class NormDense(nn.Module):
     @nn.compact
     def __call__(self, x: jax.typing.ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
-        if self.kind not in ("rms", "layer"):
-            raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')
-        x = jnp.asarray(x)
-        size = (x.shape[-1],)
-        scale = self.param("scale", self.scale_init, size, self.param_dtype)
-        norm_bias = None
-        if self.kind == "layer":
-            norm_bias = self.param("norm_bias", self.norm_bias_init, size, self.param_dtype)
-        x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
-        x = normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon)
-        return dense_of(self, self.features, "dense")(x, out_sharding)
+        return dense_of(self, self.features, "dense")(normalized_by(self, "kind", x), out_sharding)
+
+
+def normalized_by(module: nn.Module, field: str, x: jax.typing.ArrayLike) -> Normalized:
+    """Normalize the x of a product; `module` has the fields of NormDense, the kind under the name `field`."""
+    kind = getattr(module, field)
+    if kind not in ("rms", "layer"):
+        raise ValueError(f'{type(module).__name__}: {field}: expected "rms" or "layer", got {kind!r}')
+    x = jnp.asarray(x)
+    size = (x.shape[-1],)
+    scale = module.param("scale", module.scale_init, size, module.param_dtype)
+    bias = None
+    if kind == "layer":
+        bias = module.param("norm_bias", module.norm_bias_init, size, module.param_dtype)
+    x = to_compute(x, compute_dtype(x, scale, dtype=module.dtype))
+    return normalized(x, scale, bias, kind=kind, epsilon=module.epsilon)

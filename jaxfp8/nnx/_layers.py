@@ -77,22 +77,48 @@ class Linear(nnx.Module):
         return self.dot_general(x, kernel, numbers, bias=bias, activation=activation, **options)
 
 
-class GatedMLP(nnx.Module):
+class _Normalizing(nnx.Module):
+    """A layer whose first product may have a norm in front: None, `"rms"` or `"layer"`."""
+
+    def __init__(self, norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs):
+        self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
+
+        def parameter(init, is_there):
+            return nnx.Param(init(rngs.params(), (in_features,), param_dtype)) if is_there else None
+
+        self.scale = parameter(scale_init, norm is not None)
+        self.norm_bias = parameter(norm_bias_init, norm == "layer")
+
+    def _normalized(self, x: ArrayLike) -> jax.Array | Normalized:
+        """Return the x of the first product."""
+        x = jnp.asarray(x)
+        if self.norm is None:
+            return x
+        scale, bias = (None if p is None else p.get_value() for p in (self.scale, self.norm_bias))
+        x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
+        return normalized(x, scale, bias, kind=self.norm, epsilon=self.epsilon)
+
+
+class GatedMLP(_Normalizing):
     """The gated feed-forward block of a transformer, in FP8; parameters and arithmetic of `jaxfp8.linen.GatedMLP`.
 
         jaxfp8.nnx.GatedMLP(4096, 14336, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)  # SwiGLU
 
-    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate first, and `wo`.
+    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate first, and `wo`. With `norm` also
+    `scale` and, for `"layer"`, `norm_bias`.
 
     Args:
         in_features, hidden_features, out_features: the sizes; without `out_features` that of x.
         activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
+        norm: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm) of x, on the way to FP8; or None.
+        epsilon, scale_init, norm_bias_init: of the norm, as of `NormDense`.
         use_bias, kernel_init, bias_init: as of `Linear`, for both. Names of mesh axes, as `nnx.with_partitioning` gives
             them, are those of `[in_features, hidden_features]`.
-        **options: `rngs`, `recipe`, `dtype`, `param_dtype` and `precision`, as of `Linear`, for both.
+        dtype, param_dtype, rngs: as of `Linear`, for both.
+        **options: `recipe` and `precision`, likewise.
 
     Raises:
-        ValueError: `activation` is unknown.
+        ValueError: `activation` or `norm` is unknown.
     """
 
     def __init__(
@@ -102,22 +128,33 @@ class GatedMLP(nnx.Module):
         out_features: int | None = None,
         *,
         activation: str = "silu",
+        norm: str | None = None,
+        epsilon: float = 1e-6,
+        scale_init: Initializer = _SCALE_INIT,
+        norm_bias_init: Initializer = _BIAS_INIT,
         use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
         kernel_init: Initializer = _KERNEL_INIT,
         bias_init: Initializer = _BIAS_INIT,
+        rngs: nnx.Rngs,
         **options: Any,
     ):
         if activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {activation!r}')
+        if norm not in (None, "rms", "layer"):
+            raise ValueError(f'GatedMLP: norm: expected "rms", "layer" or None, got {norm!r}')
+        super().__init__(norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
         self.activation = activation
         options |= {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init}
+        options |= {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         init = {"kernel_init": _with_gate(kernel_init, 1), "bias_init": _with_gate(bias_init, 0)}
         self.wi = Linear(in_features, (2, hidden_features), **options | init)
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
-        return self.wo(self.wi(x, activation=f"{self.activation}_gated"), out_sharding)
+        return self.wo(self.wi(self._normalized(x), activation=f"{self.activation}_gated"), out_sharding)
 
 
 def _with_gate(init, axis: int):
@@ -133,7 +170,7 @@ def _with_gate(init, axis: int):
     return with_gate
 
 
-class NormDense(nnx.Module):
+class NormDense(_Normalizing):
     """`Linear(norm(x))` in FP8; parameters and arithmetic of `jaxfp8.linen.NormDense`.
 
         jaxfp8.nnx.NormDense(4096, (3, 32, 128), recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
@@ -169,16 +206,15 @@ class NormDense(nnx.Module):
     ):
         if kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {kind!r}')
-        self.kind, self.epsilon, self.dtype = kind, epsilon, dtype
-        self.scale = nnx.Param(scale_init(rngs.params(), (in_features,), param_dtype))
-        has_bias = kind == "layer"  # NNX wants the attribute assigned once
-        self.norm_bias = nnx.Param(norm_bias_init(rngs.params(), (in_features,), param_dtype)) if has_bias else None
+        super().__init__(kind, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
         options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.dense = Linear(in_features, out_features, **options)
 
+    @property
+    def kind(self) -> str:
+        """Return the kind of the norm."""
+        return self.norm
+
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
-        x, scale = jnp.asarray(x), self.scale.get_value()
-        norm_bias = None if self.norm_bias is None else self.norm_bias.get_value()
-        x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
-        return self.dense(normalized(x, scale, norm_bias, kind=self.kind, epsilon=self.epsilon), out_sharding)
+        return self.dense(self._normalized(x), out_sharding)

@@ -27,6 +27,7 @@ LAYERS = {
     "dense": Dense(FEATURES, **OPTIONS),
     "silu mlp": GatedMLP(HIDDEN, **OPTIONS),
     "gelu mlp": GatedMLP(HIDDEN, features=7, activation="gelu", **OPTIONS),
+    "norm mlp": GatedMLP(HIDDEN, norm="layer", **OPTIONS, **NORM),
     "rms dense": NormDense(FEATURES, kind="rms", **OPTIONS, **NORM),
     "layer dense": NormDense(7, kind="layer", **OPTIONS, **NORM),
 }
@@ -60,13 +61,13 @@ def product(x, variables, path, recipe, dtype, **options):
 def written_out(layer, variables, x, dtype):
     """The layer by its definition."""
     options = layer.recipe, dtype
+    params = variables["params"]
+    if norm := getattr(layer, "norm", None) or getattr(layer, "kind", None):
+        x = jaxfp8.normalized(x, params["scale"], params.get("norm_bias"), kind=norm, epsilon=layer.epsilon)
     if isinstance(layer, GatedMLP):
         h = product(x, variables, ("wi",), *options, activation=f"{layer.activation}_gated")
         return product(h, variables, ("wo",), *options)
     if isinstance(layer, NormDense):
-        params = variables["params"]
-        norm_bias = params["norm_bias"] if layer.kind == "layer" else None
-        x = jaxfp8.normalized(x, params["scale"], norm_bias, kind=layer.kind, epsilon=layer.epsilon)
         return product(x, variables, ("dense",), *options)
     return product(x, variables, (), *options)
 
@@ -111,6 +112,12 @@ def test_parameters():
             "wi": {"kernel": (WIDTH, 2, HIDDEN), "bias": (2, HIDDEN)},
             "wo": {"kernel": (HIDDEN, 7), "bias": (7,)},
         },
+        "norm mlp": {
+            "scale": (WIDTH,),
+            "norm_bias": (WIDTH,),
+            "wi": {"kernel": (WIDTH, 2, HIDDEN), "bias": (2, HIDDEN)},
+            "wo": {"kernel": (HIDDEN, WIDTH), "bias": (WIDTH,)},
+        },
         "rms dense": {"scale": (WIDTH,), "dense": {"kernel": (WIDTH, *FEATURES), "bias": FEATURES}},
         "layer dense": {"scale": (WIDTH,), "norm_bias": (WIDTH,), "dense": {"kernel": (WIDTH, 7), "bias": (7,)}},
     }
@@ -137,6 +144,7 @@ def test_compute_dtype(layer, x_dtype, dtype, y_dtype):
 
 @pytest.mark.parametrize("layer, message", [
     (GatedMLP(HIDDEN, activation="relu"), 'GatedMLP: activation: expected "silu" or "gelu", got \'relu\''),
+    (GatedMLP(HIDDEN, norm="batch"), "GatedMLP: norm: expected \"rms\" or \"layer\", got 'batch'"),
     (NormDense(7, kind="batch"), "NormDense: kind: expected \"rms\" or \"layer\", got 'batch'"),
 ])  # fmt: skip
 def test_errors(layer, message):

@@ -31,13 +31,13 @@ def pair(name, dtype):
     if name == "dense":
         return jaxfp8.linen.Dense(FEATURES, **options), Linear(WIDTH, FEATURES, **options, rngs=rngs)
     if name.endswith("mlp"):
-        options |= {"activation": name.split()[0]}
+        options |= NORM | {"norm": "layer"} if name == "norm mlp" else {"activation": name.split()[0]}
         return jaxfp8.linen.GatedMLP(HIDDEN, 7, **options), GatedMLP(WIDTH, HIDDEN, 7, **options, rngs=rngs)
     options |= NORM | {"kind": name.split()[0]}
     return jaxfp8.linen.NormDense(FEATURES, **options), NormDense(WIDTH, FEATURES, **options, rngs=rngs)
 
 
-NAMES = ["dense", "silu mlp", "gelu mlp", "rms dense", "layer dense"]
+NAMES = ["dense", "silu mlp", "gelu mlp", "norm mlp", "rms dense", "layer dense"]
 
 
 def inputs(dtype=F32, rows=ROWS):
@@ -98,17 +98,10 @@ def test_linen_and_nnx_agree(name, dtype):
         assert y.dtype == dtype
 
 
-def one(name, rngs):
-    options = {"recipe": RECIPE, "rngs": rngs}
-    if name == "dense":
-        return Linear(WIDTH, FEATURES, **options)
-    if name.endswith("mlp"):
-        return GatedMLP(WIDTH, HIDDEN, 7, activation=name.split()[0], **options)
-    return NormDense(WIDTH, FEATURES, kind=name.split()[0], **options)
-
-
 def test_errors():
     with pytest.raises(ValueError, match='GatedMLP: activation: expected "silu" or "gelu", got \'tanh\''):
         GatedMLP(WIDTH, HIDDEN, activation="tanh", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match='GatedMLP: norm: expected "rms", "layer" or None, got \'batch\''):
+        GatedMLP(WIDTH, HIDDEN, norm="batch", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match='NormDense: kind: expected "rms" or "layer", got \'batch\''):
         NormDense(WIDTH, 7, kind="batch", rngs=nnx.Rngs(0))
