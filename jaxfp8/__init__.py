@@ -9,6 +9,7 @@
 import sys as _sys
 
 from . import (
+    collectives as collectives,
     convert as convert,
     inference as inference,
     inspect as inspect,

@@ -129,7 +129,9 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
             q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
         else:
-            q = _in_order(codes[i], layout, **options)
+            q = _in_order(("x", "kernel")[i], codes[i], layout, **options)
+            if i == 0 and is_kept and q.data_t is None:
+                q = _with_columnwise(q, product, OperandOptions(**options))
         last, residual = _both_layouts(q, product.batch, layout.contract_first, is_kept)
         operands.append(last)
         kept.append(residual)
@@ -209,20 +211,33 @@ def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -
     return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)
 
 
-def _in_order(q: QTensor, layout, rows, cols, columnwise) -> QTensor:
+def _in_order(name, q: QTensor, layout, rows, cols, columnwise) -> QTensor:
     """Return a QTensor that was made before the product was known, in the order of its dimensions."""
     data, data_t = layout.ordered(q.data), q.data_t
+    batch = data.ndim - rows - cols
     if not q.has_one_scale:
         if data is not q.data or cols != q.cols or (data_t is None and layout.contract_first):
             raise ValueError(
-                f"dot_general: kernel: a QTensor with a scale for each block of {q.block} fits products that "
+                f"dot_general: {name}: a QTensor with a scale for each block of {q.block} fits products that "
                 f"contract its rows or its last {q.cols} dimensions; quantize it inside of the product"
             )
+        if batch and q.scale_inv.ndim == 2:  # whoever made it did not know which of its rows are a batch
+            return q.map_scales(lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1]))
         return q
     if not columnwise:
         data_t = None
     elif data_t is None or data is not q.data:
-        batch = data.ndim - rows - cols
         order = (*range(batch), *range(batch + rows, data.ndim), *range(batch, batch + rows))
         data_t = jnp.transpose(data, order)
     return QTensor(data, q.scale_inv, data_t, step=q.step, cols=cols)
+
+
+def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:
+    """Quantize the codes of x, which have scales along what fprop contracts, once more for wgrad, which contracts rows.
+
+    Codes of other scales than those of the product's quantizer stay as they are; wgrad then dequantizes them.
+    """
+    again, _ = product.quantizers[0].quantize_operand(q.dequantize(product.x_dtype), None, options)
+    if again.scale_inv_t is None or again.block != q.block:
+        return q
+    return dataclasses.replace(q, data_t=again.data_t, scale_inv_t=again.scale_inv_t)

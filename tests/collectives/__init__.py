@@ -1,0 +1,1 @@
+"""Collectives of FP8 codes on 8 CPU devices."""
