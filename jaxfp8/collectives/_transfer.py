@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,18 @@ from ..recipes import (
 
 
 @dataclasses.dataclass(frozen=True)
+class Call:
+    """A function of an array with its other arguments, `(name, value)`: a partial that compares by value."""
+
+    function: Callable[..., jax.Array]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the function of x."""
+        return self.function(x, **dict(self.arguments))
+
+
+@dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of `jax.lax`, its arguments included.
 
@@ -46,8 +59,8 @@ class Collective:
 
     name: str
     axis_names: tuple[str, ...]
-    send: Callable[[jax.Array], jax.Array]
-    send_back: Callable[[jax.Array], jax.Array]
+    send: Call
+    send_back: Call
     axes: tuple[int, ...] = ()
     has_one_sender: bool = False
     sums_back: bool = False
@@ -71,7 +84,7 @@ def transfer(
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
     both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), selected())
     # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
-    source, codes = _transfer(both, x, vmapped_state(shared(state), x))
+    source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
     return QTensor(source, None) if codes is None else dataclasses.replace(lax.stop_gradient(codes), source=source)
 
@@ -190,3 +203,5 @@ def _transfer_bwd(both, residuals, cotangents):
 
 
 _transfer.defvjp(_transfer_fwd, _transfer_bwd, symbolic_zeros=True)
+# Outside of `jit`, JAX runs no `custom_vjp` with symbolic zeros inside `shard_map`.
+_compiled = jax.jit(_transfer, static_argnums=0, inline=True)

@@ -197,14 +197,15 @@ def results(case: Case, name, x, grad, state: oracle.LayerState):
 
 
 def next_state(case: Case, xs, grads, state: oracle.LayerState):
-    """The next state of delayed scaling; zeros of what is not used."""
-    scales = [oracle.select_scale(old, fmt) for old, fmt in ((state.input, oracle.E4M3), (state.output_grad, oracle.E5M2))]
+    """The next state of delayed scaling: the largest amax of the uses that have one; zeros of what is not used."""
+
+    def after(old, fmt, tensors):
+        amaxes = [amax for amax in map(oracle.amax, tensors) if np.isfinite(amax)]
+        return oracle.next_state(old, oracle.select_scale(old, fmt), max(amaxes))
+
     unused = oracle.State(np.zeros(HISTORY, F32), F32(0))
-    x, grad = (
-        oracle.next_state(old, scale, oracle.amax(tensor))
-        for old, scale, tensor in zip((state.input, state.output_grad), scales, (xs, grads), strict=True)
-    )
-    return pack(oracle.LayerState(x, unused, unused if case.sums_back else grad))
+    grad = unused if case.sums_back else after(state.output_grad, oracle.E5M2, grads)
+    return pack(oracle.LayerState(after(state.input, oracle.E4M3, xs), unused, grad))
 
 
 def compare(case_name, recipe_name, program=loop, check_vma=True) -> None:
