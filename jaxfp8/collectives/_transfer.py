@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax import _mesh
 from ..dot import checked_quantizers, shared, vmapped_state, warn_of_state
 from ..dot.checkpoint_policies import RESIDUAL_NAME
-from ..ops import _checks, selected, using
+from ..ops import _checks, _implementation
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -82,7 +82,7 @@ def transfer(
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # there is no element: the state is not touched
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
-    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), selected())
+    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _implementation.selected())
     # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
     source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
@@ -166,7 +166,7 @@ def _forward(both, x, state: DotGeneralState, has_backward):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _transfer(both, x, state):
     """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that nothing reads."""
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         return _forward(both, x, state, False)[0]
 
 
@@ -174,7 +174,7 @@ def _transfer_fwd(both, x, state):
     # A gradient that leaves out the state leaves the scales as they are, for all of the training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         results, residuals = _forward(both, x, state, True)
     return results, (checkpoint_name(residuals, RESIDUAL_NAME), _Type(jax.typeof(x)))
 
@@ -195,7 +195,7 @@ def _transfer_bwd(both, residuals, cotangents):
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, types.x.dtype)
         next_state = DotGeneralState(*next_states([q, None, grad], both.reduce, reading))
     # The cotangent of a replicated x is the sum over the devices.

@@ -14,6 +14,7 @@ from collectives import cases
 from jaxfp8 import collectives
 
 ROWS, WIDTH, HIDDEN = 64, 256, 128
+FAST = ("delayed", "block")
 MATMUL = (((1,), (0,)), ((), ()))
 RECIPES = {
     "delayed": jaxfp8.DelayedScaling(amax_history_len=4, pipeline_axes=()),
@@ -76,7 +77,7 @@ def compare(name) -> None:
     assert sum(c.is_amax for c in hlo.collectives(text)) == 1 or name != "delayed"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES])
 def test_codes_and_scales_alone_are_sent(name):
     compare(name)
 
