@@ -1,6 +1,5 @@
 """all_to_all, all_gather and ppermute of FP8 codes."""
 
-import functools
 from collections.abc import Iterable
 
 import numpy as np
@@ -8,7 +7,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..recipes import DotGeneralState, QTensor, Recipe
-from ._transfer import Collective, transfer
+from ._transfer import Call, Collective, transfer
 
 
 def all_to_all(
@@ -55,12 +54,12 @@ def all_to_all(
     """
     op = "all_to_all"
     split_axis, concat_axis = _axis(op, "split_axis", split_axis, x), _axis(op, "concat_axis", concat_axis, x)
+    names = _names(axis_name)
     send, send_back = (
-        functools.partial(lax.all_to_all, axis_name=axis_name, split_axis=first, concat_axis=second, tiled=tiled)
+        _call(lax.all_to_all, axis_name=names, split_axis=first, concat_axis=second, tiled=tiled)
         for first, second in ((split_axis, concat_axis), (concat_axis, split_axis))
     )
-    collective = Collective(op, _names(axis_name), send, send_back, (split_axis, concat_axis))
-    return transfer(collective, x, recipe, state)
+    return transfer(Collective(op, names, send, send_back, (split_axis, concat_axis)), x, recipe, state)
 
 
 def all_gather(
@@ -90,10 +89,10 @@ def all_gather(
         TypeError, ValueError: see `all_to_all`.
     """
     axis = _axis("all_gather", "axis", axis, x, more=0 if tiled else 1)
-    send = functools.partial(lax.all_gather, axis_name=axis_name, axis=axis, tiled=tiled)
-    send_back = functools.partial(lax.psum_scatter, axis_name=axis_name, scatter_dimension=axis, tiled=tiled)
-    collective = Collective("all_gather", _names(axis_name), send, send_back, (axis,), sums_back=True)
-    return transfer(collective, x, recipe, state)
+    names = _names(axis_name)
+    send = _call(lax.all_gather, axis_name=names, axis=axis, tiled=tiled)
+    send_back = _call(lax.psum_scatter, axis_name=names, scatter_dimension=axis, tiled=tiled)
+    return transfer(Collective("all_gather", names, send, send_back, (axis,), sums_back=True), x, recipe, state)
 
 
 def ppermute(
@@ -120,12 +119,14 @@ def ppermute(
     Raises:
         TypeError, ValueError: see `all_to_all`.
     """
-    perm = [tuple(pair) for pair in perm]
-    send, send_back = (
-        functools.partial(lax.ppermute, axis_name=axis_name, perm=pairs)
-        for pairs in (perm, [(end, start) for start, end in perm])
-    )
-    return transfer(Collective("ppermute", _names(axis_name), send, send_back, has_one_sender=True), x, recipe, state)
+    names, perm = _names(axis_name), tuple(perm)
+    send = _call(lax.ppermute, axis_name=names, perm=perm)
+    send_back = _call(lax.ppermute, axis_name=names, perm=tuple((end, start) for start, end in perm))
+    return transfer(Collective("ppermute", names, send, send_back, has_one_sender=True), x, recipe, state)
+
+
+def _call(function, **arguments) -> Call:
+    return Call(function, tuple(arguments.items()))
 
 
 def _names(axis_name) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._jax import _mesh
 from ..dot import checked_quantizers, shared, vmapped_state, warn_of_state
 from ..dot.checkpoint_policies import RESIDUAL_NAME
-from ..ops import _checks, selected, using
+from ..ops import _checks, _implementation
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -28,6 +29,18 @@ from ..recipes import (
     read_states,
     reading_of,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function of an array with its other arguments, `(name, value)`: a partial that compares by value."""
+
+    function: Callable[..., jax.Array]
+    arguments: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the function of x."""
+        return self.function(x, **dict(self.arguments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +59,8 @@ class Collective:
 
     name: str
     axis_names: tuple[str, ...]
-    send: Callable[[jax.Array], jax.Array]
-    send_back: Callable[[jax.Array], jax.Array]
+    send: Call
+    send_back: Call
     axes: tuple[int, ...] = ()
     has_one_sender: bool = False
     sums_back: bool = False
@@ -69,9 +82,9 @@ def transfer(
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # there is no element: the state is not touched
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
-    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), selected())
+    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _implementation.selected())
     # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
-    source, codes = _transfer(both, x, vmapped_state(shared(state), x))
+    source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
     return QTensor(source, None) if codes is None else dataclasses.replace(lax.stop_gradient(codes), source=source)
 
@@ -153,7 +166,7 @@ def _forward(both, x, state: DotGeneralState, has_backward):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _transfer(both, x, state):
     """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that nothing reads."""
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         return _forward(both, x, state, False)[0]
 
 
@@ -161,7 +174,7 @@ def _transfer_fwd(both, x, state):
     # A gradient that leaves out the state leaves the scales as they are, for all of the training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         results, residuals = _forward(both, x, state, True)
     return results, (checkpoint_name(residuals, RESIDUAL_NAME), _Type(jax.typeof(x)))
 
@@ -182,7 +195,7 @@ def _transfer_bwd(both, residuals, cotangents):
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
-    with using(both.implementation):
+    with _implementation.using(both.implementation):
         dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, types.x.dtype)
         next_state = DotGeneralState(*next_states([q, None, grad], both.reduce, reading))
     # The cotangent of a replicated x is the sum over the devices.
@@ -190,3 +203,5 @@ def _transfer_bwd(both, residuals, cotangents):
 
 
 _transfer.defvjp(_transfer_fwd, _transfer_bwd, symbolic_zeros=True)
+# Outside of `jit`, JAX runs no `custom_vjp` with symbolic zeros inside `shard_map`.
+_compiled = jax.jit(_transfer, static_argnums=0, inline=True)

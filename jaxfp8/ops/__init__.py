@@ -10,7 +10,7 @@ from ._count import count_saturated_and_flushed as count_saturated_and_flushed
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
 from ._dequantize import dequantize as dequantize
 from ._ffi import custom_call_targets as custom_call_targets
-from ._implementation import implementation as implementation, selected, using
+from ._implementation import implementation as implementation
 from ._quantize import quantize as quantize
 from ._quantize_activation import (
     ACTIVATIONS as ACTIVATIONS,

@@ -146,10 +146,15 @@ def scan_of_vmap(use, xs, grads, state):
     return jax.tree.map(lambda a: a[0], scan(functools.partial(vmap, use), *pairs, state))
 
 
+def layers(use, xs, grads, states):
+    """A scan over layers with a state each, which `max_grad` reads before the loop."""
+    return lax.scan(lambda carry, each: (carry, use(*each)), None, (xs, grads, states))[1]
+
+
 PROGRAMS = [loop, scan, vmap, remat, remat_in_scan, scan_of_vmap]
 
 
-def step(case: Case, recipe, program=loop, check_vma=True, state_spec=P()):
+def step(case: Case, recipe, program=loop, check_vma=True, state_spec=None):
     """A jitted step `(xs, grads, state) -> (ys, gradient of xs, next state)`; arrays are `[USES, DEVICES, *shard]`."""
 
     def use(x, grad, state):
@@ -158,18 +163,18 @@ def step(case: Case, recipe, program=loop, check_vma=True, state_spec=P()):
 
     def shard(xs, grads, state):
         xs, grads = xs[:, 0], grads[:, 0]
-        state = jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[-1:]), state)
+        state = jax.tree.map(lambda leaf: leaf[0], state) if state_spec else state
 
         def loss(xs, state):
             values, ys = program(use, xs, grads, state)
             return jnp.sum(values), ys
 
         (_, ys), (dxs, state) = jaxfp8.value_and_grad(loss, argnums=(0, 1), has_aux=True)(xs, state)
-        state = jax.tree.map(lambda leaf: leaf.reshape(1, -1), state) if state_spec else state
+        state = jax.tree.map(lambda leaf: leaf[None], state) if state_spec else state
         return ys[:, None], dxs[:, None], state
 
-    cut = P(None, "e")
-    specs = {"in_specs": (cut, cut, state_spec), "out_specs": (cut, cut, state_spec)}
+    specs = P(None, "e"), P(None, "e"), state_spec or P()
+    specs = {"in_specs": specs, "out_specs": specs}
     return jax.jit(jax.shard_map(shard, mesh=mesh(), check_vma=check_vma, **specs))
 
 
@@ -197,14 +202,15 @@ def results(case: Case, name, x, grad, state: oracle.LayerState):
 
 
 def next_state(case: Case, xs, grads, state: oracle.LayerState):
-    """The next state of delayed scaling; zeros of what is not used."""
-    scales = [oracle.select_scale(old, fmt) for old, fmt in ((state.input, oracle.E4M3), (state.output_grad, oracle.E5M2))]
+    """The next state of delayed scaling: the largest amax of the uses that have one; zeros of what is not used."""
+
+    def after(old, fmt, tensors):
+        amaxes = [amax for amax in map(oracle.amax, tensors) if np.isfinite(amax)]
+        return oracle.next_state(old, oracle.select_scale(old, fmt), max(amaxes))
+
     unused = oracle.State(np.zeros(HISTORY, F32), F32(0))
-    x, grad = (
-        oracle.next_state(old, scale, oracle.amax(tensor))
-        for old, scale, tensor in zip((state.input, state.output_grad), scales, (xs, grads), strict=True)
-    )
-    return pack(oracle.LayerState(x, unused, unused if case.sums_back else grad))
+    grad = unused if case.sums_back else after(state.output_grad, oracle.E5M2, grads)
+    return pack(oracle.LayerState(after(state.input, oracle.E4M3, xs), unused, grad))
 
 
 def compare(case_name, recipe_name, program=loop, check_vma=True) -> None:
