@@ -194,8 +194,4 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
             f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
             f"{scale_inv.shape}; block=(rows, cols) says how many elements share one"
         )
-    factors = [scale_inv] if scale_inv.dtype != _blocks.E8M0 else _blocks.e8m0_factors(scale_inv, jnp.float32)
-    values = data.astype(jnp.float32)
-    for factor in factors:
-        values = values * _blocks.spread(factor.astype(jnp.float32), block, m, n).reshape(data.shape)
-    return values
+    return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)
