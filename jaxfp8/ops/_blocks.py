@@ -30,7 +30,7 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
 
 
 def checked_scale(op: str, name: str, scale, block, leading, rows, cols):
-    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one number without a block, else one a block."""
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one number, or one for each block."""
     if block is None:
         return _checks.scale(op, name, scale)
     scale = _checks.array(op, name, scale)
