@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import assert_state, assert_step
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from delayed_scaling.cases import assert_state
 from programs.known_amax import merged
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.dot import _ragged_dot, _vmapped_state
+
+from .cases import HISTORY, RECIPE, SIZES, WITHOUT, compare_steps, operands, training_step
+
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_steps(sizes):
