@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -87,19 +88,15 @@ def dot_general(
     # 1. Check the operands: shapes come first, because a state that is missing is often that of another layer.
     fused = x if isinstance(x, FusedInput) else None
     (x, x_codes), (kernel, kernel_codes) = (
-        _operand("x", x if fused is None else fused.value),
-        _operand("kernel", kernel),
+        operand("dot_general: x", x if fused is None else fused.value),
+        operand("dot_general: kernel", kernel),
     )
     both = layouts(x.shape, kernel.shape, dimension_numbers)
     if isinstance(recipe, HighPrecision):
         recipe = None
     if recipe is not None:
         quantizers, state = checked_quantizers("dot_general", recipe, state)
-    if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
-            preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
-    out_dtype = _checks.dtype("dot_general", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
+    out_dtype = result_dtype("dot_general", preferred_element_type, (x, kernel), (x_codes, kernel_codes))
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
@@ -154,11 +151,25 @@ def dot_general(
     return Activated(y, activation, source=values)
 
 
-def _operand(name, operand):
-    """Return `(array, codes)`: the operand, or the source of a QTensor; and the QTensor, or None."""
-    if isinstance(operand, QTensor):
-        return operand.data if operand.source is None else operand.source, operand
-    return _checks.high_precision("dot_general", name, operand), None
+def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
+    """Return `(array, codes)` of an argument: the array, or the source of a QTensor; and the QTensor, or None.
+
+    Args:
+        name: the op and the argument, for messages.
+        value: the argument.
+    """
+    if isinstance(value, QTensor):
+        return value.data if value.source is None else value.source, value
+    return _checks.high_precision(*name.split(": "), value), None
+
+
+def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
+    """Return the dtype of a result: what is preferred, else that of the operands in high precision."""
+    if preferred_element_type is None:
+        with jax.numpy_dtype_promotion("standard"):
+            dtypes = _high_precision_dtypes(operands, codes)
+            preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
+    return _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
 
 
 def is_small(recipe, x, kernel) -> bool:

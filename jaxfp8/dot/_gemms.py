@@ -24,7 +24,7 @@ from ..recipes import (
     says_all,
 )
 from ._activation_gradient import quantize_gradient
-from ._layout import layouts
+from ._layout import Layout, layouts
 from ._matmul import matmul
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -63,10 +63,17 @@ class Product:
     fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
 
+    # Names of the operands in messages.
+    names = ("dot_general: x", "dot_general: kernel")
+
     @property
     def batch(self) -> int:
         """Return how many batch dimensions the dimension numbers have."""
         return len(self.dimension_numbers[1][0])
+
+    def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
+        """Return the layouts of operands of these shapes, without vmapped dimensions."""
+        return layouts(x_shape, kernel_shape, self.dimension_numbers)
 
     def with_vmap_dims(self, more: int) -> "Product":
         """Return the product with `more` vmapped dimensions."""
@@ -112,7 +119,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
 
         return jax.vmap(without_vmap)(x, kernel, bias, state, codes)
 
-    layouts_of_both = layouts(x.shape, kernel.shape, product.dimension_numbers)
+    layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. Those of codes were read when the codes were made; without a backward nobody reads grad's.
     states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
     states[:2] = (old if q is None else None for old, q in zip(states, codes, strict=False))
@@ -129,10 +136,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
             q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
         else:
-            q = _in_order(("x", "kernel")[i], codes[i], layout, **options)
-            if i == 0 and is_kept and q.data_t is None:
+            q = _in_order(product.names[i], codes[i], layout, **options)
+            if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
                 q = _with_columnwise(q, product, OperandOptions(**options))
-        last, residual = _both_layouts(q, product.batch, layout.contract_first, is_kept)
+        last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
         operands.append(last)
         kept.append(residual)
 
@@ -173,7 +180,7 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
             q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
             for q, step in zip((x, kernel), steps, strict=True)
         )
-    x_layout, kernel_layout = layouts(x_shape, kernel_shape, product.dimension_numbers)
+    x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     rows, cols = len(x_layout.free), len(kernel_layout.free)
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
@@ -211,18 +218,20 @@ def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -
     return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)
 
 
-def _in_order(name, q: QTensor, layout, rows, cols, columnwise) -> QTensor:
+def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> QTensor:
     """Return a QTensor that was made before the product was known, in the order of its dimensions."""
     data, data_t = layout.ordered(q.data), q.data_t
     batch = data.ndim - rows - cols
     if not q.has_one_scale:
-        if data is not q.data or cols != q.cols or (data_t is None and layout.contract_first):
+        if batch and q.block is not None and q.block[0] == 1 and q.scale_inv.ndim == 2:
+            # Whoever made it did not know which of its rows are a batch.
+            q = q.map_scales(lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1]))
+        is_other = data is not q.data or cols != q.cols or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
+        if is_other or (data_t is None and layout.contract_first and not q.has_one_code):
             raise ValueError(
-                f"dot_general: {name}: a QTensor with a scale for each block of {q.block} fits products that "
-                f"contract its rows or its last {q.cols} dimensions; quantize it inside of the product"
+                f"{name}: a QTensor with a scale for each block of {q.block} fits products that contract its rows or "
+                f"its last {q.cols} dimensions; quantize it inside of the product"
             )
-        if batch and q.scale_inv.ndim == 2:  # whoever made it did not know which of its rows are a batch
-            return q.map_scales(lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1]))
         return q
     if not columnwise:
         data_t = None

@@ -54,7 +54,7 @@ def matmul(
     # matrix of one block; operands that no kernel reads are dequantized.
     if _is_tensorwise(a) and _is_tensorwise(b):
         return ops.scaled_matmul(*operands, a_t=a.data_t, b_t=b.data_t, **options)
-    if _is_blockwise(a) and _is_blockwise(b):
+    if is_blockwise(a) and is_blockwise(b):
         options |= {"a_block": a.block, "b_block": b.block, "power_2_scale": a.power_2_scale and b.power_2_scale}
         return ops.block_scaled_matmul(*operands, **options)
     return _dequantized(a, b, out_dtype, batch, bias)
@@ -65,7 +65,7 @@ def _is_tensorwise(q: QTensor) -> bool:
     return q.is_fp8 and q.has_one_scale
 
 
-def _is_blockwise(q: QTensor) -> bool:
+def is_blockwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with a scale for each block; one scale is that of one block."""
     return _is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
 

@@ -211,19 +211,24 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
         _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)
 
 
+def check_sources(product: Product, operands, is_differentiated) -> None:
+    """Raise a TypeError where an operand of a gradient is codes alone."""
+    for name, operand, differentiated in zip(product.names, operands, is_differentiated, strict=False):
+        if operand.dtype in FP8_DTYPES and differentiated:
+            raise TypeError(
+                f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. What jaxfp8.freeze "
+                "froze does not train: train the variables it was made of, or differentiate with respect to others "
+                "than its kernels"
+            )
+
+
 def _linearize(is_linear, *primals, product, tree, implementation):
     """Compute the forward now; return `(results, residuals, linear)`; `linear` binds a primitive without a forward.
 
     The backward of an activation reads y.
     """
     x, kernel, *leaves = primals
-    for name, operand, linear in zip(("x", "kernel"), (x, kernel), is_linear, strict=False):
-        if operand.dtype in FP8_DTYPES and linear:
-            raise TypeError(
-                f"dot_general: {name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. What "
-                "jaxfp8.freeze froze does not train: train the variables it was made of, or differentiate with respect "
-                "to others than its kernels"
-            )
+    check_sources(product, (x, kernel), is_linear)
     # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)

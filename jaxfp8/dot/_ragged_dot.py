@@ -5,33 +5,33 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from .. import ops, recipes
+from .. import ops
 from .._jax import _mesh
-from ..ops import _checks
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
-from ..recipes import DotGeneralState, GEMMType, HighPrecisionQuantizer, QTensor, Recipe
-from ._dot_general import checked_quantizers
-from ._fused_input import Activated, Normalized
-from ._gemms import RESIDUAL_NAME
-from ._product import OUTPUT_NAME, warn_of_state
+from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, value_of
+from ._dot_general import checked_quantizers, operand, result_dtype
+from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
+from ._gemms import Product, backward, forward
+from ._layout import Layout
+from ._matmul import is_blockwise
+from ._product import OUTPUT_NAME, check_sources, warn_of_state
 from ._shared_state import shared
 from ._vmapped_state import vmapped_state
 from ._wrapping import wrapped
 
 
 def ragged_dot(
-    lhs: ArrayLike | Activated | Normalized,
+    lhs: ArrayLike | Activated | Normalized | QTensor,
     rhs: ArrayLike | QTensor,
     group_sizes: ArrayLike,
     *,
-    recipe: Recipe | None,
+    recipe: Recipe,
     state: DotGeneralState | None = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
@@ -43,17 +43,23 @@ def ragged_dot(
 
     Rows beyond the last group give zeros and get no gradient. What they hold does not matter: they are set to zero
     before anything looks for an amax, in lhs and in the gradient of the output. Scales, straight-through gradients and
-    state are those of `jaxfp8.dot_general`: one scale for lhs, one for all of rhs, one for the gradient of the output.
-    **The cotangent of `state` is the next state**: overwrite with it, never add it.
+    state are those of `jaxfp8.dot_general`: one scale for lhs, one for all of rhs, one for the gradient of the output,
+    or a scale for each block of them. **The cotangent of `state` is the next state**: overwrite with it, never add it.
+
+    Blocks of lhs and of the gradient are counted from the first row, whatever the groups. The gradient of rhs contracts
+    rows: a block of 128 rows there may have rows of several groups, and its scale is that of all of them; each group
+    reads its own rows. Where group sizes are multiples of 128, a block has rows of one group.
 
     Args:
-        lhs: bfloat16, float16 or float32 `[m, k]`; the `input`.
-        rhs: bfloat16, float16 or float32 `[g, k, n]`; the `kernel`. In float32 it gets its gradient in float32.
+        lhs: bfloat16, float16 or float32 `[m, k]`; the `input`. Or the result of `jaxfp8.activated` or
+            `jaxfp8.normalized`; or a QTensor, as for rhs.
+        rhs: bfloat16, float16 or float32 `[g, k, n]`; the `kernel`. In float32 it gets its gradient in float32. Or a
+            QTensor of `jaxfp8.quantize_params`, which is not quantized again; its `source` gets the gradient.
         group_sizes: int32 `[g]`, of sum at most m; values on the device, that nothing waits for.
-        recipe: for example `DelayedScaling()`.
-        state: `init_state(recipe)`, or what the last step returned. `DotGeneralState(None, None, None)` keeps none.
-            Under `vmap` each member of a batch has its own scales; a state that they share combines by max. What they
-            share of lhs and rhs is copied for each.
+        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`.
+        state: `init_state(recipe)`, or what the last step returned; None where the recipe keeps no state.
+            `DotGeneralState(None, None, None)` keeps none. Under `vmap` each member of a batch has its own scales; a
+            state that they share combines by max. What they share of lhs and rhs is copied for each.
         preferred_element_type: dtype of the result; without it `jnp.result_type(lhs, rhs)`.
 
     Returns:
@@ -61,11 +67,14 @@ def ragged_dot(
 
     Raises:
         TypeError: a dtype is not one of these; the state is not one; second derivatives and forward mode.
-        ValueError: shapes do not fit, the state is missing or of another shape or history length, or the recipe has
-            more than one scale a tensor.
+        ValueError: shapes do not fit, the state is missing or of another shape or history length, or the recipe or a
+            QTensor has other scales than one for a tensor or one for each block.
     """
+    # 1. Check the operands.
     op = "ragged_dot"
-    lhs, rhs = _checks.high_precision(op, "lhs", lhs), _checks.high_precision(op, "rhs", rhs)
+    fused = lhs if isinstance(lhs, FusedInput) else None
+    lhs, lhs_codes = operand("ragged_dot: lhs", lhs if fused is None else fused.value)
+    rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
     group_sizes = sizes_of_groups(op, group_sizes)
     if lhs.ndim != 2:
         raise ValueError(f"{op}: lhs: expected [m, k], got {lhs.shape}")
@@ -74,65 +83,92 @@ def ragged_dot(
             f"{op}: rhs: expected [{group_sizes.size}, {lhs.shape[1]}, n] to go with lhs{list(lhs.shape)} and "
             f"{group_sizes.size} group_sizes, got {rhs.shape}"
         )
+    for name, q in (("lhs", lhs_codes), ("rhs", rhs_codes)):
+        if q is not None and not is_blockwise(q):
+            raise ValueError(
+                f"{op}: {name}: expected a QTensor of FP8 codes with one scale, or one for each block, got codes of "
+                f"{q.data.dtype} and block={q.block}"
+            )
     quantizers, state = checked_quantizers(op, recipe, state)
-    tensorwise, results = quantizers[:3], quantizers[3:]
-    if not all(quantizer.has_one_scale for quantizer in tensorwise) or set(results) != {HighPrecisionQuantizer()}:
-        raise ValueError(
-            f"{op}: recipe: expected one scale for each tensor, DelayedScaling or Float8CurrentScaling, got {recipe!r}"
-        )
-    if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            preferred_element_type = jnp.result_type(lhs, rhs)
-    out_dtype = _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
+    if not all(quantizer.has_one_scale or quantizer.block is not None for quantizer in quantizers[:3]):
+        raise ValueError(f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}")
+    out_dtype = result_dtype(op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes))
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    reduce = recipes.AmaxReduction.for_recipe(recipe)
-    product = _RaggedProduct(tensorwise, out_dtype, frozenset(recipe.precise), reduce, selected())
+    # 2. Quantize a fused input, where rows beyond the last group become zeros: a norm adds its bias to them.
+    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
+    if fused is not None and recipe.fp8_residuals:
+        lhs = dataclasses.replace(fused, fp8_residual=True).value
+    if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
+        fused = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes))
+        lhs_codes = quantize_fused(fused, quantizers, state, reduce)
+
+    # 3. Describe the product as hashable data, and multiply.
+    product = _RaggedProduct(
+        quantizers=quantizers,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        vmap_dims=0,
+        x_dtype=lhs.dtype,
+        kernel_dtype=rhs.dtype,
+        out_dtype=out_dtype,
+        out_sharding=None,
+        precise=frozenset(recipe.precise),
+        reduce=reduce,
+        implementation=selected(),
+    )
+    # The sources are operands, so that gradients reach them.
+    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (lhs_codes, rhs_codes))
     # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
-    state = vmapped_state(shared(state), lhs, rhs, group_sizes)
+    state = vmapped_state(state, lhs, rhs, group_sizes, *jax.tree.leaves(codes))
     multiply = wrapped(functools.partial(_fp8, product), _float32)
-    return checkpoint_name(multiply(lhs, rhs, group_sizes, state), OUTPUT_NAME)
+    return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
 
 
-def _float32(lhs, rhs, group_sizes, state):
+def _float32(lhs, rhs, group_sizes, state, codes):
     """Multiply the operands as they are, in float32."""
-    lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    del state
+    lhs, rhs = (value_of(x, lax.stop_gradient(q), jnp.float32) for x, q in zip((lhs, rhs), codes, strict=True))
     return lax.ragged_dot(lhs, rhs, group_sizes, precision=lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
-class _RaggedProduct:
+class _RaggedProduct(Product):
     """The static part of one product.
 
     Attributes:
-        quantizers: of lhs, rhs and the gradient of the output.
-        out_dtype: of the result.
-        precise: the products that accumulate precisely.
-        reduce: `(amax, state) -> amax`, over the mesh.
         implementation: of the ops, also in the backward.
+        group_sizes: of the operands; None in the static part.
     """
 
-    quantizers: tuple
-    out_dtype: np.dtype
-    precise: frozenset
-    reduce: recipes.AmaxReduction
-    implementation: str | None
+    implementation: str | None = None
+    group_sizes: jax.Array | None = None
+    names = ("ragged_dot: lhs", "ragged_dot: rhs")
 
-    def gemm(self, gemm_type: GEMMType, a, b, a_scale_inv, b_scale_inv, group_sizes, out_dtype):
-        """Multiply codes that have the contracting dimension last."""
-        ragged = "contraction" if gemm_type == GEMMType.WGRAD else "rows"
-        options = {"ragged": ragged, "out_dtype": out_dtype, "precise": gemm_type in self.precise}
-        return ops.ragged_matmul(a, b, a_scale_inv, b_scale_inv, group_sizes, **options)
+    def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
+        """Return the layouts of operands of these shapes: of rhs, each matrix is one of a batch."""
+        return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
+
+    def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
+        """Return the product of two QTensors, which have the contracting dimension last."""
+        del swap, bias  # there is none, and the layouts ask for no transpose
+        options = {"precise": gemm_type in self.precise, "out_dtype": out_dtype}
+        if gemm_type == GEMMType.WGRAD:
+            options["ragged"] = "contraction"
+        elif b.has_one_code:
+            options["b_t"] = b.data_t
+        options |= {"a_block": a.block, "b_block": b.block}
+        return ops.ragged_matmul(a.data, b.data, a.scale_inv, b.scale_inv, self.group_sizes, **options)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types of the operands, for their gradients."""
+    """The types of the operands, for their gradients, and which of them get one."""
 
     lhs: jax.core.AbstractValue
     rhs: jax.core.AbstractValue
+    differentiated: tuple[str, ...]
 
 
 def _in_a_group(x, group_sizes):
@@ -142,71 +178,48 @@ def _in_a_group(x, group_sizes):
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
 
 
-def _forward(product, lhs, rhs, group_sizes, state: DotGeneralState, differentiated):
-    """Compute y and the residuals; `differentiated` has the operands that get a gradient, None without a backward."""
-    needs_dlhs, needs_drhs = (name in (differentiated or ()) for name in ("lhs", "rhs"))
-    # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
-    states = (state.input, state.kernel, None if differentiated is None else state.output_grad)
-    lhs_step, rhs_step, grad_step = recipes.read_states(product.quantizers, states, recipes.reading_of(state))
-    lhs_quantizer, rhs_quantizer, _ = product.quantizers
-    x = _in_a_group(lhs, group_sizes)
-    options = recipes.OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
-    lhs, _ = lhs_quantizer.quantize_operand(x, lhs_step, options)
-    # fprop contracts k, which is not the last dimension of rhs: it always reads the transposed layout.
-    rhs, _ = rhs_quantizer.quantize_operand(rhs, rhs_step, options._replace(columnwise=True))
-    scales = lhs.scale_inv, rhs.scale_inv
-    y = product.gemm(GEMMType.FPROP, lhs.data, rhs.data_t, *scales, group_sizes, product.out_dtype)
-    # wgrad reads lhs with its rows last, dgrad rhs with its columns last.
-    lhs = dataclasses.replace(lhs, data=None) if needs_drhs else lhs.for_next_state()
-    rhs = dataclasses.replace(rhs, data_t=None) if needs_dlhs else rhs.for_next_state()
-    return y, (lhs, rhs, grad_step, recipes.reading_of(state))
+def _forward(product, lhs, rhs, group_sizes, state, codes, differentiated):
+    product = dataclasses.replace(product, group_sizes=group_sizes)
+    if codes[0] is None:
+        lhs = _in_a_group(lhs, group_sizes)
+    with using(product.implementation):
+        return forward(product, lhs, rhs, None, state, codes, differentiated)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8(product, lhs, rhs, group_sizes, state):
-    with using(product.implementation):
-        return _forward(product, lhs, rhs, group_sizes, state, None)[0]
+def _fp8(product, lhs, rhs, group_sizes, state, codes):
+    return _forward(product, lhs, rhs, group_sizes, state, codes, None)[0]
 
 
-def _fp8_fwd(product, lhs, rhs, group_sizes, state):
+def _fp8_fwd(product, *operands):
     # With symbolic zeros JAX says which operands get a gradient; the others need no residual.
-    differentiated = [name for name, operand in (("lhs", lhs), ("rhs", rhs)) if operand.perturbed]
-    leaves = jax.tree.leaves(state)
+    lhs, rhs, group_sizes, state, codes = jax.tree.map(lambda leaf: leaf.value, operands)
+    perturbed = jax.tree.map(lambda leaf: leaf.perturbed, operands)
+    check_sources(product, (lhs, rhs), perturbed)
     # A gradient that leaves out the state leaves the scales as they are, for all of the training.
-    warn_of_state(product.quantizers, [leaf.perturbed for leaf in leaves])
-    lhs, rhs, group_sizes = lhs.value, rhs.value, group_sizes.value
-    state = jax.tree.map(lambda leaf: leaf.value, state)
-    with using(product.implementation):
-        y, residuals = _forward(product, lhs, rhs, group_sizes, state, differentiated)
-    types = _Types(jax.typeof(lhs), jax.typeof(rhs))
-    return y, (checkpoint_name(residuals, RESIDUAL_NAME), group_sizes, types)
+    warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
+    # The operands are those of any product by other names.
+    differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
+    y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
+    return y, (residuals, group_sizes, _Types(jax.typeof(lhs), jax.typeof(rhs), differentiated))
 
 
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
-    (lhs, rhs, grad_step, reading), group_sizes, types = residuals
+    residuals, group_sizes, types = residuals
     # A gradient of zeros is quantized all the same: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
-    dlhs = drhs = None
-    # The forward has kept the layouts that gradients read, so the residuals tell which gradients there are.
-    needs_dlhs, needs_drhs = rhs.data is not None, lhs.data_t is not None
+    product = dataclasses.replace(product, group_sizes=group_sizes)
     with using(product.implementation):
-        x = _in_a_group(grad, group_sizes)
-        options = recipes.OperandOptions(columnwise=needs_drhs, reduce=product.reduce)
-        q, _ = product.quantizers[2].quantize_operand(x, grad_step, options)
-        next_state = DotGeneralState(*recipes.next_states([lhs, rhs, q], product.reduce, reading))
-        if needs_dlhs:
-            scales = q.scale_inv, rhs.scale_inv
-            dlhs = product.gemm(GEMMType.DGRAD, q.data, rhs.data, *scales, group_sizes, types.lhs.dtype)
-            # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
-            dlhs = _mesh.cotangent_of(types.lhs, dlhs)
-        if needs_drhs:
-            scales = lhs.scale_inv, q.scale_inv
-            drhs = product.gemm(GEMMType.WGRAD, lhs.data_t, q.data_t, *scales, group_sizes, types.rhs.dtype)
-            drhs = _mesh.cotangent_of(types.rhs, drhs)
-    # Group sizes are integers, which have no cotangent.
-    return dlhs, drhs, None, next_state
+        grad, shapes = _in_a_group(grad, group_sizes), (types.lhs.shape, types.rhs.shape)
+        dlhs, drhs, _, next_state = backward(product, *shapes, types.differentiated, residuals, grad)
+    # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
+    dlhs, drhs = (
+        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in ((types.lhs, dlhs), (types.rhs, drhs))
+    )
+    # Group sizes are integers, which have no cotangent; codes have none either.
+    return dlhs, drhs, None, next_state, None
 
 
 _fp8.defvjp(_fp8_fwd, _fp8_bwd, symbolic_zeros=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _checks
 from ._primitive import dims
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -26,6 +27,16 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
         raise ValueError(f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}")
     return tuple(None if b is None else int(b) for b in block)
+
+
+def checked_scale(op: str, name: str, scale, block, leading, rows, cols):
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one number, or one for each block."""
+    if block is None:
+        return _checks.scale(op, name, scale)
+    scale = _checks.array(op, name, scale)
+    if scale.dtype not in (jnp.float32, E8M0):
+        raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
+    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols))))
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
@@ -62,6 +73,13 @@ def spread(scales, block, m: int, n: int):
     *leading, rows, cols = scales.shape
     axes = (*range(len(leading)), len(leading), len(leading) + 2)
     return uncut(lax.broadcast_in_dim(scales, (*leading, rows, r, cols, c), axes), m, n)
+
+
+def scaled(values, scales, block, m: int, n: int):
+    """Multiply each value of matrices `[m, n]`, given in any shape, by the scale of its block, in the values' dtype."""
+    for factor in e8m0_factors(scales, values.dtype) if scales.dtype == E8M0 else [scales.astype(values.dtype)]:
+        values = values * spread(factor, block, m, n).reshape(values.shape)
+    return values
 
 
 def e8m0(exponent, is_nan):

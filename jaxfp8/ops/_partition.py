@@ -34,6 +34,7 @@ class Dimensions(NamedTuple):
         second_layouts: position of an operand -> position of the same tensor in another order. These come last.
         added: positions of the operands that are added to the first result.
         align: `(axes, sizes, shards) -> axes`, by the names of dimensions.
+        on_shards: `(operands, cut) -> (operands, options)` of one device, or None.
     """
 
     operands: tuple
@@ -41,6 +42,7 @@ class Dimensions(NamedTuple):
     second_layouts: dict[int, int]
     added: Iterable[int]
     align: Callable
+    on_shards: Callable | None = None
 
 
 def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_bytes, ctx, operands):
@@ -61,8 +63,10 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
-    elif devices == "mesh" and run.func is not jnp_program.func:
+    elif devices == "mesh" and (run.func is not jnp_program.func or dimensions.on_shards is not None):
         run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
+        if dimensions.on_shards is not None:
+            run = _with_whole(run, dimensions.operands, ctx.module_context.axis_context.abstract_mesh)
     else:
         # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: the second ones are left out.
         run = _traced_once(run.func, tuple(run.keywords.items()))
@@ -83,19 +87,35 @@ def combine_of(names) -> Callable:
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
+def _with_whole(run, operand_names, mesh):
+    """Return `run` with operands that are not cut along dimensions named `WHOLE`.
+
+    XLA may cut scales of blocks along a part of a mesh axis, which `custom_partitioning` cannot say.
+    """
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+
+    def whole(names, x):
+        if not any(name.startswith(WHOLE) for name in names):
+            return x
+        entries = (None if name.startswith(WHOLE) else PartitionSpec.UNCONSTRAINED for name in names)
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    return lambda *operands: run(*map(whole, operand_names, operands))
+
+
 def _partitioned(run, dtypes, dimensions, as_bytes):
     """Return `run` as a function that XLA may give any shards."""
-    operand_names, result_names, second_layouts, added, align = dimensions
+    operand_names, result_names, second_layouts, added, align, on_shards = dimensions
     count = len(operand_names) - len(second_layouts)
     combines = list(map(combine_of, result_names))
     raw = _as_bytes if as_bytes else lambda x: x
 
     def op(*operands):
-        def typed(*operands):
-            return run(*map(lax.bitcast_convert_type, operands[:count], dtypes))
+        def typed(*operands, **options):
+            return run(*map(lax.bitcast_convert_type, operands[:count], dtypes), **options)
 
-        def untyped(*operands):
-            return list(map(raw, typed(*operands)))
+        def untyped(*operands, **options):
+            return list(map(raw, typed(*operands, **options)))
 
         def partition(mesh, operands, results):
             # 1. Give each dimension its mesh axes: those that most tensors have there already, ...
@@ -125,7 +145,10 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                         for i in added:
                             is_first = lax.axis_index(reduced[0]) == 0
                             shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
-                    outputs = zip(untyped(*shards), combines, reduced, strict=True)
+                    options = {}
+                    if on_shards is not None:
+                        shards, options = on_shards(shards[:count], functools.partial(_cut, mesh, axes))
+                    outputs = zip(untyped(*shards, **options), combines, reduced, strict=True)
                     return [combine(x, over) if over else x for x, combine, over in outputs]
 
             def shardings(tensors):
@@ -155,6 +178,12 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
         return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
 
     return op
+
+
+def _cut(mesh, axes, name: str) -> tuple[jax.Array | int, int]:
+    """Return the index of this device's shard of a dimension, and how many shards that has."""
+    entry = axes.get(name, ())
+    return (lax.axis_index(entry), _shards(mesh, entry)) if entry else (0, 1)
 
 
 def _shards(mesh, axes) -> int:

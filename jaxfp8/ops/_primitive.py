@@ -52,6 +52,7 @@ def tensor_op(
     not_on: Callable = lambda capabilities, *types, **static: None,
     for_gpus: Callable = lambda capabilities, *types, **static: static,
     align: Callable = lambda axes, sizes, shards, **static: axes,
+    on_shards: Callable | None = None,
 ) -> Callable:
     """Make a primitive and return its call, `op(*operands, vmap_dims=0, **static) -> list of arrays`.
 
@@ -81,6 +82,10 @@ def tensor_op(
         for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on such GPUs.
         align: `(axes, sizes, shards, **static) -> axes`, by the names of dimensions: the last change to how they are
             cut on a mesh, where not every cut is a cut of the op.
+        on_shards: `(operands, cut, *, vmap_dims, **static) -> (operands, options)`: the last change to the operands of
+            one device of a mesh, and keywords for its program; for an op whose part depends on where the device is.
+            `cut(name)` is the index of its shard of a dimension, and how many there are. XLA does not cut the
+            reference of such an op.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
@@ -155,6 +160,7 @@ def tensor_op(
                 second_layouts(**static),
                 added(**static),
                 functools.partial(align, **static),
+                None if on_shards is None else functools.partial(on_shards, vmap_dims=vmap_dims, **static),
             ),
             on_one_device_only=platform in on_one_device_only,
             as_bytes=platform == "cpu",

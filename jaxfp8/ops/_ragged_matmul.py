@@ -1,22 +1,22 @@
 """ragged_matmul: the FP8 GEMMs of several groups in one call. The sizes of the groups are known on the device alone."""
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _ffi, _shapes
+from . import _blocks, _checks, _ffi, _shapes
 from ._dequantize import widening_on_cpu
 from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 from ._product import rescaled
+from ._ragged_loops import ends_of_groups, ragged_contraction, ragged_rows
 
 RAGGED = ("rows", "contraction")
-# How many rows the jnp program multiplies at once: about as many as a group has, within these.
-_FEWEST_ROWS, _MOST_ROWS = 32, 512
 
 
 def ragged_matmul(
@@ -29,6 +29,9 @@ def ragged_matmul(
     ragged: str = "rows",
     out_dtype: DTypeLike = jnp.bfloat16,
     precise: bool = False,
+    a_block: tuple[int | None, int | None] | None = None,
+    b_block: tuple[int | None, int | None] | None = None,
+    b_t: ArrayLike | None = None,
 ) -> jax.Array:
     """Multiply consecutive groups of rows, each by its own matrix, and scale back.
 
@@ -41,19 +44,28 @@ def ragged_matmul(
     included. `group_sizes` are read on the device: no shape depends on them and nothing waits for them. A size below 0
     counts as 0, and groups end at the last row.
 
-    On NVIDIA GPUs it is one kernel on the FP8 tensor cores; elsewhere a loop over groups that multiplies a few hundred
-    rows at a time, so that neither work nor memory grow with the number of groups.
+    With `a_block` or `b_block` each element of a or b is multiplied by the scale of its block. Blocks are those of the
+    whole of a, and of each matrix of b: a group may begin and end inside of a block, and reads its own elements of it.
+
+    On NVIDIA GPUs it is one kernel on the FP8 tensor cores, for operands with one scale; elsewhere a loop over groups
+    that multiplies a few hundred rows at a time, so that neither work nor memory grow with the number of groups. On a
+    mesh m may be cut, and g: a device multiplies its rows by its matrices.
 
     Args:
         a: float8_e4m3fn or float8_e5m2; `[m, k]`, or `[p, m]` for "contraction".
         b: float8_e4m3fn or float8_e5m2; `[g, n, k]`, or `[n, m]` for "contraction".
-        a_scale_inv: f32[] or f32[1].
-        b_scale_inv: f32[] or f32[1], one for all groups.
+        a_scale_inv: f32[] or f32[1]; with `a_block=(r, c)` float32 or float8_e8m0fnu `[ceil(m / r), ceil(k / c)]`, with
+            p and m in place of m and k for "contraction".
+        b_scale_inv: f32[] or f32[1], one for all groups; with `b_block=(r, c)` float32 or float8_e8m0fnu
+            `[g, ceil(n / r), ceil(k / c)]`, or `[ceil(n / r), ceil(m / c)]`.
         group_sizes: int32 `[g]`, of sum at most m.
         ragged: what the groups cut: `"rows"` or `"contraction"`.
         out_dtype: bfloat16, float16 or float32.
         precise: adds every 32 products to an f32 sum. It matters on Ada, whose tensor cores keep 13 bits; Hopper's,
             which multiply these codes as f16, and Blackwell's keep those of f32.
+        a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
+        b_t: b as `[g, k, n]`, for a b that another product reads in that layout; as in `scaled_matmul`. Not with
+            "contraction".
 
     Returns:
         `[m, n]` of `out_dtype`, or `[g, p, n]` for "contraction".
@@ -69,18 +81,32 @@ def ragged_matmul(
     group_sizes = sizes_of_groups(op, group_sizes)
     if a.ndim != 2:
         raise ValueError(f"{op}: a: expected rank 2, got {a.shape}")
-    if ragged == "rows":
-        expected = f"[{group_sizes.size}, n, {a.shape[1]}]"
-        fits = b.ndim == 3 and b.shape[::2] == (group_sizes.size, a.shape[1])
-    else:
-        expected, fits = f"[n, {a.shape[1]}]", b.ndim == 2 and b.shape[1] == a.shape[1]
-    if not fits:
+    leading = () if ragged == "contraction" else (group_sizes.size,)
+    if b.ndim != 2 + len(leading) or b.shape[:-2] != leading or b.shape[-1] != a.shape[1]:
+        expected = f"[{', '.join(map(str, (*leading, 'n', a.shape[1])))}]"
         groups = group_sizes.size
         raise ValueError(f"{op}: b: expected {expected} to go with a{list(a.shape)} and {groups} groups, got {b.shape}")
-    scales = _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)
-    out_dtype = _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION)
-    precise = _checks.flag(op, "precise", precise)
-    return _ragged_matmul(a, b, *scales, group_sizes, ragged=ragged, out_dtype=out_dtype, precise=precise)[0]
+    blocks = [
+        None if block is None else _blocks.checked(op, name, block)
+        for name, block in (("a_block", a_block), ("b_block", b_block))
+    ]
+    operands = [
+        a,
+        b,
+        _blocks.checked_scale(op, "a_scale_inv", a_scale_inv, blocks[0], (), a.shape[:1], a.shape[1:]),
+        _blocks.checked_scale(op, "b_scale_inv", b_scale_inv, blocks[1], leading, b.shape[-2:-1], b.shape[-1:]),
+        group_sizes,
+    ]
+    if b_t is not None:
+        operands.append(_checks.shape(op, "b_t", _checks.fp8(op, "b_t", b_t), (*leading, *b.shape[:-3:-1])))
+    spec = _Spec(
+        ragged == "rows",
+        _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        _checks.flag(op, "precise", precise),
+        *blocks,
+        has_b_t=b_t is not None,
+    )
+    return _ragged_matmul(*operands, spec=spec)[0]
 
 
 def sizes_of_groups(op: str, group_sizes):
@@ -93,133 +119,168 @@ def sizes_of_groups(op: str, group_sizes):
     return group_sizes
 
 
-class _Chunks(NamedTuple):
-    """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has rows of two groups.
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if it has.
 
     Attributes:
-        rows: how many a chunk has at most; the same for all, so that the loops' shapes are static.
-        m: how many rows there are.
-        sizes, ends: i32 `[g]`, rows of each group, and the row after its last.
-        chunks: i32 `[g]`, how many chunks the groups up to and with this one have.
+        by_rows: whether the groups cut rows, else the contraction.
+        out_dtype, precise, a_block, b_block: as `ragged_matmul` takes them.
+        has_b_t: whether there is a second layout of b.
     """
 
-    rows: int
-    m: int
-    sizes: jax.Array
-    ends: jax.Array
-    chunks: jax.Array
+    by_rows: bool
+    out_dtype: np.dtype
+    precise: bool
+    a_block: tuple | None
+    b_block: tuple | None
+    has_b_t: bool
 
-    @staticmethod
-    def cut(group_sizes, m: int) -> "_Chunks":
-        """Cut groups of these sizes, of `m` rows in all."""
-        groups = group_sizes.shape[0]
-        # A chunk has about as many rows as a group has on average, a power of two.
-        average = max(m // groups, 1)
-        rows = min(m, max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (average - 1).bit_length())))
-        # Sizes below 0 count as 0, and groups end at the last row.
-        ends = jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, m), dtype=jnp.int32), m)
-        sizes = jnp.diff(ends, prepend=lax.full((1,), 0, jnp.int32))
-        chunks = jnp.cumsum((sizes + (rows - 1)) // rows, dtype=jnp.int32)
-        return _Chunks(rows, m, sizes, ends, chunks)
+    @property
+    def has_blocks(self) -> bool:
+        return self.a_block is not None or self.b_block is not None
 
-    def loop(self, body, out):
-        """Run `out = body(out, group, begin, inside)` for every chunk.
+    def rows(self, a) -> int:
+        """Return how many rows the groups cut, of a or its shape."""
+        return a.shape[-2 if self.by_rows else -1]
 
-        `inside` is bool `[rows]`, which rows from `begin` on are of the chunk: near the end the window moves up instead
-        of reaching beyond the last row.
-        """
-
-        def step(i, out):
-            # 1. Find the group of chunk i, and the first row of the chunk.
-            group = jnp.sum((self.chunks <= i).astype(jnp.int32))
-            end = self.ends[group]
-            first = end - self.sizes[group] + (i - (self.chunks[group] - self._count(group))) * self.rows
-            # 2. Keep the window inside the matrix, and mask its rows that are not of the chunk.
-            begin = jnp.minimum(first, self.m - self.rows)
-            row = begin + lax.iota(jnp.int32, self.rows)
-            return body(out, group, begin, (row >= first) & (row < jnp.minimum(first + self.rows, end)))
-
-        return lax.fori_loop(0, self.chunks[-1], step, out)
-
-    def _count(self, group):
-        return (self.sizes[group] + (self.rows - 1)) // self.rows
+    def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
+        """Return the shape of the result."""
+        leading = a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
+        return (*leading, a.shape[-2], b.shape[-2])
 
 
-def _dot(a, b):
-    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _to_f32(codes):
+    return codes.astype(jnp.float32)
 
 
-def _ragged_rows(a, b, group_sizes):
-    """Multiply a `[m, k]` by b `[g, n, k]`: f32 `[m, n]`."""
-    chunks = _Chunks.cut(group_sizes, a.shape[0])
+def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=_to_f32, first=None):
+    """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
 
-    def body(out, group, begin, inside):
-        rows = lax.dynamic_slice_in_dim(a, begin, chunks.rows, axis=0)
-        new = _dot(rows, lax.dynamic_index_in_dim(b, group, axis=0, keepdims=False))
-        old = lax.dynamic_slice_in_dim(out, begin, chunks.rows, axis=0)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], new, old), begin, axis=0)
-
-    return chunks.loop(body, lax.full((a.shape[0], b.shape[1]), 0, jnp.float32))
-
-
-def _ragged_contraction(a, b, group_sizes):
-    """Multiply a `[p, m]` by b `[n, m]`: f32 `[g, p, n]`."""
-    chunks = _Chunks.cut(group_sizes, a.shape[1])
-
-    def body(out, group, begin, inside):
-        def columns(x):
-            x = lax.dynamic_slice_in_dim(x, begin, chunks.rows, axis=1)
-            return jnp.where(inside[None, :], x, lax.full(x.shape, 0, x.dtype))
-
-        old = lax.dynamic_index_in_dim(out, group, axis=0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(out, old + _dot(columns(a), columns(b)), group, axis=0)
-
-    shape = (group_sizes.shape[0], a.shape[0], b.shape[0])
-    return chunks.loop(body, lax.full(shape, 0, jnp.float32))
-
-
-def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise, widen=None):
-    """Widen the codes, which is exact, and multiply with f32 accumulation in a loop."""
-    shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
+    `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
+    """
+    shape = spec.shape(a, b, group_sizes, vmap_dims)
     if 0 in a.shape or 0 in b.shape:
-        return (lax.full(shape, 0, out_dtype),)
-    a, b = (x.astype(jnp.float32) if widen is None else widen(x) for x in (a, b))
-    product = _ragged_rows if ragged == "rows" else _ragged_contraction
+        return (lax.full(shape, 0, spec.out_dtype),)
+    first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
+    # 1. Widen the codes. Scales of blocks go with them: the product has then no scale of that operand.
+    one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
+    if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
+        widen, precision = _to_f32, lax.Precision.HIGHEST
+    a, b = widen(a), widen(b)
+    if spec.a_block is not None:
+        a, a_scale_inv = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]), one
+    if spec.b_block is not None:
+        b, b_scale_inv = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]), one
+    # 2. Multiply.
+    product = ragged_rows if spec.by_rows else ragged_contraction
     if vmap_dims == 0:
-        out = product(a, b, group_sizes)
+        out = product(a, b, group_sizes, first, precision)
     else:  # one after the other: as one batch, each step of the loop would touch the product of every vmapped index
-        flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
-        out = lax.map(lambda operands: product(*operands), tuple(flat)).reshape(shape)
+        flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
+        out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
+    # 3. Apply the scales of whole operands.
     out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
-    return (out.astype(out_dtype),)
+    return (out.astype(spec.out_dtype),)
 
 
-def _on_cpu(*operands, **static):
+def _on_cpu(*operands, **options):
     """Widen to bfloat16, as scaled_matmul does on CPUs."""
-    return _reference(*operands, **static, widen=widening_on_cpu())
+    return _reference(*operands, **options, widen=widening_on_cpu())
 
 
-def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, ragged, out_dtype, precise):
-    shape = _out_shape(a, b, group_sizes, vmap_dims, ragged)
+def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, first=None):
+    shape = spec.shape(a, b, group_sizes, vmap_dims)
     count = math.prod(a.shape[:vmap_dims])
     a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
     scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
-    result = (count, *shape[vmap_dims:]), out_dtype
-    (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=precise)
+    result = (count, *shape[vmap_dims:]), spec.out_dtype
+    # The kernel has its first group at row 0: rows move there, and those of the result back.
+    if first is not None:
+        first = first.reshape(count)
+        a = _moved(a, -first, 0 if spec.by_rows else 1)
+        b = b if spec.by_rows else _moved(b, -first, 1)
+    (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise)
+    if first is not None and spec.by_rows:
+        out = _moved(out, first, 0)
     return (out.reshape(shape),)
 
 
-def _out_shape(a, b, group_sizes, vmap_dims, ragged):
-    leading, n = a.shape[:vmap_dims], b.shape[-2]
-    return (*leading, a.shape[-2], n) if ragged == "rows" else (*leading, group_sizes.shape[-1], a.shape[-2], n)
+def _moved(x, shifts, axis: int):
+    """Move the matrices `[count, ...]` along an axis, round the end, by a shift each."""
+    return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
 
 
-def _names(*ranks, ragged, **static):
-    m, g = f"{WHOLE}_m", f"{WHOLE}_g"  # where a group begins depends on the sizes of all before it
-    if ragged == "rows":
-        return [(m, "k"), (g, "n", "k"), ONE, ONE, (g,)], [(m, "n")]
-    return [("p", m), ("n", m), ONE, ONE, (g,)], [(g, "p", "n")]
+# On a mesh ------------------------------------------------------------------------------------------------------------
 
 
-_RULES = {"names": _names, "dtypes": lambda *_, out_dtype, **__: [out_dtype]}
+def _names(*ranks, spec):
+    del ranks
+    a, b = _dims(spec)
+    # Where a group begins depends on the sizes of all before it.
+    operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
+    return operands + [("g0", "k0", "n0")] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+
+
+def _dims(spec):
+    """Return the names of the dimensions of a and b."""
+    return (("m0", "k0"), ("g0", "n0", "k0")) if spec.by_rows else (("p0", "m0"), ("n0", "m0"))
+
+
+def _scales(operand: str, dims, block) -> tuple[str, ...]:
+    """Return the names of the dimensions of scales.
+
+    Blocks of one row are rows. Others are cut where their matrix is, by `_align`, and not by XLA.
+    """
+    if block is None:
+        return ONE
+    *leading, rows, _ = dims
+    return (*leading, rows if block[0] == 1 else f"{WHOLE}_{operand}_rows", f"{WHOLE}_{operand}_cols")
+
+
+def _sizes(*shapes, spec):
+    return {} if spec.by_rows else {"g0": shapes[4][0]}
+
+
+def _align(axes, sizes, shards, *, spec):
+    followers = {}
+    for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
+        for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
+            if name.startswith(WHOLE):
+                followers.setdefault(dim[0], {})[name] = size
+    return _blocks.aligned(axes, sizes, shards, followers)
+
+
+def _on_shards(operands, cut, *, vmap_dims, spec):
+    """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
+    del vmap_dims
+    (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
+    if row_shards == group_shards == 1:
+        return operands, {}
+    *others, group_sizes = operands
+    # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
+    rows, groups = spec.rows(operands[0]), group_sizes.shape[-1] // group_shards
+    ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
+    bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
+    # 2. Take the groups of this device.
+    bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
+    return [*others, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
+
+
+def _not_on(capabilities, *types, spec):
+    """Return why no kernel multiplies these operands; or None."""
+    del capabilities, types
+    blocks = f"{spec.a_block} by {spec.b_block}"
+    return f"ragged_matmul: no kernel has scales for blocks ({blocks})" if spec.has_blocks else None
+
+
+_RULES = {
+    "names": _names,
+    "sizes": _sizes,
+    "dtypes": lambda *_, spec: [spec.out_dtype],
+    "second_layouts": lambda spec: {1: 5} if spec.has_b_t else {},
+    "align": _align,
+    "on_shards": _on_shards,
+    "not_on": _not_on,
+}
 _ragged_matmul = tensor_op("ragged_matmul", _reference, _on_cpu, cuda=_custom_call, **_RULES)

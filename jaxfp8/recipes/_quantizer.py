@@ -78,6 +78,8 @@ class Quantizer:
 
     # Whether one scale is that of the whole tensor, so that both layouts hold the same codes.
     has_one_scale = False
+    # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
+    block = None
     # Whether the state, if there is one, has a next state; a product warns where a gradient leaves that out.
     updates_state = True
     # A method, where a quantizer brings its own product:

@@ -68,6 +68,11 @@ class QTensor:
         return self.scale_inv is not None and self.block is None and self.scale_inv.ndim <= 1
 
     @property
+    def has_one_code(self) -> bool:
+        """Tell whether both layouts hold the same codes: with one scale, or a scale for each square block."""
+        return self.has_one_scale or (self.block is not None and self.block[0] == self.block[1])
+
+    @property
     def is_fp8(self) -> bool:
         """Tell whether the tensor has codes, and these are FP8."""
         return self.scale_inv is not None and self.data.dtype in FP8_DTYPES
@@ -116,22 +121,34 @@ class QTensor:
 
         Args:
             function: array -> array, of uint8 codes as well as of the source. It may move elements, not change them.
+                Scales of square blocks go through it too: it has to move whole blocks.
 
         Returns:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has a scale for each block; `function` does not say how these move.
+            ValueError: the tensor has a scale for each block, and these are not square, so that `data_t` has codes of
+                its own; or what `function` gives of codes and of scales does not fit.
         """
-        if not self.has_one_scale:
+        scale_inv = self.scale_inv
+        if not self.has_one_code:
             raise ValueError(
-                f"QTensor.map: expected a tensor with one scale, got scales of shape {self.scale_inv.shape} for blocks "
-                f"{self.block}; move the kernel before it is quantized"
+                f"QTensor.map: expected a tensor with one scale, or with square blocks, got scales of shape "
+                f"{scale_inv.shape} for blocks {self.block}; move the kernel before it is quantized"
             )
         codes = function(jax.lax.bitcast_convert_type(self.data, jnp.uint8))
         data = jax.lax.bitcast_convert_type(codes, self.data.dtype)
+        if not self.has_one_scale:
+            scale_inv = function(scale_inv)
+            needed = (*data.shape[:-2], *_blocks.count(self.block, *data.shape[-2:]))
+            if self.ndim != self.scale_inv.ndim or scale_inv.shape != needed:
+                raise ValueError(
+                    f"QTensor.map: function: expected whole blocks {self.block} to move, scales {needed} beside codes "
+                    f"{data.shape}; got {scale_inv.shape}; move the kernel before it is quantized"
+                )
         source = None if self.source is None else function(self.source)
-        return QTensor(data, self.scale_inv, source=source, step=self.step)
+        moved = {"data": data, "scale_inv": scale_inv, "source": source}
+        return dataclasses.replace(self, **moved, data_t=None, scale_inv_t=None, cols=1)
 
     def dequantize(self, dtype: Any) -> jax.Array:
         """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding.
@@ -194,8 +211,4 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
             f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
             f"{scale_inv.shape}; block=(rows, cols) says how many elements share one"
         )
-    factors = [scale_inv] if scale_inv.dtype != _blocks.E8M0 else _blocks.e8m0_factors(scale_inv, jnp.float32)
-    values = data.astype(jnp.float32)
-    for factor in factors:
-        values = values * _blocks.spread(factor.astype(jnp.float32), block, m, n).reshape(data.shape)
-    return values
+    return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)

@@ -1,6 +1,7 @@
 """quantize_params: quantize kernels once a step, for every microbatch, remat and pipeline tick that uses them."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ from ..dot import shared
 from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states
 
 
-def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
-    """Quantize the kernels of `params` once: `dot_general` and our layers take the codes as they are.
+def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = None) -> Any:
+    """Quantize the kernels of `params` once: `dot_general`, `ragged_dot` and our layers take the codes as they are.
 
     A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is
     quantized once. The gradient still arrives for the kernel in its own dtype, and the next state at the state:
@@ -19,52 +20,87 @@ def quantize_params(params: Any, state: Any, recipe: Any) -> Any:
             params = jaxfp8.quantize_params(variables["params"], variables["_overwrite_with_gradient"], recipe)
             ...  # a scan over microbatches, with params and state
 
+    Recipes without state are told which parameters are kernels. Each leaf has one scale, or those of its blocks; for
+    kernels of stacked layers with a scale each, `vmap` the call:
+
+        params = jaxfp8.quantize_params(params, None, Float8BlockScaling(), where=".*/(up|down)")
+
     Differentiate with respect to the parameters, as here, or with respect to what this returns: that gradient is a tree
     of QTensors in which `source` is the gradient of the kernel.
 
     Args:
         params: a pytree of parameters.
         state: the state of the products that use them: a `_overwrite_with_gradient` collection, a tree of
-            `DotGeneralState` with the structure of params, or a module that holds both.
+            `DotGeneralState` with the structure of params, or a module that holds both. None where the recipe keeps no
+            state, or for delayed scaling with the scale of each kernel as it is.
         recipe: of these products.
+        where: a regex for `re.fullmatch` on the path of a kernel in params, its parts joined by `/`. With state it may
+            be left out: each kernel is one that state belongs to.
 
     Returns:
-        `params` with a QTensor for each kernel that has state: codes `[..., k, n]`, for a matrix also `[n, k]`, and
-        `source`, the kernel. The kernel of a state at `path` is the leaf `path`, `path/kernel`, or the `kernel` beside
-        it; kernels that no state belongs to stay as they are.
+        `params` with a QTensor for each kernel: codes `[..., k, n]`, for a matrix and for blocks also `[..., n, k]`,
+        and `source`, the kernel. The kernel of a state at `path` is the leaf `path`, `path/kernel`, or the `kernel`
+        beside it; other parameters stay as they are. With a scale for each block, the dimensions before the last two
+        count matrices, as the experts of `ragged_dot`.
 
     Raises:
-        ValueError: no state belongs to a kernel of `params`; a state does not fit the recipe, or the recipe keeps none.
+        ValueError: no kernel of `params` matches `where`, or none has state; a state does not fit the recipe; there is
+            no state and `where` is missing; the recipe keeps kernels in high precision.
     """
-    tree, states = _state_tree.flatten(params), _state_tree.flatten(state)
-    where = {path: i for i, path in enumerate(tree.paths)}
-    quantizer, reduce = checked("quantize_params: recipe", recipe).quantizers()[1], AmaxReduction.for_recipe(recipe)
-    if not isinstance(quantizer.init(), QuantizerState):
+    tree, recipe = _state_tree.flatten(params), checked("quantize_params: recipe", recipe)
+    quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
+    if not quantizer.has_one_scale and quantizer.block is None:
         raise ValueError(
-            f"quantize_params: recipe: expected DelayedScaling, got {recipe!r}, which keeps no state that says which "
-            "parameters are kernels; its products quantize their kernels themselves"
+            f"quantize_params: recipe: expected kernels in FP8 with one scale, or one for each block, got {recipe!r}"
         )
-    # Quantize the kernel of each state; leave parameters that no state belongs to.
-    values = {}
-    for pair in states.quantizers:
-        position = next((where[path] for path in _kernel_paths(states.paths[pair.amax_history]) if path in where), None)
-        if position is None:
-            continue
-        old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
-        quantizer.check_state(f"quantize_params: state: {pair.name}", old)
-        kernel = tree.leaves[position]
-        # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
-        x, old = jax.lax.stop_gradient((kernel, shared(old)))
-        (step,) = read_states([quantizer], [old])
-        options = OperandOptions(cols=x.ndim - 1, columnwise=x.ndim == 2, reduce=reduce)
-        q, _ = quantizer.quantize_operand(x, step, options)
-        values[position] = dataclasses.replace(q, source=kernel)
-    if not values:
+    matches = [where is None or re.fullmatch(where, tree.name(i)) is not None for i in range(len(tree.leaves))]
+    # 1. Find the kernels, and the state of each.
+    if state is None:
+        if where is None:
+            raise ValueError(
+                "quantize_params: where: without a state nothing says which parameters are kernels; pass a regex of "
+                'their paths, for example where=".*/kernel"'
+            )
+        states = {i: None for i, is_kernel in enumerate(matches) if is_kernel}
+    elif isinstance(quantizer.init(), QuantizerState):
+        states = {i: old for i, old in _states_of_kernels(tree, state, quantizer) if matches[i]}
+    else:
+        raise ValueError(
+            f"quantize_params: recipe: expected DelayedScaling beside a state, got {recipe!r}, which keeps none; pass "
+            "state=None and where=, a regex of the paths of kernels"
+        )
+    if not states:
         raise ValueError(
             "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "
             "`_overwrite_with_gradient` collection, or a tree of DotGeneralState with the structure of params"
+            if state is not None
+            else f"quantize_params: where: no path in params matches {where!r}; paths are such as {tree.name(0)!r}"
         )
-    return tree.replace(values)
+    # 2. Quantize them; other parameters stay.
+    return tree.replace({i: _quantized(quantizer, tree.leaves[i], old, reduce) for i, old in states.items()})
+
+
+def _quantized(quantizer, kernel, state, reduce):
+    """Return the QTensor of a kernel, with its source."""
+    # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
+    x, state = jax.lax.stop_gradient((kernel, shared(state)))
+    (step,) = read_states([quantizer], [state])
+    # One scale is that of all columns, however many dimensions they are; blocks are those of matrices.
+    layout = {"cols": x.ndim - 1, "columnwise": x.ndim == 2} if quantizer.has_one_scale else {}
+    q, _ = quantizer.quantize_operand(x, step, OperandOptions(**layout, reduce=reduce))
+    return dataclasses.replace(q, source=kernel)
+
+
+def _states_of_kernels(tree, state, quantizer):
+    """Yield the position of each kernel in the tree that has state, and its QuantizerState."""
+    states, positions = _state_tree.flatten(state), {path: i for i, path in enumerate(tree.paths)}
+    for pair in states.quantizers:
+        paths = _kernel_paths(states.paths[pair.amax_history])
+        position = next((positions[path] for path in paths if path in positions), None)
+        if position is not None:
+            old = QuantizerState(*(states.leaves[i] for i in pair.positions()))
+            quantizer.check_state(f"quantize_params: state: {pair.name}", old)
+            yield position, old
 
 
 def _kernel_paths(history_path):

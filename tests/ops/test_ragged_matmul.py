@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 from jaxfp8 import ops
-from jaxfp8.ops import _ragged_matmul as module
+from jaxfp8.ops import _ragged_loops as module
 
 from . import cases
 
@@ -163,8 +163,8 @@ def _no_last_chunk(chunks):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mutate", [_no_offset, _no_last_chunk])
 def test_mutants_are_caught(monkeypatch, kind, mutate):
-    original = module._Chunks.cut
-    monkeypatch.setattr(module._Chunks, "cut", staticmethod(lambda *args: mutate(original(*args))))
+    original = module.Chunks.cut
+    monkeypatch.setattr(module.Chunks, "cut", staticmethod(lambda *args: mutate(original(*args))))
     jax.clear_caches()
     with pytest.raises(AssertionError, match="out of bound"):
         check("reference", kind, SIZES["all rows"], *operands(kind, 3))
@@ -174,12 +174,12 @@ def test_mutants_are_caught(monkeypatch, kind, mutate):
 
 def test_neighbours_in_a_chunk_are_caught(monkeypatch):
     """A contraction that does not mask what is beyond its group."""
-    original = module._Chunks.loop
+    original = module.Chunks.loop
 
     def unmasked(chunks, body, out):
         return original(chunks, lambda out, group, begin, inside: body(out, group, begin, inside | True), out)
 
-    monkeypatch.setattr(module._Chunks, "loop", unmasked)
+    monkeypatch.setattr(module.Chunks, "loop", unmasked)
     jax.clear_caches()
     with pytest.raises(AssertionError, match="out of bound"):
         check("reference", "contraction", SIZES["rows beyond"], *operands("contraction", 3))
