@@ -235,6 +235,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
+    codes = tuple(q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True))
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
         results = _results(product, _mesh.placed_as(outs[0], y))
@@ -317,6 +318,15 @@ def _only_reverse(*args, **params):
         "applied forward, jax.jacfwd, vmap of a jvp and second derivatives of an FP8 product would be silently wrong"
     )
 
+
+@jax.custom_jvp
+def _differentiated_once(codes, source):
+    """Return `codes`; a second derivative with respect to `source`, which nothing here reads, raises."""
+    del source
+    return codes
+
+
+_differentiated_once.defjvp(_only_reverse)
 
 _product_p = Primitive("fp8_product")
 _product_p.multiple_results = True

@@ -1,17 +1,39 @@
 """Fp8DotGeneral and Fp8Einsum: modules to pass to NNX layers in place of `lax.dot_general` and `jnp.einsum`."""
 
+import contextlib
+import contextvars
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn, nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from ..dot import Activated, Normalized, _frozen, dot_general, einsum_by
+from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum_by
 from ..recipes import DelayedScaling, HighPrecision, QTensor, Recipe, map_variables, resolve
 from ._variables import OverwriteWithGradient
+
+# The paths of the products in what a gradient is taken of, by id: an NNX module does not know its own.
+_paths = contextvars.ContextVar("paths", default=None)
+
+
+@contextlib.contextmanager
+def paths_in(trees: tuple):
+    """Name the products in `trees` by their layers, for warnings, while the context lasts."""
+    products = [(path[1:], node) for path, node in nnx.iter_graph(trees) if isinstance(node, _Fp8Product)]
+    token = _paths.set({id(node): "/".join(map(str, _layer_path(path))) for path, node in products})
+    try:
+        yield
+    finally:
+        _paths.reset(token)
+
+
+def _layer_path(path: tuple) -> tuple:
+    """Return the path of the layer that holds the product at `path`, or `path` where the code named the product."""
+    return path[:-1] if path and path[-1] in ("dot_general", "einsum_op") else path
 
 
 class _Fp8Product(nnx.Module):
@@ -30,6 +52,16 @@ class _Fp8Product(nnx.Module):
         self.names_recipe = recipe is not None
         self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
         map_variables(self.recipe, lambda name, leaf: setattr(self, name, OverwriteWithGradient(leaf)))
+
+    def _naming(self, kernel) -> contextlib.AbstractContextManager:
+        """Return a context in which warnings name the layer by its path, or by its kernel where nobody knows that."""
+        path = _wrapping.current_layer()
+        if path is None:
+            path = (_paths.get() or {}).get(id(self))
+        if path is None:
+            shape = kernel.shape if isinstance(kernel, QTensor) else jnp.shape(kernel)
+            path = f"{type(self).__name__} with a kernel {list(shape)}"
+        return _wrapping.layer(path)
 
     def _codes(self) -> dict | None:
         """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
@@ -104,7 +136,8 @@ class Fp8DotGeneral(_Fp8Product):
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         options |= {"bias": bias, "activation": activation}
-        return self._product()(x, kernel, dimension_numbers, precision=precision, **options)
+        with self._naming(kernel):
+            return self._product()(x, kernel, dimension_numbers, precision=precision, **options)
 
 
 class Fp8Einsum(_Fp8Product):
@@ -127,7 +160,8 @@ class Fp8Einsum(_Fp8Product):
     ) -> jax.Array:
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        return einsum_by(self._product(), eqn, x, kernel, precision=precision, **options)
+        with self._naming(kernel):
+            return einsum_by(self._product(), eqn, x, kernel, precision=precision, **options)
 
 
 def _linen_module() -> nn.Module | None:

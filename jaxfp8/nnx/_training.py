@@ -13,6 +13,7 @@ from .._jax import _compat
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
 from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
+from ._dot_general import paths_in
 from ._unstored import watching
 from ._variables import OverwriteWithGradient, trainable
 
@@ -66,7 +67,8 @@ def max_grad(*tree):
     for path, value in traverse_util.flatten_dict(cast).items():
         variables[path].set_value(value)
     try:
-        yield
+        with paths_in(tree):
+            yield
     finally:
         for path, value in values.items():
             variables[path].set_value(value)
@@ -85,7 +87,7 @@ def _with_max_grad(f):
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
-        with named_errors("nnx.value_and_grad"), max_grad(args, kwargs):
+        with named_errors("nnx.value_and_grad"), max_grad(*args, *kwargs.values()):
             out = f(*args, **kwargs)
         # State may have been read on the way. The tree is made anew only then: maps exchange NNX objects for copies.
         return without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out

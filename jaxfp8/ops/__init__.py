@@ -24,5 +24,5 @@ from ._quantize_blocks_transpose import quantize_blocks_transpose as quantize_bl
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
-from ._readings import read_histories as read_histories, write_histories as write_histories
+from ._readings import READING_NUMBERS, read_histories as read_histories, write_histories as write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul

@@ -18,7 +18,7 @@ from . import _batching, _checks, _ffi
 from ._partition import WHOLE
 from ._primitive import dims, tensor_op
 
-NUMBERS = 4  # of each quantizer, in a reading and in what a step records
+READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
@@ -79,7 +79,7 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
     if len(recorded) != len(products):
         raise ValueError(f"{op}: recorded: expected {len(products)} arrays, one a product, got {len(recorded)}")
     recorded = [
-        _checks.state(op, f"recorded[{i}]", x, (*pairs[0][1].shape[:-1], NUMBERS * len(pairs)))
+        _checks.state(op, f"recorded[{i}]", x, (*pairs[0][1].shape[:-1], READING_NUMBERS * len(pairs)))
         for i, (x, pairs) in enumerate(zip(recorded, products, strict=True))
     ]
     written = {}
@@ -149,7 +149,7 @@ def _names(ranks, counts):
 
 
 def _sizes(counts):
-    return {f"{WHOLE}_one": 1} | {f"{WHOLE}_number{i}": NUMBERS * count for i, count in enumerate(counts)}
+    return {f"{WHOLE}_one": 1} | {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
 
 
 def _flat(arrays):
@@ -184,7 +184,7 @@ def _read_custom_call(*operands, vmap_dims, counts):
     del vmap_dims
     histories, scales = _halves(operands)
     batch, groups = scales[0].shape[:-1], scales[0].size
-    results = [((groups, NUMBERS * count), jnp.float32) for count in counts]
+    results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
     readings = _ffi.call("read_histories", results, *_flat(histories), *(scale.reshape(-1) for scale in scales))
     return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
@@ -220,8 +220,8 @@ def _write_reference(*operands, vmap_dims, counts):
     histories, columns = bits[: sum(counts)], []
     for reading in bits[sum(counts) :]:
         columns += [reading[..., i : i + 1] for i in range(reading.shape[-1])]
-    scales = columns[1::NUMBERS]
-    written = [*map(_next_history, histories, columns[::NUMBERS], scales), *scales]
+    scales = columns[1::READING_NUMBERS]
+    written = [*map(_next_history, histories, columns[::READING_NUMBERS], scales), *scales]
     return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
 
 

@@ -1,11 +1,13 @@
 """autocast: the recipe of layers that name no recipe."""
 
+import asyncio
 import contextlib
 import contextvars
 from typing import NamedTuple
 
 import jax
 
+from .._jax import _warnings
 from ._high_precision import HighPrecision
 from ._recipe import Recipe, checked
 
@@ -29,9 +31,9 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
             loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
 
     Regions nest, the innermost wins; each thread has its own. Do not await inside of a region: jit's cache knows
-    threads, and no tasks. What another task then opens, or traces, raises. The backward of what was traced inside
-    belongs to it, wherever it runs. A model is initialized in the region it is used in: a layer has the state of its
-    recipe.
+    threads, and no tasks. What another task then opens, or traces, raises; a program that it has compiled before runs
+    with this region's recipe. A warning says where a region awaits. The backward of what was traced inside belongs to
+    it, wherever it runs. A model is initialized in the region it is used in: a layer has the state of its recipe.
 
     Args:
         recipe: of layers that name none; None is `DelayedScaling()`, what these layers have outside of any region.
@@ -50,10 +52,30 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     region = _Region(recipe, enabled)
     token = _region_of_task.set(region)
     try:
-        with _region(region):
+        with _region(region), _warning_of_awaits():
             yield
     finally:
         _region_of_task.reset(token)
+
+
+@contextlib.contextmanager
+def _warning_of_awaits():
+    """Warn where the event loop goes on inside: no hook sees what another task runs then."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # no loop
+        yield
+        return
+    message = (
+        "autocast: this region awaits: until it ends, programs that other tasks of this thread run may take its "
+        "recipe, for JAX caches programs by thread. Leave the region before each await, or give each task its thread "
+        "(asyncio.to_thread)"
+    )
+    handle = loop.call_soon(_warnings.warn, message, RuntimeWarning, _warnings.user_line())
+    try:
+        yield
+    finally:
+        handle.cancel()
 
 
 def _current() -> _Region | None:

@@ -19,14 +19,12 @@ from ..numerics import _scaling
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
 
-# Of each quantizer: the amax of the window, the newest amax, the stored scale, and a 0 for kernels to raise in place.
-_NUMBERS = 4
 _OPERANDS = ("input", "kernel", "output_grad")
 
 
 def _usable(ct):
     """Return a cotangent with 0 in place of amaxes that are not finite: those of other uses count."""
-    is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % _NUMBERS == 0
+    is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS == 0
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
 
@@ -125,8 +123,8 @@ read.defvjp(_read_forward, _read_backward)
 
 def columns(reading: jax.Array) -> list[jax.Array]:
     """Return what a reading `[4 * k]` says of each quantizer, f32 `[k]`: window, newest, stored scale, zero."""
-    table = lax.stop_gradient(_compat.from_max(reading)).reshape(-1, _NUMBERS)
-    return [lax.index_in_dim(table, i, axis=1, keepdims=False) for i in range(_NUMBERS)]
+    table = lax.stop_gradient(_compat.from_max(reading)).reshape(-1, ops.READING_NUMBERS)
+    return [lax.index_in_dim(table, i, axis=1, keepdims=False) for i in range(ops.READING_NUMBERS)]
 
 
 def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array) -> jax.Array:
@@ -142,5 +140,5 @@ def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array)
     flat = [x for pair in operands for x in (*pair, zero, zero)] + [zero, scale_inv, zero, zero]
     # The amax of the gradient comes last: XLA moves the all-reduce of an amax out of a loop where nothing but updates
     # of slices is between it and the result of the loop.
-    ct = lax.dynamic_update_slice(lax.concatenate(flat, 0), amax, (_NUMBERS * len(operands),))
+    ct = lax.dynamic_update_slice(lax.concatenate(flat, 0), amax, (ops.READING_NUMBERS * len(operands),))
     return _compat.to_max(reduce(ct, reading), READING)
