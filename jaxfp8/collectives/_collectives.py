@@ -119,7 +119,7 @@ def ppermute(
     Raises:
         TypeError, ValueError: see `all_to_all`.
     """
-    names, perm = _names(axis_name), tuple(perm)
+    names, perm = _names(axis_name), tuple(map(tuple, perm))
     send = _call(lax.ppermute, axis_name=names, perm=perm)
     send_back = _call(lax.ppermute, axis_name=names, perm=tuple((end, start) for start, end in perm))
     return transfer(Collective("ppermute", names, send, send_back, has_one_sender=True), x, recipe, state)

@@ -26,6 +26,7 @@ state = jaxfp8.init_state(recipe)
 assert_type(state, jaxfp8.DotGeneralState)
 assert_type(jaxfp8.dot_general(x, kernel, matmul, recipe=recipe, state=state), jax.Array)
 assert_type(jaxfp8.einsum("mk,kn->mn", x, kernel, recipe=None), jax.Array)
+assert_type(jaxfp8.collectives.ppermute(x, "stage", [(0, 1)], recipe=recipe), jaxfp8.QTensor)
 jaxfp8.dot_general(jaxfp8.activated(x, "gelu"), kernel, matmul, recipe=recipe, state=state)
 jaxfp8.dot_general(x, kernel, matmul)  # pyright: ignore[reportCallIssue]
 jaxfp8.dot_general(x, kernel, matmul, recipe=jaxfp8.DelayedScaling)  # pyright: ignore[reportArgumentType]
