@@ -24,7 +24,7 @@ from ..ops._implementation import selected, using
 from ..recipes import DotGeneralState, FP8StateWarning, QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
 from ._fp8_residual import compressed
-from ._gemms import Product, backward, forward
+from ._gemms import RESIDUAL_NAME, Product, backward, forward
 from ._wrapping import wrapped
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -235,7 +235,11 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
-    codes = tuple(q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True))
+    # Named for remat: what made the source, a transfer between devices maybe, does not run again for saved codes.
+    codes = tuple(
+        q and checkpoint_name(_differentiated_once(q, operand), RESIDUAL_NAME)
+        for q, operand in zip(codes, (x, kernel), strict=True)
+    )
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
         results = _results(product, _mesh.placed_as(outs[0], y))
