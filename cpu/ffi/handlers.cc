@@ -12,12 +12,14 @@
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
+#include "cpu/ffi/quantize_blocks_transpose.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
 #include "cpu/kernels/delayed_scales.h"
 #include "cpu/kernels/dequantize.h"
 #include "cpu/kernels/push_amaxes.h"
 #include "cpu/kernels/quantize.h"
+#include "cpu/kernels/quantize_blocks_transpose.h"
 #include "cpu/kernels/quantize_transpose.h"
 #include "cpu/kernels/read_histories.h"
 #include "cpu/kernels/task_pool.h"
@@ -71,6 +73,9 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequ
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, (kSerial<PushAmaxesOp, PushAmaxes>),
                              PushAmaxesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
+                             (kParallel<QuantizeBlocksTransposeOp, QuantizeBlocksTranspose>),
+                             QuantizeBlocksTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
                              QuantizeTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v1, (kSerial<ReadHistoriesOp, ReadHistories>),

@@ -78,21 +78,49 @@ __m256i Round(__m256 y) {
   return _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
 }
 
-// 16 codes, in 16-bit lanes, of 16 16-bit inputs.
-template <class In, class Format>
-__m256i Codes16(__m256i x, __m256i magnitude, __m256 scale) {
+// The scales of a block's elements: of 8 in a row from i on, or of every other of 16.
+struct SameScale {
+  explicit SameScale(float scale) : all(_mm256_set1_ps(scale)) {}
+  __m256 Row(int64_t) const { return all; }
+  __m256 Even(int64_t) const { return all; }
+  __m256 Odd(int64_t) const { return all; }
+  void Advance() {}
+
+  __m256 all;
+};
+
+struct OwnScales {
+  explicit OwnScales(const float* scales) : scales(scales) {}
+  __m256 Row(int64_t i) const { return _mm256_loadu_ps(scales + i); }
+  __m256 Even(int64_t i) const { return EveryOther<0x88>(i); }
+  __m256 Odd(int64_t i) const { return EveryOther<0xdd>(i); }
+  void Advance() { scales += kBlock; }
+
+  // A shuffle works within 128 bits, so the two 64-bit words in the middle are in each other's place.
+  template <int kPlaces>
+  __m256 EveryOther(int64_t i) const {
+    const __m256 shuffled = _mm256_shuffle_ps(Row(i), Row(i + 8), kPlaces);
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(shuffled), 0xd8));
+  }
+
+  const float* scales;
+};
+
+// 16 codes, in 16-bit lanes, of 16 16-bit inputs: elements i to i + 15 of a block.
+template <class In, class Format, class Scales>
+__m256i Codes16(__m256i x, __m256i magnitude, const Scales& scales, int64_t i) {
   __m256i rounded;
   if constexpr (std::is_same_v<In, BF16>) {
     // A bfloat16 in the upper half of a lane is a float: even and odd elements need one instruction each to get there.
     const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 16));
     const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(magnitude, _mm256_set1_epi32(0xffff0000)));
-    rounded = _mm256_or_si256(Round<Format>(_mm256_mul_ps(even, scale)),
-                              _mm256_slli_epi32(Round<Format>(_mm256_mul_ps(odd, scale)), 16));
+    rounded = _mm256_or_si256(Round<Format>(_mm256_mul_ps(even, scales.Even(i))),
+                              _mm256_slli_epi32(Round<Format>(_mm256_mul_ps(odd, scales.Odd(i))), 16));
   } else {
     const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(magnitude));
     const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(magnitude, 1));
-    rounded = _mm256_permute4x64_epi64(_mm256_packus_epi32(Round<Format>(_mm256_mul_ps(low, scale)),
-                                                           Round<Format>(_mm256_mul_ps(high, scale))),
+    rounded = _mm256_permute4x64_epi64(_mm256_packus_epi32(Round<Format>(_mm256_mul_ps(low, scales.Row(i))),
+                                                           Round<Format>(_mm256_mul_ps(high, scales.Row(i + 8)))),
                                        0xd8);
   }
   const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(x, 8), _mm256_set1_epi16(0x80));
@@ -130,28 +158,30 @@ struct Avx2Blocks {
     AmaxState<In> amax_;
   };
 
-  template <class In, class Format>
+  template <class In, class Format, class Scales = SameScale>
   class Quantize {
    public:
-    explicit Quantize(float scale) : scale_(_mm256_set1_ps(scale)) {}
+    template <class Argument>
+    explicit Quantize(Argument scales) : scales_(scales) {}
 
     template <Store kStore>
     void operator()(const In* x, uint8_t* codes) {
-      Write<kStore>(codes, Codes(x));
-      Write<kStore>(codes + 32, Codes(x + 32));
+      Write<kStore>(codes, Codes(x, 0));
+      Write<kStore>(codes + 32, Codes(x, 32));
+      scales_.Advance();
     }
 
     uint32_t AmaxBits() const { return amax_.Bits(); }
 
    private:
-    __m256i Codes(const In* x) {
+    __m256i Codes(const In* x, int64_t begin) {
       if constexpr (std::is_same_v<In, F32>) {
         __m256i codes[4];
         for (int i = 0; i < 4; ++i) {
-          const __m256i values = Load(x + 8 * i);
+          const __m256i values = Load(x + begin + 8 * i);
           const __m256i magnitude = Magnitude32(values);
           amax_.Add(magnitude);
-          codes[i] = Codes32<Format>(values, magnitude, scale_);
+          codes[i] = Codes32<Format>(values, magnitude, scales_.Row(begin + 8 * i));
         }
         const __m256i packed =
             _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
@@ -160,18 +190,22 @@ struct Avx2Blocks {
       } else {
         __m256i codes[2];
         for (int i = 0; i < 2; ++i) {
-          const __m256i values = Load(x + 16 * i);
+          const __m256i values = Load(x + begin + 16 * i);
           const __m256i magnitude = Magnitude16(values);
           amax_.Add(magnitude);
-          codes[i] = Codes16<In, Format>(values, magnitude, scale_);
+          codes[i] = Codes16<In, Format>(values, magnitude, scales_, begin + 16 * i);
         }
         return _mm256_permute4x64_epi64(_mm256_packus_epi16(codes[0], codes[1]), 0xd8);
       }
     }
 
-    __m256 scale_;
+    Scales scales_;
     AmaxState<In> amax_;
   };
+
+  // With a scale for each element: consecutive blocks take consecutive ones.
+  template <class In, class Format>
+  using QuantizeEach = Quantize<In, Format, OwnScales>;
 
   template <class Format, class Out>
   class Dequantize {

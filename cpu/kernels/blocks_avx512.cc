@@ -78,21 +78,47 @@ __m512i Round(__m512 y) {
   return _mm512_add_epi32(_mm512_castps_si512(_mm512_add_ps(magic, y)), _mm512_srli_epi32(e, R::kShift));
 }
 
-// 32 codes, in the low bytes of 16-bit lanes, of 32 16-bit inputs.
-template <class In, class Format>
-__m512i Codes16(__m512i x, __m512i magnitude, __m512 scale) {
+// The scales of a block's elements: of 16 in a row from i on, or of every other of 32.
+struct SameScale {
+  explicit SameScale(float scale) : all(_mm512_set1_ps(scale)) {}
+  __m512 Row(int64_t) const { return all; }
+  __m512 Even(int64_t) const { return all; }
+  __m512 Odd(int64_t) const { return all; }
+  void Advance() {}
+
+  __m512 all;
+};
+
+struct OwnScales {
+  explicit OwnScales(const float* scales) : scales(scales) {}
+  __m512 Row(int64_t i) const { return _mm512_loadu_ps(scales + i); }
+  __m512 Even(int64_t i) const { return EveryOther(i, 0); }
+  __m512 Odd(int64_t i) const { return EveryOther(i, 1); }
+  void Advance() { scales += kBlock; }
+
+  __m512 EveryOther(int64_t i, int first) const {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return _mm512_permutex2var_ps(Row(i), _mm512_add_epi32(even, _mm512_set1_epi32(first)), Row(i + 16));
+  }
+
+  const float* scales;
+};
+
+// 32 codes, in the low bytes of 16-bit lanes, of 32 16-bit inputs: elements i to i + 31 of a block.
+template <class In, class Format, class Scales>
+__m512i Codes16(__m512i x, __m512i magnitude, const Scales& scales, int64_t i) {
   __m512i rounded;
   if constexpr (std::is_same_v<In, BF16>) {
     // A bfloat16 in the upper half of a lane is a float: even and odd elements need one instruction each to get there.
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(magnitude, _mm512_set1_epi32(0xffff0000)));
-    rounded = Select(_mm512_set1_epi32(0xffff), Round<Format>(_mm512_mul_ps(even, scale)),
-                     _mm512_slli_epi32(Round<Format>(_mm512_mul_ps(odd, scale)), 16));
+    rounded = Select(_mm512_set1_epi32(0xffff), Round<Format>(_mm512_mul_ps(even, scales.Even(i))),
+                     _mm512_slli_epi32(Round<Format>(_mm512_mul_ps(odd, scales.Odd(i))), 16));
   } else {
     const __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(magnitude));
     const __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(magnitude, 1));
-    const __m256i low_codes = _mm512_cvtepi32_epi16(Round<Format>(_mm512_mul_ps(low, scale)));
-    const __m256i high_codes = _mm512_cvtepi32_epi16(Round<Format>(_mm512_mul_ps(high, scale)));
+    const __m256i low_codes = _mm512_cvtepi32_epi16(Round<Format>(_mm512_mul_ps(low, scales.Row(i))));
+    const __m256i high_codes = _mm512_cvtepi32_epi16(Round<Format>(_mm512_mul_ps(high, scales.Row(i + 16))));
     rounded = _mm512_inserti64x4(_mm512_castsi256_si512(low_codes), high_codes, 1);
   }
   const __m512i codes = Select(_mm512_set1_epi16(0x7f), rounded, _mm512_srli_epi16(x, 8));
@@ -130,14 +156,16 @@ struct Avx512Blocks {
     AmaxState<In> amax_;
   };
 
-  template <class In, class Format>
+  template <class In, class Format, class Scales = SameScale>
   class Quantize {
    public:
-    explicit Quantize(float scale) : scale_(_mm512_set1_ps(scale)) {}
+    template <class Argument>
+    explicit Quantize(Argument scales) : scales_(scales) {}
 
     template <Store kStore>
     void operator()(const In* x, uint8_t* codes) {
       Write<kStore>(codes, Codes(x));
+      scales_.Advance();
     }
 
     uint32_t AmaxBits() const { return amax_.Bits(); }
@@ -150,7 +178,7 @@ struct Avx512Blocks {
           const __m512i values = Load(x + 16 * i);
           const __m512i magnitude = Magnitude32(values);
           amax_.Add(magnitude);
-          codes[i] = Codes32<Format>(values, magnitude, scale_);
+          codes[i] = Codes32<Format>(values, magnitude, scales_.Row(16 * i));
         }
         const __m512i packed =
             _mm512_packus_epi16(_mm512_packus_epi32(codes[0], codes[1]), _mm512_packus_epi32(codes[2], codes[3]));
@@ -163,16 +191,20 @@ struct Avx512Blocks {
           const __m512i values = Load(x + 32 * i);
           const __m512i magnitude = Magnitude16(values);
           amax_.Add(magnitude);
-          codes[i] = Codes16<In, Format>(values, magnitude, scale_);
+          codes[i] = Codes16<In, Format>(values, magnitude, scales_, 32 * i);
         }
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
                                         _mm512_packus_epi16(codes[0], codes[1]));
       }
     }
 
-    __m512 scale_;
+    Scales scales_;
     AmaxState<In> amax_;
   };
+
+  // With a scale for each element: consecutive blocks take consecutive ones.
+  template <class In, class Format>
+  using QuantizeEach = Quantize<In, Format, OwnScales>;
 
   template <class Format, class Out>
   class Dequantize {

@@ -9,6 +9,21 @@
 namespace jaxfp8::cpu {
 namespace {
 
+// The scales of a block's elements.
+struct SameScale {
+  float At(int64_t) const { return scale; }
+  void Advance() {}
+
+  float scale;
+};
+
+struct OwnScales {
+  float At(int64_t i) const { return scales[i]; }
+  void Advance() { scales += kBlock; }
+
+  const float* scales;
+};
+
 struct PortableBlocks {
   template <class In>
   class Amax {
@@ -33,15 +48,17 @@ struct PortableBlocks {
     int32_t lanes_[kLanes] = {};  // signed: SSE2 compares signed integers only, and |x| as bits is never negative
   };
 
-  template <class In, class Format>
+  template <class In, class Format, class Scales = SameScale>
   class Quantize {
    public:
-    explicit Quantize(float scale) : scale_(scale) {}
+    template <class Argument>
+    explicit Quantize(Argument scales) : scales_{scales} {}
 
     template <Store>
     void operator()(const In* x, uint8_t* codes) {
       amax_(x);
-      for (int64_t i = 0; i < kBlock; ++i) codes[i] = Code(Widen(x[i]), scale_);
+      for (int64_t i = 0; i < kBlock; ++i) codes[i] = Code(Widen(x[i]), scales_.At(i));
+      scales_.Advance();
     }
 
     uint32_t AmaxBits() const { return amax_.Bits(); }
@@ -62,9 +79,13 @@ struct PortableBlocks {
       return static_cast<uint8_t>((x_magnitude >= kInf) | (y_magnitude > kInf) ? Format::kNanCode : code);
     }
 
-    float scale_;
+    Scales scales_;
     Amax<In> amax_;
   };
+
+  // With a scale for each element: consecutive blocks take consecutive ones.
+  template <class In, class Format>
+  using QuantizeEach = Quantize<In, Format, OwnScales>;
 
   template <class Format, class Out>
   class Dequantize {

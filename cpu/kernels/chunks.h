@@ -72,9 +72,9 @@ class SpanChunks {
   int64_t groups_per_chunk_;
 };
 
-// Cuts `groups` matrices [m, n] into panels of at most kRows x kColumns. They follow each other along a row of panels;
-// a row further down begins further right, so that lanes that start in different rows also start in different columns,
-// which are rows of the transposed result.
+// Cuts `groups` matrices [m, n] into panels of at most kRows x kColumns, or of another size. They follow each other
+// along a row of panels; a row further down begins further right, so that lanes that start in different rows also start
+// in different columns, which are rows of the transposed result.
 class PanelChunks {
  public:
   // The codes of a panel stay in the cache until they are transposed. Its rows fill two lines of each column of the
@@ -88,23 +88,31 @@ class PanelChunks {
     int64_t column_begin, column_end;
   };
 
-  PanelChunks(int64_t groups, int64_t m, int64_t n)
-      : groups_(groups), m_(m), n_(n), down_(CeilDiv(m, kRows)), across_(CeilDiv(n, kColumns)) {}
+  PanelChunks(int64_t groups, int64_t m, int64_t n, int64_t rows = kRows, int64_t columns = kColumns)
+      : groups_(groups),
+        m_(m),
+        n_(n),
+        rows_(rows),
+        columns_(columns),
+        down_(CeilDiv(m, rows)),
+        across_(CeilDiv(n, columns)) {}
 
   int64_t count() const { return groups_ * down_ * across_; }
 
   Chunk At(int64_t index) const {
     const int64_t down = index / across_ % down_;
     const int64_t first = down * across_ / down_;
-    const int64_t row = down * kRows;
-    const int64_t column = (first + index % across_) % across_ * kColumns;
-    return {index / across_ / down_, row, std::min(m_, row + kRows), column, std::min(n_, column + kColumns)};
+    const int64_t row = down * rows_;
+    const int64_t column = (first + index % across_) % across_ * columns_;
+    return {index / across_ / down_, row, std::min(m_, row + rows_), column, std::min(n_, column + columns_)};
   }
 
  private:
   int64_t groups_;
   int64_t m_;
   int64_t n_;
+  int64_t rows_;
+  int64_t columns_;
   int64_t down_;
   int64_t across_;
 };

@@ -12,50 +12,14 @@
 
 #include "common/dispatch.h"
 #include "common/fp8.h"
+#include "cpu/kernels/band_loops.h"
 #include "cpu/kernels/chunks.h"
 #include "cpu/kernels/half.h"
 #include "cpu/kernels/kernel_table.h"
+#include "cpu/kernels/map_span.h"
 
 namespace jaxfp8::cpu {
 namespace {
-
-constexpr int64_t kBlock = 64;  // elements; as FP8 codes one cache line
-
-// Elements of T before `pointer` reaches a cache line, at most `size`. Never reached by a pointer that is not aligned
-// to T; those are not streamed.
-template <class T>
-int64_t ElementsToLine(const T* pointer, int64_t size) {
-  const int64_t bytes = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(pointer) & 63u);
-  const int64_t elements = bytes / static_cast<int64_t>(sizeof(T));
-  return elements < size ? elements : size;
-}
-
-template <class T>
-bool CanStream(const T* pointer, Store store) {
-  return store == Store::kStreamed && reinterpret_cast<uintptr_t>(pointer) % sizeof(T) == 0;
-}
-
-// Applies block(in, out) to [0, size); ragged ends go through a block of zeros. Blocks have two forms: kCached writes
-// anywhere, kStreamed needs `out` on a cache line. Whoever streams fences, before others may read.
-template <class Block, class In, class Out>
-void MapSpan(Block& block, const In* in, Out* out, int64_t size, Store store) {
-  const auto ragged = [&](int64_t begin, int64_t count) {
-    alignas(64) In padded[kBlock] = {};
-    alignas(64) Out results[kBlock];
-    memcpy(padded, in + begin, count * sizeof(In));
-    block.template operator()<Store::kCached>(padded, results);
-    memcpy(out + begin, results, count * sizeof(Out));
-  };
-  int64_t i = 0;
-  if (CanStream(out, store)) {
-    i = ElementsToLine(out, size);
-    if (i > 0) ragged(0, i);
-    for (; i + kBlock <= size; i += kBlock) block.template operator()<Store::kStreamed>(in + i, out + i);
-  } else {
-    for (; i + kBlock <= size; i += kBlock) block.template operator()<Store::kCached>(in + i, out + i);
-  }
-  if (i < size) ragged(i, size - i);
-}
 
 template <class Blocks, class In>
 uint32_t AmaxSpan(const void* x, int64_t size) {
@@ -86,7 +50,7 @@ void DequantizeSpan(const uint8_t* data, float scale_inv, void* out, int64_t siz
   if (store == Store::kStreamed) Blocks::Fence();
 }
 
-// Asks for what QuantizeTransposePanel reads kRowsAhead rows from now: the hardware prefetches along a row, but a
+// Asks for what a panel's rows are kRowsAhead rows from now: the hardware prefetches along a row, but a
 // panel's rows are too short for it to get going. After the last row comes the panel to the right, the next chunk.
 // Forced inline: a call of a function that does nothing but prefetch is one that GCC removes.
 template <class In>
@@ -101,45 +65,65 @@ __attribute__((always_inline)) inline void PrefetchAhead(const Panel& panel, int
   }
 }
 
+// The codes of a panel, row after row kStride apart, to its result. Whoever calls fences.
+template <class Blocks>
+void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
+  typename Blocks::Copy copy;
+  for (int64_t row = 0; row < panel.rows; ++row) {
+    MapSpan(copy, codes + row * Panel::kStride, panel.data + row * panel.n, panel.columns, store);
+  }
+}
+
+// The codes of a panel to its transposed result. (They are not const, which GCC takes for a read of all of them.) Whole
+// lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in memory are
+// written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the panel, and
+// only what belongs to the panel is copied.
+template <class Blocks>
+void TransposeCodes(uint8_t* codes, const Panel& panel, Store store) {
+  const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&
+                        reinterpret_cast<uintptr_t>(panel.data_t) % kBlock == 0;
+  for (int64_t column = 0; column < panel.columns; column += kBlock) {
+    for (int64_t row = 0; row < panel.rows; row += kBlock) {
+      const uint8_t* tile = codes + row * Panel::kStride + column;
+      uint8_t* out = panel.data_t + column * panel.m + row;
+      const int64_t rows = panel.rows - row < kBlock ? panel.rows - row : kBlock;
+      const int64_t columns = panel.columns - column < kBlock ? panel.columns - column : kBlock;
+      if (rows < kBlock || columns < kBlock) {
+        alignas(64) uint8_t transposed[kBlock * kBlock];
+        Blocks::template TransposeTile<Store::kCached>(tile, Panel::kStride, transposed, kBlock);
+        for (int64_t c = 0; c < columns; ++c) memcpy(out + c * panel.m, transposed + c * kBlock, rows);
+      } else if (streamed) {
+        Blocks::template TransposeTile<Store::kStreamed>(tile, Panel::kStride, out, panel.m);
+      } else {
+        Blocks::template TransposeTile<Store::kCached>(tile, Panel::kStride, out, panel.m);
+      }
+    }
+  }
+}
+
+// The codes of a panel to those of its results that there are.
+template <class Blocks>
+void WriteCodes(uint8_t* codes, const Panel& panel, Store store) {
+  if (panel.data != nullptr) CopyCodes<Blocks>(codes, panel, store);
+  if (panel.data_t != nullptr) TransposeCodes<Blocks>(codes, panel, store);
+  if (store == Store::kStreamed) Blocks::Fence();
+}
+
 // Two steps over a panel that stays in the cache: quantize along the rows, then transpose tile by tile.
 template <class Blocks, class In, class Format>
 uint32_t QuantizeTransposePanel(const Panel& panel, float scale, Store store) {
-  // Rows that are a power of two apart would compete for the same few lines of the cache.
-  constexpr int64_t kStride = PanelChunks::kColumns + kBlock;
-  alignas(64) uint8_t codes[PanelChunks::kRows * kStride];
+  alignas(64) uint8_t codes[Panel::kCodes];
   typename Blocks::template Quantize<In, Format> quantize(scale);
   typename Blocks::Copy copy;
 
   const In* x = static_cast<const In*>(panel.x);
   for (int64_t row = 0; row < panel.rows; ++row) {
     PrefetchAhead<In>(panel, row);
-    uint8_t* row_codes = codes + row * kStride;
+    uint8_t* row_codes = codes + row * Panel::kStride;
     MapSpan(quantize, x + row * panel.n, row_codes, panel.columns, Store::kCached);
     MapSpan(copy, row_codes, panel.data + row * panel.n, panel.columns, store);
   }
-
-  // Whole lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in
-  // memory are written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the
-  // panel, and only what belongs to the panel is copied.
-  const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&
-                        reinterpret_cast<uintptr_t>(panel.data_t) % kBlock == 0;
-  for (int64_t column = 0; column < panel.columns; column += kBlock) {
-    for (int64_t row = 0; row < panel.rows; row += kBlock) {
-      const uint8_t* tile = codes + row * kStride + column;
-      uint8_t* out = panel.data_t + column * panel.m + row;
-      const int64_t rows = panel.rows - row < kBlock ? panel.rows - row : kBlock;
-      const int64_t columns = panel.columns - column < kBlock ? panel.columns - column : kBlock;
-      if (rows < kBlock || columns < kBlock) {
-        alignas(64) uint8_t transposed[kBlock * kBlock];
-        Blocks::template TransposeTile<Store::kCached>(tile, kStride, transposed, kBlock);
-        for (int64_t c = 0; c < columns; ++c) memcpy(out + c * panel.m, transposed + c * kBlock, rows);
-      } else if (streamed) {
-        Blocks::template TransposeTile<Store::kStreamed>(tile, kStride, out, panel.m);
-      } else {
-        Blocks::template TransposeTile<Store::kCached>(tile, kStride, out, panel.m);
-      }
-    }
-  }
+  TransposeCodes<Blocks>(codes, panel, store);
   if (store == Store::kStreamed) Blocks::Fence();
   return quantize.AmaxBits();
 }
@@ -177,6 +161,11 @@ constexpr KernelTable MakeTable(const char* isa) {
        {QuantizeTransposePanel<Blocks, F16, E4M3>, QuantizeTransposePanel<Blocks, F16, E5M2>},
        {QuantizeTransposePanel<Blocks, F32, E4M3>, QuantizeTransposePanel<Blocks, F32, E5M2>}},
       {ColumnSumsPanel<BF16>, ColumnSumsPanel<F16>, ColumnSumsPanel<F32>},
+      {BandAmaxes<BF16>, BandAmaxes<F16>, BandAmaxes<F32>},
+      {{QuantizeBand<Blocks, BF16, E4M3>, QuantizeBand<Blocks, BF16, E5M2>},
+       {QuantizeBand<Blocks, F16, E4M3>, QuantizeBand<Blocks, F16, E5M2>},
+       {QuantizeBand<Blocks, F32, E4M3>, QuantizeBand<Blocks, F32, E5M2>}},
+      WriteCodes<Blocks>,
       {{DequantizeSpan<Blocks, E4M3, BF16>, DequantizeSpan<Blocks, E4M3, F16>, DequantizeSpan<Blocks, E4M3, F32>},
        {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
   };

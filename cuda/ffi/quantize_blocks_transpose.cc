@@ -7,9 +7,9 @@
 #include "cuda/kernels/quantize_blocks_transpose.h"
 
 #include <optional>
-#include <string>
 #include <string_view>
 
+#include "common/ffi/block_checks.h"
 #include "cuda/ffi/support.h"
 #include "cuda/kernels/scale_mode.h"
 
@@ -26,44 +26,28 @@ std::optional<BlockShape> ToBlockShape(std::string_view name) {
   return std::nullopt;
 }
 
-std::optional<BlockScaling> ToBlockScaling(std::string_view name) {
-  if (name == "f32") return BlockScaling::kF32;
-  if (name == "f32_power_2") return BlockScaling::kF32PowerOf2;
-  if (name == "e8m0_ceil") return BlockScaling::kE8M0Ceil;
-  if (name == "e8m0_floor") return BlockScaling::kE8M0Floor;
-  return std::nullopt;
-}
-
-ffi::Error UnknownAttribute(const char* name, const char* expected, std::string_view got) {
-  return ffi::Error::InvalidArgument(std::string(kOp) + ": " + name + ": expected " + expected + ", got " +
-                                     std::string(got));
-}
-
 // The codes of a layout [groups, rows, k], and their scales.
 ffi::Error CheckLayout(const Operand& data, const Operand& scale_inv, BlockShape block, BlockScaling scaling,
                        ffi::DataType format, int64_t groups, int64_t rows, int64_t k) {
   JAXFP8_RETURN_IF_ERROR(CheckDtype(data, {format}));
   JAXFP8_RETURN_IF_ERROR(CheckShape(data, {groups, rows, k}));
-  JAXFP8_RETURN_IF_ERROR(CheckDtype(scale_inv, {IsE8M0(scaling) ? ffi::DataType::U8 : ffi::DataType::F32}));
   const int64_t row_tiles = CeilDiv(rows, 128), tiles = CeilDiv(k, 128);
   switch (block) {
-    case BlockShape::kRow: return CheckShape(scale_inv, {groups, rows, k == 0 ? 0 : 1});
-    case BlockShape::k1x32: return CheckShape(scale_inv, {groups, row_tiles, tiles, 512});
-    case BlockShape::k1x128: return CheckShape(scale_inv, {groups, tiles, rows});
+    case BlockShape::kRow: return CheckBlockScales(scale_inv, scaling, {groups, rows, k == 0 ? 0 : 1});
+    case BlockShape::k1x32: return CheckBlockScales(scale_inv, scaling, {groups, row_tiles, tiles, 512});
+    case BlockShape::k1x128: return CheckBlockScales(scale_inv, scaling, {groups, tiles, rows});
     case BlockShape::k128x128: break;
   }
-  return CheckShape(scale_inv, {groups, row_tiles, CeilDiv(tiles, 4) * 4});
+  return CheckBlockScales(scale_inv, scaling, {groups, row_tiles, CeilDiv(tiles, 4) * 4});
 }
 
 ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> data,
                                           ffi::Result<ffi::AnyBuffer> scale_inv, ffi::Result<ffi::AnyBuffer> amaxes,
                                           ffi::RemainingRets rest, std::string_view block, std::string_view scaling) {
   const std::optional<BlockShape> shape = ToBlockShape(block);
-  if (!shape.has_value()) return UnknownAttribute("block", "rows, 1x32, 1x128 or 128x128", block);
-  const std::optional<BlockScaling> kind = ToBlockScaling(scaling);
-  if (!kind.has_value()) {
-    return UnknownAttribute("scaling", "f32, f32_power_2, e8m0_ceil or e8m0_floor", scaling);
-  }
+  if (!shape.has_value()) return UnknownAttribute(kOp, "block", "rows, 1x32, 1x128 or 128x128", block);
+  BlockScaling kind;
+  JAXFP8_RETURN_IF_ERROR(ToBlockScaling(kOp, scaling, &kind));
   const Operand x_operand{kOp, "x", x};
   const Operand data_operand{kOp, "data", *data};
   const Operand amaxes_operand{kOp, "amaxes", *amaxes};
@@ -75,11 +59,8 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
   const ffi::DataType format = data->element_type();
   JAXFP8_RETURN_IF_ERROR(
-      CheckLayout(data_operand, {kOp, "scale_inv", *scale_inv}, *shape, *kind, format, groups, m, n));
-  if (rest.size() != 0 && rest.size() != 2) {
-    return ffi::Error::InvalidArgument(std::string(kOp) + ": expected 3 or 5 results, got " +
-                                       std::to_string(3 + rest.size()));
-  }
+      CheckLayout(data_operand, {kOp, "scale_inv", *scale_inv}, *shape, kind, format, groups, m, n));
+  JAXFP8_RETURN_IF_ERROR(CheckTransposedCount(kOp, 3, rest.size()));
   const bool transposes = rest.size() == 2;
   const int64_t lines = *shape == BlockShape::kRow ? m + (transposes ? n : 0) : 0;
   JAXFP8_RETURN_IF_ERROR(CheckDtype(amaxes_operand, {ffi::DataType::F32}));
@@ -91,7 +72,7 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
     auto scale_inv_t = rest.get<ffi::AnyBuffer>(1);
     if (!data_t.has_value()) return data_t.error();
     if (!scale_inv_t.has_value()) return scale_inv_t.error();
-    JAXFP8_RETURN_IF_ERROR(CheckLayout({kOp, "data_t", **data_t}, {kOp, "scale_inv_t", **scale_inv_t}, *shape, *kind,
+    JAXFP8_RETURN_IF_ERROR(CheckLayout({kOp, "data_t", **data_t}, {kOp, "scale_inv_t", **scale_inv_t}, *shape, kind,
                                        format, groups, n, m));
     params.data_t = (*data_t)->untyped_data();
     params.scale_inv_t = (*scale_inv_t)->untyped_data();
@@ -99,7 +80,7 @@ ffi::Error QuantizeBlocksTransposeHandler(cudaStream_t stream, ffi::AnyBuffer x,
   params.dtype = ToDtype(x.element_type());
   params.format = ToDtype(format);
   params.block = *shape;
-  params.scaling = *kind;
+  params.scaling = kind;
   params.x = x.untyped_data();
   params.data = data->untyped_data();
   params.scale_inv = scale_inv->untyped_data();

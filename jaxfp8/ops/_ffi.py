@@ -14,13 +14,12 @@ import numpy as np
 from . import _modules
 from ._plans import Gemm, Plan, Platform
 
-_ON_BOTH = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose")
-_ON_BOTH += ("read_histories", "write_histories")
+_ON_BOTH = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize")
+_ON_BOTH += ("quantize_blocks_transpose", "quantize_transpose", "read_histories", "write_histories")
 _CUDA_ONLY = (
     "block_scaled_matmul",
     "quantize_activation",
     "quantize_activation_grad",
-    "quantize_blocks_transpose",
     "quantize_norm",
     "ragged_matmul",
     "scaled_matmul",

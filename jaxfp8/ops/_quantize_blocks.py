@@ -17,7 +17,6 @@ ROUNDINGS = ("ceil", "floor")
 
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
-_LANES = 16  # f32 of the widest vectors
 
 
 def quantize_blocks(
@@ -112,21 +111,7 @@ def _e8m0_scales(amax, dtype, rounding):
     return _blocks.power_of_two(-exponent, is_nan), _blocks.e8m0(exponent, is_nan)
 
 
-def _amaxes(blocks):
-    """Return the amax `[..., R, C]` of each block of `[..., R, r, C, c]`."""
-    return _scaling.abs_max(blocks, axis=(-3, -1))
-
-
-def _amaxes_by_lanes(blocks):
-    """Return the amaxes, reduced over vectors first: XLA:CPU reduces the last dimension number by number."""
-    *leading, r, count, c = blocks.shape
-    if r != 1 or c % _LANES or c == _LANES:
-        return _amaxes(blocks)
-    lanes = _scaling.abs_max(blocks.reshape(*leading, count, c // _LANES, _LANES), axis=-2)
-    return _scaling.abs_max(lanes, axis=-1)
-
-
-def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols, amaxes=_amaxes):
+def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Quantize blocks in jnp."""
     # Vmapped dimensions are leading dimensions like any other.
     leading = x.shape[: x.ndim - rows - cols]
@@ -134,7 +119,7 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     m, n = matrix.shape[-2:]
     # 1. Cut the matrix into blocks, and find a scale for each.
     blocks = _blocks.cut(matrix, block)
-    amax = amaxes(blocks)
+    amax = _scaling.abs_max(blocks, axis=(-3, -1))
     if scale == "e8m0":
         factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
     else:
@@ -145,35 +130,31 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
 
 
-def on_cpu(x, **static):
-    """Run the reference in the form that XLA:CPU makes fast, on one device."""
-    return reference(x, **static, amaxes=_amaxes_by_lanes)
-
-
-def custom_call(x, *, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     # 1. Merge the dimensions to groups of matrices.
     first = x.ndim - rows - cols
     leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
     groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
     g, m, n = groups.shape
+    # 2. CPUs take any block and order scales by block. GPUs take the blocks of cuBLASLt, and order scales as it does.
+    on_cpu, lines = platform == "cpu", 0
+    if has_long_blocks(block):
+        lines = m + n if transpose else m
+    scales_shape = _blocks.count if on_cpu else _scale_layouts.stored_shape
+    attribute = np.int64([b or 0 for b in block]) if on_cpu else _scale_layouts.NAMES[block]
+    # 3. The call gives (data, scale_inv) of each layout; on GPUs between them the amaxes of lines, which only it reads.
     scales_dtype = jnp.uint8 if scale == "e8m0" else jnp.float32
-    # 2. The custom call gives (data, scale_inv) of each layout; between them the amaxes of lines, which only it reads.
-    matrices = [(m, n), (n, m)][: 1 + transpose]
-    results = [
-        [((g, *shape), dtype), ((g, *_scale_layouts.stored_shape(block, *shape)), scales_dtype)] for shape in matrices
-    ]
-    lines = (m + n if transpose else m) if has_long_blocks(block) else 0
     kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
-    results = [*results[0], ((g, lines), jnp.float32), *sum(results[1:], [])]
-    attributes = {"block": _scale_layouts.NAMES[block], "scaling": kind}
-    data, scale_inv, _, *transposed = _ffi.call("quantize_blocks_transpose", results, groups, **attributes)
-    # 3. Order the scales by block. XLA cancels this with the product's `to_stored`.
-    outputs = []
-    for matrix, shape, codes, scales in zip(
-        matrices, (row + col, col + row), (data, *transposed[:1]), (scale_inv, *transposed[1:]), strict=False
-    ):
-        scales = _scale_layouts.by_block(scales, block, *matrix)
+    matrices = [(m, n), (n, m)][: 1 + transpose]
+    results = [[((g, *matrix), dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)] for matrix in matrices]
+    scratch = [] if on_cpu else [((g, lines), jnp.float32)]
+    results = [*results[0], *scratch, *sum(results[1:], [])]
+    data, scale_inv, *rest = _ffi.call("quantize_blocks_transpose", results, groups, block=attribute, scaling=kind)
+    # 4. Order the scales by block. XLA cancels this with the product's `to_stored`.
+    outputs, layouts = [], [(data, scale_inv), rest[len(scratch) :]]
+    for matrix, shape, (codes, scales) in zip(matrices, (row + col, col + row), layouts, strict=False):
+        scales = scales if on_cpu else _scale_layouts.by_block(scales, block, *matrix)
         scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if scale == "e8m0" else scales
         outputs += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
     return outputs
@@ -211,7 +192,7 @@ def _align(axes, sizes, shards, *, block, **_):
     return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
 
 
-def variants(name, reference, on_cpu, cuda, transpose):
+def variants(name, reference, transpose):
     """Make the op for blocks that are not long, and for blocks that are."""
 
     def names(x, **static):
@@ -219,6 +200,15 @@ def variants(name, reference, on_cpu, cuda, transpose):
 
     def dtypes(_, *, dtype, scale, **static):
         return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
+
+    def cpu(x, vmap_dims, **static):
+        return custom_call(x, platform="cpu", transpose=transpose, **static)
+
+    def cuda(x, vmap_dims, **static):
+        # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
+        if static["block"] not in _scale_layouts.NAMES:
+            return reference(x, vmap_dims, **static)
+        return custom_call(x, platform="cuda", transpose=transpose, **static)
 
     # How an op runs on a mesh is said once for each primitive. Long blocks run there in another way: so there are two.
     return [
@@ -229,21 +219,14 @@ def variants(name, reference, on_cpu, cuda, transpose):
             sizes=_sizes,
             dtypes=dtypes,
             reference=reference,
-            cpu=on_cpu,
+            cpu=cpu,
             cuda=cuda,
             # XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
-            on_one_device_only=("cpu", "cuda") if is_long else ("cpu",),
+            on_one_device_only=("cpu", "cuda") if is_long else (),
             align=_align,
         )
         for is_long in (False, True)
     ]
 
 
-def _cuda(x, vmap_dims, **static):
-    # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
-    if static["block"] not in _scale_layouts.NAMES:
-        return reference(x, vmap_dims, **static)
-    return custom_call(x, transpose=False, **static)
-
-
-_quantize_blocks = variants("quantize_blocks", reference, on_cpu, _cuda, False)
+_quantize_blocks = variants("quantize_blocks", reference, transpose=False)

@@ -3,8 +3,8 @@
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _scale_layouts, _shapes
-from ._quantize_blocks import checked, custom_call, has_long_blocks, on_cpu, reference, variants
+from . import _shapes
+from ._quantize_blocks import checked, has_long_blocks, reference, variants
 
 
 def quantize_blocks_transpose(
@@ -45,22 +45,12 @@ def quantize_blocks_transpose(
     return data, scale_inv, data_t, scale_inv_t
 
 
-def _reference(x, vmap_dims, block, rows, cols, quantize=reference, **static):
+def _reference(x, vmap_dims, block, rows, cols, **static):
     static |= {"vmap_dims": vmap_dims, "rows": rows, "cols": cols}
-    data, scale_inv = quantize(x, block=block, **static)
+    data, scale_inv = reference(x, block=block, **static)
     # Blocks of the transpose lie down the columns. Transposing codes moves half the bytes that x has, or less.
-    columnwise = (data, scale_inv) if block[0] == block[1] else quantize(x, block=block[::-1], **static)
+    columnwise = (data, scale_inv) if block[0] == block[1] else reference(x, block=block[::-1], **static)
     return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
 
 
-def _on_cpu(x, **static):
-    return _reference(x, quantize=on_cpu, **static)
-
-
-def _cuda(x, vmap_dims, **static):
-    if static["block"] not in _scale_layouts.NAMES:
-        return _reference(x, vmap_dims, **static)
-    return custom_call(x, transpose=True, **static)
-
-
-_quantize_blocks_transpose = variants("quantize_blocks_transpose", _reference, _on_cpu, _cuda, True)
+_quantize_blocks_transpose = variants("quantize_blocks_transpose", _reference, transpose=True)

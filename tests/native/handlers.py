@@ -63,6 +63,9 @@ def large_calls():
         x = random.standard_normal((1, m, n)).astype(dtype)
         results = [((1, m, n), format), ((1, n, m), format), ((1,), F32), ((1, 16, n), F32)]
         yield Call("quantize_transpose", [x, one, zero], results, {})
+    x = random.standard_normal((1, 1032, 1025)).astype(F32)
+    results = [(x.shape, E5M2), ((1, 1032, 9), F32), ((1, 1025, 1032), E5M2), ((1, 1025, 9), F32)]
+    yield Call("quantize_blocks_transpose", [x], results, {"block": np.int64([1, 128]), "scaling": "f32"})
 
 
 def concurrent_calls():

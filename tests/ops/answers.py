@@ -2,8 +2,9 @@
 
 import numpy as np
 import oracle
+import oracle_blocks
 
-from .targets import F32, Call, fault, quantizers
+from .targets import ATTRIBUTES, F32, Call, fault, quantizers
 
 FORMAT_OF = {fmt.dtype: fmt for fmt in oracle.FORMATS.values()}
 SUMMED_ROWS = 128
@@ -13,13 +14,16 @@ def answer(call: Call) -> list | None:
     """The results; None where the call must be refused. A result that is None may be anything."""
     if fault(call) is not None or not _attributes_are_good(call):
         return None
-    return _ANSWERS[call.op](*call.operands, results=call.results, **call.attributes)
+    return _ANSWERS[call.target](*call.operands, results=call.results, **call.attributes)
 
 
 def _attributes_are_good(call: Call) -> bool:
     given = call.attributes
     if call.op == "amax_to_scale":
         return set(given) == {"numerator"} and _is_numerator(given["numerator"])
+    if call.target == "quantize_blocks_transpose":
+        # The table has the sizes of these alone.
+        return set(given) == {"block", "scaling"} and str(given) == str(ATTRIBUTES[call.op])
     if call.op != "delayed_scales":
         return not given
     if set(given) != {"numerators", "most_recent"} or not isinstance(given["most_recent"], np.bool_):
@@ -64,6 +68,17 @@ def _quantize_transpose(x, scale, so_far, results):
     codes, top = _quantize(x, scale, so_far, [results[0], results[2]])
     # Column sums are compared by `assert_results`, with the rows that they are of.
     return [codes, np.ascontiguousarray(codes.swapaxes(1, 2)), top, x][: len(results)]
+
+
+def _quantize_blocks_transpose(x, results, block, scaling):
+    fmt, scale = FORMAT_OF[np.dtype(results[0][1])], scaling.split("_")[0]
+    layouts = (x, x.swapaxes(1, 2))[: len(results) // 2]
+    answers = [[oracle_blocks.quantize(matrix, fmt, tuple(block), scale=scale) for matrix in each] for each in layouts]
+    return [
+        np.array([part[i] for part in parts]).view(np.dtype(dtype)).reshape(shape)
+        for parts, pair in zip(answers, (results[:2], results[2:]), strict=False)
+        for i, (shape, dtype) in enumerate(pair)
+    ]
 
 
 def _dequantize(data, scale_inv, results):
@@ -112,7 +127,7 @@ def _write_histories(*operands, results):
 _ANSWERS = {
     function.__name__[1:]: function
     for function in (
-        *(_amax, _quantize, _quantize_transpose, _dequantize, _amax_to_scale),
+        *(_amax, _quantize, _quantize_blocks_transpose, _quantize_transpose, _dequantize, _amax_to_scale),
         *(_delayed_scales, _push_amaxes, _read_histories, _write_histories),
     )
 }

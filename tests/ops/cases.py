@@ -37,6 +37,7 @@ TARGETS = {
     "dequantize": "jaxfp8_dequantize_v1",
     "push_amaxes": "jaxfp8_push_amaxes_v1",
     "quantize": "jaxfp8_quantize_v3",
+    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
     "read_histories": "jaxfp8_read_histories_v1",
     "write_histories": "jaxfp8_write_histories_v1",
@@ -44,7 +45,6 @@ TARGETS = {
 CUDA_TARGETS = TARGETS | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",
-    "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_norm": "jaxfp8_quantize_norm_v2",
     "scaled_matmul": "jaxfp8_scaled_matmul_v2",
     "block_scaled_matmul": "jaxfp8_block_scaled_matmul_v1",
@@ -56,7 +56,7 @@ def run_target(call, prefix: str = "", **options):
     """The results of a `targets.Call`; operands that are no arrays are ones."""
     shapes = [jax.ShapeDtypeStruct(*result) for result in call.results]
     operands = [np.ones(*x) if isinstance(x, tuple) else x for x in call.operands]
-    name = prefix + call.target if prefix else TARGETS[call.op]
+    name = prefix + call.target if prefix else TARGETS[call.target]
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.block_until_ready(jax.ffi.ffi_call(name, shapes, **options)(*operands, **call.attributes))
 

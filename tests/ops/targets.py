@@ -24,6 +24,10 @@ SPECS = {
     "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
     "quantize_transpose": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g] -> "
     "data fp8[g m n], data_t =data[g n m], amax f32[0|g], column_sums? f32[g m/128 n]",
+    "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g m n/128], "
+    "data_t? =data[g n m], scale_inv_t? f32[g n m/128]",
+    "quantize_blocks_transpose, MX": "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], "
+    "data_t? =data[g n m], scale_inv_t? u8[g n m/32]",
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
     "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
@@ -32,7 +36,7 @@ SPECS = {
     "read_histories": "history # f32[g H#], stored # f32[g] -> reading 0 f32[g 4k]",
     "write_histories": "history # f32[g H#], recorded 0 f32[g 4k] -> next history # f32[g H#], next scale # f32[g]",
 }
-CUDA_SPECS = SPECS | {
+CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith("quantize_blocks_transpose")} | {
     "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
     "bias half[n], accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
     "block_scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
@@ -45,7 +49,7 @@ CUDA_SPECS = SPECS | {
     "data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
     "quantize_activation_grad": "x high[g m 1 n], scale f32[1|g], amax_so_far f32[0|g], grad =x[g m n] -> "
     "data fp8[g m n], amax f32[0|g], data_t? =data[g n m], column_sums? f32[g m/128 n]",
-    "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
+    "quantize_blocks_transpose, stored": "x high[g m n] -> data fp8[g m n], scale_inv f32[g n/128 m], amaxes f32[g 0], "
     "data_t =data[g n m], scale_inv_t f32[g m/128 n]",
     "quantize_norm": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g], statistics f32[g m 1|2], gamma f32[1|g n], "
     "beta f32[0/g n] -> data fp8[g m n], amax f32[0|g], data_t? =data[g n m]",
@@ -56,7 +60,7 @@ CUDA_SIZES = {
     "block_scaled_matmul": dict(m=16, n=32, k=160),
     "ragged_matmul": {"m": 4, "?": 4, "n": 5, "k": 6},
     "ragged_matmul, contraction": dict(m=5, e=3, n=6, k=4),
-    "quantize_blocks_transpose": dict(m=3, n=40),
+    "quantize_blocks_transpose, stored": dict(m=3, n=40),
 }
 ATTRIBUTES = {
     "amax_to_scale": {"numerator": np.float32(1)},
@@ -67,8 +71,12 @@ ATTRIBUTES = {
     "ragged_matmul, contraction": {"precise": np.bool_(True)},
     "quantize_activation": {"activation": "gelu_gated"},
     "quantize_activation_grad": {"activation": "relu"},
-    "quantize_blocks_transpose": {"block": "1x128", "scaling": "f32"},
+    "quantize_blocks_transpose": {"block": np.int64([1, 128]), "scaling": "f32"},
+    "quantize_blocks_transpose, MX": {"block": np.int64([1, 32]), "scaling": "e8m0_ceil"},
+    "quantize_blocks_transpose, stored": {"block": "1x128", "scaling": "f32"},
 }
+# Calls that have all of the buffers that may be absent, or none of them.
+ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
 LARGEST_K = {"delayed_scales": 16, "push_amaxes": 16, "read_histories": 64, "write_histories": 64}  # of one call
 
 
@@ -121,7 +129,7 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
     def parse(text):
         name, dtypes, sides = re.fullmatch(r"(.+) (\S+)\[(.*)\]", text.strip()).groups()
         shapes = tuple(
-            tuple(tuple(side.split("|")) for side in shape.split()) for shape in re.split(r"/(?!128)", sides)
+            tuple(tuple(side.split("|")) for side in shape.split()) for shape in re.split(r"/(?!128|32)", sides)
         )
         return Buffer(name.rstrip("?"), dtypes, shapes, name.endswith("?"))
 
@@ -133,7 +141,7 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
             for i in range(k if "#" in text else 1)
         ]
 
-    operands, results = CUDA_SPECS[op].split(" -> ")
+    operands, results = (SPECS | CUDA_SPECS)[op].split(" -> ")
     return expand(operands), expand(results)
 
 
@@ -193,11 +201,12 @@ def filled(call: Call, values=np.ones) -> Call:
 def fault(call: Call) -> str | None:
     """The first buffer that is not as in the table; "" where there is another number of them; None for a good call."""
     k = quantizers(call)
-    if "#" in CUDA_SPECS[call.op] and not 1 <= k <= LARGEST_K[call.op]:
+    if call.op in LARGEST_K and not 1 <= k <= LARGEST_K[call.op]:
         return ""
     sizes, dtypes = {}, {}
     for part, buffers in zip((call.operands, call.results), table(call.op, k), strict=True):
-        if not sum(not b.is_optional for b in buffers) <= len(part) <= len(buffers):
+        least = sum(not b.is_optional for b in buffers)
+        if not least <= len(part) <= len(buffers) or (call.op in ALL_OR_NONE and least < len(part) < len(buffers)):
             return ""
         for given, buffer in zip(part, buffers, strict=False):
             shape, dtype = spec(given)
@@ -316,6 +325,12 @@ BAD_ATTRIBUTES = {
         for op, other in (("quantize_activation", "gelu"), ("quantize_activation_grad", "silu_gated"))
     },
     "quantize_blocks_transpose": [
+        *(({"block": np.int64(b)}, "block: expected .*got") for b in ([], [1], [1, -1], [-128, 1], [1, 1, 128])),
+        *(({"block": block}, None) for block in ("1x128", np.int32([1, 128]), np.int64(128))),
+        ({"scaling": "e8m0"}, "scaling: expected .*got"),
+        ({"scaling": "e8m0_floor"}, "scale_inv: expected .*got"),
+    ],
+    "quantize_blocks_transpose, stored": [
         ({"block": "1x64"}, "block: expected .*got"),
         ({"scaling": "e8m0"}, "scaling: expected .*got"),
     ],
