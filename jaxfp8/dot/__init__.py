@@ -4,7 +4,7 @@ from ._compute_dtype import compute_dtype, sizes, to_compute
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
-from ._product import warn_of_state
+from ._gradient_checks import warn_of_state
 from ._ragged_dot import ragged_dot
 from ._shared_state import shared
 from ._vmapped_state import vmapped_state

@@ -17,14 +17,14 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
-from .._jax import _compat, _mesh, _warnings
+from .._jax import _compat, _mesh
 from .._jax._primitives import compiled
-from ..numerics import FP8_DTYPES
 from ..ops._implementation import selected, using
-from ..recipes import DotGeneralState, FP8StateWarning, QTensor, largest, value_of
+from ..recipes import DotGeneralState, QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
 from ._fp8_residual import compressed
 from ._gemms import RESIDUAL_NAME, Product, backward, forward
+from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -179,47 +179,6 @@ def _repeat(batch, x):
 # `_repeat` for state: the next states of the examples combine by max.
 repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
 repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (largest(ct),))
-
-
-_NOT_UPDATED = (
-    "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
-    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
-)
-_NO_STATE = (
-    "a gradient through a layer whose recipe keeps state, which the variables do not have: it trains with scales of "
-    "the tensors at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
-    "jaxfp8.linen.TrainState.create(params=variables, ...)); or take Float8CurrentScaling"
-)
-
-
-def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
-    """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
-
-    Args:
-        quantizers: of the product.
-        is_updated: for each leaf of the state whether the gradient is with respect to it.
-        layer: its path; None for a function, whose state is an argument.
-    """
-    message = None
-    if is_updated and not any(is_updated) and quantizers[0].updates_state:
-        message = _NOT_UPDATED
-    elif (
-        layer is not None and not is_updated and any(q.updates_state and jax.tree.leaves(q.init()) for q in quantizers)
-    ):
-        message = _NO_STATE
-    if message:
-        _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)
-
-
-def check_sources(product: Product, operands, is_differentiated) -> None:
-    """Raise a TypeError where an operand of a gradient is codes alone."""
-    for name, operand, differentiated in zip(product.names, operands, is_differentiated, strict=False):
-        if operand.dtype in FP8_DTYPES and differentiated:
-            raise TypeError(
-                f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. What jaxfp8.freeze "
-                "froze does not train: train the variables it was made of, or differentiate with respect to others "
-                "than its kernels"
-            )
 
 
 def _linearize(is_linear, *primals, product, tree, implementation):

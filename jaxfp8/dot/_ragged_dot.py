@@ -18,9 +18,10 @@ from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe,
 from ._dot_general import checked_quantizers, operand, result_dtype
 from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
 from ._gemms import Product, backward, forward
+from ._gradient_checks import check_sources, warn_of_state
 from ._layout import Layout
 from ._matmul import is_blockwise
-from ._product import OUTPUT_NAME, check_sources, warn_of_state
+from ._product import OUTPUT_NAME
 from ._shared_state import shared
 from ._vmapped_state import vmapped_state
 from ._wrapping import wrapped
