@@ -48,7 +48,7 @@ class NormDense(nn.Module):
         if self.kind not in ("rms", "layer"):
             raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {self.kind!r}')
         x = jnp.asarray(x)
-        size = (x.shape[-1],)
+        size = x.shape[-1:]
         scale = self.param("scale", self.scale_init, size, self.param_dtype)
         norm_bias = None
         if self.kind == "layer":
