@@ -285,14 +285,17 @@ def messages(library):
         return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(function(x)))(x)))(jnp.asarray(x))
 
     def codes_of(kernel):
-        quantizer = recipe.quantizers()[1]
-        codes, _ = quantizer.quantize(jax.lax.stop_gradient(kernel), quantizer.init())
+        codes, _ = recipe.quantizers()[1].quantize(jax.lax.stop_gradient(kernel), None)
         return jaxfp8.QTensor(codes.data, codes.scale_inv, source=kernel)
 
     def weighted(weight):
         return jaxfp8.accumulate_gradients(None, {"params": {"kernel": kernel}}, weight=weight)
 
-    delayed, swapped = jaxfp8.DelayedScaling(), x.astype(">f4")
+    def first_row(states):
+        return jnp.sum(product(recipe=delayed, state=jax.tree.map(lambda leaf: leaf[0], states)))
+
+    delayed, swapped = jaxfp8.DelayedScaling(amax_history_len=4), x.astype(">f4")
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jaxfp8.init_state(delayed))
     cases = {
         **{
             f"numbers {numbers}": (lambda numbers=numbers: product(numbers=numbers), r"dimension_numbers: .*\(\(\(1")
@@ -318,6 +321,8 @@ def messages(library):
                 ("of codes", lambda kernel: product(kernel=codes_of(kernel)), kernel),
             )
         },
+        "a row of stacked state": (lambda: jax.jit(jaxfp8.grad(first_row))(stacked), "jnp.unstack"),
+        "a row, outside of jit": (lambda: jaxfp8.grad(first_row)(stacked), "jnp.unstack"),
         "shapes, and no state": (lambda: product(kernel=kernel[:5], recipe=delayed), r"dimension_numbers.*kernel\(5"),
         "no state": (lambda: product(recipe=delayed), r"state: DelayedScaling keeps state"),
     }  # fmt: skip
