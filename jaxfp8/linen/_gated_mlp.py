@@ -9,6 +9,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from ..dot import sizes
 from ._dense import dense_of
 from ._norm_dense import normalized_by
 
@@ -59,7 +60,7 @@ class GatedMLP(nn.Module):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
         x = jnp.asarray(x) if self.norm is None else normalized_by(self, "norm", x)
         init = {"kernel_init": _with_gate(self.kernel_init, 1), "bias_init": _with_gate(self.bias_init, 0)}
-        wi = dense_of(self, (2, self.hidden_features), "wi", **init)
+        wi = dense_of(self, (2, *sizes("GatedMLP: hidden_features", self.hidden_features)), "wi", **init)
         hidden = wi(x, activation=f"{self.activation}_gated")
         return dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden, out_sharding)
 

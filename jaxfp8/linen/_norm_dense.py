@@ -54,7 +54,7 @@ def normalized_by(module: nn.Module, field: str, x: jax.typing.ArrayLike) -> Nor
     if kind not in ("rms", "layer"):
         raise ValueError(f'{type(module).__name__}: {field}: expected "rms" or "layer", got {kind!r}')
     x = jnp.asarray(x)
-    size = (x.shape[-1],)
+    size = x.shape[-1:]
     scale = module.param("scale", module.scale_init, size, module.param_dtype)
     bias = None
     if kind == "layer":

@@ -149,7 +149,8 @@ class GatedMLP(_Normalizing):
         options |= {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init}
         options |= {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         init = {"kernel_init": _with_gate(kernel_init, 1), "bias_init": _with_gate(bias_init, 0)}
-        self.wi = Linear(in_features, (2, hidden_features), **options | init)
+        hidden = sizes("GatedMLP: hidden_features", hidden_features)
+        self.wi = Linear(in_features, (2, *hidden), **options | init)
         self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:

@@ -31,9 +31,10 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
     undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
-    `clip`, `sign`, or an average over other steps (`ema`, `trace`). A transformation after it must not change the
-    updates of state: `apply_updates` raises where one did, or makes the state negative, where updates of two optimizers
-    were added up; an update of all zeros leaves the state as it was. Log norms of `updates["params"]`.
+    `clip`, `sign`, or an average over other steps (`ema`, `trace`, `MultiSteps(optimizer(tx))`). A transformation after
+    it must not change the updates of state: `apply_updates` raises where one did, or makes the state negative, where
+    updates of two optimizers were added up; an update of all zeros leaves the state as it was. Log norms of
+    `updates["params"]`.
 
     `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
     opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state; it keeps no gradient of

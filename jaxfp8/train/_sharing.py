@@ -96,11 +96,20 @@ def value_and_grad(
     def loss_with_shared_state(*args, **kwargs):
         positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         positions = {n % len(args) for n in positions}
-        with named_errors("value_and_grad"):
-            out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
+        out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
         return without_max(out)
 
-    return jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+    differentiated = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+
+    @functools.wraps(loss_fn)
+    def value_and_gradients(*args, **kwargs):
+        with named_errors("value_and_grad"):
+            return differentiated(*args, **kwargs)
+
+    return value_and_gradients
+
+
+_METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
 @contextlib.contextmanager
@@ -109,12 +118,14 @@ def named_errors(function: str):
     try:
         yield
     except Exception as error:
-        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know.
-        if str(_compat.MAX_DTYPE) in str(error):
+        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. Outside
+        # of jit its arrays of such a dtype have no methods.
+        is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _METHODS_OF_ARRAYS
+        if str(_compat.MAX_DTYPE) in str(error) or is_abstract:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
                 f"with it ({error}); take norms and decay of the parameters, as in `optax.global_norm(variables["
-                "'params'])`"
+                "'params'])`, and rows of stacked state by jnp.unstack"
             ) from error
         if isinstance(error, AssertionError) and _raised_in(error).startswith("equinox."):
             raise TypeError(

@@ -75,6 +75,27 @@ def no_state(library):
     return tally.verdict("a warning with the path")
 
 
+@row("a gradient through a layer without its state", "NNX, of parameters alone", peer=OURS_ALONE)
+def left_out_state(library):
+    """A warning for each layer: by its path where the gradient is ours; else by its kernel, for NNX knows no paths."""
+    del library
+    tally, (x, _, grad), by_kernel = Tally(), operands(0), f"Fp8DotGeneral with a kernel [{K}, {N}]: "
+    for gradient, names in ((jaxfp8.nnx.grad, ["0: ", "1: "]), (nnx.grad, [by_kernel])):
+        for wrap in (nnx.jit, lambda step: step):
+            layers = nnx.List([nnx_layer(), nnx_layer()])
+
+            @wrap
+            def step(layers, gradient=gradient):
+                loss = lambda layers: sum(nnx_loss(layer, x, grad) for layer in layers)  # noqa: E731
+                gradient(loss, argnums=nnx.DiffState(0, nnx.Param))(layers)
+
+            said = warned(lambda step=step, layers=layers: step(layers))
+            starts = [str(w.message)[: len(name)] for w, name in zip(said, names, strict=False)]
+            tally(starts == names and len(said) == len(names), f"{[str(w.message) for w in said]}")
+            tally(all(w.filename == __file__ for w in said), f"points at {[w.filename for w in said]}")
+    return tally.verdict("the path, or the kernel")
+
+
 @row("variables with another library's state", peer="Flax reads no other state")
 def foreign_state(library):
     """Flax's or TransformerEngine's state beside a layer that does not read it: the warning names the converter."""

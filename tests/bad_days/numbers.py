@@ -6,6 +6,7 @@ import os
 import pathlib
 import tempfile
 import threading
+import warnings
 from unittest import mock
 
 import flax.linen as nn
@@ -125,7 +126,7 @@ CUSTOM_CALLS = (
 )  # fmt: skip
 
 
-@row("autocast in tasks of asyncio that overlap: right or an error", peer="Flax has no autocast")
+@row("autocast in tasks of asyncio that overlap: right, a warning or an error", peer="Flax has no autocast")
 def overlapping_tasks(library):
     del library
     tally, (x, kernel, _) = Tally(), operands(M, K, N)
@@ -146,7 +147,12 @@ def overlapping_tasks(library):
         return await asyncio.gather(*(task(i, awaits) for i in range(3)), return_exceptions=True)
 
     for awaits in (False, True):
-        results = asyncio.run(all_tasks(awaits))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results = asyncio.run(all_tasks(awaits))
+        said = [w for w in caught if "awaits" in str(w.message)]
+        tally(bool(said) == awaits, f"awaiting inside {awaits}: {len(said)} warnings")
+        tally(all(w.filename == __file__ for w in said), f"the warning points at {[w.filename for w in said]}")
         for i, got in enumerate(results):
             is_error = isinstance(got, RuntimeError) and "asyncio" in str(got)
             good = is_error if awaits and i else not isinstance(got, Exception) and (got == expected[i]).all()
@@ -275,16 +281,21 @@ def messages(library):
     def product(x=x, kernel=kernel, numbers=NUMBERS, **options):
         return jaxfp8.dot_general(x, kernel, numbers, **{"recipe": recipe} | options)
 
-    def gradient(x):
-        return jax.grad(lambda x: jnp.sum(product(x)))(jnp.asarray(x))
+    def second(function, x):
+        return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(function(x)))(x)))(jnp.asarray(x))
 
-    def second(x):
-        return jax.grad(lambda x: jnp.sum(gradient(x)))(jnp.asarray(x))
+    def codes_of(kernel):
+        codes, _ = recipe.quantizers()[1].quantize(jax.lax.stop_gradient(kernel), None)
+        return jaxfp8.QTensor(codes.data, codes.scale_inv, source=kernel)
 
     def weighted(weight):
         return jaxfp8.accumulate_gradients(None, {"params": {"kernel": kernel}}, weight=weight)
 
-    delayed, swapped = jaxfp8.DelayedScaling(), x.astype(">f4")
+    def first_row(states):
+        return jnp.sum(product(recipe=delayed, state=jax.tree.map(lambda leaf: leaf[0], states)))
+
+    delayed, swapped = jaxfp8.DelayedScaling(amax_history_len=4), x.astype(">f4")
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jaxfp8.init_state(delayed))
     cases = {
         **{
             f"numbers {numbers}": (lambda numbers=numbers: product(numbers=numbers), r"dimension_numbers: .*\(\(\(1")
@@ -301,7 +312,17 @@ def messages(library):
             f"weight {weight}": (lambda weight=weight: weighted(weight), "accumulate_gradients: weight: expected")
             for weight in ("one third", [1, 2], 1j, np.ones(3))
         },
-        "a second derivative": (lambda: second(x), "^jaxfp8.dot_general.*first derivatives"),
+        **{
+            f"a second derivative {what}": (lambda f=f, x=x: second(f, x), "^jaxfp8.dot_general.*first derivatives")
+            for what, f, x in (
+                ("of x", product, x),
+                ("of a norm", lambda x: product(jaxfp8.normalized(x, np.ones(K, x.dtype), kind="rms")), x),
+                ("of an activation", lambda x: product(jaxfp8.activated(x, "silu")), x),
+                ("of codes", lambda kernel: product(kernel=codes_of(kernel)), kernel),
+            )
+        },
+        "a row of stacked state": (lambda: jax.jit(jaxfp8.grad(first_row))(stacked), "jnp.unstack"),
+        "a row, outside of jit": (lambda: jaxfp8.grad(first_row)(stacked), "jnp.unstack"),
         "shapes, and no state": (lambda: product(kernel=kernel[:5], recipe=delayed), r"dimension_numbers.*kernel\(5"),
         "no state": (lambda: product(recipe=delayed), r"state: DelayedScaling keeps state"),
     }  # fmt: skip
