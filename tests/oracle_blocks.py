@@ -156,6 +156,24 @@ def matmul(
     return Product(exact, bound)
 
 
+def ragged_matmul(a, b, a_scales, b_scales, group_sizes, *, a_block=None, b_block=None, out_dtype=F32) -> Product:
+    """a `[m, k]` by b `[g, n, k]`, group by group of rows; or a `[p, m]` by b `[n, m]`, cut along m, to `[g, p, n]`.
+
+    Blocks are those of all of a, and of each matrix of b. Products read numbers, each times the scale of its block:
+    the bound of `matmul` is that of such numbers too.
+    """
+    ranges, one = oracle.group_ranges(group_sizes), np.ones(1, F32)
+    wide_a = dequantize(a, a_scales, a_block)
+    if b.ndim == 2:
+        wide_b = dequantize(b, b_scales, b_block)
+        parts = [matmul(wide_a[:, i:j], wide_b[:, i:j], one, one, out_dtype=out_dtype) for i, j in ranges]
+        return Product(*(np.stack([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
+    wide_b = [dequantize(*matrix, b_block) for matrix in zip(b, b_scales, strict=True)]
+    parts = [matmul(wide_a[i:j], wide_b[e], one, one, out_dtype=out_dtype) for e, (i, j) in enumerate(ranges)]
+    rest = np.zeros((a.shape[0] - ranges[-1][1], b.shape[1]))  # exactly zero, whatever these rows hold
+    return Product(*(np.concatenate([*(getattr(part, name) for part in parts), rest]) for name in ("exact", "bound")))
+
+
 def cublaslt_layout(scales, block, rows: int, k: int, fill=0) -> np.ndarray:
     """The scales of a matrix `[rows, k]` where cuBLASLt's manual wants them, as one dimension; E8M0 as uint8 codes.
 

@@ -216,12 +216,26 @@ def _moved(x, shifts, axis: int):
 
 def _names(*ranks, spec):
     del ranks
-    a, b = (("m0", "k0"), ("g0", "n0", "k0")) if spec.by_rows else (("p0", "m0"), ("n0", "m0"))
-    a_scales = ONE if spec.a_block is None else ("a_rows", "a_cols")
-    b_scales = ONE if spec.b_block is None else (*b[:-2], "b_rows", "b_cols")
+    a, b = _dims(spec)
     # Where a group begins depends on the sizes of all before it.
-    operands = [a, b, a_scales, b_scales, (f"{WHOLE}_g",), *[("g0", "k0", "n0")] * spec.has_b_t]
-    return operands, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+    operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
+    return operands + [("g0", "k0", "n0")] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+
+
+def _dims(spec):
+    """Return the names of the dimensions of a and b."""
+    return (("m0", "k0"), ("g0", "n0", "k0")) if spec.by_rows else (("p0", "m0"), ("n0", "m0"))
+
+
+def _scales(operand: str, dims, block) -> tuple[str, ...]:
+    """Return the names of the dimensions of scales.
+
+    Blocks of one row are rows. Others are cut where their matrix is, by `_align`, and not by XLA.
+    """
+    if block is None:
+        return ONE
+    *leading, rows, _ = dims
+    return (*leading, rows if block[0] == 1 else f"{WHOLE}_{operand}_rows", f"{WHOLE}_{operand}_cols")
 
 
 def _sizes(*shapes, spec):
@@ -229,9 +243,11 @@ def _sizes(*shapes, spec):
 
 
 def _align(axes, sizes, shards, *, spec):
-    (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
-    rows, contracted = ("m", "k") if spec.by_rows else ("p", "m")
-    followers = {rows: {"a_rows": a_rows}, "n": {"b_rows": b_rows}, contracted: {"a_cols": a_cols, "b_cols": b_cols}}
+    followers = {}
+    for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
+        for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
+            if name.startswith(WHOLE):
+                followers.setdefault(dim[0], {})[name] = size
     return _blocks.aligned(axes, sizes, shards, followers)
 
 

@@ -7,71 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import assert_state, assert_step
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from delayed_scaling.cases import assert_state
 from programs.known_amax import merged
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.dot import _ragged_dot, _vmapped_state
 
-M, K, N = 90, 24, 40
-HISTORY = 4
-RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
-WITHOUT = jaxfp8.DotGeneralState(None, None, None)
-SIZES = {
-    "all rows": [40, 20, 30],
-    "rows beyond": [10, 33, 7],
-    "empty groups": [0, 60, 0, 0, 1, 0],
-    "one group": [90],
-    "part of one group": [3],
-    "no row": [0, 0],
-}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_traced():
-    """Mutants neither meet a program traced before them nor live on in one."""
-    yield
-    jax.clear_caches()
-
-
-def operands(groups, dtype=np.float32, seed=0, shape=()):
-    """lhs, rhs and the gradient of the output, of magnitudes apart."""
-    rng = np.random.default_rng(seed)
-    shapes = ((M, K), (groups, K, N), (M, N))
-    factors = (3.0, 0.2, 0.01)
-    return [(f * rng.standard_normal(shape + s)).astype(dtype) for f, s in zip(factors, shapes, strict=True)]
-
-
-def training_step(recipe=RECIPE, wrap=lambda f: f):
-    """One jitted step: (lhs, rhs, grad, sizes, state) -> (y, dlhs, drhs, next state)."""
-
-    @jax.jit
-    def step(lhs, rhs, grad, sizes, state):
-        @wrap
-        def product(lhs, rhs, state):
-            return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state)
-
-        y, vjp = jax.vjp(product, lhs, rhs, state)
-        return (y, *vjp(grad.astype(y.dtype)))
-
-    return step
-
-
-def compare_steps(recipe=RECIPE, steps=3, sizes=SIZES["rows beyond"], dtype=np.float32, wrap=lambda f: f, **formats):
-    """Steps with other data each, and NaN where no group is, against the oracle."""
-    step, state = training_step(recipe, wrap), oracle.LayerState.init(HISTORY)
-    package_state = jaxfp8.init_state(recipe)
-    for i in range(steps):
-        lhs, rhs, grad = operands(len(sizes), dtype, seed=i)
-        lhs[sum(sizes) :] = np.nan
-        grad[sum(sizes) :] = np.inf
-        dtypes = {name: dtype for name in ("out_dtype", "dgrad_dtype", "wgrad_dtype")}
-        expected = oracle.ragged_step(lhs, rhs, sizes, grad, state, **dtypes, **formats)
-        got = step(lhs, rhs, grad, np.int32(sizes), package_state)
-        assert_step(got, expected, f"step {i}")
-        state, package_state = expected.state, got[-1]
+from .cases import HISTORY, RECIPE, SIZES, WITHOUT, compare_steps, operands, training_step
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -208,71 +150,7 @@ def test_vmap(share):
             assert_state(jax.tree.map(lambda x: x[i], next_state), step.state, f"member {i}")  # noqa: B023
 
 
-# ------------------------------------------------------------------------------------------------------------- meshes
-
-
-@pytest.mark.parametrize(
-    "lhs_spec, rhs_spec",
-    [
-        (P("x"), P()),
-        (P(None, "x"), P(None, "x")),
-        (P(), P("x")),
-        (P(), P(None, None, "x")),
-        (P("x"), P(None, None, "y")),
-    ],
-)
-@pytest.mark.varied
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_meshes(lhs_spec, rhs_spec, axis_type):
-    """Where a group begins depends on all sizes: cut along rows or groups, operands are gathered, never cut through."""
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
-    lhs, rhs, grad = operands(4)
-    sizes = [30, 7, 0, 40]
-    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
-    lhs, rhs = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((lhs, lhs_spec), (rhs, rhs_spec)))
-
-    @jax.jit
-    def step(lhs, rhs, grad, state):
-        def product(lhs, rhs, state):
-            return jaxfp8.ragged_dot(lhs, rhs, jnp.int32(sizes), recipe=RECIPE, state=state)
-
-        y, vjp = jax.vjp(product, lhs, rhs, state)
-        if axis_type is AxisType.Explicit:
-            grad = jax.sharding.reshard(grad, jax.typeof(y).sharding)
-        return (y, *vjp(grad))
-
-    with jax.set_mesh(mesh):
-        assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
-
-
 # ------------------------------------------------------------------------------------------------------------- errors
-
-
-def test_experts_on_devices():
-    """shard_map: each device has experts and rows of its own, and all share one state."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
-    lhs, rhs, grad = operands(3, shape=(2,))
-    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
-    lhs[1] *= 3
-
-    def products(lhs, rhs, sizes, state):
-        return jaxfp8.ragged_dot(lhs[0], rhs[0], sizes[0], recipe=RECIPE, state=state)[None]
-
-    each = P("expert")
-    product = jax.shard_map(products, mesh=mesh, in_specs=(each, each, each, P()), out_specs=each)
-
-    @jax.jit
-    def step(lhs, rhs, state):
-        y, vjp = jax.vjp(lambda lhs, rhs, state: product(lhs, rhs, sizes, state), lhs, rhs, state)
-        return (y, *vjp(jnp.asarray(grad)))
-
-    y, dlhs, drhs, state = step(lhs, rhs, jaxfp8.init_state(RECIPE))
-    init = oracle.LayerState.init(HISTORY)
-    steps = [oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], init) for i in range(2)]
-    for i, expected in enumerate(steps):
-        for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
-            getattr(expected, name).check(got[i], f"{name} on device {i}")
-    assert_state(state, merged([s.state for s in steps]), "shard_map")
 
 
 GOOD = {
@@ -322,42 +200,3 @@ def test_only_first_derivatives_in_reverse_mode():
             jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
         with pytest.raises(TypeError):
             jax.hessian(lambda x: _loss(x, state))(lhs)
-
-
-# ------------------------------------------------------------------------------------------------------------- mutants
-
-
-def test_garbage_that_is_not_masked_is_caught(monkeypatch):
-    monkeypatch.setattr(_ragged_dot, "_in_a_group", lambda x, sizes: x)
-    with pytest.raises(AssertionError):
-        compare_steps(steps=2)
-
-
-@pytest.mark.parametrize("wrong", ["group_sizes", "scale"])
-def test_wrong_gemms_are_caught(monkeypatch, wrong):
-    original = ops.ragged_matmul
-
-    def mutant(a, b, a_scale_inv, b_scale_inv, group_sizes, **options):
-        if wrong == "group_sizes":
-            group_sizes = group_sizes[::-1]
-        else:  # that of one operand twice
-            b_scale_inv = a_scale_inv
-        return original(a, b, a_scale_inv, b_scale_inv, group_sizes, **options)
-
-    monkeypatch.setattr(ops, "ragged_matmul", mutant)
-    with pytest.raises(AssertionError, match="out of bound"):
-        compare_steps(steps=2)  # from the second on, scales are not 1
-
-
-def test_a_sum_of_states_is_caught(monkeypatch):
-    monkeypatch.setattr(_ragged_dot, "shared", lambda state: state)
-    with pytest.raises(AssertionError, match="scale|amax_history"):
-        compare_two_calls()
-
-
-def test_a_sum_over_members_is_caught(monkeypatch):
-    monkeypatch.setattr(
-        _vmapped_state, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape))
-    )
-    with pytest.raises(AssertionError, match="scale|amax_history"):
-        test_vmap("rhs and state")
