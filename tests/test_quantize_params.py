@@ -103,6 +103,59 @@ def test_any_contraction(contract, ndim):
     assert_same_bits(got, expected, "gradients and y")
 
 
+WITHOUT_STATE = {
+    "delayed": cases.RECIPE,
+    "current": jaxfp8.Float8CurrentScaling(),
+    "rowwise": jaxfp8.Float8RowwiseScaling(),
+    "block": jaxfp8.Float8BlockScaling(),
+    "mx": jaxfp8.MXFP8BlockScaling(),
+}
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_STATE.values(), ids=WITHOUT_STATE)
+def test_kernels_by_their_paths(recipe):
+    """Without state a regex names them; they give the bits of products that quantize."""
+    params, _, xs, grads = two_layers()
+    params = {"block": params}
+
+    def loss(params, where):
+        if where:
+            params = jaxfp8.quantize_params(params, None, recipe, where=where)
+            assert isinstance(params["block"]["up"], jaxfp8.QTensor) and params["block"]["down"].dtype == np.float32
+        x = xs[0]
+        for kernel in (params["block"]["up"], params["block"]["down"]):
+            x = jaxfp8.dot_general(
+                x, kernel, cases.MATMUL, recipe=recipe, state=jaxfp8.DotGeneralState(None, None, None)
+            )
+        return jnp.sum(x * grads[0])
+
+    expected, got = (jax.value_and_grad(loss)(params, where) for where in (None, "block/u."))
+    assert_same_bits(got, expected, "value and gradients")
+
+
+def test_where_beside_state():
+    params, states, *_ = two_layers()
+    quantized = jaxfp8.quantize_params(params, states, cases.RECIPE, where="up")
+    assert isinstance(quantized["up"], jaxfp8.QTensor) and quantized["down"] is params["down"]
+
+
+def test_blocks_that_move():
+    """Scales of square blocks move with whole blocks of codes; blocks of a row cannot."""
+    kernel = np.random.default_rng(0).standard_normal((2, 256, 130)).astype(np.float32)
+    recipe = jaxfp8.Float8BlockScaling()
+    q = jaxfp8.quantize_params({"a": kernel}, None, recipe, where="a")["a"]
+    for move in (lambda a: a[::-1], lambda a: jnp.concatenate([a, a], axis=1), lambda a: a.mT):
+        moved, expected = q.map(move), jaxfp8.quantize_params({"a": move(kernel)}, None, recipe, where="a")["a"]
+        assert moved.data_t is None
+        for name in ("data", "scale_inv", "source"):
+            oracle.assert_bitwise(getattr(moved, name), np.asarray(getattr(expected, name)), name)
+    with pytest.raises(ValueError, match="QTensor.map: function: expected whole blocks"):
+        q.map(lambda a: a[:, 1:])
+    q = jaxfp8.quantize_params({"a": kernel}, None, jaxfp8.MXFP8BlockScaling(), where="a")["a"]
+    with pytest.raises(ValueError, match="QTensor.map: expected a tensor with one scale, or with square blocks"):
+        q.map(lambda a: a)
+
+
 def test_linen_dense():
     layer = jaxfp8.linen.Dense(8, recipe=cases.RECIPE, dtype=jnp.bfloat16)
     x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
@@ -136,6 +189,14 @@ def test_errors():
         jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
     with pytest.raises(ValueError, match="resize_history"):
         jaxfp8.quantize_params(params, states, jaxfp8.DelayedScaling(amax_history_len=7))
+    with pytest.raises(ValueError, match="quantize_params: where: without a state"):
+        jaxfp8.quantize_params(params, None, cases.RECIPE)
+    with pytest.raises(ValueError, match="quantize_params: where: no path in params matches 'lm_.*'; .* 'down'"):
+        jaxfp8.quantize_params(params, None, cases.RECIPE, where="lm_.*")
+    with pytest.raises(ValueError, match="quantize_params: recipe: expected DelayedScaling beside a state"):
+        jaxfp8.quantize_params(params, states, jaxfp8.Float8CurrentScaling())
+    with pytest.raises(ValueError, match="quantize_params: recipe: expected kernels in FP8"):
+        jaxfp8.quantize_params(params, None, jaxfp8.CustomRecipe(lambda role: None), where=".*")
     quantized = jaxfp8.quantize_params(params, states, cases.RECIPE)
     with pytest.raises(TypeError, match="kernel"):
         jaxfp8.einsum("bk,kn->bn", np.ones((2, cases.K), np.float32), quantized["up"], recipe=cases.RECIPE)

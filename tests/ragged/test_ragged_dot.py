@@ -173,6 +173,7 @@ BAD = [
     ("group_sizes", np.int32([[2, 3]]), ValueError),
     ("preferred_element_type", np.int32, TypeError),
     ("state", None, ValueError),
+    ("recipe", jaxfp8.CustomRecipe(lambda role: None), ValueError),
     ("state", (), TypeError),
     ("state", OTHER_HISTORY, ValueError),
 ]

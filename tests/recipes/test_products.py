@@ -217,23 +217,13 @@ def test_quantized_kernels_that_do_not_fit(name):
         jaxfp8.dot_general(x, q, (((1,), (1,)), ((), ())), recipe=recipe)
 
 
-# --------------------------------------------------------------------------------------------------------- ragged_dot
-
-SIZES = np.int32([4, 0, 2])
-
-
-def ragged(recipe, **options):
-    rng = np.random.default_rng(0)
-    lhs, rhs = rng.standard_normal((8, 5)).astype(F32), rng.standard_normal((3, 5, 4)).astype(F32)
-
-    def product(lhs, rhs):
-        return jaxfp8.ragged_dot(lhs, rhs, SIZES, recipe=recipe, **options)
-
-    return product, lhs, rhs, rng.standard_normal((8, 4)).astype(F32)
-
-
-@pytest.mark.parametrize("name", ["rowwise", "block", "mx"])
-def test_ragged_dot_of_many_scales(name):
-    product, lhs, rhs, _ = ragged(RECIPES[name][0])
-    with pytest.raises(ValueError, match="ragged_dot: recipe: expected one scale for each tensor"):
-        product(lhs, rhs)
+@pytest.mark.parametrize(
+    "shape, dims", [((6, 3, 40), (((1, 2), (0, 1)), ((), ()))), ((6, 3, 40), (((1,), (0,)), ((), ())))]
+)
+def test_quantized_matrices_that_do_not_fit(shape, dims):
+    """`quantize_params` takes the dimensions before the last two for a batch, which this product has not."""
+    recipe = jaxfp8.Float8BlockScaling()
+    kernel = jaxfp8.quantize_params({"a": jnp.ones(shape, jnp.float32)}, None, recipe, where="a")["a"]
+    x = jnp.ones((4, *shape[: len(dims[0][0])]), jnp.float32)
+    with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
+        jaxfp8.dot_general(x, kernel, dims, recipe=recipe)
