@@ -64,8 +64,7 @@ def ragged_matmul(
         precise: adds every 32 products to an f32 sum. It matters on Ada, whose tensor cores keep 13 bits; Hopper's,
             which multiply these codes as f16, and Blackwell's keep those of f32.
         a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
-        b_t: b as `[g, k, n]`, for a b that another product reads in that layout; as in `scaled_matmul`. Not with
-            "contraction".
+        b_t: b as `[g, k, n]`, or `[m, n]`, for a b that another product reads in that layout; as in `scaled_matmul`.
 
     Returns:
         `[m, n]` of `out_dtype`, or `[g, p, n]` for "contraction".
@@ -219,7 +218,7 @@ def _names(*ranks, spec):
     a, b = _dims(spec)
     # Where a group begins depends on the sizes of all before it.
     operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
-    return operands + [("g0", "k0", "n0")] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+    return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
 
 
 def _dims(spec):
@@ -257,14 +256,14 @@ def _on_shards(operands, cut, *, vmap_dims, spec):
     (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
     if row_shards == group_shards == 1:
         return operands, {}
-    *others, group_sizes = operands
+    *matrices, group_sizes = operands
     # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
     rows, groups = spec.rows(operands[0]), group_sizes.shape[-1] // group_shards
     ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
     bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
     # 2. Take the groups of this device.
     bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
-    return [*others, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
+    return [*matrices, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
 
 
 def _not_on(capabilities, *types, spec):
