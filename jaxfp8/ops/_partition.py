@@ -66,7 +66,7 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     elif devices == "mesh" and (run.func is not jnp_program.func or dimensions.on_shards is not None):
         run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
         if dimensions.on_shards is not None:
-            run = _with_whole(run, dimensions.operands, ctx.module_context.axis_context.abstract_mesh)
+            operands = list(map(functools.partial(_whole, ctx), dimensions.operands, plain, operands))
     else:
         # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: the second ones are left out.
         run = _traced_once(run.func, tuple(run.keywords.items()))
@@ -87,20 +87,20 @@ def combine_of(names) -> Callable:
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
-def _with_whole(run, operand_names, mesh):
-    """Return `run` with operands that are not cut along dimensions named `WHOLE`.
+def _whole(ctx, names, aval, operand):
+    """Return a lowered operand that is not cut along dimensions named `WHOLE`.
 
     XLA may cut scales of blocks along a part of a mesh axis, which `custom_partitioning` cannot say.
     """
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
-
-    def whole(names, x):
-        if not any(name.startswith(WHOLE) for name in names):
-            return x
-        entries = (None if name.startswith(WHOLE) else PartitionSpec.UNCONSTRAINED for name in names)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
-
-    return lambda *operands: run(*map(whole, operand_names, operands))
+    if not any(name.startswith(WHOLE) for name in names):
+        return operand
+    mesh = ctx.module_context.axis_context.abstract_mesh
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    entries = (None if name.startswith(WHOLE) else PartitionSpec.UNCONSTRAINED for name in names)
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    with use_abstract_mesh(AbstractMesh((), ())):
+        rule = mlir.lower_fun(lambda x: lax.with_sharding_constraint(x, sharding), multiple_results=False)
+        return rule(ctx.replace(avals_in=[aval]), operand)[0]
 
 
 def _partitioned(run, dtypes, dimensions, as_bytes):

@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import oracle_blocks
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from recipes.cases import RECIPES
 
 import jaxfp8
@@ -46,8 +47,8 @@ def expected_products(rule, lhs, rhs, grad):
     return products
 
 
-def compare(name, dtype=np.float32, monkeypatch=None):
-    """One step against the oracle; with `monkeypatch` also what each product reads."""
+def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: operands):
+    """One step against the oracle, of operands that `place` puts on a mesh; with `monkeypatch` what products read."""
     recipe, rule = RECIPES[name]
     lhs, rhs, grad = operands(dtype)
     read, original = [], ops.ragged_matmul
@@ -60,11 +61,11 @@ def compare(name, dtype=np.float32, monkeypatch=None):
         return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=recipe, preferred_element_type=lhs.dtype)
 
     if monkeypatch is None:
-        y, vjp = jax.vjp(jax.jit(product), lhs, rhs)
+        y, vjp = jax.vjp(jax.jit(product), *place(lhs, rhs))
     else:  # without jit, so that operands have values where they are recorded
         monkeypatch.setattr(ops, "ragged_matmul", recorded)
         y, vjp = jax.vjp(product, lhs, rhs)
-    results = dict(zip(("y", "dlhs", "drhs"), (y, *vjp(grad)), strict=True))
+    results = dict(zip(("y", "dlhs", "drhs"), (y, *vjp(jax.device_put(grad, y.sharding))), strict=True))
     expected = expected_products(rule, lhs, rhs, grad)
     for i, (what, (codes, wanted)) in enumerate(expected.items()):
         wanted.check(results[what], f"{name}: {what}")
@@ -86,6 +87,22 @@ def test_recipes(monkeypatch, name):
 @pytest.mark.parametrize("name", ["block", "mx"])
 def test_jit_in_bfloat16(name):
     compare(name, dtype=oracle.BF16)
+
+
+@pytest.mark.parametrize(
+    "lhs_spec, rhs_spec", [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))]
+)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.varied
+def test_meshes(lhs_spec, rhs_spec, axis_type):
+    """Cuts through groups and through blocks."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+
+    def place(lhs, rhs):
+        return (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec)))
+
+    with jax.set_mesh(mesh):
+        compare("block", place=place)
 
 
 def test_reference():
