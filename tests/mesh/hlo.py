@@ -11,6 +11,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _BITS = {"pred": 8, "bf16": 16}
+_PART = r"'(\w+)'(?::\((\d+)\)(\d+))?"  # of a mesh axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,8 @@ def _groups(line) -> tuple:
     """The groups of devices, in any of the ways to write them:
 
     `{{0,1},{2,3}}`; `[2,4]<=[2,2,2]T(0,2,1)`: an iota, reshaped, transposed, in rows; `mesh['a'=2,'b'=4]` with
-    `device_ids=([2,2,2]T(0,2,1))` or none, `{'b'}`: rows of that iota as a mesh, along some of its axes.
+    `device_ids=([2,2,2]T(0,2,1))` or none, `{'b'}`: rows of that iota as a mesh, along some of its axes; or
+    `{'b':(2)2}`, along a part of one, of size 2 after 2.
     """
     if " collective-permute(" in line:
         return ()
@@ -128,9 +130,14 @@ def _groups(line) -> tuple:
     else:
         pattern = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
         mesh = re.search(pattern, line)
-        axes = re.findall(r"'(\w+)'=(\d+)", mesh[1])
-        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
-        along = [names.index(name) for name in re.fullmatch(r"'(.*)'", mesh[4])[1].split("','")]
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        # Each axis is three: before, of and after the part that is named; an axis that is named whole has itself there.
+        parts = {name: (int(before or 1), size) for name, before, size in re.findall(_PART, mesh[4])}
+        sizes = []
+        for name, whole in axes.items():
+            before, size = parts.get(name, (1, 1))
+            sizes += [before, int(size or whole), whole // before // int(size or whole)]
+        along = [3 * list(axes).index(name) + 1 for name in parts]
         devices = _iota(mesh[2] or str(math.prod(sizes)), mesh[3]).reshape(sizes)
         devices = np.moveaxis(devices, along, range(-len(along), 0))
         devices = devices.reshape(-1, math.prod(sizes[axis] for axis in along))
