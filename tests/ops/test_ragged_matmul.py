@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from mesh import hlo
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ragged_loops as module
@@ -117,6 +119,27 @@ def test_vmap(implementation, kind):
             a_i, b_i, scale, sizes_i = (x[i] if d == 0 else x for x, d in zip(args, axes, strict=True))
             expected = oracle.ragged_matmul(a_i, b_i, scale, B_INV, sizes_i, **summed)
             expected.check(got[i], f"{axes}, member {i}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards(implementation, kind):
+    """A device multiplies its rows by its groups, the first of which begins anywhere in them."""
+    if implementation == "cuda":
+        pytest.skip("needs four GPUs")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    sizes = [40, 10, 60, 30]
+    a, b = operands(kind, len(sizes))
+    rows, groups = P("x"), P("y")
+    specs = ((rows, groups), rows) if kind == "rows" else ((P(None, "x"), P(None, "x")), groups)
+    (a_place, b_place), place = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    def product(a, b):
+        return ops.ragged_matmul(a, b, A_INV, B_INV, np.int32(sizes), ragged=kind, out_dtype=jnp.float32, precise=True)
+
+    compiled = jax.jit(product, in_shardings=(a_place, b_place), out_shardings=place).lower(a, b).compile()
+    assert not [c for c in hlo.collectives(compiled.as_text()) if c.kind == "all-gather"]
+    expected = oracle.ragged_matmul(a, b, A_INV, B_INV, sizes, **accumulation(implementation, precise=True))
+    expected.check(compiled(*map(jax.device_put, (a, b), (a_place, b_place))), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
