@@ -1,5 +1,6 @@
 """Compiles the gradients of a mixture of experts' product for an H200 and prints, as JSON, what is in the program."""
 
+import dataclasses
 import json
 import math
 import re
@@ -7,19 +8,22 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from mesh.hlo import collectives
 
 import jaxfp8
 
-from .meshes import h200_mesh
+from .meshes import DEVICES, h200_mesh
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 4096, 1024, 2048, 16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 
 
-def compiled(device, fp8):
-    def of_shape(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+def compiled(fp8, place):
+    """The program of both gradients; `place(*axes)` is the sharding of an operand, None for one that is whole."""
+
+    def of_shape(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place(*axes))
 
     def product(x, kernels, sizes, state):
         if fp8:
@@ -32,19 +36,25 @@ def compiled(device, fp8):
 
     state = jax.tree.map(lambda leaf: of_shape(leaf.shape, leaf.dtype), jaxfp8.init_state(RECIPE))
     operands = (
-        of_shape((ROWS, WIDTH), jnp.bfloat16),
-        of_shape((EXPERTS, WIDTH, HIDDEN), jnp.float32),
+        of_shape((ROWS, WIDTH), jnp.bfloat16, DEVICES),
+        of_shape((EXPERTS, WIDTH, HIDDEN), jnp.float32, None, DEVICES),
         of_shape((EXPERTS,), jnp.int32),
         state,
-        of_shape((ROWS, HIDDEN), jnp.bfloat16),
+        of_shape((ROWS, HIDDEN), jnp.bfloat16, DEVICES),
     )
-    return jax.jit(step).lower(*operands).compile()
+    x, kernels, _, _, grad = (jax.tree.map(lambda leaf: leaf.sharding, operand) for operand in operands)
+    whole = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(step, out_shardings=(grad, (x, kernels, whole))).lower(*operands).compile()
 
 
 def main():
-    device, report = h200_mesh().devices.flat[0], {}
+    mesh, report = h200_mesh(), {}
+    of_shards = collectives(compiled(True, lambda *axes: NamedSharding(mesh, P(*axes))).as_text())
+    # An asynchronous gather has its operand beside its result, which comes last.
+    results = [(c, dataclasses.replace(c, results=c.results[-1:])) for c in of_shards]
+    report["fsdp"] = [{"kind": c.kind, "bytes": result.bytes, "what": str(c)} for c, result in results]
     for fp8 in (True, False):
-        program = compiled(device, fp8)
+        program = compiled(fp8, lambda *axes: SingleDeviceSharding(mesh.devices.flat[0]))
         text = program.as_text()
         report["fp8" if fp8 else "bf16"] = {
             "custom_calls": Counter(re.findall(r'custom_call_target="jaxfp8_(\w+)_v\d+"', text)),

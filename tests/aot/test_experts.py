@@ -28,3 +28,12 @@ def test_nothing_is_dense_in_groups(report):
     codes = 2 * (ROWS * WIDTH + EXPERTS * WIDTH * HIDDEN + ROWS * HIDDEN)
     masked = 2 * (ROWS * WIDTH + ROWS * HIDDEN)
     assert report["fp8"]["temporary_bytes"] <= codes + masked + 2**20, report
+
+
+def test_one_gather_of_codes(report):
+    """FSDP over rows and kernels: one gather of codes for y and dlhs, half of bfloat16's bytes, and nothing of rows."""
+    sent = [c for c in report["fsdp"] if c["bytes"] > 1024]
+    kinds = sorted(c["kind"] for c in sent)
+    assert kinds in (["all-gather", "all-reduce"], ["all-gather", "reduce-scatter"]), sent
+    (gather,) = (c for c in sent if c["kind"] == "all-gather")
+    assert gather["bytes"] == EXPERTS * WIDTH * HIDDEN, gather
