@@ -76,23 +76,17 @@ def block_scaled_matmul(
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
     scales = []
     for name, scale, block, rows in (("a", a_scale_inv, a_block, m), ("b", b_scale_inv, b_block, n)):
-        if block is not None:
+        if block is None:
+            scale = _checks.scale(op, f"{name}_scale_inv", scale)
+        else:
             block = _blocks.checked(op, f"{name}_block", block)
-        scales.append((_checked_scale(op, f"{name}_scale_inv", scale, block, leading, rows, k), block))
+            scale = _blocks.checked_scales(op, f"{name}_scale_inv", scale, block, leading, rows, k)
+        scales.append((scale, block))
     (a_scale_inv, a_block), (b_scale_inv, b_block) = scales
     bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     spec = _Spec(**fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block)
     return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *bias_operands, spec=spec)[0]
-
-
-def _checked_scale(op, name, scale, block, leading, rows, cols):
-    if block is None:
-        return _checks.scale(op, name, scale)
-    scale = _checks.array(op, name, scale)
-    if scale.dtype not in (jnp.float32, _blocks.E8M0):
-        raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
-    return _checks.shape(op, name, scale, (*leading, *_blocks.count(block, math.prod(rows), math.prod(cols))))
 
 
 @dataclasses.dataclass(frozen=True)

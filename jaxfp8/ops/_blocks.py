@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _checks
 from ._primitive import dims
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -26,6 +27,14 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     if not is_pair or not all(b is None or (isinstance(b, (int, np.integer)) and b >= 1) for b in block):
         raise ValueError(f"{op}: {name}: expected (rows, columns), each a positive int, or None for all, got {block!r}")
     return tuple(None if b is None else int(b) for b in block)
+
+
+def checked_scales(op: str, name: str, scales, block, leading, rows, cols):
+    """Return the float32 or E8M0 scales of the blocks of `[*leading, *rows, *cols]`."""
+    scales = _checks.array(op, name, scales)
+    if scales.dtype not in (jnp.float32, E8M0):
+        raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scales.dtype}; scales are not rounded")
+    return _checks.shape(op, name, scales, (*leading, *count(block, math.prod(rows), math.prod(cols))))
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
@@ -73,6 +82,16 @@ def e8m0(exponent, is_nan):
 def power_of_two(exponent, is_nan):
     """Return f32 `2**exponent` for an exponent in [-126, 127]; NaN where `is_nan`."""
     return lax.bitcast_convert_type(jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32)
+
+
+def exponent_codes(scales):
+    """Return the E8M0 codes of float32 scales that are powers of two from 2**-126 to 2**127; NaN of all others."""
+    bits = lax.bitcast_convert_type(scales, jnp.uint32)
+    exponent = bits >> 23
+    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
+    # negative number, which is shifted in with the exponent, makes it larger than 254.
+    is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
+    return jnp.where(is_power, exponent, NAN_CODE).astype(jnp.uint8)
 
 
 def e8m0_factors(scales, dtype):
