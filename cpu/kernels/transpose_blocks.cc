@@ -9,6 +9,7 @@
 #include "cpu/kernels/chunks.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/parallel_for.h"
+#include "cpu/kernels/prefetch.h"
 #include "cpu/kernels/results.h"
 
 namespace jaxfp8::cpu {
@@ -63,6 +64,8 @@ void TransposePanel(const TransposeBlocksParams& params, const PanelChunks::Chun
     const uint8_t* in = params.data + (chunk.group * m + row) * n;
     const uint8_t* scales = params.scale_inv + (chunk.group * m + row) * across;
     uint8_t* out = codes + (row - chunk.row_begin) * Panel::kStride;
+    PrefetchAhead(params.data + (chunk.group * m + chunk.row_begin) * n + chunk.column_begin, n,
+                  chunk.column_end - chunk.column_begin, chunk.row_end - chunk.row_begin, row - chunk.row_begin);
     for (int64_t column = chunk.column_begin; column < chunk.column_end;) {
       const int64_t j = column / block, end = std::min(chunk.column_end, (j + 1) * block);
       const uint32_t shift = Shifted<Format>::Row(largest[j * down + row / block], scales[j]);
