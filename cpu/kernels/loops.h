@@ -61,9 +61,9 @@ void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
 }
 
 // The codes of a panel to its transposed result. (They are not const, which GCC takes for a read of all of them.) Whole
-// lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in memory are
-// written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the panel, and
-// only what belongs to the panel is copied.
+// lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in memory
+// are written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the panel,
+// and only what belongs to the panel is copied.
 template <class Blocks>
 void TransposeCodes(uint8_t* codes, const Panel& panel, Store store) {
   const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&

@@ -6,8 +6,8 @@
 
 namespace jaxfp8::cpu {
 
-// Asks for what a panel's rows are kRowsAhead rows from now; `x` is its first element, rows are `stride` bytes apart and
-// `width` bytes long. After the last row comes the panel to the right, the next chunk. Forced inline: a call of a
+// Asks for what a panel's rows are kRowsAhead rows from now. `x` is its first element; rows are `stride` bytes apart,
+// and `width` bytes long. After the last row comes the panel to the right, the next chunk. Forced inline: a call of a
 // function that does nothing but prefetch is one that GCC removes.
 __attribute__((always_inline)) inline void PrefetchAhead(const void* x, int64_t stride, int64_t width, int64_t rows,
                                                          int64_t row) {

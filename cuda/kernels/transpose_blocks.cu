@@ -134,9 +134,8 @@ cudaError_t LaunchTransposeBlocks(const TransposeBlocksParams& given, cudaStream
     const int64_t most = int64_t{multiprocessors} * kBlocksPerMultiprocessor;
     return wanted < most ? wanted : most;
   };
-  JAXFP8_RETURN_IF_CUDA_ERROR(Launch(LargestScalesKernel,
-                                     blocks(pieces(params.groups * plan.down * plan.across, kThreads)), kThreads, stream,
-                                     plan));
+  const int64_t scales = params.groups * plan.down * plan.across;
+  JAXFP8_RETURN_IF_CUDA_ERROR(Launch(LargestScalesKernel, blocks(pieces(scales, kThreads)), kThreads, stream, plan));
   const int64_t tiles = params.groups * plan.tiles_down * plan.tiles_across;
   const bool words = params.block % kPatch == 0 && params.n % kPatch == 0 && IsAligned(params.data, kPatch);
   cudaError_t status = cudaErrorInvalidValue;
