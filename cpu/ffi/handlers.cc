@@ -12,6 +12,7 @@
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
+#include "common/ffi/transpose_blocks.h"
 #include "cpu/ffi/quantize_blocks_transpose.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
@@ -23,6 +24,7 @@
 #include "cpu/kernels/quantize_transpose.h"
 #include "cpu/kernels/read_histories.h"
 #include "cpu/kernels/task_pool.h"
+#include "cpu/kernels/transpose_blocks.h"
 #include "cpu/kernels/write_histories.h"
 
 namespace jaxfp8::cpu {
@@ -80,6 +82,8 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTr
                              QuantizeTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v1, (kSerial<ReadHistoriesOp, ReadHistories>),
                              ReadHistoriesOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
+                             TransposeBlocksOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v1, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 

@@ -17,6 +17,7 @@
 #include "cpu/kernels/half.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/map_span.h"
+#include "cpu/kernels/prefetch.h"
 
 namespace jaxfp8::cpu {
 namespace {
@@ -50,21 +51,6 @@ void DequantizeSpan(const uint8_t* data, float scale_inv, void* out, int64_t siz
   if (store == Store::kStreamed) Blocks::Fence();
 }
 
-// Asks for what a panel's rows are kRowsAhead rows from now: the hardware prefetches along a row, but a
-// panel's rows are too short for it to get going. After the last row comes the panel to the right, the next chunk.
-// Forced inline: a call of a function that does nothing but prefetch is one that GCC removes.
-template <class In>
-__attribute__((always_inline)) inline void PrefetchAhead(const Panel& panel, int64_t row) {
-  constexpr int64_t kRowsAhead = 8;
-  const int64_t ahead = row + kRowsAhead;
-  const int64_t offset = ahead < panel.rows ? ahead * panel.n : (ahead - panel.rows) * panel.n + panel.columns;
-  // An integer, because the address may lie beyond the array; there a prefetch does nothing.
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(panel.x) + offset * sizeof(In);
-  for (uintptr_t line = begin; line < begin + panel.columns * sizeof(In); line += 64) {
-    __builtin_prefetch(reinterpret_cast<const void*>(line));
-  }
-}
-
 // The codes of a panel, row after row kStride apart, to its result. Whoever calls fences.
 template <class Blocks>
 void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
@@ -75,9 +61,9 @@ void CopyCodes(const uint8_t* codes, const Panel& panel, Store store) {
 }
 
 // The codes of a panel to its transposed result. (They are not const, which GCC takes for a read of all of them.) Whole
-// lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in memory are
-// written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the panel, and
-// only what belongs to the panel is copied.
+// lines of data_t can be streamed. Tiles follow each other down the rows, so that lines next to each other in memory
+// are written soon after each other. A ragged tile is transposed aside, with whatever `codes` holds beyond the panel,
+// and only what belongs to the panel is copied.
 template <class Blocks>
 void TransposeCodes(uint8_t* codes, const Panel& panel, Store store) {
   const bool streamed = store == Store::kStreamed && panel.m % kBlock == 0 &&
@@ -118,7 +104,7 @@ uint32_t QuantizeTransposePanel(const Panel& panel, float scale, Store store) {
 
   const In* x = static_cast<const In*>(panel.x);
   for (int64_t row = 0; row < panel.rows; ++row) {
-    PrefetchAhead<In>(panel, row);
+    PrefetchAhead(x, panel.n * sizeof(In), panel.columns * sizeof(In), panel.rows, row);
     uint8_t* row_codes = codes + row * Panel::kStride;
     MapSpan(quantize, x + row * panel.n, row_codes, panel.columns, Store::kCached);
     MapSpan(copy, row_codes, panel.data + row * panel.n, panel.columns, store);

@@ -12,6 +12,7 @@
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/parallel_for.h"
+#include "cpu/kernels/prefetch.h"
 #include "cpu/kernels/results.h"
 
 namespace jaxfp8::cpu {
@@ -55,16 +56,23 @@ template <class Visitor>
 void ForEachBand(const Params& params, const Pass& pass, const Chunk& chunk, const Visitor& visit) {
   constexpr int64_t kColumns = BlockBand::kColumns;
   const int64_t most = pass.width < kColumns ? kColumns - kColumns % pass.width : pass.width;
-  const auto* x = static_cast<const char*>(params.x) + chunk.group * params.m * params.n * ByteWidth(params.dtype);
+  const int64_t element = ByteWidth(params.dtype), stride = params.n * element;
+  const auto* x = static_cast<const char*>(params.x) + chunk.group * params.m * stride;
+  const auto* panel = x + chunk.row_begin * stride + chunk.column_begin * element;
+  const int64_t rows = chunk.row_end - chunk.row_begin;
   BlockBand band;
   band.n = params.n;
   band.width = pass.width;
   for (int64_t row = chunk.row_begin; row < chunk.row_end; row += band.rows) {
     band.rows = std::min(chunk.row_end - row, pass.height - row % pass.height);
+    // A single row is long.
+    for (int64_t r = row; r < row + band.rows && rows > 1; ++r) {
+      PrefetchAhead(panel, stride, (chunk.column_end - chunk.column_begin) * element, rows, r - chunk.row_begin);
+    }
     for (int64_t column = chunk.column_begin; column < chunk.column_end; column += band.columns) {
       band.columns = std::min(chunk.column_end - column, most);
       band.first = pass.width - column % pass.width;
-      band.x = x + (row * params.n + column) * ByteWidth(params.dtype);
+      band.x = x + row * stride + column * element;
       visit(band, row, column);
     }
   }

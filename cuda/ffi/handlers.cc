@@ -8,6 +8,7 @@
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
+#include "common/ffi/transpose_blocks.h"
 #include "cuda/ffi/support.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
@@ -17,6 +18,7 @@
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/read_histories.h"
+#include "cuda/kernels/transpose_blocks.h"
 #include "cuda/kernels/write_histories.h"
 
 namespace jaxfp8::cuda {
@@ -47,6 +49,7 @@ JAXFP8_ON_STREAM(jaxfp8_push_amaxes_v1, PushAmaxesOp, LaunchPushAmaxes);
 JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
 JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
 JAXFP8_ON_STREAM(jaxfp8_read_histories_v1, ReadHistoriesOp, LaunchReadHistories);
+JAXFP8_ON_STREAM(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, LaunchTransposeBlocks);
 JAXFP8_ON_STREAM(jaxfp8_write_histories_v1, WriteHistoriesOp, LaunchWriteHistories);
 
 }  // namespace jaxfp8::cuda

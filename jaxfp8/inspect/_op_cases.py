@@ -159,6 +159,12 @@ def _quantize_blocks_transpose(kind, rng):
     return lambda x: op(x, kind.form.dtype, **options), [_numbers(kind, rng)]
 
 
+def _transpose_blocks(kind, rng):
+    (m, n), data = kind.shape, _values.codes(rng, kind.shape, kind.form, hard=kind.hard)
+    scales = np.exp2(rng.integers(-4, 4, (m, *_blocks.count(_MX, m, n)[1:]))).astype(kind.turn((_blocks.E8M0, _F32)))
+    return lambda data, scales: ops.transpose_blocks(data, scales, block=_MX), [data, scales]
+
+
 def _dequantize(kind, rng):
     arguments = rng.integers(0, 256, kind.shape, np.uint8).view(kind.form.dtype), _values.scale(rng)
     return lambda data, scale_inv: ops.dequantize(data, scale_inv, kind.dtype), arguments
@@ -283,7 +289,8 @@ def _wide(x, factor=1.0):
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
-    *(_quantize_blocks_transpose, _dequantize, _scaled_matmul, _block_scaled_matmul, _ragged_matmul),
+    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
+    *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")

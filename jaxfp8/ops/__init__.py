@@ -26,3 +26,4 @@ from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
 from ._readings import READING_NUMBERS, read_histories as read_histories, write_histories as write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul
+from ._transpose_blocks import transpose_blocks as transpose_blocks

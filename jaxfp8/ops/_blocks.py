@@ -93,6 +93,16 @@ def power_of_two(exponent, is_nan):
     return lax.bitcast_convert_type(jnp.where(is_nan, 0x7FC00000, (exponent + _BIAS) << 23), jnp.float32)
 
 
+def exponent_codes(scales):
+    """Return the E8M0 codes of float32 scales that are powers of two from 2**-126 to 2**127; NaN of all others."""
+    bits = lax.bitcast_convert_type(scales, jnp.uint32)
+    exponent = bits >> 23
+    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
+    # negative number, which is shifted in with the exponent, makes it larger than 254.
+    is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
+    return jnp.where(is_power, exponent, NAN_CODE).astype(jnp.uint8)
+
+
 def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about its square root."""
     codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)

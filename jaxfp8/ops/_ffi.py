@@ -15,7 +15,8 @@ from . import _modules
 from ._plans import Gemm, Plan, Platform
 
 _ON_BOTH = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize")
-_ON_BOTH += ("quantize_blocks_transpose", "quantize_transpose", "read_histories", "write_histories")
+_ON_BOTH += ("quantize_blocks_transpose", "quantize_transpose", "read_histories", "transpose_blocks")
+_ON_BOTH += ("write_histories",)
 _CUDA_ONLY = (
     "block_scaled_matmul",
     "quantize_activation",

@@ -115,13 +115,7 @@ def as_mx(scales, block, rows: int, k: int):
     is 448 or more), and 1 where the amax is 0 or not finite; scales are the inverse. Any other float32 becomes NaN, so
     that a product of scales that are no powers of two is not silently wrong.
     """
-    bits = lax.bitcast_convert_type(scales, jnp.uint32)
-    exponent = bits >> 23
-    # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
-    # negative number, which is shifted in with the exponent, makes it larger than 254.
-    is_power = (bits & 0x7FFFFF == 0) & (exponent >= 1) & (exponent <= 254)
-    codes = jnp.where(is_power, exponent, _blocks.NAN_CODE).astype(jnp.uint8)
     # One scale of a row now stands for 32 columns: `block` has c // 32 of them.
     r, c = block
-    codes = _blocks.spread(codes, (r, None if c is None else c // 32), rows, -(-k // 32))
+    codes = _blocks.spread(_blocks.exponent_codes(scales), (r, None if c is None else c // 32), rows, -(-k // 32))
     return lax.bitcast_convert_type(codes, _blocks.E8M0)

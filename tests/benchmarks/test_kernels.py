@@ -84,6 +84,7 @@ def test_every_custom_call(cuda_custom_calls):
         ("quantize_blocks_transpose 1x32", 4 + 2 / 32),
         ("quantize_blocks_transpose row-wise", 6),
         ("quantize_blocks row-wise", 5),
+        ("transpose_blocks 1x32", 2 + 2 / 32),
         ("dequantize to bf16", 3),
     ],
 )

@@ -26,7 +26,7 @@ EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
     "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
     "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
-    "read_histories", "write_histories",
+    "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 # What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
@@ -207,6 +207,16 @@ class Emulated:
         amaxes.result("amaxes")
         names = ("data", "scale_inv", "data_t", "scale_inv_t")
         return [buffer.result(name) for buffer, name in zip(results, names, strict=False)]
+
+    def transpose_blocks(self, data, scale_inv, block, *, shift=0, data_t_shift=None):
+        """data_t and scale_inv_t; scales are codes of E8M0."""
+        g, m, n = data.shape
+        of_data_t = shift if data_t_shift is None else data_t_shift
+        operands = Buffer(data.shape, data.dtype, shift, data), Buffer(scale_inv.shape, np.uint8, 0, scale_inv)
+        results = Buffer((g, n, m), data.dtype, of_data_t), Buffer((g, n, -(-m // block)), np.uint8)
+        pointers = [buffer.pointer for buffer in (*operands, *results)]
+        self._launch("transpose_blocks", DTYPES[data.dtype], *pointers, block, g, m, n)
+        return [buffer.result(name) for buffer, name in zip(results, ("data_t", "scale_inv_t"), strict=True)]
 
     def quantize_activation(self, x, scale, fmt, activation, **options):
         """x `[g, m, 1 or 2, n]`."""

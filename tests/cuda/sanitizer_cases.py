@@ -70,6 +70,7 @@ OWN = {
     "quantize_blocks_transpose": (op("quantize_blocks_transpose", E4M3, block=(128, 128)), MATRIX),
     "quantize_blocks_transpose, MX": (op("quantize_blocks_transpose", E4M3, block=(1, 32), scale="e8m0"), BLOCK),
     "quantize_blocks_transpose, rows": (op("quantize_blocks_transpose", E4M3, block=(1, None)), MATRIX),
+    "transpose_blocks": (op("transpose_blocks", block=(1, 32)), codes(130, 264), positive(130, 9) * 0 + 1),
     "ragged_matmul": (op("ragged_matmul", ONE, ONE, np.int32([5, 0, 40, 3])), codes(64, 70), codes(4, 40, 70)),
     "ragged_matmul, contraction": (
         op("ragged_matmul", ONE, ONE, np.int32([70, 0, 61]), ragged="contraction"),

@@ -196,6 +196,21 @@ def test_tiles(kernels, g, m, n, dtype, op):
         check(run(kernels, shift=shift, data_t_shift=data_t_shift))
 
 
+@pytest.mark.parametrize("g, m, n", SHAPES)
+@pytest.mark.parametrize("block", [32, 6, 128])
+def test_transposed_blocks(kernels, g, m, n, block):
+    random = np.random.default_rng(m)
+    data = random.integers(0, 256, (g, m, n), np.uint8).view(E5M2.dtype)
+    scale_inv = random.integers(120, 134, (g, m, -(-n // block)), np.uint8)
+    scale_inv[random.random(scale_inv.shape) < 0.01] = 255
+    pairs = zip(data, scale_inv.view(oracle_blocks.E8M0), strict=True)
+    groups = [oracle_blocks.transpose(*pair, E5M2, block) for pair in pairs]
+    expected = [np.stack([group[0] for group in groups]), np.stack([group[1] for group in groups]).view(np.uint8)]
+    for shift, data_t_shift in ((0, 0), (1, 1), (0, 1), (4, 0)):
+        got = kernels.transpose_blocks(data, scale_inv, block, shift=shift, data_t_shift=data_t_shift)
+        assert_all_bitwise(got, expected, f"shifted by {shift}, {data_t_shift}")
+
+
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
 def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(emulated_library, m, n):
     """Neither a beta, which here is what the values add up to 0 with, nor the statistics of the next group."""

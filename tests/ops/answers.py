@@ -21,9 +21,8 @@ def _attributes_are_good(call: Call) -> bool:
     given = call.attributes
     if call.op == "amax_to_scale":
         return set(given) == {"numerator"} and _is_numerator(given["numerator"])
-    if call.target == "quantize_blocks_transpose":
-        # The table has the sizes of these alone.
-        return set(given) == {"block", "scaling"} and str(given) == str(ATTRIBUTES[call.op])
+    if call.op in ATTRIBUTES and "block" in ATTRIBUTES[call.op]:
+        return repr(given) == repr(ATTRIBUTES[call.op])  # the table has the sizes of these alone
     if call.op != "delayed_scales":
         return not given
     if set(given) != {"numerators", "most_recent"} or not isinstance(given["most_recent"], np.bool_):
@@ -75,9 +74,18 @@ def _quantize_blocks_transpose(x, results, block, scaling):
     layouts = (x, x.swapaxes(1, 2))[: len(results) // 2]
     answers = [[oracle_blocks.quantize(matrix, fmt, tuple(block), scale=scale) for matrix in each] for each in layouts]
     return [
-        np.array([part[i] for part in parts]).view(np.dtype(dtype)).reshape(shape)
+        np.array([part[i].view(dtype) for part in parts], dtype).reshape(shape)
         for parts, pair in zip(answers, (results[:2], results[2:]), strict=False)
         for i, (shape, dtype) in enumerate(pair)
+    ]
+
+
+def _transpose_blocks(data, scale_inv, results, block):
+    fmt, scales = FORMAT_OF[data.dtype], scale_inv.view(oracle_blocks.E8M0)
+    groups = [oracle_blocks.transpose(*group, fmt, int(block)) for group in zip(data, scales, strict=True)]
+    return [
+        np.array([group[i].view(dtype) for group in groups], dtype).reshape(shape)
+        for i, (shape, dtype) in enumerate(results)
     ]
 
 
@@ -127,7 +135,15 @@ def _write_histories(*operands, results):
 _ANSWERS = {
     function.__name__[1:]: function
     for function in (
-        *(_amax, _quantize, _quantize_blocks_transpose, _quantize_transpose, _dequantize, _amax_to_scale),
+        *(
+            _transpose_blocks,
+            _amax,
+            _quantize,
+            _quantize_blocks_transpose,
+            _quantize_transpose,
+            _dequantize,
+            _amax_to_scale,
+        ),
         *(_delayed_scales, _push_amaxes, _read_histories, _write_histories),
     )
 }

@@ -40,6 +40,7 @@ TARGETS = {
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
     "read_histories": "jaxfp8_read_histories_v1",
+    "transpose_blocks": "jaxfp8_transpose_blocks_v1",
     "write_histories": "jaxfp8_write_histories_v1",
 }
 CUDA_TARGETS = TARGETS | {

@@ -28,6 +28,7 @@ SPECS = {
     "data_t? =data[g n m], scale_inv_t? f32[g n m/128]",
     "quantize_blocks_transpose, MX": "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], "
     "data_t? =data[g n m], scale_inv_t? u8[g n m/32]",
+    "transpose_blocks": "data fp8[g m n], scale_inv u8[g m n/32] -> data_t =data[g n m], scale_inv_t u8[g n m/32]",
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
     "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
@@ -74,6 +75,7 @@ ATTRIBUTES = {
     "quantize_blocks_transpose": {"block": np.int64([1, 128]), "scaling": "f32"},
     "quantize_blocks_transpose, MX": {"block": np.int64([1, 32]), "scaling": "e8m0_ceil"},
     "quantize_blocks_transpose, stored": {"block": "1x128", "scaling": "f32"},
+    "transpose_blocks": {"block": np.int64(32)},
 }
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
@@ -330,10 +332,8 @@ BAD_ATTRIBUTES = {
         ({"scaling": "e8m0"}, "scaling: expected .*got"),
         ({"scaling": "e8m0_floor"}, "scale_inv: expected .*got"),
     ],
-    "quantize_blocks_transpose, stored": [
-        ({"block": "1x64"}, "block: expected .*got"),
-        ({"scaling": "e8m0"}, "scaling: expected .*got"),
-    ],
+    "transpose_blocks": [({"block": np.int64(b)}, "block: expected .*got") for b in (0, -1)],
+    "quantize_blocks_transpose, stored": [({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")],
 }
 
 

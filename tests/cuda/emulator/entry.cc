@@ -11,6 +11,7 @@
 #include "cuda/kernels/quantize_norm.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/ragged_matmul.h"
+#include "cuda/kernels/transpose_blocks.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -43,6 +44,12 @@ EXPORT int launch_quantize_blocks_transpose(int dtype, int format, int block, in
       {static_cast<Dtype>(dtype), static_cast<Dtype>(format), static_cast<jaxfp8::cuda::BlockShape>(block),
        static_cast<jaxfp8::BlockScaling>(scaling), x, data, scale_inv, data_t, scale_inv_t, amaxes, groups, m, n},
       nullptr);
+}
+
+EXPORT int launch_transpose_blocks(int format, const uint8_t* data, const uint8_t* scale_inv, uint8_t* data_t,
+                                   uint8_t* scale_inv_t, int64_t block, int64_t groups, int64_t m, int64_t n) {
+  return jaxfp8::cuda::LaunchTransposeBlocks(
+      {static_cast<Dtype>(format), data, scale_inv, data_t, scale_inv_t, block, groups, m, n}, nullptr);
 }
 
 EXPORT int launch_quantize_activation(const jaxfp8::TileParams* params, int activation) {

@@ -1,0 +1,155 @@
+"""transpose_blocks: blocks along the rows of FP8 codes become blocks along their columns, without quantizing again."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from . import _blocks, _checks, _ffi, _shapes
+from ._primitive import dims, tensor_op
+
+
+def transpose_blocks(
+    data: ArrayLike,
+    scale_inv: ArrayLike,
+    *,
+    block: tuple[int, int],
+    rows: int = 1,
+    cols: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Transpose codes whose scales are powers of two, such that blocks lie along the rows again.
+
+    The c rows of a new block cross one block each, and its scale is the largest of their scales:
+
+        scale_inv_t[j, i] = max(scale_inv[i * c : (i + 1) * c, j // c])
+        data_t[j, i] = round(data[i, j] * (scale_inv[i, j // c] / scale_inv_t[j, i // c]))
+
+    The ratio is a power of two, at most 1. The product is rounded to the nearest FP8 number, ties to even: it is exact
+    unless it is below the smallest normal number (2**-6 in E4M3, 2**-14 in E5M2), where it loses bits, down to a zero
+    with the sign of the code. Codes of NaN and Inf stay. If a scale that a new block crosses is NaN or no power of two,
+    its scale is NaN and all its codes are NaN, as `quantize_blocks` gives them.
+
+    This differs from `quantize_blocks(x.mT)` in three ways. A scale comes from all columns of an old block, and may be
+    larger than the amax of its own column needs. Where the product is subnormal a number is rounded twice; all other
+    codes are those of x divided by the larger scale. And where the first scale saturated a number (rounding="floor",
+    or an Inf or NaN beside it in a block with float32 scales), it stays saturated.
+
+    Args:
+        data: float8_e4m3fn or float8_e5m2 `[..., *m, *n]`.
+        scale_inv: float8_e8m0fnu, or float32 powers of two from 2**-126 to 2**127, `[..., m, ceil(n / c)]`: as
+            `quantize_blocks` gives it with scale="e8m0" or power_2_scale=True.
+        block: `(1, c)`, of data and of data_t. The last block of a row may be smaller.
+        rows, cols: how many dimensions m and n stand for; blocks count them merged.
+
+    Returns:
+        `(data_t, scale_inv_t)`: data_t `[..., *n, *m]` with the dtype of data; scale_inv_t `[..., n, ceil(m / c)]` with
+        that of scale_inv.
+
+    Raises:
+        TypeError: data or scale_inv has another dtype, or the op is differentiated.
+        ValueError: data has fewer dimensions than `rows + cols`, block is not `(1, c)`, or scale_inv has another shape.
+    """
+    op = "transpose_blocks"
+    data = _checks.rank(op, "data", _checks.fp8(op, "data", data), rows + cols)
+    first, block = data.ndim - rows - cols, _blocks.checked(op, "block", block)
+    if block[0] != 1 or block[1] is None:
+        raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
+    leading, row, col = data.shape[:first], data.shape[first : first + rows], data.shape[first + rows :]
+    scale_inv = _blocks.checked_scale(op, "scale_inv", scale_inv, block, leading, row, col)
+    data_t, scale_inv_t = _transpose_blocks(data, scale_inv, block=block, rows=int(rows), cols=int(cols))
+    return data_t, scale_inv_t
+
+
+def _shift_down(data, shift):
+    """Return the codes of `data / 2**shift`, int32 shifts of at least 0; those of NaN and Inf stay."""
+    info = jnp.finfo(data.dtype)
+    codes = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.int32)
+    magnitude, hidden = codes & 0x7F, 1 << info.nmant
+    exponent = magnitude >> info.nmant
+    # A subnormal result is an integer, rounded; the smallest normal number follows the subnormal ones.
+    significand = jnp.where(exponent == 0, magnitude, (magnitude & (hidden - 1)) | hidden)
+    places = jnp.clip(shift - jnp.maximum(exponent, 1) + 1, 0, info.nmant + 2)
+    half = (1 << jnp.maximum(places - 1, 0)) - 1 + ((significand >> places) & 1)
+    rounded = jnp.where(places == 0, significand, (significand + half) >> places)
+    shifted = jnp.where(exponent > shift, magnitude - (shift << info.nmant), rounded)
+    largest = int(np.array(info.max, data.dtype).view(np.uint8))
+    stays = (magnitude > largest) | (shift == 0)
+    return jnp.where(stays, codes, (codes & 0x80) | shifted).astype(jnp.uint8)
+
+
+def _reference(data, scale_inv, vmap_dims, block, rows, cols):
+    """Transpose blocks in jnp."""
+    first, size = data.ndim - rows - cols, block[1]
+    matrix = _shapes.merge(data, *[1] * first, rows)
+    m, n = matrix.shape[-2:]
+    # 1. Find the scale of each new block: that of one column stands for all columns of an old block.
+    codes = _exponents(scale_inv).astype(jnp.int32)
+    largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
+    of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
+    # 2. Shift the codes of each old block, as bytes: XLA's CPU compiler may move FP8 through float16.
+    shift, of_elements = (_blocks.spread(x, block, m, n) for x in (of_rows - codes, of_rows))
+    nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
+    shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))
+    data_t = _shapes.transpose(shifted.reshape(data.shape), rows, cols)
+    scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
+    return lax.bitcast_convert_type(data_t, data.dtype), _scales(scales_t.astype(jnp.uint8), scale_inv.dtype)
+
+
+def _exponents(scales):
+    """Return scales as E8M0 codes, uint8."""
+    if scales.dtype == _blocks.E8M0:
+        return lax.bitcast_convert_type(scales, jnp.uint8)
+    return _blocks.exponent_codes(scales)
+
+
+def _scales(codes, dtype):
+    """Undo `_exponents`."""
+    if dtype == _blocks.E8M0:
+        return lax.bitcast_convert_type(codes, dtype)
+    return _blocks.power_of_two(codes.astype(jnp.int32) - 127, codes == _blocks.NAN_CODE)
+
+
+def _custom_call(data, scale_inv, vmap_dims, block, rows, cols):
+    """Make one custom call on groups of matrices, with scales as E8M0 codes."""
+    first, size = data.ndim - rows - cols, block[1]
+    leading, row, col = data.shape[:first], data.shape[first : first + rows], data.shape[first + rows :]
+    groups = data.reshape(math.prod(leading), math.prod(row), math.prod(col))
+    scales = _exponents(scale_inv).reshape(groups.shape[0], *scale_inv.shape[first:])
+    g, m, n = groups.shape
+    results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
+    data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(size))
+    scales_t = _scales(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
+    return data_t.reshape(*leading, *col, *row), scales_t
+
+
+def _names(data, scale_inv, *, block, rows, cols):
+    del scale_inv, block
+    leading, row, col = dims("batch", data - rows - cols), dims("row", rows), dims("col", cols)
+    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
+    return [leading + row + col, scales], [leading + col + row, scales_t]
+
+
+def _sizes(data, scale_inv, *, block, rows, cols):
+    m, n = _shapes.merged(data[len(data) - rows - cols :], rows)
+    return dict(zip(("col_blocks_t", "row_blocks_t"), _blocks.count(block, n, m), strict=True))
+
+
+def _align(axes, sizes, shards, *, block, **_):
+    """Cut the scales of both layouts together with their blocks."""
+    rows = {"row_blocks": 1, "row_blocks_t": block[1]}
+    cols = {"col_blocks": block[1], "col_blocks_t": 1}
+    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
+
+
+_transpose_blocks = tensor_op(
+    "transpose_blocks",
+    names=_names,
+    sizes=_sizes,
+    dtypes=lambda data, scale_inv, **_: [data.dtype, scale_inv.dtype],
+    reference=_reference,
+    cpu=_custom_call,
+    align=_align,
+)

@@ -1,0 +1,142 @@
+"""transpose_blocks: bitwise against the oracle, and beside a second quantization."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_blocks
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jaxfp8 import ops
+from jaxfp8.ops import _transpose_blocks
+
+from . import cases
+
+FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
+SHAPES = ((1, 1), (7, 33), (130, 257), *cases.EMPTY_MATRIX_SHAPES)
+MX, F32 = {"scale": "e8m0"}, {"power_2_scale": True}
+KINDS = pytest.mark.parametrize("kind", [MX, F32], ids=["e8m0", "f32"])
+
+
+def random_scales(shape, kind, seed: int, spread: int = 20):
+    """Powers of two around 1, or of any exponent."""
+    exponents = np.random.default_rng(seed).integers(127 - spread, 128 + spread, shape)
+    return np.uint8(exponents).view(oracle_blocks.E8M0) if kind is MX else np.ldexp(np.float32(1), exponents - 127)
+
+
+def assert_transposed(got, data, scale_inv, fmt, c, what=""):
+    expected = oracle_blocks.transpose(data, scale_inv, fmt, c)
+    for value, wanted, name in zip(got, expected, ("codes", "scale_inv"), strict=True):
+        oracle.assert_bitwise(value, wanted, f"{what} {fmt.name}, blocks of {c}: {name}")
+
+
+def check(data, scale_inv, fmt, c, what=""):
+    assert_transposed(ops.transpose_blocks(data, scale_inv, block=(1, c)), data, scale_inv, fmt, c, what)
+
+
+@FORMATS
+@KINDS
+def test_every_code_and_every_shift(implementation, fmt, kind):
+    """Column i has code i, in rows whose scales lie 0 to 39 places below the largest."""
+    data = np.broadcast_to(np.arange(256, dtype=np.uint8), (40, 256)).view(fmt.dtype)
+    exponents = np.broadcast_to(3 - np.arange(40)[:, None], (40, 4))
+    scale_inv = np.ldexp(np.float32(1), exponents)
+    check(data, np.uint8(exponents + 127).view(oracle_blocks.E8M0) if kind is MX else scale_inv, fmt, 64)
+
+
+@FORMATS
+@KINDS
+@pytest.mark.parametrize("c", [1, 3, 32, 128, 1000])
+def test_blocks_and_ragged_edges(implementation, c, fmt, kind):
+    for (m, n), spread in itertools.product(SHAPES, (2, 20)):
+        data = np.random.default_rng(m).integers(0, 256, (m, n), np.uint8).view(fmt.dtype)
+        check(data, random_scales((m, -(-n // c)), kind, n, spread), fmt, c, f"{m, n}")
+
+
+@FORMATS
+@KINDS
+def test_extreme_and_bad_scales(implementation, fmt, kind):
+    """The smallest and the largest scale in one block, a NaN; float32 that is no power of two."""
+    data = np.random.default_rng(1).integers(0, 256, (12, 9), np.uint8).view(fmt.dtype)
+    scale_inv = random_scales((12, 3), kind, 1)
+    if kind is MX:
+        scale_inv.view(np.uint8)[[0, 1, 4, 8], [0, 0, 1, 2]] = 0, 254, 255, 0
+    else:
+        bad = np.float32([2.0**-126, 2.0**127, np.nan, 0, -1, np.inf, 3, 2.0**-130])
+        scale_inv[[0, 1, 3, 3, 6, 6, 9, 9], [0, 0, 1, 2, 0, 1, 0, 2]] = bad
+    check(data, scale_inv, fmt, 3)
+
+
+@FORMATS
+@KINDS
+def test_beside_a_second_quantization(fmt, kind):
+    """Scales are equal or larger; by the larger ones x has the same codes wherever they are normal."""
+    x = cases.random_values((96, 160), np.float32, 3, spread=6)
+    data, scale_inv = ops.quantize_blocks(x, fmt.dtype, block=(1, 32), **kind)
+    data_t, scale_inv_t = ops.transpose_blocks(data, scale_inv, block=(1, 32))
+    scales, own = (
+        oracle_blocks.element_scales(s, (1, 32), (160, 96))
+        for s in (scale_inv_t, ops.quantize_blocks(x.T, fmt.dtype, block=(1, 32), **kind)[1])
+    )
+    assert (scales >= own).all() and (scales > own).any() and (scales == own).any()
+    once, got = oracle.encode((x.T / scales).astype(np.float32), fmt), np.asarray(data_t)
+    is_normal = np.abs(oracle.widen(got)) >= float(jnp.finfo(fmt.dtype).smallest_normal) * 2
+    assert is_normal.any() and not is_normal.all()
+    oracle.assert_bitwise(got[is_normal], once[is_normal], "normal codes")
+
+
+def test_merged_dimensions_vmap_and_meshes(implementation):
+    fmt, c = oracle.E4M3, 4
+    data = np.random.default_rng(1).integers(0, 120, (2, 3, 4, 8), np.uint8).view(fmt.dtype)
+    scale_inv = random_scales((2, 12, 2), MX, 1, 3)
+    for run in (
+        lambda d, s: ops.transpose_blocks(d, s, block=(1, c), rows=2),
+        jax.vmap(lambda d, s: ops.transpose_blocks(d, s, block=(1, c), rows=2)),
+    ):
+        got = run(data, scale_inv)
+        assert got[0].shape == (2, 8, 3, 4)
+        for i in range(2):
+            matrix = got[0][i].reshape(8, 12), got[1][i]
+            assert_transposed(matrix, data[i].reshape(12, 8), scale_inv[i], fmt, c)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "tp"), P("tp", "data")], ids=str)
+@pytest.mark.parametrize("c", [4, 32])
+def test_meshes(c, spec):
+    """Blocks of 32 of either layout lie on several devices."""
+    mesh, fmt = jax.make_mesh((2, 4), ("data", "tp")), oracle.E5M2
+    data = np.random.default_rng(1).integers(0, 120, (16, 64), np.uint8).view(fmt.dtype)
+    scale_inv = random_scales((16, 64 // c), MX, 1, 3)
+    run = jax.jit(lambda d, s: ops.transpose_blocks(d, s, block=(1, c)))
+    assert_transposed(run(jax.device_put(data, NamedSharding(mesh, spec)), scale_inv), data, scale_inv, fmt, c)
+
+
+def takes_the_first_scale(monkeypatch):
+    monkeypatch.setattr(jnp, "max", lambda x, axis, initial: x[..., :1, :, :].min(axis=axis))
+
+
+def flushes_subnormals(monkeypatch):
+    def mutant(data, shift, original=_transpose_blocks._shift_down):
+        codes = original(data, shift)
+        return jnp.where(codes & 0x7F < 8, codes & 0x80, codes)
+
+    monkeypatch.setattr(_transpose_blocks, "_shift_down", mutant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [flushes_subnormals, takes_the_first_scale], ids=lambda m: m.__name__)
+def test_mutants_are_caught(monkeypatch, mutant):
+    def compare():
+        jax.clear_caches()
+        data = np.random.default_rng(0).integers(0, 256, (6, 8), np.uint8).view(oracle.E4M3.dtype)
+        check(data, random_scales((6, 2), MX, 1, 3), oracle.E4M3, 4)
+
+    with ops.implementation("reference"):
+        compare()
+        mutant(monkeypatch)
+        with pytest.raises(AssertionError, match="scale_inv|codes"):
+            compare()
+    jax.clear_caches()
