@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from .. import ops
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -242,10 +243,15 @@ def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> 
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:
-    """Quantize the codes of x, which have scales along what fprop contracts, once more for wgrad, which contracts rows.
+    """Give the codes of x, which have scales along what fprop contracts, those along its rows, which wgrad contracts.
 
-    Codes of other scales than those of the product's quantizer stay as they are; wgrad then dequantizes them.
+    Scales that are powers of two are exchanged by shifting exponents. Else the codes are quantized once more; those of
+    other scales than the product's quantizer has stay as they are, and wgrad dequantizes them.
     """
+    if q.power_2_scale and q.block is not None and q.block[0] == 1 and q.block[1] is not None:
+        layout = {"block": q.block, "rows": options.rows, "cols": options.cols}
+        data_t, scale_inv_t = ops.transpose_blocks(q.data, q.scale_inv, **layout)
+        return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
     again, _ = product.quantizers[0].quantize_operand(q.dequantize(product.x_dtype), None, options)
     if again.scale_inv_t is None or again.block != q.block:
         return q
