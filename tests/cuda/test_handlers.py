@@ -13,6 +13,7 @@ from ops.targets import BF16, E4M3, E5M2, F32, U8
 pytestmark = pytest.mark.usefixtures("handlers")
 
 PREFIX = "emulated_cuda_"
+BLOCKS = "quantize_blocks_transpose, stored"
 
 
 def call(op, results, operands, **attributes):
@@ -52,7 +53,7 @@ def test_two_e5m2_are_refused(op):
 
 @pytest.mark.parametrize(
     "op, fewer",
-    [("quantize_activation", [2]), ("quantize_norm", [2]), ("quantize_blocks_transpose", [3, 4])],
+    [("quantize_activation", [2]), ("quantize_norm", [2]), (BLOCKS, [3, 4])],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_one_layout_and_too_many(op, fewer):
@@ -61,7 +62,7 @@ def test_one_layout_and_too_many(op, fewer):
     for got, expected in zip(call(op, results[: fewer[0]], operands), both[: fewer[0]], strict=True):
         oracle.assert_bitwise(got, np.asarray(expected), f"{op} without data_t")
     for wrong in ([*results, ((1,), F32)], *(results[:n] for n in fewer[1:])):
-        message = rf"{op}: expected {fewer[0]} or {len(results)} results, got {len(wrong)}"
+        message = rf"{op.split(',')[0]}: expected {fewer[0]} or {len(results)} results, got {len(wrong)}"
         assert_named(op, wrong, operands, message)
 
 
@@ -76,9 +77,9 @@ def test_scales_lie_where_products_read_them(block, shape, wrong):
         results = [((1, 130, 640), E4M3), ((1, *scales), F32), (amaxes, F32)]
         operands = [np.ones((1, 130, 640), BF16)]
         if scales == shape:
-            call("quantize_blocks_transpose", results, operands, block=block)
+            call(BLOCKS, results, operands, block=block)
             continue
-        assert_named("quantize_blocks_transpose", results, operands, "scale_inv: expected", block=block)
+        assert_named(BLOCKS, results, operands, "scale_inv: expected", block=block)
 
 
 def test_matmul_scales_of_other_groups_are_named():
