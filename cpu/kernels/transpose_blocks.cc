@@ -35,6 +35,18 @@ struct Shifted {
   uint8_t codes[kNan + 1][256];
 };
 
+// Eight codes a load and a store: one each would be what the loop waits for.
+void LookUp(const uint8_t* table, const uint8_t* in, uint8_t* out, int64_t size) {
+  int64_t i = 0;
+  for (; i + 8 <= size; i += 8) {
+    uint64_t codes, shifted = 0;
+    memcpy(&codes, in + i, sizeof(codes));
+    for (int bit = 0; bit < 64; bit += 8) shifted |= uint64_t{table[codes >> bit & 0xff]} << bit;
+    memcpy(out + i, &shifted, sizeof(shifted));
+  }
+  for (; i < size; ++i) out[i] = table[in[i]];
+}
+
 // The scales of the new blocks, one for all columns of an old one: [groups, blocks along n, blocks along m].
 std::vector<uint8_t> LargestScales(TaskPool& pool, const TransposeBlocksParams& params, int64_t down, int64_t across) {
   std::vector<uint8_t> largest(params.groups * across * down);
@@ -73,7 +85,7 @@ void TransposePanel(const TransposeBlocksParams& params, const PanelChunks::Chun
       if (shift == 0) {
         memcpy(out, in + column, end - column);
       } else {
-        for (int64_t i = 0; i < end - column; ++i) out[i] = table[in[column + i]];
+        LookUp(table, in + column, out, end - column);
       }
       out += end - column;
       column = end;
