@@ -72,7 +72,7 @@ def _order(codes):
 
 
 def _code_problem(results, expected):
-    (data, data_t, amax), (right, _, right_amax) = results, expected
+    (data, data_t, amax), (right, right_t, right_amax) = results, expected
     # Rounding may give a neighbour of a number. It never turns a number into a NaN, or a NaN into another code.
     is_nan = np.isnan(right.astype(np.float32))
     distance = np.abs(_order(data) - _order(right))
@@ -82,8 +82,11 @@ def _code_problem(results, expected):
     # Only few values lie so near the middle of two codes that their last bits decide.
     if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
         return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
-    # The other layout is no computation of its own: it has the same codes.
-    if problem := _bit_problem([data_t], [np.swapaxes(data, -1, -2)]):
+    # The other layout is no computation of its own: it has the same codes, rows last. Gate and up are columns both, and
+    # the reference tells where the rows are.
+    dims = range(data.ndim - 1)
+    rows = next((d for d in dims if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None), 0)
+    if problem := _bit_problem([data_t], [np.moveaxis(data, rows, -1)]):
         return f"transposed codes: {problem}"
     with np.errstate(invalid="ignore"):
         good = (amax == right_amax) | (np.abs(amax - right_amax) <= _AMAX * right_amax)
