@@ -1,5 +1,6 @@
 """quantize_blocks: FP8 codes with a scale for each block, from the amax of the block itself."""
 
+import functools
 import math
 
 import jax
@@ -184,11 +185,12 @@ def _sizes(x, *, block, rows, cols, **_):
     return dict(zip(names, _blocks.count(block, m, n) + _blocks.count(block, n, m), strict=True))
 
 
-def _align(axes, sizes, shards, *, block, **_):
-    """Cut the scales of both layouts together with their blocks."""
+def _align(axes, sizes, shards, *, transpose, block, **_):
+    """Cut the scales of each layout together with its blocks."""
     down, across = block
-    rows = {"row_blocks": down, "row_blocks_t": across}
-    cols = {"col_blocks": across, "col_blocks_t": down}
+    rows, cols = {"row_blocks": down}, {"col_blocks": across}
+    if transpose:
+        rows, cols = rows | {"row_blocks_t": across}, cols | {"col_blocks_t": down}
     return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
 
 
@@ -223,7 +225,7 @@ def variants(name, reference, transpose):
             cuda=cuda,
             # XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
             on_one_device_only=("cpu", "cuda") if is_long else (),
-            align=_align,
+            align=functools.partial(_align, transpose=transpose),
         )
         for is_long in (False, True)
     ]

@@ -28,9 +28,11 @@ def bad_buffers(library):
     tally = Tally()
     for op in targets.SPECS:
         calls = [
-            (call, rf"\b{op}: {name}: expected") for name in targets.names(op) for call in targets.bad_buffers(op, name)
+            (call, rf"\b{call.target}: {name}: expected")
+            for name in targets.names(op)
+            for call in targets.bad_buffers(op, name)
         ]
-        calls += [(call, rf"\b{op}: ") for call in targets.bad_counts(op)] + list(targets.bad_attributes(op))
+        calls += [(call, rf"\b{call.target}: ") for call in targets.bad_counts(op)] + list(targets.bad_attributes(op))
         for call, message in calls:
             refused(lambda call=call: cases.run_target(call), tally, str(call), message or "INVALID_ARGUMENT")
         good = targets.filled(targets.good(op))

@@ -86,7 +86,7 @@ def symbolic_batch(library):
     """Values, in every recipe of ours, and gradients."""
     tally, (x, kernel, grad) = Tally(), operands(40, K, N)
     variables = with_amaxes(library, x, kernel, grad)
-    checks = [export.DisabledSafetyCheck.custom_call(f"jaxfp8_{name}") for name in CUSTOM_CALLS]
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
     (b,) = export.symbolic_shape("b")
 
     def exported(fn):
@@ -118,12 +118,6 @@ def symbolic_batch(library):
                     limit = (size + 4) * 2.0**-23 * 40 * np.abs(e).max()
                     tally(np.abs(np.asarray(a) - np.asarray(e)).max() <= limit, f"{name}, a batch of {size}")
     return tally.verdict()
-
-
-CUSTOM_CALLS = (
-    "amax_v1", "amax_to_scale_v1", "quantize_v3", "quantize_transpose_v3", "dequantize_v1", "delayed_scales_v1",
-    "push_amaxes_v1", "read_histories_v1", "write_histories_v1",
-)  # fmt: skip
 
 
 @row("autocast in tasks of asyncio that overlap: right, a warning or an error", peer="Flax has no autocast")

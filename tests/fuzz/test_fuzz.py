@@ -66,11 +66,11 @@ def test_mutants_of_handlers_are_found(monkeypatch):
 
     def spoilt(call, original=targets.run):
         outputs = original(call)
-        for out in outputs:
+        for i, out in enumerate(outputs):
             raw = np.array(out).reshape(-1).view(np.uint8)
             if raw.size:
                 raw[0] ^= 1
-                return [raw.view(out.dtype).reshape(out.shape), *outputs[1:]]
+                return [*outputs[:i], raw.view(out.dtype).reshape(out.shape), *outputs[i + 1 :]]
         return outputs
 
     monkeypatch.setattr(targets, "run", spoilt)
