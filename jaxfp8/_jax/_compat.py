@@ -231,6 +231,10 @@ _to_max_p = _MemoizedCast(
 )
 
 
+# The modules whose methods an array of the max dtype lacks.
+METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
+
+
 def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
     """Return a dtype of this name whose cotangents, as float32, `combine` adds; None where JAX lacks the hook."""
     return None if MAX_DTYPE is None else type(MAX_DTYPE)(name, combine)

@@ -1,4 +1,4 @@
-"""What a gradient through a product lacks: the source of codes, or the state of a recipe."""
+"""Find what a gradient through a product lacks: the source of codes, or the state of a recipe."""
 
 import jax
 

@@ -109,9 +109,6 @@ def value_and_grad(
     return value_and_gradients
 
 
-_METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
-
-
 @contextlib.contextmanager
 def named_errors(function: str):
     """Say what an error about the dtype of FP8 state means, in a loss that `function` differentiates."""
@@ -120,7 +117,7 @@ def named_errors(function: str):
     except Exception as error:
         # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. Outside
         # of jit its arrays of such a dtype have no methods.
-        is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _METHODS_OF_ARRAYS
+        is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _compat.METHODS_OF_ARRAYS
         if str(_compat.MAX_DTYPE) in str(error) or is_abstract:
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
