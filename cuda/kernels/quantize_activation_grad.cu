@@ -19,8 +19,13 @@ struct ActivationGradient {
   using In = T;
   static constexpr int kVector = 16 / sizeof(In);
   static constexpr int kParts = Activate::kInputs;
-  // With 64 registers a thread some would be spilled: a row has 16 bytes more in flight than that of an activation.
+  // With 64 registers a thread some would be spilled: a row has 16 bytes more in flight than that of an activation. With
+  // 80, some of a gated activation's are on Blackwell.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  static constexpr int kBlocks = kSums || kParts > 1 ? 2 : 3;
+#else
   static constexpr int kBlocks = kSums ? 2 : 3;
+#endif
   static constexpr bool kQuantizesInput = false;
   static constexpr bool kSumsColumns = kSums;
   struct Columns {

@@ -17,6 +17,7 @@ BLOCK_SIZE = 256
 DEFAULT_BUDGET = 64  # 4 blocks of 256 threads, half of the threads that Hopper holds
 BUDGETS = {
     "ActivationGradientI.*ELb1EEENS": 128,  # 2 blocks, with sums of columns
+    r"^sm_1\d\d .*ActivationGradientI.*Gated": 128,  # 2 blocks
     "ActivationGradientI": 80,  # 3 blocks
     "RaggedMatmulKernel": 128,  # 1 block of 512 threads
     "^sm_120 .*(TileKernel|(Amax|Quantize)KernelI)": 80,  # 3 blocks
