@@ -18,6 +18,7 @@ from . import (
     mixed_precision as mixed_precision,
     nnx as nnx,
     ops as ops,
+    optim as optim,
     train as train,
 )
 from .autotune import AutotuneReport as AutotuneReport, _plan_files, autotune as autotune

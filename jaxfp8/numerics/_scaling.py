@@ -30,6 +30,10 @@ def _bits(x):
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+def _float(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def _full(x, value, dtype):
     """Return a constant of the shape of `x`: written out where it has few elements."""
     is_small = all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
@@ -97,6 +101,22 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     # 3. Put the quotient together.
     exponent = (x_bits >> number(23)) - (y_bits >> number(23)) + number(127) - smaller
     return lax.bitcast_convert_type((exponent << number(23)) + (quotient - number(_HIDDEN_BIT)), jnp.float32)
+
+
+def round_sqrt(x: jax.Array) -> jax.Array:
+    """Compute the square root, correctly rounded, of an f32 x that is 0 or positive and normal.
+
+    `jnp.sqrt` is off by an ulp on some platforms. The root q of the significand is an integer of 24 bits, and the
+    nearest one leaves a remainder in `(-q, q]`; as in `round_quotient`, 32 bits hold it.
+    """
+    bits = _bits(x)
+    q_bits = _bits(jnp.sqrt(x))
+    is_odd = (bits >> 23) & 1 ^ 1  # the exponent, whose bias is odd
+    square = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT) << (23 + is_odd)  # wraps around
+    q = (q_bits & _MANTISSA_BITS) | _HIDDEN_BIT
+    remainder = square - q * q
+    step = (remainder > q).astype(jnp.int32) - (remainder <= -q).astype(jnp.int32)
+    return jnp.where(x > 0, _float(q_bits + step), x)
 
 
 def scale_numerator(fp8_max: float, margin: float) -> np.float32:

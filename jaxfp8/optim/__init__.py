@@ -1,0 +1,11 @@
+"""Optimizer states in FP8: the moments of any optax transformation, at a quarter of their bytes."""
+
+from ._memory import Memory as Memory, memory as memory
+from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
+from ._quantized import quantized as quantized
+from ._shardings import shardings as shardings
+from ._state import (
+    QuantizedState as QuantizedState,
+    dequantize_state as dequantize_state,
+    quantize_state as quantize_state,
+)

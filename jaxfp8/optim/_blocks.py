@@ -1,0 +1,63 @@
+"""Blocks of 128 elements along one axis of a moment, whatever divides what.
+
+The shapes of a moment and of its amaxes tell the axis, so that state needs no static fields: it is a tuple of arrays to
+checkpoints, to `jax.vmap` and to shardings.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+BLOCK = 128
+_NARROWEST = 64
+
+
+def block_axis(shape: tuple[int, ...]) -> int:
+    """Return the axis along which blocks lie: the last with 64 elements or more, or else the last of the largest.
+
+    The last axis of a kernel or an embedding has the features of one input or one token, whose moments are alike.
+    """
+    wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
+    return wide[-1] if wide else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
+
+
+def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an array with one number for each block."""
+    axis = block_axis(shape)
+    return (*shape[:axis], -(-shape[axis] // BLOCK), *shape[axis + 1 :])
+
+
+def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Return the sharding of an array, for one of `shape` that has a number for each block of it.
+
+    Axes of the mesh that do not divide the number of blocks are left out.
+    """
+
+    def divisible(size, axes):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        return axes if size % math.prod(sharding.mesh.shape[name] for name in names) == 0 else None
+
+    return NamedSharding(sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec)))
+
+
+def split(x: jax.Array) -> tuple[jax.Array, int]:
+    """Split the axis of blocks into two, blocks and their elements, with zeros to fill the last block up.
+
+    Returns:
+        `(blocks, axis)`: the elements of a block lie along `axis + 1`.
+    """
+    axis = block_axis(x.shape)
+    size, width = x.shape[axis], min(x.shape[axis], BLOCK)
+    missing = -size % width
+    if missing:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], -1, width, *x.shape[axis + 1 :]), axis
+
+
+def join(blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """Undo `split` of an array of `shape`."""
+    merged = blocks.reshape(*shape[:axis], -1, *shape[axis + 1 :])
+    return merged if merged.shape == shape else lax.slice_in_dim(merged, 0, shape[axis], axis=axis)

@@ -1,0 +1,59 @@
+"""shardings: how the state of an optimizer lies on a mesh."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+from ._blocks import block_sharding
+from ._state import is_moment
+
+
+def shardings(opt_state: Any, params: Any) -> Any:
+    """Return shardings of an optimizer's state that are those of its parameters.
+
+        shapes = jax.eval_shape(tx.init, params)
+        opt_state = jax.jit(tx.init, out_shardings=jaxfp8.optim.shardings(shapes, params))(params)
+
+    A leaf of the state belongs to the parameter whose path ends its own, and whose shape it has; it lies as the
+    parameter does. Amaxes and exponents of a moment in FP8 lie as its codes, but for axes of the mesh that do not
+    divide the number of blocks. Everything else is on all devices.
+
+    Args:
+        opt_state: the state, or its shapes, of any optax transformation.
+        params: the parameters, arrays on one mesh with a `NamedSharding` each; or their shapes with such shardings.
+
+    Returns:
+        A tree in the structure of `opt_state`, for `out_shardings`, `jax.device_put` and checkpoints.
+
+    Raises:
+        ValueError: a parameter has no NamedSharding.
+    """
+    by_path = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            raise ValueError(
+                f"jaxfp8.optim.shardings: params: expected a NamedSharding of each, got {getattr(leaf, 'sharding', None)}"
+                f" of params{jax.tree_util.keystr(path)}; put the parameters on a mesh first"
+            )
+        by_path[_names(path)] = leaf
+    if not by_path:
+        raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
+    mesh = next(iter(by_path.values())).sharding.mesh
+
+    def sharding(path, leaf):
+        names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
+        owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
+        of_param = next((owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec()))
+        if not is_moment(leaf):
+            return of_param
+        of_blocks = block_sharding(of_param, leaf.amax.shape)
+        return type(leaf)(of_param, of_blocks, of_blocks)
+
+    return jax.tree_util.tree_map_with_path(sharding, opt_state, is_leaf=is_moment)
+
+
+def _names(path) -> tuple[str, ...]:
+    """Return a path without the kinds of its keys: a state restored or boxed has others."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

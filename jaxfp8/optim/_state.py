@@ -1,0 +1,147 @@
+"""The state of an optimizer with its moments in FP8: from and to the state in float32, and what it must look like."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from ..numerics import E4M3
+from ._blocks import amax_shape
+from ._moments import Moment, SignedMoment, SquaredMoment, decode, encode
+
+Table = Mapping[type, Mapping[str, type[Moment]]]
+
+# The moments that optax keeps. Those of ScaleByRStdDevState are not here: a variance is a difference of moments, which
+# rounding can make negative.
+MOMENTS: Table = {
+    optax.ScaleByAdamState: {"mu": SignedMoment, "nu": SquaredMoment},
+    optax.ScaleByAmsgradState: {"mu": SignedMoment, "nu": SquaredMoment, "nu_max": SquaredMoment},
+    optax.ScaleByBeliefState: {"mu": SignedMoment, "nu": SquaredMoment},
+    optax.ScaleByLionState: {"mu": SignedMoment},
+    optax.ScaleByNovogradState: {"mu": SignedMoment},
+    optax.ScaleByRmsState: {"nu": SquaredMoment},
+    type(optax.scale_by_rms(bias_correction=True).init(())): {"nu": SquaredMoment},
+    optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
+    optax.TraceState: {"trace": SignedMoment},
+}
+
+
+class QuantizedState(NamedTuple):
+    """The state of `quantized(tx)`.
+
+    Attributes:
+        count: i32 [], the number of updates; the random bits of the next one depend on it.
+        inner: the state of `tx`, with a Moment in the place of each large moment.
+    """
+
+    count: jax.Array
+    inner: Any
+
+
+def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | None = None) -> QuantizedState:
+    """Convert the float32 state of an optax transformation `tx` to that of `quantized(tx)`, to go on from there.
+
+    Args:
+        opt_state: the state of `tx`.
+        min_size: the one of `quantized`.
+        moments: those of `quantized`.
+
+    Returns:
+        The state, with a count of 0. All of its moments are rounded to nearest.
+
+    Raises:
+        ValueError: no part of the state is of a class whose moments are known, or a moment is in FP8 already.
+    """
+    table = MOMENTS | dict(moments or {})
+    if any(map(is_moment, leaves(opt_state))):
+        raise ValueError("jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once")
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) in table)
+    if not any(type(node) in table for node in nodes):
+        raise ValueError(
+            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got a state of "
+            f"{sorted({type(node).__name__ for node in nodes})} alone; pass the moments of a state of your own: "
+            "quantized(tx, moments={MyState: {'momentum': jaxfp8.optim.SignedMoment}})"
+        )
+
+    def quantize(kind, x):
+        # Moments of `init` are constants, and XLA would take its time to compute their codes while it compiles.
+        return encode(kind, lax.optimization_barrier(x)) if is_large(x, min_size) else x
+
+    return QuantizedState(jnp.zeros((), jnp.int32), map_moments(quantize, opt_state, table))
+
+
+def dequantize_state(opt_state: Any) -> Any:
+    """Convert the state of `quantized(tx)` to the float32 state of `tx`.
+
+    Args:
+        opt_state: a QuantizedState, or a tree with some inside, such as the state of a chain.
+
+    Returns:
+        The tree, with the state of `tx` in the place of each QuantizedState.
+    """
+
+    def dequantize(node):
+        return dequantize_moments(node.inner) if isinstance(node, QuantizedState) else node
+
+    return jax.tree.map(dequantize, opt_state, is_leaf=lambda node: isinstance(node, QuantizedState))
+
+
+def dequantize_moments(tree: Any) -> Any:
+    """Decode the moments in FP8 of a tree."""
+    return jax.tree.map(lambda x: decode(x) if is_moment(x) else x, tree, is_leaf=is_moment)
+
+
+def map_moments(function, tree, table: Table) -> Any:
+    """Apply `function(kind, leaf)` to the leaves of those fields of a tree that the table names; a Moment is one leaf."""
+
+    def map_fields(node):
+        fields = table.get(type(node), {})
+        mapped = {
+            name: jax.tree.map(lambda leaf, kind=kind: function(kind, leaf), getattr(node, name), is_leaf=is_moment)
+            for name, kind in fields.items()
+        }
+        return node._replace(**mapped) if mapped else node
+
+    return jax.tree.map(map_fields, tree, is_leaf=lambda node: type(node) in table or is_moment(node))
+
+
+def check(state: Any, table: Table, min_size: int) -> None:
+    """Raise a ValueError where a state is not one of `quantized`: restored from a checkpoint of another, perhaps."""
+    if not isinstance(state, QuantizedState):
+        raise ValueError(
+            f"jaxfp8.optim.quantized: update: state: expected a QuantizedState, got {type(state).__name__}; restore a "
+            "checkpoint into what init returns, and convert a float32 state by jaxfp8.optim.quantize_state"
+        )
+
+    def check_leaf(kind, leaf):
+        if is_moment(leaf):
+            is_right = type(leaf) is kind and leaf.data.dtype == E4M3.dtype and leaf.amax.shape == leaf.exponent.shape
+            if is_right and leaf.amax.shape == amax_shape(leaf.data.shape):
+                return leaf
+        elif not is_large(leaf, min_size):
+            return leaf
+        raise ValueError(
+            f"jaxfp8.optim.quantized: update: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax and "
+            f"an exponent for each block, got {jax.tree.map(jnp.shape, leaf)} in {jax.tree.map(jnp.result_type, leaf)}; "
+            "restore the checkpoint with the min_size and the moments that it was made with, or convert it by "
+            "jaxfp8.optim.dequantize_state and quantize_state"
+        )
+
+    map_moments(check_leaf, state.inner, table)
+
+
+def leaves(tree: Any) -> list:
+    """Return the leaves of a tree, of which a Moment is one."""
+    return jax.tree.leaves(tree, is_leaf=is_moment)
+
+
+def is_moment(node: Any) -> bool:
+    return isinstance(node, Moment)
+
+
+def is_large(x: Any, min_size: int) -> bool:
+    """Return whether a leaf is an array of floats with `min_size` elements or more."""
+    return jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating) and x.ndim > 0 and x.size >= min_size
