@@ -10,11 +10,14 @@ VALIDATION_FRACTION = 0.1
 class Corpus:
     """Characters as integers, the first 90 % to train on and the last 10 % to validate on.
 
-    The text follows the Python version (465k characters in 3.11, 511k in 3.13), so losses compare within one version.
+    The manual follows the Python version (465k characters in 3.11, 511k in 3.13), so losses compare within one version.
+
+    Args:
+        text: another text than the manual.
     """
 
-    def __init__(self):
-        text = "".join(topics[name] for name in sorted(topics))
+    def __init__(self, text: str | None = None):
+        text = "".join(topics[name] for name in sorted(topics)) if text is None else text
         self.vocabulary = sorted(set(text))
         code = {character: i for i, character in enumerate(self.vocabulary)}
         self.codes = np.array([code[character] for character in text], np.int32)

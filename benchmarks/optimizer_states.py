@@ -1,0 +1,270 @@
+"""Adam with its moments in FP8 beside float32 Adam: losses over paired seeds, sizes of updates, bytes, time.
+
+    python benchmarks/optimizer_states.py [--only losses updates memory time] [--seeds N] [--runs FOLDER] [--json PATH]
+
+- losses: a character-level transformer in float32 on two texts, Python's manual and the source code of optax. All arms
+  of a seed start from the same weights and see the same batches. A run is one JSON file in `--runs`; what is there is
+  not run again. The figure is the validation loss less that of float32 Adam: the mean over seeds with its 95 %
+  confidence interval (Student's t).
+- updates: 2000 steps on gradients `mean + noise` whose noise is the same within a block ("alike") or lognormal with
+  sigma 2 ("mixed"). The mean size of the last update over float32 Adam's, and the norm of their difference over the
+  norm of float32 Adam's.
+- memory: bytes a parameter of the arrays that the transformer's optimizer holds.
+- time: one AdamW update of four kernels of 1024 x 1024, in turns with float32 Adam's.
+
+The control keeps both moments in e4m3 linearly, in the same blocks: it has to fail.
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+import statistics
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxfp8
+from jaxfp8 import optim
+from jaxfp8.compare import Corpus
+from jaxfp8.compare._model import LanguageModel
+from jaxfp8.compare._training import loss_fn, make_optimizer
+
+sys.path[:0] = [str(pathlib.Path(__file__).parent)]
+from _environment import environment  # noqa: E402
+from _timing import interleaved  # noqa: E402
+
+STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
+# Two-sided 95 % of Student's t, by degrees of freedom.
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 15: 2.131}
+# What has to hold: the interval of the losses in nat, the size of updates less 1, their error, bytes a parameter.
+LIMITS = {"loss": 0.003, "size": 0.08, "error": 0.3, "bytes": 2.2}
+
+
+def linear(tx):
+    """The control: both moments in e4m3, as multiples of 1 / 448 of the amax of 128 elements, rounded to nearest."""
+
+    def rounded(x):
+        if x.size < 4096:
+            return x
+        blocks = x.reshape(-1, 128)
+        amax = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
+        scale = jnp.where(amax > 0, 448 / amax, 1)
+        return ((blocks * scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) / scale).reshape(x.shape)
+
+    def round_adam(node):
+        if not isinstance(node, optax.ScaleByAdamState):
+            return node
+        return node._replace(mu=jax.tree.map(rounded, node.mu), nu=jax.tree.map(rounded, node.nu))
+
+    def update(grads, state, params=None):
+        updates, state = tx.update(grads, state, params)
+        return updates, jax.tree.map(round_adam, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+ARMS = {"float32": lambda tx: tx, "fp8": optim.quantized, "linear": linear}
+
+
+def corpora() -> dict[str, Corpus]:
+    """The texts: one ships with Python, the other with optax (Apache License 2.0)."""
+    files = sorted(pathlib.Path(optax.__file__).parent.rglob("*.py"))
+    source = "".join(file.read_text(encoding="utf-8") for file in files if not file.stem.endswith("_test"))
+    return {"manual": Corpus(), "source": Corpus(source)}
+
+
+class Losses:
+    """The training runs of one text: programs are compiled once for all seeds."""
+
+    def __init__(self, corpus: Corpus, steps: int):
+        self.corpus, self.steps = corpus, steps
+        self.model = LanguageModel(len(corpus.vocabulary), LENGTH, jnp.float32, WIDTH, LAYERS)
+        self.programs = {}
+
+    def program(self, arm: str):
+        """The optimizer and the step of an arm."""
+        if arm not in self.programs:
+            tx = ARMS[arm](make_optimizer(self.steps))
+
+            @functools.partial(jax.jit, donate_argnums=(0, 1))
+            def step(variables, opt_state, batch):
+                loss, grads = jax.value_and_grad(loss_fn)(variables, self.model.apply, batch)
+                updates, opt_state = tx.update(grads, opt_state, variables)
+                return optax.apply_updates(variables, updates), opt_state, loss
+
+            self.programs[arm] = tx, step
+        return self.programs[arm]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mean_loss(self, variables, batches):
+        return jax.lax.map(functools.partial(loss_fn, variables, self.model.apply), batches).mean()
+
+    def init(self, seed: int):
+        with jaxfp8.autocast(enabled=False):  # the model's layers have FP8 products; here they are float32's
+            return jax.jit(self.model.init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
+
+    def run(self, arm: str, seed: int) -> dict:
+        tx, step = self.program(arm)
+        variables = self.init(seed)
+        opt_state, losses = tx.init(variables), []
+        with jaxfp8.autocast(enabled=False):
+            for batch in self.corpus.random_batches(seed, self.steps, BATCH, LENGTH):
+                variables, opt_state, loss = step(variables, opt_state, batch)
+                losses.append(loss)
+            validation = self.mean_loss(variables, self.corpus.validation_batches(16, LENGTH))
+        return {"validation": float(validation), "train": [round(float(loss), 4) for loss in losses[::10]]}
+
+
+def measure_losses(names: list[str], seeds: int, folder: pathlib.Path, steps: int) -> dict:
+    """Run what is missing in `folder`, seed by seed; return the figures of what is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
+    for seed in range(seeds):
+        for text, runs in texts.items():
+            for arm in ARMS:
+                path = folder / f"{text}-{arm}-{steps}-{seed}.json"
+                if not path.exists():
+                    path.write_text(json.dumps(runs.run(arm, seed) | {"environment": environment()}) + "\n")
+                found[text, arm, seed] = json.loads(path.read_text())["validation"]
+                print(f"{text} {arm} seed {seed}: {found[text, arm, seed]:.4f}", file=sys.stderr, flush=True)
+    results = {}
+    for text in texts:
+        exact = [found[text, "float32", seed] for seed in range(seeds)]
+        results[text] = {"float32": {"validation": exact}}
+        for arm in ("fp8", "linear"):
+            losses = [found[text, arm, seed] for seed in range(seeds)]
+            differences = [a - b for a, b in zip(losses, exact, strict=True)]
+            results[text][arm] = {"validation": losses, "difference": interval(differences)}
+    return results
+
+
+def interval(differences: list[float]) -> dict:
+    """The mean of differences over seeds, and its 95 % confidence interval."""
+    mean, count = statistics.fmean(differences), len(differences)
+    half = T95[count - 1] * statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.inf
+    return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": count}
+
+
+def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
+    """Sizes and errors of the update after `steps` steps, by distribution of the gradients and arm."""
+    results = {}
+    for name, sigma in {"alike": 0.0, "mixed": 2.0}.items():
+        scale_key, mean_key, noise_key = jax.random.split(jax.random.key(0), 3)
+        scale = 1e-3 * jnp.exp(sigma * jax.random.normal(scale_key, shape))
+        mean = 0.1 * scale * jax.random.normal(mean_key, shape)
+        txs = {arm: wrap(optax.scale_by_adam()) for arm, wrap in ARMS.items()}
+
+        def step(states, i, txs=txs, scale=scale, mean=mean, key=noise_key):
+            grads = mean + scale * jax.random.normal(jax.random.fold_in(key, i), scale.shape)
+            both = {arm: tx.update(grads, states[arm]) for arm, tx in txs.items()}
+            return {arm: state for arm, (_, state) in both.items()}, {arm: update for arm, (update, _) in both.items()}
+
+        def run(txs=txs, step=step):
+            states = {arm: tx.init(jnp.zeros(shape)) for arm, tx in txs.items()}
+            states, _ = jax.lax.scan(lambda s, i: (step(s, i)[0], None), states, jnp.arange(steps - 1))
+            return step(states, steps - 1)[1]
+
+        updates = jax.jit(run)()
+        exact = updates.pop("float32")
+        results[name] = {
+            arm: {
+                "size": float(jnp.mean(jnp.abs(update)) / jnp.mean(jnp.abs(exact))),
+                "error": float(jnp.linalg.norm(update - exact) / jnp.linalg.norm(exact)),
+            }
+            for arm, update in updates.items()
+        }
+    return results
+
+
+def measure_memory() -> dict:
+    """Bytes a parameter of the live arrays of a transformer's optimizer."""
+    runs = Losses(Corpus(), STEPS)
+    variables = runs.init(0)
+    results = {}
+    for arm in ("float32", "fp8"):
+        rows = optim.memory(jax.block_until_ready(runs.program(arm)[0].init(variables)), variables).rows
+        results[arm] = {row["kind"]: round(row["bytes_per_parameter"], 4) for row in rows}
+    return results
+
+
+def measure_time(turns: int = 15) -> dict:
+    """Median ms of an update in place, and the paired ratio."""
+    params = {f"kernel{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(4)}
+    grads = jax.tree.map(lambda x: 0.1 * x, params)
+
+    def candidate(wrap):
+        tx = wrap(optax.adamw(1e-3))
+        state = [params, tx.init(params)]
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, opt_state):
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        state[0] = jax.tree.map(jnp.copy, params)
+
+        def call():
+            state[:] = step(*state)
+            return state
+
+        return call
+
+    timings = interleaved({arm: candidate(ARMS[arm]) for arm in ("float32", "fp8")}, turns=turns)
+    return {
+        **{arm: {"ms": 1e3 * timing.median} for arm, timing in timings.items()},
+        "ratio": 1 / timings["fp8"].times_faster(timings["float32"]),
+    }
+
+
+def verdicts(results: dict) -> dict[str, bool]:
+    """What has to hold, of what was measured."""
+    found = {}
+    for text, arms in results.get("losses", {}).items():
+        low, high = (arms["fp8"]["difference"][end] for end in ("low", "high"))
+        found[f"loss, {text}: within"] = -LIMITS["loss"] <= low and high <= LIMITS["loss"]
+        found[f"loss, {text}: the control is outside"] = not abs(arms["linear"]["difference"]["mean"]) <= LIMITS["loss"]
+    for name, arms in results.get("updates", {}).items():
+        is_within = {
+            arm: abs(row["size"] - 1) <= LIMITS["size"] and row["error"] <= LIMITS["error"] for arm, row in arms.items()
+        }
+        found[f"updates, {name}: within"] = is_within["fp8"]
+        if name == "mixed":
+            found[f"updates, {name}: the control is outside"] = not is_within["linear"]
+    if "memory" in results:
+        found["bytes a parameter"] = results["memory"]["fp8"]["all"] <= LIMITS["bytes"]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parts = ("losses", "updates", "memory", "time")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="(default: all)")
+    parser.add_argument("--texts", nargs="+", choices=("manual", "source"), default=("manual", "source"))
+    parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
+    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"), help="(default: %(default)s)")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    args = parser.parse_args()
+    measure = {
+        "losses": functools.partial(measure_losses, args.texts, args.seeds, args.runs, args.steps),
+        "updates": measure_updates,
+        "memory": measure_memory,
+        "time": measure_time,
+    }
+    results = {part: measure[part]() for part in args.only}
+    found = verdicts(results)
+    print(json.dumps(results, indent=2))
+    for name, holds in found.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {name}")
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+    return 0 if all(found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
