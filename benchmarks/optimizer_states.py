@@ -31,7 +31,7 @@ import jaxfp8
 from jaxfp8 import optim
 from jaxfp8.compare import Corpus
 from jaxfp8.compare._model import LanguageModel
-from jaxfp8.compare._training import loss_fn, make_optimizer
+from jaxfp8.compare._training import PEAK_LEARNING_RATE, loss_fn
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
 from _environment import environment  # noqa: E402
@@ -50,7 +50,7 @@ def linear(tx):
     def rounded(x):
         if x.size < 4096:
             return x
-        blocks = x.reshape(-1, 128)
+        blocks = x.reshape(-1, math.gcd(x.size, 128))
         amax = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
         scale = jnp.where(amax > 0, 448 / amax, 1)
         return ((blocks * scale).astype(jnp.float8_e4m3fn).astype(jnp.float32) / scale).reshape(x.shape)
@@ -65,6 +65,12 @@ def linear(tx):
         return updates, jax.tree.map(round_adam, state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
 
     return optax.GradientTransformation(tx.init, update)
+
+
+def make_optimizer(steps: int):
+    """AdamW with its default averages after clipping; warm-up over a tenth, then a cosine to a tenth of the peak."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
 
 
 ARMS = {"float32": lambda tx: tx, "fp8": optim.quantized, "linear": linear}

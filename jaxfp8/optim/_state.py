@@ -58,17 +58,21 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
     table = MOMENTS | dict(moments or {})
     if any(map(is_moment, leaves(opt_state))):
         raise ValueError("jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once")
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) in table)
-    if not any(type(node) in table for node in nodes):
+    if not any(type(node) in table for node in jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) in table)):
         raise ValueError(
-            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got a state of "
-            f"{sorted({type(node).__name__ for node in nodes})} alone; pass the moments of a state of your own: "
+            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got one whose state is "
+            f"{jax.tree.structure(opt_state)}; pass the moments of a state of your own: "
             "quantized(tx, moments={MyState: {'momentum': jaxfp8.optim.SignedMoment}})"
         )
 
-    def quantize(kind, x):
+    def quantize(kind, leaf):
+        (x,) = jax.tree.leaves(leaf)
+        if not is_large(x, min_size):
+            return leaf
         # Moments of `init` are constants, and XLA would take its time to compute their codes while it compiles.
-        return encode(kind, lax.optimization_barrier(x)) if is_large(x, min_size) else x
+        moment = encode(kind, lax.optimization_barrier(x))
+        # A Variable for each array: `nnx.Optimizer` updates Variables, and takes a moment inside of one apart.
+        return kind(*(jax.tree.map(lambda _, part=part: part, leaf) for part in moment))
 
     return QuantizedState(jnp.zeros((), jnp.int32), map_moments(quantize, opt_state, table))
 
@@ -100,7 +104,7 @@ def map_moments(function, tree, table: Table) -> Any:
     def map_fields(node):
         fields = table.get(type(node), {})
         mapped = {
-            name: jax.tree.map(lambda leaf, kind=kind: function(kind, leaf), getattr(node, name), is_leaf=is_moment)
+            name: jax.tree.map(lambda leaf, kind=kind: function(kind, leaf), getattr(node, name), is_leaf=_is_leaf)
             for name, kind in fields.items()
         }
         return node._replace(**mapped) if mapped else node
@@ -140,6 +144,10 @@ def leaves(tree: Any) -> list:
 
 def is_moment(node: Any) -> bool:
     return isinstance(node, Moment)
+
+
+def _is_leaf(node):
+    return is_moment(node) or hasattr(node, "get_raw_value")  # a Variable of Flax NNX
 
 
 def is_large(x: Any, min_size: int) -> bool:

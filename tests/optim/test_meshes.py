@@ -1,0 +1,97 @@
+"""Optimizer states on meshes: the same bits on each, laid out as their parameters, with few collectives."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equality import assert_same_bits
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxfp8 import optim
+
+# Shards of "odd" and "layers" are not multiples of 128; those of "wide" are.
+MESHES = {
+    "one device": ((1,), ("d",), {}),
+    "rows": ((8,), ("d",), {"wide": P("d"), "odd": P("d"), "layers": P(None, "d")}),
+    "columns": ((8,), ("d",), {"wide": P(None, "d"), "odd": P(None, "d"), "layers": P(None, None, "d")}),
+    "both": ((4, 2), ("d", "t"), {"wide": P("d", "t"), "odd": P("t", "d"), "layers": P(None, "d", "t")}),
+}
+
+
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (64, 1024), "odd": (64, 8 * 24), "layers": (2, 64, 64)}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def on(name, kind=AxisType.Auto):
+    """Parameters on a mesh."""
+    sizes, axes, specs = MESHES[name]
+    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
+    return {key: jax.device_put(x, NamedSharding(mesh, specs.get(key, P()))) for key, x in params().items()}
+
+
+def trained(variables, steps=3, start=0, opt_state=None):
+    """The state after some steps, and the program of one."""
+    tx = optim.quantized(optax.adam(1e-2))
+    shardings = optim.shardings(jax.eval_shape(tx.init, variables), variables)
+    if opt_state is None:
+        opt_state = jax.jit(tx.init, out_shardings=shardings)(variables)
+    else:
+        opt_state = jax.device_put(opt_state, shardings)
+    step = jax.jit(lambda grads, state: tx.update(grads, state)[1], donate_argnums=1)
+    program = step.lower(variables, opt_state).compile().as_text()
+    for i in range(start, start + steps):
+        opt_state = step(jax.tree.map(lambda x, i=i: x * jnp.float32(0.1 + i), variables), opt_state)
+    return opt_state, program
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.device_get(trained(on("one device"))[0])
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        yield
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", list(MESHES)[1:])
+def test_bits_do_not_depend_on_the_mesh(name, kind, expected):
+    variables = on(name, kind)
+    state, program = trained(variables)
+    assert_same_bits(jax.device_get(state), expected)
+    for moments in (state.inner[0].mu, state.inner[0].nu):
+        for key, moment in moments.items():
+            shards = {x.shape for x in (s.data for s in moment.data.addressable_shards)}
+            assert shards == {s.data.shape for s in variables[key].addressable_shards}
+    if name == "rows":
+        assert not re.findall(r" (?:all-|collective-|reduce-scatter)\S*\(", program)
+
+
+def test_a_state_goes_on_on_another_mesh(expected):
+    half, _ = trained(on("rows"), steps=1)
+    state, _ = trained(on("both"), steps=2, start=1, opt_state=jax.device_get(half))
+    assert_same_bits(jax.device_get(state), expected)
+
+
+def test_shardings_are_those_of_parameters():
+    variables = {"layer": on("columns")}
+    state = jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, variables)
+    adam = optim.shardings(state, variables).inner[0]
+    assert adam.mu["layer"]["wide"].data.spec == adam.mu["layer"]["wide"].amax.spec == P(None, "d")
+    assert adam.mu["layer"]["odd"].data.spec == P(None, "d")
+    assert adam.mu["layer"]["odd"].amax.spec == adam.mu["layer"]["odd"].exponent.spec == P(None, None)
+    assert adam.count.spec == P()
+    plain = optim.shardings(jax.eval_shape(optax.adam(1e-2).init, variables), variables)[0]
+    assert plain.nu["layer"]["odd"].spec == P(None, "d")
+    with pytest.raises(ValueError, match=r"params: expected a NamedSharding of each, got .* of params\['layers'\]"):
+        optim.shardings(state, params())
+    with pytest.raises(ValueError, match="params: expected arrays on a mesh, got none"):
+        optim.shardings(state, {})

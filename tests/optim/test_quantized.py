@@ -1,0 +1,248 @@
+"""quantized beside optax: with other transformations, wherever it stands; what stays float32; what is refused."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equality import assert_same_bits
+from flax import nnx
+
+import jaxfp8
+from jaxfp8 import optim
+
+from . import cases
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        yield
+
+
+MASK = {"dense": True, "odd": False, "layers": True, "embedding": True}
+LABELS = {"dense": "a", "odd": "b", "layers": "a", "embedding": "a"}
+
+
+def adam():
+    return optax.adam(1e-2)
+
+
+# name -> the transformation with FP8 moments, and the same without.
+PLACES = {
+    "alone": (lambda q: q(adam()), adam),
+    "chain outside": (
+        lambda q: q(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    ),
+    "chain inside": (
+        lambda q: optax.chain(q(optax.scale_by_adam()), optax.scale(-1e-2)),
+        lambda: optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
+    ),
+    "masked": (lambda q: optax.masked(q(adam()), MASK), lambda: optax.masked(adam(), MASK)),
+    "mask inside": (lambda q: q(optax.masked(adam(), MASK)), lambda: optax.masked(adam(), MASK)),
+    "hyperparameters": (
+        lambda q: q(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)),
+        lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    ),
+    "several": (
+        lambda q: optax.partition({"a": q(adam()), "b": optax.sgd(1e-2)}, LABELS),
+        lambda: optax.partition({"a": adam(), "b": optax.sgd(1e-2)}, LABELS),
+    ),
+    "train.optimizer": (lambda q: jaxfp8.train.optimizer(q(adam())), adam),
+    "inside train.optimizer": (lambda q: q(jaxfp8.train.optimizer(adam())), adam),
+    "momentum": (lambda q: q(optax.sgd(1e-2, momentum=0.9)), lambda: optax.sgd(1e-2, momentum=0.9)),
+    "lion": (lambda q: q(optax.lion(1e-3)), lambda: optax.lion(1e-3)),
+    "amsgrad": (lambda q: q(optax.amsgrad(1e-2)), lambda: optax.amsgrad(1e-2)),
+    "rmsprop": (
+        lambda q: q(optax.rmsprop(1e-3, bias_correction=True)),
+        lambda: optax.rmsprop(1e-3, bias_correction=True),
+    ),
+    "adagrad": (lambda q: q(optax.adagrad(1e-2)), lambda: optax.adagrad(1e-2)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_trains_as_without_fp8(place):
+    """Updates are near float32's: the roots of moments are off by 2**-3 at most, their quotient by 2**-2 and a little.
+
+    A few steps with moments that are off by as much add up to no more: of each update the error is below a half.
+    """
+    make, plain = PLACES[place]
+    start = cases.params()
+    (got, state), (expected, plain_state) = (cases.train(tx, start, 4) for tx in (make(optim.quantized), plain()))
+    assert cases.moments(state)
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(plain_state))
+    moved = [np.asarray(after - before) for after, before in zip(*map(jax.tree.leaves, (got, start)), strict=True)]
+    exact = [np.asarray(after - before) for after, before in zip(*map(jax.tree.leaves, (expected, start)), strict=True)]
+    for a, b in zip(moved, exact, strict=True):
+        assert np.linalg.norm(a - b) <= 0.5 * np.linalg.norm(b)
+    assert any(np.any(a != b) for a, b in zip(moved, exact, strict=True))
+
+
+def test_what_is_small_or_no_moment_stays():
+    state = cases.train(optim.quantized(adam()), cases.params(), 1)[1].inner[0]
+    assert state.count.dtype == jnp.int32
+    assert state.mu["dense"]["bias"].dtype == state.nu["layers"]["scale"].dtype == jnp.float32
+    assert isinstance(state.mu["odd"]["kernel"], optim.SignedMoment)
+    assert isinstance(state.nu["odd"]["kernel"], optim.SquaredMoment)
+    kernel = optim.quantized(adam(), min_size=64 * 256 + 1).init(cases.params()).inner[0].mu["dense"]["kernel"]
+    assert kernel.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optim.quantized(optax.MultiSteps(tx, 2).gradient_transformation()),
+        lambda tx: optax.MultiSteps(optim.quantized(tx), 2).gradient_transformation(),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_steps_between_change_no_moment(wrap, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), cases.params())
+    tx, states = wrap(adam()), []
+    state = tx.init(params)
+    for i in range(4):
+        _, state = jax.jit(tx.update)(jax.tree.map(lambda x: x.astype(dtype), cases.grads(i)), state, params)
+        states.append(cases.moments(state))
+    assert_same_bits(states[2], states[1])
+    assert any(np.any(np.asarray(a.data) != np.asarray(b.data)) for a, b in zip(states[1], states[3], strict=True))
+
+
+def test_a_step_that_is_rejected_changes_no_moment():
+    tx = optim.quantized(optax.apply_if_finite(adam(), 3))
+    params, state = cases.train(tx, cases.params(), 2)
+    _, after = jax.jit(tx.update)(jax.tree.map(lambda x: x * jnp.nan, cases.grads(2)), state, params)
+    assert_same_bits(cases.moments(after), cases.moments(state))
+
+
+def test_a_gradient_that_is_nan_spoils_what_it_spoils_without_fp8():
+    grads = cases.grads(1)
+    grads = grads | {"odd": {"kernel": grads["odd"]["kernel"].at[3, 5].set(jnp.nan)}}
+    params, states = cases.params(), {}
+    for name, tx in {"fp8": optim.quantized(adam()), "float32": adam()}.items():
+        _, state = tx.update(grads, tx.init(params), params)
+        states[name] = optim.dequantize_state(state)[0]
+    for got, exact in zip(*(jax.tree.leaves((state.mu, state.nu)) for state in states.values()), strict=True):
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(exact))
+
+
+def test_donated_states_are_updated_in_place():
+    tx, params = optim.quantized(adam()), cases.params()
+    step = jax.jit(lambda grads, state: tx.update(grads, state)[1], donate_argnums=1)
+    compiled = step.lower(params, tx.init(params)).compile()
+    moments = sum(x.nbytes for x in jax.tree.leaves(tx.init(params)))
+    assert compiled.memory_analysis().alias_size_in_bytes == moments
+
+
+def test_from_and_to_float32():
+    """One rounding is between a float32 state and the one in FP8.
+
+    A normal code is off by 2**-4, and k = 1/2 doubles that: 2**-3 (1 + 2**-5) of the element. Smaller codes are off by
+    2**-10 / 448 of u**k: for k = 2 and u >= 2**-9.4 by 2**-10 / 448 / 2 / 2**-9.4 < 2**-10 of the amax, else by less.
+    """
+    params, plain = cases.train(adam(), cases.params(), 3)
+    state = optim.quantize_state(plain)
+    got = optim.dequantize_state(state)
+    assert jax.tree.structure(got) == jax.tree.structure(plain)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2.0**-3 * (1 + 2.0**-5), atol=2.0**-10 * float(jnp.max(jnp.abs(b))))
+    assert_same_bits(optim.dequantize_state({"a": state})["a"], got)
+    cases.train(optim.quantized(adam()), params, 1, opt_state=state)  # it goes on
+
+
+def test_scanned_layers():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layer = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return layer(name="layers")(x, None)[0]
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.tanh(nn.Dense(96)(x)), None
+
+    model, x = Model(), jax.random.normal(jax.random.key(1), (8, 96))
+    variables = model.init(jax.random.key(0), x)
+    tx = optim.quantized(optax.adamw(1e-2))
+    state = tx.init(variables)
+
+    @jax.jit
+    def step(variables, state):
+        loss, grads = jax.value_and_grad(lambda v: jnp.mean((model.apply(v, x) - 0.5) ** 2))(variables)
+        updates, state = tx.update(grads, state, variables)
+        return optax.apply_updates(variables, updates), state, loss
+
+    losses = []
+    for _ in range(20):
+        variables, state, loss = step(variables, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+    assert cases.moments(state)[0].data.shape == (3, 96, 96)
+
+
+def test_an_nnx_optimizer():
+    model = nnx.Linear(96, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optim.quantized(optax.adamw(1e-2)), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(1), (32, 96))
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    dtypes = {x.dtype for x in jax.tree.leaves(nnx.state(optimizer))}
+    assert jnp.dtype(jnp.float8_e4m3fn) in dtypes
+
+
+def test_memory():
+    params = cases.params()
+    state = optim.quantized(adam()).init(params)
+    rows = {row["kind"]: row for row in optim.memory(state, params).rows}
+    assert rows["all"]["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state))
+    assert rows["SignedMoment"]["leaves"] == rows["SquaredMoment"]["leaves"] == 4
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    assert rows["all"]["bytes_per_parameter"] == rows["all"]["bytes"] / parameters
+    assert optim.memory(adam().init(params), params).rows[-1]["bytes_per_parameter"] == pytest.approx(8, abs=1e-3)
+    shapes = jax.eval_shape(optim.quantized(adam()).init, params)
+    assert str(optim.memory(shapes, params)) == str(optim.memory(state, params))
+    with pytest.raises(ValueError, match="params: expected arrays with elements"):
+        optim.memory(state, {})
+
+
+class NotKnown(cases.Store):
+    pass
+
+
+def test_what_is_refused():
+    params = cases.params()
+    tx = optim.quantized(adam())
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="tx: expected a transformation that keeps moments.*EmptyState"):
+        optim.quantized(optax.sgd(1e-2)).init(params)
+    with pytest.raises(ValueError, match="tx: expected a transformation that keeps moments"):
+        optim.quantized(optax.rmsprop(1e-2, centered=True)).init(params)
+    with pytest.raises(ValueError, match="in FP8 already"):
+        optim.quantized(tx).init(params)
+    with pytest.raises(ValueError, match=r"expected a QuantizedState, got tuple; .*quantize_state"):
+        tx.update(params, adam().init(params), params)
+    with pytest.raises(ValueError, match="expected a SignedMoment of float8_e4m3fn codes"):
+        tx.update(params, optim.QuantizedState(state.count, adam().init(params)), params)
+    # Codes as another dtype, amaxes of other blocks, the other kind: checkpoints of others.
+    adam_state = state.inner[0]
+    kernel = adam_state.mu["odd"]["kernel"]
+    wrong = [
+        kernel._replace(data=kernel.data.astype(jnp.bfloat16)),
+        kernel._replace(amax=kernel.amax[:, :1], exponent=kernel.exponent[:, :1]),
+        optim.SquaredMoment(*kernel),
+    ]
+    for moment in wrong:
+        mu = adam_state.mu | {"odd": {"kernel": moment}}
+        restored = state._replace(inner=(adam_state._replace(mu=mu), *state.inner[1:]))
+        with pytest.raises(ValueError, match="restore the checkpoint with the min_size and the moments"):
+            tx.update(params, restored, params)
