@@ -84,7 +84,7 @@ def _dequantized(a, b, out_dtype, batch, bias):
     a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
     with _scopes.high_precision(why):
         y = lax.dot_general(a.astype(dtype), b.astype(dtype), (contract, (leading, leading)))
-    return _plus(y, bias, batch, out_dtype)
+    return plus(y, bias, batch, out_dtype)
 
 
 def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
@@ -118,7 +118,7 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
     # Its operands are in the order of their roles, which `swap` does not change, so its result is transposed.
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
-    return _plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
+    return plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
 
 
 def _matrices(q, batch: int) -> QTensor:
@@ -128,8 +128,8 @@ def _matrices(q, batch: int) -> QTensor:
     return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
 
 
-def _plus(y, bias, batch, out_dtype):
-    """Add a bias of the last dimensions to y, and round once."""
+def plus(y, bias, batch, out_dtype):
+    """Add a bias of the batch dimensions and the last ones to y, and round once."""
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
         bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])

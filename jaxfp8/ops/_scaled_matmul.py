@@ -103,7 +103,7 @@ class _Spec(ProductSpec):
         return (*operands[:4], bias, accumulator)
 
 
-def _to_f32(codes):
+def to_f32(codes):
     """Widen by a cast, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
     return codes.astype(jnp.float32)
 
@@ -149,7 +149,7 @@ def _spaced(scale):
     return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
-def _reference(*operands, vmap_dims, spec, widen=_to_f32):
+def _reference(*operands, vmap_dims, spec, widen=to_f32):
     """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
