@@ -51,6 +51,16 @@ def cuda_custom_calls(monkeypatch):
 
 
 @pytest.fixture
+def reads(monkeypatch):
+    """The products whose state is read before a loop."""
+    from jaxfp8.recipes import _reading
+
+    found, read = [], _reading.read
+    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
+    return found
+
+
+@pytest.fixture
 def nothing_stays_traced():
     """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
     jax.clear_caches()

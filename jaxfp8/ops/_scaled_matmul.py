@@ -111,11 +111,9 @@ def to_f32(codes):
 def _cublaslt(*operands, vmap_dims, spec):
     """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not add."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    leading = vmap_dims + spec.batch
-    shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
     # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty
     # operands: leave both to XLA.
-    a, b = _shapes.merge(a, leading, spec.rows), _shapes.merge(b, leading, b.ndim - leading - spec.contracting)
+    a, b, shape = spec.groups(a, b, vmap_dims)
     (g, m, k), n = a.shape, b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
         return _reference(*operands, vmap_dims=vmap_dims, spec=spec)
