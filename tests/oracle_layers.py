@@ -33,6 +33,11 @@ class DenseStep:
     wgrad: Product
     state: LayerState
 
+    def check(self, what: str = "step", **products) -> None:
+        """Raises AssertionError unless the products that are given, out of y, dgrad and wgrad, are within bounds."""
+        for name, got in products.items():
+            getattr(self, name).check(got, f"{what}: {name}")
+
 
 def dense_step(
     x,

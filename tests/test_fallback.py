@@ -17,11 +17,8 @@ XS = np.stack([np.full((2, 8), value, np.float32) for value in (1, 5, 3)])
 
 
 @pytest.fixture
-def no_max_dtype(monkeypatch):
-    jax.clear_caches()
+def no_max_dtype(monkeypatch, nothing_stays_traced):
     monkeypatch.setattr(_compat, "MAX_DTYPE", None)
-    yield
-    jax.clear_caches()
 
 
 def product(x, state):

@@ -4,7 +4,6 @@ import json
 import math
 
 import another_process
-import jax
 import pytest
 
 from jaxfp8.compare import Run, __main__ as command, _plot
@@ -12,13 +11,6 @@ from jaxfp8.compare._arms import ARMS, FP8_ARMS
 from jaxfp8.compare._programs import Program
 
 HERE = [name for name in ARMS if name != "tf32"]  # a CPU has no TensorFloat-32
-
-
-@pytest.fixture
-def user_promotion():
-    """JAX as a user has it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def run(folder, *options):
@@ -69,7 +61,7 @@ def first(done, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [math.nan, pytest.param(4.5, marks=pytest.mark.slow)])
-def test_a_wrong_arm_is_not_timed(monkeypatch, user_promotion, loss):
+def test_a_wrong_arm_is_not_timed(monkeypatch, as_users_have_jax, loss):
     args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
     comparison = command.Comparison(args, command.Corpus())
     runs = {"bf16": Run(train_losses=[4.61]), "block": Run(train_losses=[loss])}

@@ -137,8 +137,7 @@ def test_a_vjp_called_twice():
         dx, dkernel, state = vjp(grad)
         expected = cases.one_product(X, KERNEL, grad, STATE)
         cases.assert_state(state, expected.state, f"size {size}")
-        expected.dgrad.check(dx)
-        expected.wgrad.check(dkernel)
+        expected.check(dgrad=dx, wgrad=dkernel)
 
 
 def test_symbolic_shapes():

@@ -41,9 +41,7 @@ def test_without_state():
     state = oracle.LayerState(*(oracle.State(np.full(HISTORY, top, np.float32), np.float32(1)) for top in tops))
     expected = oracle.ragged_step(lhs, rhs, sizes, grad, state)
     y, dlhs, drhs, next_state = training_step()(lhs, rhs, grad, np.int32(sizes), WITHOUT)
-    expected.y.check(y)
-    expected.dgrad.check(dlhs)
-    expected.wgrad.check(drhs)
+    expected.check(y=y, dgrad=dlhs, wgrad=drhs)
     assert next_state == WITHOUT
 
 
