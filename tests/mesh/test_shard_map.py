@@ -306,8 +306,7 @@ def test_unchecked_warns_unless_told(recipe, warned):
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
     arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
     for checked in (True, False):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             jax.eval_shape(step_inside(mesh, layout, checked, recipe), *arguments)
         of_state = [str(w.message) for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
         assert bool(of_state) == (warned and not checked)

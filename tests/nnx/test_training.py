@@ -125,8 +125,7 @@ def test_models_without_fp8():
 def test_gradient_of_parameters_alone_warns():
     layer = linear()
     (x,), (grad,) = operands(0, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         gradients = nnx.grad(use)(layer, x, grad)
     assert [w.category for w in caught] == [jaxfp8.FP8StateWarning]
     before = nnx.to_pure_dict(nnx.state(layer))

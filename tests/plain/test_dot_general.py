@@ -73,8 +73,7 @@ def test_options_that_cannot_be_honoured(options, error, name):
 
 def warned(function, *arguments) -> int:
     """How often Python's default filter would show the warning."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             jax.block_until_ready(function(*arguments))
     assert {w.category for w in caught} <= {jaxfp8.FP8StateWarning}

@@ -189,8 +189,7 @@ def _loss(lhs, state):
 
 def test_only_first_derivatives_in_reverse_mode():
     lhs, state = jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(lambda x: _loss(x, state), (lhs,), (lhs,))
         with pytest.raises(TypeError):
