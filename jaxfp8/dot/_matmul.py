@@ -9,30 +9,20 @@ import numpy as np
 from jax import lax
 
 from .. import ops
-from ..recipes import GEMMType, QTensor, dequantized
+from ..recipes import QTensor, dequantized
 from . import _scopes
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
 
-def matmul(
-    a: QTensor,
-    b: QTensor,
-    *,
-    gemm_type: GEMMType,
-    qgemm,
-    out_dtype,
-    precise: bool,
-    batch: int,
-    bias=None,
-    swap: bool = False,
-):
+def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap=False):
     """Multiply `a @ b.T`, or its transpose `b @ a.T`, of `out_dtype`.
 
     Args:
-        a: `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads too.
-        b: `[*batch, *n, *k]`.
-        gemm_type: which product of a layer this is.
+        a: a QTensor `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads
+            too.
+        b: a QTensor `[*batch, *n, *k]`.
+        gemm_type: a GEMMType, which product of a layer this is.
         qgemm: of the quantizer that brings a product of its own, or None.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off.

@@ -11,12 +11,7 @@ from ._primitive import dims, tensor_op
 
 
 def transpose_blocks(
-    data: ArrayLike,
-    scale_inv: ArrayLike,
-    *,
-    block: tuple[int, int],
-    rows: int = 1,
-    cols: int = 1,
+    data: ArrayLike, scale_inv: ArrayLike, *, block: tuple[int, int], rows: int = 1, cols: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Transpose codes whose scales are powers of two, such that blocks lie along the rows again.
 
