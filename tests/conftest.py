@@ -51,6 +51,30 @@ def cuda_custom_calls(monkeypatch):
 
 
 @pytest.fixture
+def as_users_have_jax():
+    """JAX's own rules of promotion, in place of the strict ones of the session."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def promotion_as_optax_wants():
+    """Optax and Flax promote dtypes implicitly."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The products whose state is read before a loop."""
+    from jaxfp8.recipes import _reading
+
+    found, read = [], _reading.read
+    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
+    return found
+
+
+@pytest.fixture
 def nothing_stays_traced():
     """A mutant is not to be hidden by a program traced before it, nor to live on in one traced during it."""
     jax.clear_caches()

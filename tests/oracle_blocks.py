@@ -174,8 +174,8 @@ def matmul(
             bias = np.asarray(bias).astype(np.float64)
             exact, total = exact + bias, total + np.abs(bias)
             bound = bound + PRECISE * total
-        eps_out = oracle._UNIT_ROUNDOFF[np.dtype(out_dtype)]
-        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + oracle._ABSOLUTE[np.dtype(out_dtype)]
+        eps_out = oracle.UNIT_ROUNDOFF[np.dtype(out_dtype)]
+        bound = (bound + eps_out * (np.abs(exact) + bound)) * (1 + 2.0**-10) + oracle.ABSOLUTE[np.dtype(out_dtype)]
     return Product(exact, bound)
 
 

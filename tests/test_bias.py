@@ -44,9 +44,7 @@ def test_values_and_gradient(dtype, bias_dtype):
     layer_state = oracle.LayerState.init(3)
     dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
     expected = oracle.dense_step(x, kernel, grad, layer_state, bias=bias, **dtypes)
-    expected.y.check(y)
-    expected.dgrad.check(dx)
-    expected.wgrad.check(dkernel)
+    expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert dbias.dtype == bias_dtype
     sum_of_rows(grad, bias_dtype).check(dbias)
     for name in ("input", "kernel", "output_grad"):

@@ -3,9 +3,8 @@
 import ast
 import graphlib
 import pathlib
-import subprocess
-import sys
 
+import another_process
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxfp8"
@@ -130,4 +129,4 @@ def test_checkpoint_policies_is_a_module_of_jaxfp8():
         "import jaxfp8.checkpoint_policies as policies; from jaxfp8.checkpoint_policies import OUTPUT_NAME\n"
         "import jaxfp8; assert policies is jaxfp8.checkpoint_policies and OUTPUT_NAME == policies.OUTPUT_NAME"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    another_process.python("-c", program)

@@ -53,9 +53,7 @@ def test_three_steps(dtype):
         dtypes = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
         exact = oracle.dense_step(x, kernel, grad, of_oracle, bias=bias, **dtypes)
         of_oracle = exact.state
-        exact.y.check(y)
-        exact.dgrad.check(dx)
-        exact.wgrad.check(dkernel)
+        exact.check(y=y, dgrad=dx, wgrad=dkernel)
     assert np.unique(state.input.amax_history).size == 4, "amaxes of three steps and a zero"
 
 

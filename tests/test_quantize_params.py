@@ -236,7 +236,6 @@ def test_codes_that_are_gathered(check_vma):
         y, gradient = step(x, kernel, grad)
         text = step.lower(x, kernel, grad).compile().as_text()
     expected = cases.one_product(x, kernel, grad, used_state())
-    expected.y.check(y)
-    expected.wgrad.check(gradient, "gradient of the kernel")
+    expected.check(y=y, wgrad=gradient)
     gathered = [dtype for c in hlo.collectives(text) if c.kind == "all-gather" for dtype, _ in c.results]
     assert gathered and set(gathered) == {"u8"}, gathered

@@ -37,9 +37,7 @@ def test_scales_of_the_tensors_at_hand(margin):
     dx, dkernel = vjp(grad)
     state = oracle.LayerState(*(with_scale_of(a) for a in (x, kernel, grad)))
     expected = oracle.dense_step(x, kernel, grad, state, oracle.Options(margin=margin))
-    expected.y.check(y)
-    expected.dgrad.check(dx)
-    expected.wgrad.check(dkernel)
+    expected.check(y=y, dgrad=dx, wgrad=dkernel)
 
 
 @pytest.mark.parametrize("x_batched", [False, True])

@@ -1,6 +1,7 @@
 """Warnings that point at the line of the user's program."""
 
-import sys
+import inspect
+import traceback
 import warnings
 
 # Their frames lie between the user's line and the place that warns. Python 3.11 has no `skip_file_prefixes`.
@@ -9,12 +10,12 @@ _LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib
 
 def user_line() -> dict:
     """Find the innermost line outside of the libraries, as keywords of `warn`."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(inspect.currentframe()):  # noqa: B007
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            break
     return {
         "filename": frame.f_code.co_filename,
-        "lineno": frame.f_lineno,
+        "lineno": line,
         "module": frame.f_globals.get("__name__"),
         "registry": frame.f_globals.setdefault("__warningregistry__", {}),
     }

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from .. import recipes
 from ..ops import _support
-from ..recipes import Recipe, autocast
 
 
 class Arm(NamedTuple):
@@ -24,14 +23,15 @@ class Arm(NamedTuple):
 
     dtype: Any
     color: str
-    recipe: Recipe | None = None
+    recipe: recipes.Recipe | None = None
     precision: str | None = None
     loss_scaled: bool = False
 
     @contextlib.contextmanager
     def region(self):
         """Select the recipe for the code inside: initialization, differentiation and evaluation of the model."""
-        with autocast(self.recipe, enabled=self.recipe is not None), jax.default_matmul_precision(self.precision):
+        precision = jax.default_matmul_precision(self.precision)
+        with recipes.autocast(self.recipe, enabled=self.recipe is not None), precision:
             yield
 
 

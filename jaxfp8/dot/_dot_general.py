@@ -29,6 +29,7 @@ from . import _scopes
 from ._fused_input import Activated, FusedInput, Normalized, activated, quantize_fused
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
+from ._matmul import plus
 from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
 from ._wrapping import current_layer, is_wrapping
@@ -109,7 +110,7 @@ def dot_general(
 
     # 2. Leave to JAX what does not run in FP8: empty, high precision, and small products.
     if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
-        return finished(_plus(jnp.zeros(out_shape(*both), jnp.float32), bias, out_dtype))
+        return finished(plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype))
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
         if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
@@ -120,7 +121,7 @@ def dot_general(
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
             y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
-        return finished(_plus(y, bias, out_dtype))
+        return finished(plus(y, bias, 0, out_dtype))
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
     state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
@@ -188,13 +189,6 @@ def _why(recipe) -> str:
     if recipe is not None:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return "autocast is off" if _autocast.is_off() else "the recipe is None"
-
-
-def _plus(y, bias, dtype):
-    """Add a bias of the last dimensions to y, and round to `dtype`."""
-    if bias is not None:
-        y = y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-    return y.astype(dtype)
 
 
 def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from .. import recipes
 from ..ops import _checks
-from ..recipes import QTensor, Recipe, read_states
 from . import _dot_general
 from ._layout import layouts
 
@@ -43,7 +42,7 @@ def is_freezing() -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _FrozenRecipe(Recipe):
+class _FrozenRecipe(recipes.Recipe):
     """A recipe whose kernels are codes; `has_fixed_input` says whether its input has a fixed scale."""
 
     recipe: Any
@@ -78,7 +77,7 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
-    input_step, kernel_step = read_states(quantizers[:2], [state.input, state.kernel])
+    input_step, kernel_step = recipes.read_states(quantizers[:2], [state.input, state.kernel])
     q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=recipes.AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
@@ -108,7 +107,7 @@ def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.A
     return jnp.logical_not(jnp.logical_and(*same))
 
 
-def _quantized(kernel, quantizer, layout, step=None, **options) -> QTensor:
+def _quantized(kernel, quantizer, layout, step=None, **options) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
     options = recipes.OperandOptions(**options, **layout.counts, columnwise=first, contract_first=first)
@@ -144,7 +143,7 @@ def dot_general(
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
-    codes = QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
+    codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
     last = tuple(range(codes.ndim - contract, codes.ndim))
     numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
     options |= {"recipe": recipe, "state": state, "bias": bias, "precision": precision}

@@ -9,30 +9,20 @@ import numpy as np
 from jax import lax
 
 from .. import ops
-from ..recipes import GEMMType, QTensor, dequantized
+from ..recipes import QTensor, dequantized
 from . import _scopes
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
 
-def matmul(
-    a: QTensor,
-    b: QTensor,
-    *,
-    gemm_type: GEMMType,
-    qgemm,
-    out_dtype,
-    precise: bool,
-    batch: int,
-    bias=None,
-    swap: bool = False,
-):
+def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap=False):
     """Multiply `a @ b.T`, or its transpose `b @ a.T`, of `out_dtype`.
 
     Args:
-        a: `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads too.
-        b: `[*batch, *n, *k]`.
-        gemm_type: which product of a layer this is.
+        a: a QTensor `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads
+            too.
+        b: a QTensor `[*batch, *n, *k]`.
+        gemm_type: a GEMMType, which product of a layer this is.
         qgemm: of the quantizer that brings a product of its own, or None.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off.
@@ -84,7 +74,7 @@ def _dequantized(a, b, out_dtype, batch, bias):
     a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
     with _scopes.high_precision(why):
         y = lax.dot_general(a.astype(dtype), b.astype(dtype), (contract, (leading, leading)))
-    return _plus(y, bias, batch, out_dtype)
+    return plus(y, bias, batch, out_dtype)
 
 
 def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
@@ -118,7 +108,7 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
     # Its operands are in the order of their roles, which `swap` does not change, so its result is transposed.
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
-    return _plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
+    return plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
 
 
 def _matrices(q, batch: int) -> QTensor:
@@ -128,8 +118,8 @@ def _matrices(q, batch: int) -> QTensor:
     return QTensor(q.data.reshape(shape), q.scale_inv, block=q.block)
 
 
-def _plus(y, bias, batch, out_dtype):
-    """Add a bias of the last dimensions to y, and round once."""
+def plus(y, bias, batch, out_dtype):
+    """Add a bias of the batch dimensions and the last ones to y, and round once."""
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
         bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])

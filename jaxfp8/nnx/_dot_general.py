@@ -3,7 +3,8 @@
 import contextlib
 import contextvars
 import functools
-import sys
+import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -182,10 +183,8 @@ def _not_inside_a_call(name):
             f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
             f"pass dot_general_cls=jaxfp8.linen.{name}"
         )
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not nnx.LinearGeneral.__call__.__code__:
-        frame = frame.f_back
-    if frame is not None:
+    callers = traceback.walk_stack(inspect.currentframe())
+    if any(frame.f_code is nnx.LinearGeneral.__call__.__code__ for frame, _ in callers):
         raise TypeError(
             f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
             f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"

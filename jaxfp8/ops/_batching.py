@@ -1,7 +1,7 @@
-"""Batching rules that several ops share."""
+"""What ops of several units share: a batching rule, and the order of their operands."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -36,3 +36,9 @@ def apart(units: Callable) -> Callable:
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
 
     return rule
+
+
+def halves(arrays: Sequence) -> tuple[Sequence, Sequence]:
+    """Return the first half of the arrays, such as the histories of all units, and the second, such as their scales."""
+    count = len(arrays) // 2
+    return arrays[:count], arrays[count:]

@@ -221,16 +221,13 @@ def _for_gpus(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
 
 def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
-    leading = vmap_dims + spec.batch
-    shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
     # 1. Merge the dimensions to groups of matrices.
     modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
-    rows = spec.rows, b.ndim - leading - spec.contracting
-    codes = [_shapes.merge(x, leading, count) for x, count in zip((a, b), rows, strict=True)]
+    *codes, shape = spec.groups(a, b, vmap_dims)
     (g, m, k), n = codes[0].shape, codes[1].shape[1]
     if 0 in (g, m, n, k):
         return _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
-    scales = [_shapes.merge(scale, leading, 1) for scale in (a_scale_inv, b_scale_inv)]
+    scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
     if spec.as_mx:
         blocks = spec.a_block, spec.b_block
         scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]

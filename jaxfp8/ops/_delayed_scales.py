@@ -120,11 +120,6 @@ def _slots(count):
     return [(f"{WHOLE}_slot{i}",) for i in range(count)]
 
 
-def _halves(operands):
-    count = len(operands) // 2
-    return operands[:count], operands[count:]
-
-
 def _quantizers(results, operand_count, **static):
     """Return the positions of each quantizer's operands, and of its results, of which there are so many."""
     del static
@@ -134,7 +129,7 @@ def _quantizers(results, operand_count, **static):
 
 def _scales_reference(*operands, vmap_dims, numerators, most_recent):
     results = []
-    for history, stored, numerator in zip(*_halves(operands), numerators, strict=True):
+    for history, stored, numerator in zip(*_batching.halves(operands), numerators, strict=True):
         # 1. Read the amax of the window; an entry below zero counts as infinite, so that one reduction finds both.
         is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
         newest, length = history[..., :1], history.shape[-1]
@@ -148,7 +143,7 @@ def _scales_reference(*operands, vmap_dims, numerators, most_recent):
 
 
 def _scales_custom_call(*operands, vmap_dims, numerators, most_recent):
-    histories, stored = _halves(operands)
+    histories, stored = _batching.halves(operands)
     histories, stored = [_shapes.merge(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
     shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
     attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
@@ -171,12 +166,12 @@ _delayed_scales = tensor_op(
 
 
 def _push_reference(*operands, vmap_dims):
-    pairs = zip(*_halves(operands), strict=True)
+    pairs = zip(*_batching.halves(operands), strict=True)
     return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
 
 
 def _push_custom_call(*operands, vmap_dims):
-    histories, amaxes = _halves(operands)
+    histories, amaxes = _batching.halves(operands)
     flat = [_shapes.merge(h, vmap_dims) for h in histories]
     aliases = {i: i for i in range(len(flat))}
     results = [(h.shape, jnp.float32) for h in flat]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks
+from . import _checks, _shapes
 from ._primitive import dims
 
 
@@ -40,6 +40,13 @@ class ProductSpec:
         leading = tuple(range(vmap_dims + self.batch))
         contracting = [tuple(range(x.ndim - self.contracting, x.ndim)) for x in (a, b)]
         return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
+
+    def groups(self, a, b, vmap_dims):
+        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product, which has m and n."""
+        leading = vmap_dims + self.batch
+        shape = (*a.shape[: a.ndim - self.contracting], *b.shape[leading : b.ndim - self.contracting])
+        columns = b.ndim - leading - self.contracting
+        return _shapes.merge(a, leading, self.rows), _shapes.merge(b, leading, columns), shape
 
     def add_bias(self, out, bias, vmap_dims):
         """Add a bias in the dtype of the product; None adds nothing."""

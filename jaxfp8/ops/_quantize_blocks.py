@@ -1,7 +1,6 @@
 """quantize_blocks: FP8 codes with a scale for each block, from the amax of the block itself."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -134,9 +133,8 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
 def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     # 1. Merge the dimensions to groups of matrices.
-    first = x.ndim - rows - cols
-    leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
-    groups = x.reshape(math.prod(leading), math.prod(row), math.prod(col))
+    leading, row, col = _shapes.parts(x.shape, rows, cols)
+    groups = _shapes.merge(x, len(leading), rows)
     g, m, n = groups.shape
     # 2. CPUs take any block and order scales by block. GPUs take the blocks of cuBLASLt, and order scales as it does.
     on_cpu, lines = platform == "cpu", 0

@@ -86,22 +86,12 @@ def sums_type(g, m, n):
 
 def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax, column_sums):
     """Quantize `x` in both layouts by one custom call: `[data, data_t, amax, sums]`."""
-    first = x.ndim - rows - cols
-    leading, row, col = x.shape[:first], x.shape[first : first + rows], x.shape[first + rows :]
-    groups = _shapes.merge(x, first, rows)
+    leading, row, col = _shapes.parts(x.shape, rows, cols)
+    groups, batch = _shapes.merge(x, len(leading), rows), math.prod(leading[vmap_dims:])
     g, m, n = groups.shape
-    batch = math.prod(leading[vmap_dims:])
-    (data, data_t), amax, sums = call(
-        "quantize_transpose",
-        groups,
-        scale,
-        amax_so_far,
-        vmapped=leading[:vmap_dims],
-        with_amax=with_amax,
-        data=[((g, m, n), dtype), ((g, n, m), dtype)],
-        after=[sums_type(g, m, n)] * column_sums,
-        batch=batch,
-    )
+    options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch}
+    options |= {"data": [((g, m, n), dtype), ((g, n, m), dtype)], "after": [sums_type(g, m, n)] * column_sums}
+    (data, data_t), amax, sums = call("quantize_transpose", groups, scale, amax_so_far, **options)
     if with_amax and amax_so_far and not batch:  # a batch of no groups keeps its amax
         amax = amax_so_far
     sums = [jnp.sum(part, axis=1).reshape(*leading, *col) for part in sums]

@@ -15,6 +15,7 @@ from ._partition import WHOLE
 from ._primitive import ONE, tensor_op
 from ._product import rescaled
 from ._ragged_loops import ends_of_groups, ragged_contraction, ragged_rows
+from ._scaled_matmul import to_f32
 
 RAGGED = ("rows", "contraction")
 
@@ -149,11 +150,7 @@ class _Spec:
         return (*leading, a.shape[-2], b.shape[-2])
 
 
-def _to_f32(codes):
-    return codes.astype(jnp.float32)
-
-
-def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=_to_f32, first=None):
+def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=to_f32, first=None):
     """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
 
     `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
@@ -165,7 +162,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, wid
     # 1. Widen the codes. Scales of blocks go with them: the product has then no scale of that operand.
     one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
     if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
-        widen, precision = _to_f32, lax.Precision.HIGHEST
+        widen, precision = to_f32, lax.Precision.HIGHEST
     a, b = widen(a), widen(b)
     if spec.a_block is not None:
         a, a_scale_inv = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]), one

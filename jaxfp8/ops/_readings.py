@@ -85,8 +85,8 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
     written = {}
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
-        histories, _ = _halves(_columns(products, call))
-        pairs = zip(*_halves(_write(*histories, *(recorded[i] for i in call), counts=counts)), strict=True)
+        histories, _ = _batching.halves(_columns(products, call))
+        pairs = zip(*_batching.halves(_write(*histories, *(recorded[i] for i in call), counts=counts)), strict=True)
         written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
     return [written[i] for i in range(len(products))]
 
@@ -126,11 +126,6 @@ def _columns(products, call):
     return [pair[side] for side in (0, 1) for i in call for pair in products[i]]
 
 
-def _halves(arrays):
-    count = len(arrays) // 2
-    return arrays[:count], arrays[count:]
-
-
 def _slices(counts):
     """Return the positions of the quantizers of each product."""
     ends = itertools.accumulate(counts, initial=0)
@@ -168,7 +163,7 @@ def _read_units(operand_count, counts):
 
 def _read_reference(*operands, vmap_dims, counts):
     del vmap_dims
-    numbers = [_numbers(history, scale) for history, scale in zip(*_halves(operands), strict=True)]
+    numbers = [_numbers(history, scale) for history, scale in zip(*_batching.halves(operands), strict=True)]
     return [lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)]
 
 
@@ -182,7 +177,7 @@ def _numbers(history, scale):
 
 def _read_custom_call(*operands, vmap_dims, counts):
     del vmap_dims
-    histories, scales = _halves(operands)
+    histories, scales = _batching.halves(operands)
     batch, groups = scales[0].shape[:-1], scales[0].size
     results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
     readings = _ffi.call("read_histories", results, *_flat(histories), *(scale.reshape(-1) for scale in scales))
@@ -239,7 +234,7 @@ def _write_custom_call(*operands, vmap_dims, counts):
     results = [(h.shape, jnp.float32) for h in flat] + [(flat[0].shape[:1], jnp.float32)] * len(flat)
     aliases = {i: i for i in range(len(flat))}
     written = _ffi.call("write_histories", results, *flat, *_flat(recorded), aliases=aliases)
-    histories, scales = _halves(written)
+    histories, scales = _batching.halves(written)
     return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
 
 

@@ -103,7 +103,7 @@ class _Spec(ProductSpec):
         return (*operands[:4], bias, accumulator)
 
 
-def _to_f32(codes):
+def to_f32(codes):
     """Widen by a cast, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
     return codes.astype(jnp.float32)
 
@@ -111,11 +111,9 @@ def _to_f32(codes):
 def _cublaslt(*operands, vmap_dims, spec):
     """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not add."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    leading = vmap_dims + spec.batch
-    shape = (*a.shape[: a.ndim - spec.contracting], *b.shape[leading : b.ndim - spec.contracting])
     # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty
     # operands: leave both to XLA.
-    a, b = _shapes.merge(a, leading, spec.rows), _shapes.merge(b, leading, b.ndim - leading - spec.contracting)
+    a, b, shape = spec.groups(a, b, vmap_dims)
     (g, m, k), n = a.shape, b.shape[1]
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
         return _reference(*operands, vmap_dims=vmap_dims, spec=spec)
@@ -149,7 +147,7 @@ def _spaced(scale):
     return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
 
 
-def _reference(*operands, vmap_dims, spec, widen=_to_f32):
+def _reference(*operands, vmap_dims, spec, widen=to_f32):
     """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)

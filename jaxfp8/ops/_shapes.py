@@ -26,6 +26,12 @@ def merged(shape, *counts):
     return (*sizes, math.prod(rest))
 
 
+def parts(shape, rows, cols):
+    """Return the leading dimensions of a shape, those of the rows, and those of the columns, which come last."""
+    first = len(shape) - rows - cols
+    return shape[:first], shape[first : first + rows], shape[first + rows :]
+
+
 def pad(x, *widths):
     """Pad `x` with zeros after the end of each dimension."""
     return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x

@@ -1,7 +1,5 @@
 """transpose_blocks: blocks along the rows of FP8 codes become blocks along their columns, without quantizing again."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +11,7 @@ from ._primitive import dims, tensor_op
 
 
 def transpose_blocks(
-    data: ArrayLike,
-    scale_inv: ArrayLike,
-    *,
-    block: tuple[int, int],
-    rows: int = 1,
-    cols: int = 1,
+    data: ArrayLike, scale_inv: ArrayLike, *, block: tuple[int, int], rows: int = 1, cols: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Transpose codes whose scales are powers of two, such that blocks lie along the rows again.
 
@@ -54,10 +47,10 @@ def transpose_blocks(
     """
     op = "transpose_blocks"
     data = _checks.rank(op, "data", _checks.fp8(op, "data", data), rows + cols)
-    first, block = data.ndim - rows - cols, _blocks.checked(op, "block", block)
+    block = _blocks.checked(op, "block", block)
     if block[0] != 1 or block[1] is None:
         raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
-    leading, row, col = data.shape[:first], data.shape[first : first + rows], data.shape[first + rows :]
+    leading, row, col = _shapes.parts(data.shape, rows, cols)
     scale_inv = _blocks.checked_scale(op, "scale_inv", scale_inv, block, leading, row, col)
     data_t, scale_inv_t = _transpose_blocks(data, scale_inv, block=block, rows=int(rows), cols=int(cols))
     return data_t, scale_inv_t
@@ -114,13 +107,12 @@ def _scales(codes, dtype):
 
 def _custom_call(data, scale_inv, vmap_dims, block, rows, cols):
     """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-    first, size = data.ndim - rows - cols, block[1]
-    leading, row, col = data.shape[:first], data.shape[first : first + rows], data.shape[first + rows :]
-    groups = data.reshape(math.prod(leading), math.prod(row), math.prod(col))
-    scales = _exponents(scale_inv).reshape(groups.shape[0], *scale_inv.shape[first:])
+    leading, row, col = _shapes.parts(data.shape, rows, cols)
+    groups = _shapes.merge(data, len(leading), rows)
     g, m, n = groups.shape
-    results = [((g, n, m), data.dtype), ((g, n, -(-m // size)), jnp.uint8)]
-    data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(size))
+    scales = _exponents(scale_inv).reshape(g, *scale_inv.shape[len(leading) :])
+    results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
+    data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(block[1]))
     scales_t = _scales(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
     return data_t.reshape(*leading, *col, *row), scales_t
 

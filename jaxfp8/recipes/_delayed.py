@@ -270,9 +270,7 @@ def _is_below_zero(state):
 
 
 def next_states(
-    quantized: Sequence[QTensor | None],
-    reduce: Callable[..., Any] = no_reduction,
-    reading: jax.Array | None = None,
+    quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction, reading: jax.Array | None = None
 ) -> list[Any]:
     """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
 

@@ -227,8 +227,8 @@ def _argument_without_state(argument, params):
         return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
 
     def function(*args, **kwargs):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FP8StateWarning)  # of a gradient of parameters alone, which is meant here
+        # A gradient of parameters alone is meant here.
+        with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
             return _without_state(argument(*map(filled, args), **kwargs))
 
     return function

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import test_checkpoints as straight_runs
+import orbax.checkpoint as ocp
 from convert.test_transformer_engine import Replay, te_leaves
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxfp8
 from jaxfp8 import convert
@@ -39,7 +40,7 @@ class Model(nn.Module):
 def start(library, tx=optax.sgd(0.05), **fields):  # noqa: B008
     model = Model(library, **fields)
     variables = model.init(jax.random.key(0), data(0)[0])
-    cls = library.train_state if library else straight_runs.TrainState
+    cls = library.train_state if library else TrainState
     return cls.create(apply_fn=model.apply, params=variables, tx=tx).replace(step=jnp.int32(0))
 
 
@@ -56,6 +57,28 @@ def run(train, steps):
     for i in steps:
         train = advance(train, *data(i))
     return train
+
+
+def through_orbax(tree, template, folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, template))
+
+
+def through_msgpack(tree, template, folder):
+    (folder / "checkpoint").write_bytes(flax.serialization.to_bytes(tree))
+    return flax.serialization.from_bytes(template, (folder / "checkpoint").read_bytes())
+
+
+def through_numpy(tree, template, folder):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    np.savez(folder / "checkpoint.npz", **{jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    with np.load(folder / "checkpoint.npz") as saved:
+        return jax.tree_util.tree_map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], template)
+
+
+FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_numpy}
 
 
 @row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
@@ -81,7 +104,7 @@ def restored(library):
                 largest(at_five) < 100 < largest(at_ten),
                 f"run {i}: {largest(at_five)} and {largest(at_ten)} in windows",
             )
-        for name, through in straight_runs.FORMATS.items():
+        for name, through in FORMATS.items():
             with tempfile.TemporaryDirectory() as folder:
                 again = through(at_five, first, pathlib.Path(folder))
             tally(same_bits(again, at_five), f"run {i}, {name}: other bits")
@@ -156,8 +179,10 @@ def goes_on(tally, library, variables, what, **fields):
 @row("bf16 checkpoint into an FP8 model and back")
 def from_high_precision(library):
     saved, tally = run(start(None), range(2)).params, Tally()
-    variables = restore(library, start(library).params, saved)
+    new = start(library).params
+    variables = restore(library, new, saved)
     tally(same_bits(variables["params"], saved["params"]), "parameters changed")
+    tally(same_bits(variables[OWG], new[OWG]), "state that does not begin as a new model's")
     train = goes_on(tally, library, variables, "the step after")
     y = Model().apply({"params": train.params["params"]}, data(0)[0])
     tally(np.isfinite(y).all(), "back: not finite")
@@ -166,12 +191,17 @@ def from_high_precision(library):
 
 @row("changed history length")
 def changed_length(library):
-    """The window has the length that the model asks for, and keeps the largest of its newest entries."""
+    """The window has the length that the model asks for, and its newest entries."""
     saved, tally = run(start(library), range(5)).params, Tally()
+
+    def newest_first(variables):
+        history = np.asarray(variables[OWG]["Dense_0"][library.module]["input_amax_history"])
+        return [history[0], *history[:0:-1]]
+
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
-        history = np.asarray(variables[OWG]["Dense_0"][library.module]["input_amax_history"])
-        tally(history.shape == (length,), f"the model asks for {length} entries and has {history.size}")
+        entries, expected = newest_first(variables), [*newest_first(saved), *[0] * length][:length]
+        tally(entries == expected, f"the model asks for {length} entries and has {entries}, expected {expected}")
         goes_on(tally, library, variables, "the step after", history=length)
     return tally.verdict()
 
@@ -237,8 +267,10 @@ def foreign(tally, library):
 def missing_state(library):
     saved, tally = run(start(library), range(5)).params, Tally()
     lost = {**saved, OWG: {"Dense_1": saved[OWG]["Dense_1"]}}
-    variables = restore(library, start(library).params, lost)
+    new = start(library).params
+    variables = restore(library, new, lost)
     tally(same_bits(variables[OWG]["Dense_1"], saved[OWG]["Dense_1"]), "state that was there changed")
+    tally(same_bits(variables[OWG]["Dense_0"], new[OWG]["Dense_0"]), "state that does not begin as a new layer's")
     goes_on(tally, library, variables, "the step after")
     if library.is_ours:
         foreign(tally, library)

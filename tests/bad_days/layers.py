@@ -25,8 +25,7 @@ OURS_ALONE = "Flax has no FP8 layers for NNX, nor such arguments"
 
 def warned(call) -> list:
     """The warnings about FP8 state, as Python's own filters show them."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         call()
     return [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
 
@@ -244,8 +243,7 @@ def refused_arguments(library):
 
 def plain_gradient(x):
     layer = nnx_layer()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
         gradients = nnx.grad(lambda layer: layer(x).sum())(layer)
     jaxfp8.nnx.Optimizer(layer, optax.adam(1e-3)).update(layer, gradients)
 

@@ -116,8 +116,7 @@ class _Nnx:
 def _flax(cls):
     def with_history(history=HISTORY):
         def make(**options):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of Fp8DotGeneralOp
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of Fp8DotGeneralOp
                 return cls(amax_history_length=history, **options)
 
         return make

@@ -108,8 +108,7 @@ def with_shard_map(library):
 )
 def unchecked_warns(library):
     x, kernel, grad = data()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         in_shard_map(library, gradient_of(library), False)(library.variables(kernel), x, grad)
     tally = Tally()
     said = [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning) and "pipeline_axes" in str(w.message)]

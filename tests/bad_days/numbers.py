@@ -141,8 +141,7 @@ def overlapping_tasks(library):
         return await asyncio.gather(*(task(i, awaits) for i in range(3)), return_exceptions=True)
 
     for awaits in (False, True):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             results = asyncio.run(all_tasks(awaits))
         said = [w for w in caught if "awaits" in str(w.message)]
         tally(bool(said) == awaits, f"awaiting inside {awaits}: {len(said)} warnings")

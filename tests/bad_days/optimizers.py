@@ -55,8 +55,7 @@ def train(
         # `tx` alone, at the same point; what it calls runs on the same state.
         without = jax.tree.map(lambda tree: {"params": tree["params"]}, params, is_leaf=lambda t: isinstance(t, dict))
         grads = {"params": grads["params"]}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+        with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
             options = extra(value, grads, objective)
             alone, alone_state = optax.with_extra_args_support(tx).update(grads, alone_state, without, **options)
         params, kernel = optax.apply_updates(params, updates), np.asarray(trained["params"]["kernel"])
@@ -77,8 +76,7 @@ def more_than_gradients(library):
     """Two sets of parameters, functions and gradients by name: state is stored once a step, parameters are optax's;
     what an optimizer computes for itself is no warning."""
     tally = Tally()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
         train(library, ahead, tally, "lookahead", 7, lambda p: p.fast, optax.LookaheadParams.init_synced)
         sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True)
@@ -240,8 +238,7 @@ def pmapped(library):
 
     parts = [steps.operands(M, K, N, 2.0**j, seed=j) for j in range(8)]
     x, grad = (np.stack([part[which] for part in parts]) for which in (0, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         after = jax.pmap(step, axis_name="data")(variables, x, grad)
     for j in (0, 7):
         shard = jax.tree.map(lambda leaf, j=j: np.asarray(leaf[j]), after)

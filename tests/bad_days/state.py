@@ -14,16 +14,7 @@ import jaxfp8
 
 from .donation import donated_accumulation, donated_loop
 from .libraries import HISTORY, OWG
-from .steps import (
-    amaxes,
-    is_clean,
-    normal,
-    same_bits,
-    step_of,
-    tally_amaxes,
-    tally_state,
-    used_state,
-)
+from .steps import amaxes, is_clean, normal, same_bits, step_of, tally_amaxes, tally_state, used_state
 from .uses import (
     SHARED,
     USES,
@@ -331,11 +322,8 @@ def accumulation_in_a_scan(library):
 def multi_steps(library):
     """After a step of four microbatches the window holds their largest amax, and products are finite."""
     tally, tx = Tally(), optax.MultiSteps(optax.sgd(1e-3), USES)
-    train = library.train_state.create(
-        apply_fn=library.dense(N, 2 * USES).apply,
-        params=library.variables(normal(9, (K, N)), history=2 * USES),
-        tx=tx,
-    )
+    apply, params = library.dense(N, 2 * USES).apply, library.variables(normal(9, (K, N)), history=2 * USES)
+    train = library.train_state.create(apply_fn=apply, params=params, tx=tx)
 
     @jax.jit
     def step(train, x, g):

@@ -18,13 +18,8 @@ from .verdict import Outcome, Verdict, judged
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "bad_days.md"
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it():
-    """Flax's own FP8 promotes dtypes. A mutant is not to be hidden by a program traced before it."""
-    jax.clear_caches()
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-    jax.clear_caches()
+# Flax's own FP8 promotes dtypes.
+pytestmark = pytest.mark.usefixtures("as_users_have_jax", "nothing_stays_traced")
 
 
 def outcome(name, library=OURS) -> Outcome:

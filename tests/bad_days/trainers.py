@@ -268,12 +268,10 @@ def parameters_alone(library):
     def loss(params):
         return jnp.vdot(layer.apply({**variables, "params": params}, x), grad)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         full = jax.jit(jax.grad(lambda v: jnp.vdot(layer.apply(v, x), grad)))(variables)
         loss(variables["params"])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(2):
             alone = jax.jit(jax.grad(lambda params: loss(params)))(variables["params"])
             jax.grad(loss)(variables["params"])

@@ -10,17 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from . import libraries
 from .events import BAD_NUMBERS
 from .libraries import OPERANDS, OWG
-from .steps import (
-    FORMATS,
-    is_clean,
-    normal,
-    operands,
-    same_bits,
-    step_of,
-    tally_products,
-    tally_state,
-    used_state,
-)
+from .steps import FORMATS, is_clean, normal, operands, same_bits, step_of, tally_products, tally_state, used_state
 from .verdict import Tally, Verdict, row
 
 BAD_VALUE = (

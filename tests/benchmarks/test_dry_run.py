@@ -1,11 +1,9 @@
 """The GPU benchmark's cases at small sizes on a CPU, its JSON and its picture; the CPU goals' program likewise."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import another_process
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,11 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(program, *options, code=0):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, str(BENCHMARKS / program), *map(str, options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stdout
+    return another_process.python(BENCHMARKS / program, *options, code=code, XLA_FLAGS=None).stdout
 
 
 @pytest.fixture(scope="module")

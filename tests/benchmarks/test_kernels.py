@@ -18,11 +18,7 @@ from jaxfp8 import ops  # noqa: E402
 FAST = ("quantize bf16", "quantize_blocks_transpose 1x32", "scaled_matmul fast", "delayed_scales")
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """As a program has it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
 def wrong(leaf, is_product):

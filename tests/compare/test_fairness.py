@@ -13,11 +13,7 @@ from jaxfp8.compare._model import LanguageModel
 LENGTH, VOCABULARY = 16, 50
 
 
-@pytest.fixture(autouse=True)
-def user_promotion():
-    """JAX as a user has it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
 def state_of(name, seed=3):

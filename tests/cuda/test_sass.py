@@ -24,11 +24,7 @@ KERNELS = {
     "with sums": (r"TileKernel<Identity<BF16, true>, E4M3, true>", 64, 7.9),
     "silu": (r"TileKernel<Activated<BF16, Plain<Silu> ?>, E4M3, true>", 64, 12.1),
     "gated silu": (r"TileKernel<Activated<BF16, Gated<Silu> ?>, E4M3, true>", 64, 14.5),
-    "gradient of gated silu": (
-        r"TileKernel<ActivationGradient<BF16, Gated<Silu>, false>, E5M2, true>",
-        64,
-        24.0,
-    ),
+    "gradient of gated silu": (r"TileKernel<ActivationGradient<BF16, Gated<Silu>, false>, E5M2, true>", 64, 24.0),
     "RMSNorm": (r"TileKernel<Normalized<BF16, false>, E4M3, true>", 64, 9.5),
     "LayerNorm": (r"TileKernel<Normalized<BF16, true>, E4M3, true>", 64, 10.8),
     "blocks of 1x32": (r"QuantizeBlocksTransposeKernel<BF16, E4M3, \(BlockShape\)1, true>", 64, 11.1),

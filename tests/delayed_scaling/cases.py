@@ -38,9 +38,7 @@ def assert_step(got, expected: oracle.DenseStep, what: str) -> None:
     """`got` is (y, dx, dkernel, next state)."""
     y, dx, dkernel, state = got
     assert_state(state, expected.state, what)
-    expected.y.check(y, f"{what}: y")
-    expected.dgrad.check(dx, f"{what}: dgrad")
-    expected.wgrad.check(dkernel, f"{what}: wgrad")
+    expected.check(what, y=y, dgrad=dx, wgrad=dkernel)
 
 
 def training_step(recipe):

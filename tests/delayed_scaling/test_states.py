@@ -82,9 +82,7 @@ def test_bf16_state_is_read_as_f32():
     operands = next(random_run(7, 1, np.float32))
     y, dx, dkernel, got = training_step(recipe)(*operands, to_package(state, oracle.BF16))
     expected = oracle.dense_step(*operands, state)
-    expected.y.check(y)
-    expected.dgrad.check(dx)
-    expected.wgrad.check(dkernel)
+    expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert_state(got, expected.state, "bf16 state", oracle.BF16)
 
 

@@ -152,8 +152,7 @@ STATELESS = jaxfp8.DotGeneralState(None, None, None)
 
 @pytest.mark.parametrize("name", ["gelu", "silu_gated"])
 def test_scales_of_the_tensor_at_hand(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         assert_same_bits(*both(name, parameters(name), (STATELESS,) * 2), "without state")
     recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, first_step="current")
     first = (jaxfp8.init_state(recipe),) * 2

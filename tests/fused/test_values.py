@@ -87,8 +87,7 @@ def test_scales_of_the_tensor_at_hand(name):
     """Without state, and in the first step of "current": the scale is that of the value's amax, in f32 the same one."""
     operands, (kernel, _) = cases.operands(CASES[name]), cases.kernel_and_grad()
     stateless = jaxfp8.DotGeneralState(None, None, None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jaxfp8.FP8StateWarning)  # there is nothing to update
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):  # there is nothing to update
         got, expected = both(CASES[name], operands, kernel, stateless)
     assert_same_bits(got, expected, "without state")
     recipe = jaxfp8.DelayedScaling(amax_history_len=cases.HISTORY, first_step="current")

@@ -3,7 +3,6 @@
 `make test-all` goes on for five minutes with seeds of its own: `python -m tests.fuzz`.
 """
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,11 +14,7 @@ from . import ops as fuzzed_ops, targets
 SEEDS = range(40)
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_compiled():
-    """Programs of random shapes are of no use to later tests."""
-    yield
-    jax.clear_caches()
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")  # programs of random shapes are of no use later
 
 
 def test_some_calls_of_handlers():

@@ -1,10 +1,8 @@
 """Frozen models that leave the process: checkpoints, exported programs."""
 
-import os
 import re
-import subprocess
-import sys
 
+import another_process
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -53,9 +51,7 @@ def in_a_fresh_process(folder, program, arguments, imports="", prepare=""):
     for i, argument in enumerate(arguments):
         np.save(folder / f"{i}.npy", argument)
     script = LOAD.format(imports=imports, prepare=prepare, count=len(arguments), with_jaxfp8="jaxfp8" in imports)
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", script, str(folder)], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    another_process.python("-c", script, folder, JAX_PLATFORMS="cpu", PYTHONPATH=another_process.PATH)
     return np.load(folder / "y.npy").view(oracle.BF16)
 
 

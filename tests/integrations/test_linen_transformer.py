@@ -16,13 +16,7 @@ from jaxfp8 import OVERWRITE_WITH_GRADIENT as OWG
 VOCABULARY, LENGTH, WIDTH = 32, 8, 16
 RULES = [(".*", jaxfp8.DelayedScaling(amax_history_len=4))]
 BF16 = {"dtype": jnp.bfloat16}
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def promotion_as_clients_have_it():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users_have_jax")]
 
 
 def boxed(*names):

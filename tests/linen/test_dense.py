@@ -55,9 +55,7 @@ def test_steps(dtype):
         assert_state(gradient[OWG]["Fp8DotGeneral_0"], expected.state, f"step {i}")
         assert (y.dtype, dx.dtype) == (dtype, dtype)
         assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {F32}
-        expected.y.check(y, f"step {i} y")
-        expected.dgrad.check(dx, f"step {i} dgrad")
-        expected.wgrad.check(gradient["params"]["kernel"], f"step {i} wgrad")
+        expected.check(f"step {i}", y=y, dgrad=dx, wgrad=gradient["params"]["kernel"])
         sum_of_rows(grad).check(gradient["params"]["bias"], f"step {i} bias gradient")
         params = jax.tree.map(lambda p, g: p - g, variables["params"], gradient["params"])
         variables, state = {"params": params, OWG: gradient[OWG]}, expected.state

@@ -11,7 +11,6 @@ import pytest
 from equality import assert_same_bits
 
 import jaxfp8
-from jaxfp8.recipes import _reading
 
 LAYERS, ROWS, WIDTH = 3, 8, 16
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=4)
@@ -39,14 +38,6 @@ class Model(nn.Module):
         if self.is_class:
             return self.scan(Block, **STACKED)()(x, None)[0]
         return self.scan(lambda block, x, _: block(x), **STACKED)(Block(), x, None)[0]
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Count the products whose state is read before a loop."""
-    found, read = [], _reading.read
-    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
-    return found
 
 
 def gradients(apply, variables):

@@ -270,57 +270,6 @@ def test_amax_of_partial_sums(program):
     cases.assert_same(got, wanted, program)
 
 
-# ------------------------------------------------------------------------------------- one product, a state each stage
-
-STAGED = {
-    "unit": dataclasses.replace(RECIPE, pipeline_axes=("stage",)),
-    "current": dataclasses.replace(CURRENT, pipeline_axes=("stage",)),
-    "without state": dataclasses.replace(RECIPE, pipeline_axes=("stage",)),
-}
-
-
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("name", STAGED)
-def test_stages_scale_by_themselves(name, checked):
-    """All stages see the same x, each with a kernel of another size: each is as if it were alone.
-
-    All amaxes are 7 times a power of two and all sums exact. With a scale for all kernels the small ones would be 0.
-    """
-    recipe, stages = STAGED[name], 4
-    rng = np.random.default_rng(0)
-    x, grad = (np.append(rng.integers(-6, 7, 16 * 8 - 1), 7).astype(np.float32).reshape(16, 8) for _ in range(2))
-    kernels = rng.integers(-6, 7, (stages, 8, 8)).astype(np.float32)
-    kernels[:, 0, 0] = 7
-    kernels *= np.float32([[[1]], [[2]], [[2**12]], [[2**-6]]])
-    matmul = (((1,), (0,)), ((), ()))
-
-    def gradient(kernel, state, x, grad):
-        y, vjp = jax.vjp(
-            lambda *args: jaxfp8.dot_general(x, args[0], matmul, recipe=recipe, state=args[1]), kernel, state
-        )
-        return y, vjp(grad)
-
-    def of_stage(kernels, states, x, grad):
-        kernel, state = jax.tree.map(lambda leaf: leaf[0], (kernels, states))
-        grad = lax.pcast(grad, "stage", to="varying") if checked else grad
-        y, (of_kernel, of_state) = gradient(kernel, state, x, grad)
-        of_kernel = of_kernel if checked else lax.psum(of_kernel, "data")
-        return jax.tree.map(lambda leaf: leaf[None], (y, (of_kernel, of_state)))
-
-    state = cases.stateless()["w1"] if name == "without state" else jaxfp8.init_state(recipe)
-    wanted = [jax.jit(gradient)(kernel, state, x, grad) for kernel in kernels]
-    wanted = jax.tree.map(lambda *leaves: np.stack(leaves), *wanted)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * stages), state)
-    mapped = jax.shard_map(
-        of_stage,
-        mesh=cases.mesh(shape=(stages, 2), axes=("stage", "data")),
-        in_specs=(P("stage"), P("stage"), P("data"), P("data")),
-        out_specs=(P("stage", "data"), (P("stage"), P("stage"))),
-        check_vma=checked,
-    )
-    cases.assert_same(jax.jit(mapped)(kernels, states, x, grad), wanted, name)
-
-
 # ------------------------------------------------------------------------------------------------ what cannot be right
 
 
@@ -357,24 +306,8 @@ def test_unchecked_warns_unless_told(recipe, warned):
     mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
     arguments = cases.weights(), cases.state(recipe), cases.batches()[0]
     for checked in (True, False):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             jax.eval_shape(step_inside(mesh, layout, checked, recipe), *arguments)
         of_state = [str(w.message) for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
         assert bool(of_state) == (warned and not checked)
         assert all("('data', 'fsdp', 'tp')" in text and "pipeline_axes=()" in text for text in of_state)
-
-
-def test_pipeline_axis_of_a_state_that_all_share():
-    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("fsdp",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
-    with pytest.raises(ValueError, match=r"pipeline_axes names \['fsdp'\], but the state does not vary over it"):
-        train(step_inside(mesh, layout, True, recipe), mesh, layout, steps=1)
-
-
-def test_pipeline_axis_that_does_not_exist():
-    """Where types do not tell, a typo would reduce over the stages."""
-    recipe = dataclasses.replace(cases.RECIPE, pipeline_axes=("stages",))
-    mesh, layout = cases.mesh(), cases.LAYOUTS["dp"]
-    with pytest.raises(ValueError, match=r"pipeline_axes: expected axes of this shard_map.*stages"):
-        train(step_inside(mesh, layout, False, recipe), mesh, layout, steps=1)

@@ -10,7 +10,6 @@ import numpy as np
 import oracle
 import pytest
 from jax import lax
-from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
 
 import jaxfp8
 from jaxfp8.mixed_precision import DynamicLossScale

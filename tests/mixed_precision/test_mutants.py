@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
 
 from jaxfp8 import mixed_precision
 from jaxfp8.mixed_precision import DynamicLossScale, _finite, _floats

@@ -11,7 +11,6 @@ import pytest
 from equality import assert_same_bits
 from flax import nnx
 from jax import lax
-from train.conftest import promotion_as_optax_wants as promotion_as_optax_wants
 
 import jaxfp8
 from jaxfp8 import mixed_precision

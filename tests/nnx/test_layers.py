@@ -47,8 +47,7 @@ def test_einsum():
         y, dkernel = step(layer, optimizer, x, grad)
         state = expected.state
         assert_state(layer.einsum_op, state, f"step {i}")
-        expected.y.check(y, f"step {i}: y")
-        expected.wgrad.check(dkernel.get_value(), f"step {i}: wgrad")
+        expected.check(f"step {i}", y=y, wgrad=dkernel.get_value())
         assert not np.array_equal(kernel, layer.kernel.get_value()), "the kernel trains"
 
 

@@ -3,7 +3,6 @@
 import warnings
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,11 +21,7 @@ from .cases import H, K, M, N, assert_plain, assert_state, expected_state, linea
 HARSH = optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.5))
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """Optax mixes step counts and floats."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")
 
 
 def by_hand(layer, tx):
@@ -130,8 +125,7 @@ def test_models_without_fp8():
 def test_gradient_of_parameters_alone_warns():
     layer = linear()
     (x,), (grad,) = operands(0, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         gradients = nnx.grad(use)(layer, x, grad)
     assert [w.category for w in caught] == [jaxfp8.FP8StateWarning]
     before = nnx.to_pure_dict(nnx.state(layer))

@@ -262,8 +262,7 @@ def test_custom_call_where_all_gpus_have_the_mode(machine, capabilities):
     for pair in ON_HOPPER + ON_BLACKWELL + NOWHERE:
         allowed = {"9.0"} if pair in ON_HOPPER else {"10.0", "10.3", "12.0"} if pair in ON_BLACKWELL else set()
         expected = pair not in NOWHERE and set(capabilities) <= allowed
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             text = cuda_text(pair)
         assert ("@jaxfp8_block_scaled_matmul_v1" in text) == expected, pair
         assert len(caught) == (not expected), "what a GPU lacks is said once"
@@ -282,8 +281,7 @@ def test_powers_of_two_are_mx_from_blackwell_on(machine, capabilities):
     """As E8M0 in tiles of 128 by 128; on Hopper, and where no GPU is known, as float32."""
     machine(lowered_for=map(gpu, capabilities))
     for pair in ON_HOPPER:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             text = cuda_text(pair, power_2_scale=True)
         calls = [line for line in text.splitlines() if "custom_call @jaxfp8" in line]
         if capabilities == ("9.0", "10.0"):

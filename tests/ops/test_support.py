@@ -1,10 +1,9 @@
 """Where custom calls cannot run, or `JAXFP8_DISABLE` names them: programs run without them, after one warning."""
 
-import subprocess
-import sys
 import types
 import warnings
 
+import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,7 +200,6 @@ def test_unknown_names(value):
 def test_the_environment_is_read(value, printed):
     """By a process of its own, when it imports jaxfp8."""
     program = "from jaxfp8.ops import _disabled; print(_disabled.reason('amax'))"
-    environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
+    done = another_process.python("-c", program, code=int(value != "amax"), **environment)
     assert printed in done.stdout + done.stderr
-    assert done.returncode == (value != "amax")

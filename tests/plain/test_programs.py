@@ -1,10 +1,6 @@
-"""A training step as a program: exported and loaded elsewhere, cached on disk, run without jit, checked for leaks."""
+"""A training step as a program: cached on disk, run without jit, checked for leaks."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
+import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,24 +34,6 @@ def arguments():
     return kernel, cases.pack(used_state()), x, grad
 
 
-def python(program, folder, **environment):
-    """Runs a program in a fresh process; tests/ is importable there as it is here."""
-    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-# -------------------------------------------------------------------------------------------------------------- export
-
-
 # --------------------------------------------------------------------------------------------------- compilation cache
 
 COMPILE_AND_RUN = """
@@ -79,7 +57,8 @@ def test_persistent_compilation_cache(tmp_path):
     }
     counts, results = [], []
     for _ in range(2):
-        counts.append([int(n) for n in python(COMPILE_AND_RUN, tmp_path, **cache).split()])
+        done = another_process.python("-c", COMPILE_AND_RUN, cwd=tmp_path, PYTHONPATH=another_process.PATH, **cache)
+        counts.append([int(n) for n in done.stdout.split()])
         with np.load(tmp_path / "out.npz") as file:
             results.append([file[name] for name in file.files])
     (cold_misses, cold_hits), (warm_misses, warm_hits) = counts

@@ -41,9 +41,7 @@ def test_without_state():
     state = oracle.LayerState(*(oracle.State(np.full(HISTORY, top, np.float32), np.float32(1)) for top in tops))
     expected = oracle.ragged_step(lhs, rhs, sizes, grad, state)
     y, dlhs, drhs, next_state = training_step()(lhs, rhs, grad, np.int32(sizes), WITHOUT)
-    expected.y.check(y)
-    expected.dgrad.check(dlhs)
-    expected.wgrad.check(drhs)
+    expected.check(y=y, dgrad=dlhs, wgrad=drhs)
     assert next_state == WITHOUT
 
 
@@ -191,8 +189,7 @@ def _loss(lhs, state):
 
 def test_only_first_derivatives_in_reverse_mode():
     lhs, state = jnp.asarray(GOOD["lhs"]), jaxfp8.init_state(RECIPE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
+    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
         with pytest.raises(TypeError, match="forward-mode"):
             jax.jvp(lambda x: _loss(x, state), (lhs,), (lhs,))
         with pytest.raises(TypeError):

@@ -2,11 +2,9 @@
 
 import contextlib
 import importlib
-import os
 import pathlib
-import subprocess
-import sys
 
+import another_process
 import jax
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -14,9 +12,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 def run(folder, name, *options):
     """The finished process of an example, in a folder; devices are those that a user has."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, EXAMPLES / f"{name}.py", *options]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return another_process.python(EXAMPLES / f"{name}.py", *options, cwd=folder, XLA_FLAGS=None)
 
 
 @contextlib.contextmanager

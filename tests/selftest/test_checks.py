@@ -12,7 +12,7 @@ from jaxfp8.inspect import _op_cases as _cases, _op_comparisons as _comparisons
 from jaxfp8.ops import _ffi, _shapes
 from jaxfp8.selftest import _checks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 ON_CPU = [op for op in _cases.OPS if op in _ffi._TARGETS["cpu"]]
@@ -23,12 +23,6 @@ def few_cases(monkeypatch):
     """The odd shape and the groups."""
     monkeypatch.setattr(_cases, "_MATRICES", _cases._MATRICES[2:6:3])
     monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[2:6:3])
-
-
-@pytest.fixture(autouse=True)
-def fresh_programs():
-    yield
-    jax.clear_caches()
 
 
 @NATIVE

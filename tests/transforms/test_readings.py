@@ -14,7 +14,6 @@ from equality import assert_same_bits
 from jax import lax
 
 import jaxfp8
-from jaxfp8.recipes import _reading
 
 LAYERS, ROWS, WIDTH = 4, 8, 16
 MATMUL = (((1,), (0,)), ((), ()))
@@ -111,14 +110,6 @@ def assert_same_steps(loop, recipe, use=layer, init=jaxfp8.init_state):
             assert_same_bits(dkernels, expected[0], f"gradients of step {step}")
         states = next_states
     assert any(np.any(leaf) for leaf in jax.tree.leaves(states))
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Count the products whose state is read before a loop."""
-    found, read = [], _reading.read
-    monkeypatch.setattr(_reading, "read", lambda products: found.extend(products) or read(products))
-    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

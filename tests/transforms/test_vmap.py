@@ -48,9 +48,8 @@ def test_batch_of_x(in_axis, out_axis, dtype):
         np.moveaxis(grad, 0, out_axis),
     )
     cases.assert_state(got, expected.state)
-    expected.y.check(np.moveaxis(y, out_axis, 0).reshape(-1, cases.N))
-    expected.dgrad.check(np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K))
-    expected.wgrad.check(dkernel)
+    rows = np.moveaxis(y, out_axis, 0).reshape(-1, cases.N), np.moveaxis(dx, in_axis, 0).reshape(-1, cases.K)
+    expected.check(y=rows[0], dgrad=rows[1], wgrad=dkernel)
 
 
 @DTYPES
@@ -70,8 +69,7 @@ def test_gradients_per_example(dtype):
     together = jax.tree.map(lambda leaf: jnp.max(leaf, axis=0), got)
     cases.assert_state(together, cases.one_product(x, kernel, grad, state).state)
     for i, expected in enumerate(steps):
-        expected.dgrad.check(dx[i], f"dgrad of example {i}")
-        expected.wgrad.check(dkernel[i], f"wgrad of example {i}")
+        expected.check(f"example {i}", dgrad=dx[i], wgrad=dkernel[i])
 
 
 @pytest.mark.parametrize("own", OPERANDS)
@@ -134,8 +132,7 @@ def test_shared_in_batched(through):
     steps = [cases.one_product(x[i], kernel, grad[i], states[i]) for i in range(B)]
     cases.assert_state(got, [step.state for step in steps])
     for i, step in enumerate(steps):
-        step.y.check(y[i].reshape(-1, cases.N), f"y {i}")
-        step.dgrad.check(dx[i].reshape(-1, cases.K), f"dgrad {i}")
+        step.check(f"member {i}", y=y[i].reshape(-1, cases.N), dgrad=dx[i].reshape(-1, cases.K))
 
 
 def test_batched_in_shared():
@@ -146,8 +143,7 @@ def test_batched_in_shared():
     steps = [cases.one_product(x[:, j], kernel, grad[:, j], states[j]) for j in range(B)]
     cases.assert_state(got, [step.state for step in steps])
     for j, step in enumerate(steps):
-        step.y.check(y[:, j].reshape(-1, cases.N), f"y {j}")
-        step.dgrad.check(dx[:, j].reshape(-1, cases.K), f"dgrad {j}")
+        step.check(f"member {j}", y=y[:, j].reshape(-1, cases.N), dgrad=dx[:, j].reshape(-1, cases.K))
 
 
 @pytest.mark.parametrize("state_axis, out_axes", [(1, 0), (-1, 1)])
