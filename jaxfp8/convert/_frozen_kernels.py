@@ -10,7 +10,7 @@ import numpy as np
 from flax import core, nnx, traverse_util
 from flax.core import meta
 
-from ..dot._frozen import INPUT_SCALE_INV, KERNEL, KERNEL_SCALE_INV
+from ..dot._frozen import INPUT_SCALE, INPUT_SCALE_INV, KERNEL, KERNEL_SCALE_INV
 from ..linen import _freeze as of_linen
 from ..nnx import _freeze as of_nnx
 from ..numerics import E4M3
@@ -19,6 +19,7 @@ from ._loader_layouts import LAYOUTS
 from ._tree import Path, at
 
 PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
+_ARRAYS = (KERNEL, KERNEL_SCALE_INV, INPUT_SCALE, INPUT_SCALE_INV)
 NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
 
 
@@ -165,7 +166,7 @@ def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
     """Take the frozen products out of parameters."""
     kernels = []
     for product in [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE_INV]:
-        arrays = {path[-1]: leaves.pop(path) for path in list(leaves) if path[:-1] == product}
+        arrays = {name: leaves.pop((*product, name)) for name in _ARRAYS if (*product, name) in leaves}
         path = (*product[:-1], KERNEL)
         placeholder = leaves.get(path)
         if not isinstance(placeholder, PLACEHOLDERS):

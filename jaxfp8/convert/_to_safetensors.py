@@ -120,7 +120,10 @@ class _Names:
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
                 parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-                return tuple(match.expand(part) for part in parts)
+                parts = tuple(match.expand(part) for part in parts)
+                if len({part.count("{}") for part in parts}) > 1:
+                    raise ValueError(f"to_safetensors: names: {at(path)}: expected as many {{}} in each of {parts}")
+                return parts
         raise ValueError(f"to_safetensors: names: {at(path)} matches no expression; map it to None to leave it out")
 
     def check_used(self) -> None:
@@ -147,7 +150,8 @@ def _arrays(path: Path, leaf: Any, templates: tuple[str, ...]) -> Iterator[tuple
         one = one.T if path[-1] == "kernel" else one.reshape(-1) if path[-1] == "bias" else one
         if templates[1:] and len(one) % len(templates):
             raise ValueError(f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows")
-        for template, part in zip(templates, np.split(one, len(templates)), strict=True):
+        divided = np.split(one, len(templates)) if templates[1:] else [one]
+        for template, part in zip(templates, divided, strict=True):
             yield template.format(*index), part
 
 

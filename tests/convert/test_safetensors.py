@@ -185,6 +185,33 @@ def test_kernels_become_matrices(name, tmp_path):
             np.testing.assert_array_equal(read[f"{module}.bias"].data, np.asarray(params["bias"])[index].reshape(-1))
 
 
+class Others(nn.Module):
+    """Boxed parameters, a scalar, statistics, and a product that `freeze` is not shown."""
+
+    @nn.compact
+    def __call__(self, x, with_second=True):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+        x = nn.Dense(K, dot_general_cls=jaxfp8.Fp8DotGeneral, kernel_init=boxed, use_bias=False, name="first")(x)
+        x = nn.BatchNorm(use_running_average=True, name="norm")(x) * self.param("temperature", nn.initializers.ones, ())
+        return nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral, name="second")(x) if with_second else x
+
+
+def test_what_is_no_frozen_kernel(tmp_path):
+    """It is written as it is; state is not."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = Others()
+        variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
+        frozen = jaxfp8.freeze(model, variables, X, with_second=False)
+    assert set(frozen[OWG]) == {"second"}
+    config = to_safetensors(frozen, tmp_path / "file", layout="tensor")
+    tensors = numpy_reader.read(tmp_path / "file")
+    first = {"first.weight", "first.weight_scale", "first.input_scale"}
+    norm = {"norm.weight", "norm.bias", "batch_stats.norm.mean", "batch_stats.norm.var"}
+    assert set(tensors) == first | norm | {"temperature", "second.weight", "second.bias"}
+    assert tensors["temperature"].shape == () and config["ignore"] == ["second"]
+    np.testing.assert_array_equal(tensors["second.weight"], np.asarray(variables["params"]["second"]["kernel"]).T)
+
+
 @pytest.mark.parametrize("name", ["scan", "attention", "MXFP8"])
 def test_nnx(name, tmp_path):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -137,6 +137,12 @@ ERRORS = {
         {"(up|down)/kernel": r"\1", ".*": None},
         "down/kernel: expected a name <module>.weight, got 'down'",
     ),
+    "braces in one part": (
+        lambda: models.linen("GatedMLP")[2],
+        "tensor",
+        {"wi/kernel": ("a.weight", "b.{}.weight"), ".*": None},
+        "wi/kernel: expected as many {} in each of",
+    ),
     "parts of blocks": (
         lambda: trained("block128")[2],
         "block128",
