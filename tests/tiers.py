@@ -9,7 +9,8 @@ import pathlib
 # Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
 # training, and what a step on a mesh is beside right.
 CI = {
-    *("aot", "benchmarks", "collectives", "compare", "convert", "counters", "cuda", "fuzz", "inference", "inspect"),
+    *("aot", "benchmarks", "collectives", "compare", "conformance", "convert", "counters", "cuda", "fuzz"),
+    *("inference", "inspect"),
     *("integrations", "mixed_precision", "mutants", "native", "plain", "ragged", "run_examples", "selftest", "soak"),
     *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py"),
     *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),

@@ -1,8 +1,16 @@
-"""State from and for other libraries, and state that has to fit a changed model. Plain functions on variable trees."""
+"""State and weights from and for other libraries, and state that has to fit a changed model."""
 
 from . import _serialization as _serialization
 from ._fit import merge_state as merge_state, reset_state as reset_state, resize_history as resize_history
 from ._flax import from_flax as from_flax, to_flax as to_flax
+from ._qtensor import (
+    from_qarray as from_qarray,
+    from_scaled_matmul as from_scaled_matmul,
+    to_qarray as to_qarray,
+    to_scaled_matmul as to_scaled_matmul,
+)
+from ._read_safetensors import StoredTensor as StoredTensor, read_safetensors as read_safetensors
+from ._to_safetensors import to_safetensors as to_safetensors
 from ._transformer_engine import (
     from_transformer_engine as from_transformer_engine,
     to_transformer_engine as to_transformer_engine,

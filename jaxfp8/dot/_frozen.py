@@ -23,6 +23,7 @@ KERNEL_SCALE_INV = "kernel_scale_inv"
 # While products are being frozen: whether a product was called with another kernel than the one whose codes are kept.
 HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
+INPUT_SCALE_INV = "input_scale_inv"
 
 ANOTHER_KERNEL = "freeze: expected one kernel for each FP8 product, got one that is called with several"
 
@@ -89,7 +90,7 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
             raise ValueError(f"freeze: recipe: for the {name}: {error}") from None
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if scales[0] is not None:
-        frozen |= {INPUT_SCALE: scales[0].scale, "input_scale_inv": scales[0].scale_inv}
+        frozen |= {INPUT_SCALE: scales[0].scale, INPUT_SCALE_INV: scales[0].scale_inv}
     return frozen
 
 
@@ -139,7 +140,7 @@ def dot_general(
         scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         has_fixed_input = INPUT_SCALE in frozen
         if has_fixed_input:
-            state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen["input_scale_inv"]))
+            state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV]))
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)

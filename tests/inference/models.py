@@ -73,6 +73,7 @@ LINEN = {
     "Einsum": lambda: quantized(nn.Einsum((2, N, K), "bik,bnk->bin", use_bias=False)),
     "rules": lambda: quantized(nn.Dense(N, **BF16)),
     "scan": Scanned,
+    "rules, scan": lambda: quantized(Scanned()),
     "scan along 1": lambda: Scanned(axis=1),
     "scan of remat": lambda: Scanned(block=nn.remat(Block)),
     "vmap": Members,

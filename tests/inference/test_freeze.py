@@ -18,7 +18,7 @@ import jaxfp8.nnx
 from inference import models
 from inference.models import BF16, OWG, K, N, X
 
-FAST = {"Dense, bf16", "own Dense", "Linear, bf16"}
+FAST = {"Dense, bf16", "own Dense", "rules", "Linear, bf16"}
 
 
 def cases(table):

@@ -1,0 +1,179 @@
+"""The parameters of a frozen model by their paths, and its FP8 kernels as matrices `[out, in]` with their scales."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import core, nnx, traverse_util
+from flax.core import meta
+
+from ..dot._frozen import INPUT_SCALE, INPUT_SCALE_INV, KERNEL, KERNEL_SCALE_INV
+from ..linen import _freeze as of_linen
+from ..nnx import _freeze as of_nnx
+from ..numerics import E4M3
+from ..recipes import OVERWRITE_WITH_GRADIENT
+from ._loader_layouts import LAYOUTS
+from ._tree import Path, at
+
+PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
+_ARRAYS = (KERNEL, KERNEL_SCALE_INV, INPUT_SCALE, INPUT_SCALE_INV)
+NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
+
+
+def parameters(frozen: Any) -> dict[Path, Any]:
+    """Return the parameters of a Linen model's variables or of an NNX model by path, and placeholders of kernels.
+
+    Other collections of Linen have their name in front; state of quantizers is left out.
+
+    Raises:
+        TypeError: `frozen` is neither.
+        ValueError: variables without `params`.
+    """
+    if isinstance(frozen, nnx.Module):
+        state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
+        leaves = {path: variable.get_value() for path, variable in state}
+        kernels = ((path, getattr(module, KERNEL, None)) for path, module in nnx.iter_modules(frozen))
+        leaves |= {(*path, KERNEL): kernel for path, kernel in kernels if isinstance(kernel, PLACEHOLDERS)}
+        return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
+    if not isinstance(frozen, Mapping):
+        raise TypeError(f"{NOT_FROZEN}, got {type(frozen).__name__}")
+    collections = dict(core.unfreeze(frozen))
+    collections.pop(OVERWRITE_WITH_GRADIENT, None)
+    if of_linen.PARAMS not in collections:
+        raise ValueError(f"{NOT_FROZEN}, got a dict without 'params': {sorted(frozen)}")
+    leaves = traverse_util.flatten_dict(collections.pop(of_linen.PARAMS)) | traverse_util.flatten_dict(collections)
+    is_boxed = {path: isinstance(leaf, meta.AxisMetadata) for path, leaf in leaves.items()}
+    return {
+        path: leaf.unbox() if is_boxed[path] and not isinstance(leaf, PLACEHOLDERS) else leaf
+        for path, leaf in leaves.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Kernel:
+    """An FP8 kernel of a frozen model; kernels of stacked layers are one.
+
+    Attributes:
+        path: of its layer and "kernel"; where the placeholder of the kernel is elsewhere, of its product and "kernel".
+        arrays: those of the product, by name.
+        placeholder: of the kernel, or None where that was kept.
+    """
+
+    path: Path
+    arrays: dict[str, Any]
+    placeholder: Any
+
+    @property
+    def has_fixed_input(self) -> bool:
+        """Tell whether the scale of the input is fixed."""
+        return INPUT_SCALE_INV in self.arrays
+
+    def matrices(self, layout: str, stacked: int, parts: int) -> Iterator[tuple]:
+        """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked kernel and part of its rows.
+
+        Args:
+            layout: the one whose scales these have to be.
+            stacked: how many leading dimensions are those of stacked kernels.
+            parts: into how many equal parts the rows are divided.
+
+        Raises:
+            ValueError: see `to_safetensors`.
+        """
+        codes, scale, input_scale = (
+            None if name not in self.arrays else np.asarray(jax.device_get(self.arrays[name]))
+            for name in (KERNEL, KERNEL_SCALE_INV, INPUT_SCALE_INV)
+        )
+        n, k = self._matrix_shape(codes.shape, stacked)
+        self._check_layout(codes, scale, stacked, n, k, layout)
+        block = LAYOUTS[layout].block
+        if n % parts or (block is not None and parts > 1 and n > block[0] and (n // parts) % block[0]):
+            raise self._error(
+                f"rows that divide into {parts} parts, of whole blocks {block}", f"{n} rows", "write it under one name"
+            )
+        self._check_numbers(codes, scale, input_scale)
+        lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
+        for index in np.ndindex(codes.shape[:stacked]):
+            matrices = np.split(codes[index].reshape(n, k), parts)
+            kernel_scales, inputs = scale[index[:lead]], None if input_scale is None else input_scale[index[:lead]]
+            # One row of scales holds for all parts.
+            scales = (
+                np.split(kernel_scales, parts)
+                if block is not None and len(kernel_scales) > 1
+                else [kernel_scales] * parts
+            )
+            for part, (matrix, row_scales) in enumerate(zip(matrices, scales, strict=True)):
+                # E8M0 is stored as its codes.
+                yield index, part, matrix, row_scales.view(np.uint8) if row_scales.itemsize == 1 else row_scales, inputs
+
+    def _matrix_shape(self, shape, stacked) -> tuple[int, int]:
+        """Find which dimensions of `[*stacked, *out, *in]` are outputs and which are inputs."""
+        leading, codes = shape[:stacked], shape[stacked:]
+        kernel = getattr(self.placeholder, "shape", None)
+        if kernel is not None:  # a placeholder of NNX has no stacked dimensions
+            kernel = shape[: len(shape) - len(kernel)] + kernel
+        has_leading = kernel is None or kernel[:stacked] == leading
+        if has_leading and len(codes) == 2:
+            return codes
+        # A kernel of Flax is `[*in, *out]`.
+        counts = range(1, len(codes)) if has_leading and kernel is not None else ()
+        counts = [i for i in counts if kernel[stacked:] == codes[-i:] + codes[:-i]]
+        if len(counts) != 1:
+            raise self._error(
+                "a matrix, or a kernel [*inputs, *outputs]",
+                f"codes {shape} of a kernel {'that was kept' if kernel is None else kernel}",
+                "where kernels are stacked, stack along the first dimension and write {} in the name",
+            )
+        return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
+
+    def _check_layout(self, codes, scale, stacked, n, k, layout) -> None:
+        """Raise unless the scales are those of the layout."""
+
+        def fits(layout):
+            shape = layout.scale_shape(n, k)
+            leading = scale.ndim - len(shape)
+            is_stacked = leading == stacked or (layout.block is None and 0 <= leading < stacked)
+            return is_stacked and scale.dtype == layout.dtype and scale.shape == codes.shape[:leading] + shape
+
+        fitting = [name for name in LAYOUTS if fits(LAYOUTS[name])]
+        if layout not in fitting:
+            recipes = " or ".join(LAYOUTS[name].recipes for name in fitting) or "Float8RowwiseScaling or a custom one"
+            raise self._error(
+                f"scales of layout {layout!r}, from {LAYOUTS[layout].recipes}",
+                f"scales {scale.dtype}{list(scale.shape)} of codes {list(codes.shape)}, those of the recipe {recipes}",
+                f"write layout {' or '.join(map(repr, fitting))}" if fitting else "no layout has such scales",
+            )
+        if codes.dtype != E4M3.dtype:
+            raise self._error(
+                "codes in float8_e4m3fn", f"{codes.dtype}", "loaders take no other; train with E4M3 or HYBRID"
+            )
+        if layout == "mxfp8" and k % 32:
+            raise self._error("inputs that are a multiple of 32", f"{k}", "loaders take no part of a block")
+
+    def _check_numbers(self, codes, scale, input_scale) -> None:
+        """Raise for a NaN, which loaders do not agree on."""
+        scales = [a.astype(np.float32) for a in (scale, input_scale) if a is not None]
+        if np.any(codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
+            raise self._error("finite codes and scales", "NaN", "repair the parameters, and freeze again")
+
+    def _error(self, needed: str, got: str, advice: str) -> ValueError:
+        return ValueError(f"to_safetensors: {at(self.path)}: expected {needed}, got {got}; {advice}")
+
+
+def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
+    """Take the frozen products out of parameters."""
+    kernels = []
+    for product in [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE_INV]:
+        arrays = {name: leaves.pop((*product, name)) for name in _ARRAYS if (*product, name) in leaves}
+        path = (*product[:-1], KERNEL)
+        placeholder = leaves.get(path)
+        if not isinstance(placeholder, PLACEHOLDERS):
+            path, placeholder = (*product, KERNEL), None
+        kernels.append(FP8Kernel(path, arrays, placeholder))
+    for path in [path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)]:
+        del leaves[path]
+    if not kernels:
+        raise ValueError(f"{NOT_FROZEN}, found no frozen product in it")
+    return kernels

@@ -1,0 +1,171 @@
+"""QTensors to and from qwix's QArray and the operands of `jax.nn.scaled_matmul`; codes are not copied."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..numerics import FP8_DTYPES
+from ..recipes import QTensor
+
+_E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
+
+
+def to_qarray(q: QTensor) -> Any:
+    """Return the codes and scales of a QTensor as a `qwix.QArray`.
+
+    The codes are the same array. The scales are reshaped to the rank of the codes, and become float32 where they are
+    E8M0, which is exact and not a dtype that qwix has for scales. `data_t` and `source` stay behind.
+
+    Args:
+        q: with FP8 codes, and blocks that divide their dimensions.
+
+    Raises:
+        ImportError: qwix is not installed.
+        ValueError: `q` is in high precision; or a block is cut off at an edge, or lies across dimensions of the codes:
+            qwix has tiles that divide every dimension.
+
+    References:
+        qwix 0.1.8, `QArray` and `validate_qarray`.
+    """
+    from qwix import QArray  # not a dependency
+
+    scale_inv, block = _scales_and_block("to_qarray", q)
+    if block is None:
+        shape = (1,) * q.ndim
+    else:
+        batch, first = scale_inv.ndim - 2, q.ndim - q.cols
+        rows, cols = q.shape[batch:first], q.shape[first:]
+        shape = (*q.shape[:batch], *_spread(q, rows, block[0]), *_spread(q, cols, block[1]))
+    # qwix says "mxfp8" for E4M3 in blocks of 32 whose scales are powers of two.
+    is_mx = scale_inv.dtype == _E8M0 and block == (1, 32) and q.data.dtype == jnp.float8_e4m3fn
+    scale = scale_inv.astype(jnp.float32).reshape(shape)
+    return QArray(q.data, scale, qtype="mxfp8" if is_mx else q.data.dtype)
+
+
+def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
+    """Return the codes and scales of a `qwix.QArray` as a QTensor, whose columns are the last dimension.
+
+    The codes are the same array. The scales become float32, f32[1] for one scale, else
+    `[*batch, rows / r, cols / c]`.
+
+    Args:
+        array: with FP8 codes and without a zero point; read by its attributes.
+        batch: how many leading dimensions are those of matrices with scales of their own.
+
+    Raises:
+        ValueError: the codes are not FP8; there is a zero point; tiles lie such that no `(r, c)` describes them.
+    """
+    codes, scale = array.qvalue, array.scale
+    if codes.dtype not in FP8_DTYPES or array.zero_point is not None:
+        raise ValueError(
+            f"from_qarray: array: expected codes in FP8 without a zero point, got {codes.dtype} and zero_point "
+            f"{array.zero_point}; jaxfp8 multiplies no other"
+        )
+    if scale.size == 1:
+        return QTensor(codes, scale.astype(jnp.float32).reshape(1))
+    pairs = list(zip(codes.shape, scale.shape, strict=True))
+    r, c = _merged(pairs[batch:-1]), _merged(pairs[-1:])
+    if r is None or any(size != count for size, count in pairs[:batch]):
+        raise ValueError(
+            f"from_qarray: array: expected a scale for each block of rows and columns, after {batch} batch dimensions, "
+            f"got codes {codes.shape} and scales {scale.shape}"
+        )
+    counts = (math.prod(count for _, count in pairs[batch:-1]), scale.shape[-1])
+    # A scale for each row: no size of a block along it.
+    block = (r, None if r == 1 and c == codes.shape[-1] else c)
+    is_power = getattr(array, "qtype", None) == "mxfp8"
+    scale_inv = scale.astype(jnp.float32).reshape(*codes.shape[:batch], *counts)
+    return QTensor(codes, scale_inv, block=block, power_2_scale=is_power)
+
+
+def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
+    """Return `(codes [B, M, K], scales [B, M, blocks])`, an operand of `jax.nn.scaled_matmul`.
+
+        y = jax.nn.scaled_matmul(a, b, a_scales, b_scales)  # of to_scaled_matmul(x) and to_scaled_matmul(kernel)
+
+    Codes and scales are reshaped, no more: both keep their dtype. B is the batch dimensions, M the rows and K the
+    columns. On NVIDIA GPUs cuDNN multiplies E8M0 blocks of 32; JAX has no such product on CPUs.
+
+    Args:
+        q: with blocks along its columns alone, `(1, c)`: `MXFP8BlockScaling`, `Float8RowwiseScaling`, x of
+            `Float8BlockScaling`.
+
+    Raises:
+        ValueError: `q` is in high precision; it has one scale, or one for several rows, which the function takes only
+            repeated; or the last block is cut off.
+    """
+    scale_inv, block = _scales_and_block("to_scaled_matmul", q)
+    batch = scale_inv.ndim - 2
+    m, k = (math.prod(dims) for dims in (q.shape[max(batch, 0) : q.ndim - q.cols], q.shape[q.ndim - q.cols :]))
+    if block is None or block[0] != 1 or k % (block[1] or k):
+        raise ValueError(
+            f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} columns, got block={block}; "
+            "jaxfp8.dot_general multiplies it"
+        )
+    return q.data.reshape(-1, m, k), scale_inv.reshape(-1, m, scale_inv.shape[-1])
+
+
+def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
+    """Return an operand of `jax.nn.scaled_matmul` as a QTensor; both arrays stay what they are.
+
+    Args:
+        codes: FP8 `[B, M, K]`.
+        scales: float32 or float8_e8m0fnu `[B, M, blocks]`, of equal blocks along K.
+
+    Raises:
+        ValueError: other dtypes or shapes.
+    """
+    fits = codes.ndim == scales.ndim == 3 and codes.shape[:2] == scales.shape[:2]
+    if not fits or codes.shape[2] % scales.shape[2]:
+        raise ValueError(
+            f"from_scaled_matmul: expected codes [B, M, K] and scales [B, M, blocks], whose number divides K, got "
+            f"{codes.shape} and {scales.shape}"
+        )
+    if codes.dtype not in FP8_DTYPES or scales.dtype not in (jnp.float32, _E8M0):
+        raise ValueError(
+            f"from_scaled_matmul: expected codes in FP8 and scales in float32 or float8_e8m0fnu, got {codes.dtype} and "
+            f"{scales.dtype}"
+        )
+    block = (1, codes.shape[2] // scales.shape[2])
+    return QTensor(codes, scales, block=block, power_2_scale=scales.dtype == _E8M0)
+
+
+def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
+    """Return the scales of FP8 codes and their block, None for one scale."""
+    if not q.is_fp8:
+        raise ValueError(f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first")
+    if q.has_one_scale:
+        return q.scale_inv, None
+    if q.block is not None:
+        return q.scale_inv, q.block
+    first = q.ndim - q.cols
+    sizes = math.prod(q.shape[q.scale_inv.ndim - 2 : first]), math.prod(q.shape[first:])
+    return q.scale_inv, tuple(size // count for size, count in zip(sizes, q.scale_inv.shape[-2:], strict=True))
+
+
+def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ...]:
+    """Return how many blocks of `step` elements of merged dimensions lie along each of them."""
+    counts = []
+    step = math.prod(sizes) if step is None else min(step, math.prod(sizes))
+    for size in reversed(sizes):
+        if max(size, step) % min(size, step):
+            raise ValueError(
+                f"to_qarray: q: expected blocks {q.block} that divide the dimensions of codes {q.shape}, got a block "
+                "that is cut off, or lies across dimensions; qwix has no such tiles"
+            )
+        counts.insert(0, max(size // step, 1))
+        step = max(step // size, 1)
+    return tuple(counts)
+
+
+def _merged(pairs: Sequence[tuple[int, int]]) -> int | None:
+    """Return the elements of merged dimensions `(size, scales)` that share a scale; None where no number says it."""
+    step, is_open = 1, True
+    for size, count in reversed(pairs):
+        if not is_open and size != count:
+            return None
+        step, is_open = step * (size // count), is_open and count == 1
+    return step

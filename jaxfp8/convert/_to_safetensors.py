@@ -1,0 +1,171 @@
+"""Write a frozen model to a safetensors file, which loaders of FP8 weights read."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._frozen_kernels import parameters, take_fp8_kernels
+from ._loader_layouts import LAYOUTS, quantization_config
+from ._tree import Path, at
+
+# The names of Flax for parameters that PyTorch calls "weight".
+_WEIGHTS = ("kernel", "embedding", "scale")
+_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "bool": "BOOL"}
+_DTYPES |= {f"{name}{8 * n}": f"{name[0].upper()}{8 * n}" for name in ("float", "int", "uint") for n in (1, 2, 4, 8)}
+
+
+def to_safetensors(
+    frozen: Any,
+    path: str | os.PathLike,
+    names: Mapping[str, str | tuple[str, ...] | None] | None = None,
+    *,
+    layout: str,
+) -> dict[str, Any]:
+    r"""Write a frozen model to a safetensors file, with the codes and the scales of training.
+
+        config["quantization_config"] = jaxfp8.convert.to_safetensors(frozen, path, names, layout="block128")
+
+    | layout | recipe | scales of `x.weight`, `[out, in]` |
+    |---|---|---|
+    | `"tensor"` | `DelayedScaling`, `Float8CurrentScaling` | `x.weight_scale` f32[1], and `x.input_scale` where fixed |
+    | `"block128"` | `Float8BlockScaling` | `x.weight_scale_inv` f32 `[out / 128, in / 128]`, rounded up |
+    | `"mxfp8"` | `MXFP8BlockScaling` | `x.weight_scale` uint8 `[out, in / 32]`, the codes of E8M0 |
+
+    A weight is its codes times their scale: every scale in the file is a scale_inv. FP8 kernels become matrices, whose
+    rows are the outputs. Other parameters keep their dtype; kernels are transposed, and biases have one dimension.
+
+    `names` maps regular expressions to names in the file. The first one that matches a whole parameter path
+    (`re.fullmatch`), such as `"layers_3/mlp/up/kernel"`, decides. In a name `\1` is a group of the expression, and each
+    `{}` the index along a leading dimension of stacked parameters (`nn.scan`, experts). A tuple of names divides the
+    rows into equal parts; None leaves the parameter out.
+
+    Args:
+        frozen: what `jaxfp8.freeze` gave: the variables of a Linen model, or the NNX model.
+        path: of the file.
+        names: as above; without it paths joined by `.`, with `weight` for `kernel`, `embedding` and `scale`.
+        layout: `"tensor"`, `"block128"` or `"mxfp8"`, for all FP8 kernels. Nothing is quantized again to fit it.
+
+    Returns:
+        The `quantization_config` of the model's `config.json`.
+
+    Raises:
+        ValueError: `frozen` is not frozen; the recipe of a layer has another layout, or none; codes are not e4m3, or
+            NaN; a parameter has no name, or two have one; an expression matches nothing; a kernel is no matrix, or
+            cannot be divided. No file is written then.
+        TypeError: `frozen` is neither variables nor an NNX model; a dtype that the format lacks.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}")
+    leaves = parameters(frozen)
+    kernels = take_fp8_kernels(leaves)
+    find, tensors, ignored, fixed = _Names(names), {}, [], {True: [], False: []}
+
+    def add(name, array):
+        if name in tensors:
+            raise ValueError(
+                f"to_safetensors: names: two tensors would be {name!r}; every parameter needs its own name"
+            )
+        if array.dtype.name not in _DTYPES:
+            raise TypeError(f"to_safetensors: {name}: expected a dtype of {sorted(_DTYPES)}, got {array.dtype}")
+        tensors[name] = array
+
+    # 1. FP8 kernels and their scales.
+    for kernel in kernels:
+        templates = find(kernel.path)
+        if templates:
+            fixed[kernel.has_fixed_input].append(at(kernel.path))
+            matrices = kernel.matrices(layout, stacked=templates[0].count("{}"), parts=len(templates))
+            for index, part, codes, scales, input_scale_inv in matrices:
+                name = templates[part].format(*index)
+                if name.rpartition(".")[2] != "weight":
+                    raise ValueError(
+                        f"to_safetensors: names: {at(kernel.path)}: expected a name <module>.weight, got {name!r}"
+                    )
+                add(name, codes)
+                add(name + LAYOUTS[layout].suffix, scales)
+                if input_scale_inv is not None:
+                    add(f"{name.removesuffix('weight')}input_scale", input_scale_inv)
+    if all(fixed.values()):
+        raise ValueError(
+            f"to_safetensors: frozen: expected inputs with fixed scales in all layers or in none, got {fixed[True][0]} "
+            f"with one and {fixed[False][0]} without; the config is that of all layers"
+        )
+    # 2. Everything else, in the dtype that it has.
+    for path_, leaf in leaves.items():
+        for name, array in _arrays(path_, leaf, find(path_)):
+            add(name, array)
+            if path_[-1] == "kernel":
+                ignored.append(name.removesuffix(".weight"))
+    find.check_used()
+    _write(path, tensors)
+    return quantization_config(layout, ignored, bool(fixed[True]))
+
+
+class _Names:
+    """The names that parameters have in the file."""
+
+    def __init__(self, names):
+        self.names, self.unused = names, dict.fromkeys(names or ())
+
+    def __call__(self, path: Path) -> tuple[str, ...]:
+        """Return a template for each part of the rows of a parameter; empty where it is left out."""
+        if self.names is None:
+            return (".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),)
+        for pattern, name in self.names.items():
+            if match := re.fullmatch(pattern, at(path)):
+                self.unused.pop(pattern, None)
+                parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+                parts = tuple(match.expand(part) for part in parts)
+                if len({part.count("{}") for part in parts}) > 1:
+                    raise ValueError(f"to_safetensors: names: {at(path)}: expected as many {{}} in each of {parts}")
+                return parts
+        raise ValueError(f"to_safetensors: names: {at(path)} matches no expression; map it to None to leave it out")
+
+    def check_used(self) -> None:
+        """Raise for an expression that no parameter has matched first."""
+        if self.unused:
+            raise ValueError(
+                f"to_safetensors: names: {list(self.unused)} match no parameter that is not matched before"
+            )
+
+
+def _arrays(path: Path, leaf: Any, templates: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the names and arrays of a parameter in high precision."""
+    if not templates:
+        return
+    array, stacked = np.asarray(jax.device_get(leaf)), templates[0].count("{}")
+    needed = {"kernel": stacked + 2}.get(path[-1])
+    if array.ndim < stacked + (len(templates) > 1) or needed not in (None, array.ndim):
+        raise ValueError(
+            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} dimensions for {templates[0]!r}, "
+            f"got {list(array.shape)}; reshape it in the tree, under another name where it is not [in, out]"
+        )
+    for index in np.ndindex(array.shape[:stacked]):
+        one = array[index]
+        one = one.T if path[-1] == "kernel" else one.reshape(-1) if path[-1] == "bias" else one
+        if templates[1:] and len(one) % len(templates):
+            raise ValueError(f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows")
+        divided = np.split(one, len(templates)) if templates[1:] else [one]
+        for template, part in zip(templates, divided, strict=True):
+            yield template.format(*index), part
+
+
+def _write(path: str | os.PathLike, tensors: dict[str, np.ndarray]) -> None:
+    """Write tensors: the length of the header in 8 bytes, the header in JSON, the bytes without holes."""
+    # Wide dtypes come first, so that all tensors are aligned.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, array in ordered.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in ordered.values():
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)

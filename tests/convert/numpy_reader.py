@@ -1,0 +1,55 @@
+"""A reader of safetensors files in numpy alone, written from the format's description; it shares no code with ours."""
+
+import json
+import struct
+
+import numpy as np
+
+WIDTH = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I32": np.int32}
+
+
+def e4m3(code: int) -> float:
+    """Sign, four bits of exponent, three of mantissa; no infinity, and one NaN of each sign."""
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    magnitude = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if sign else magnitude
+
+
+E4M3 = np.array([e4m3(code) for code in range(256)])
+
+
+def read(path) -> dict[str, np.ndarray]:
+    """The tensors of a file: codes of e4m3 as uint8, bfloat16 as float32, others as they are."""
+    raw = open(path, "rb").read()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header, data, end, tensors = json.loads(raw[8 : 8 + size]), raw[8 + size :], 0, {}
+    assert size % 8 == 0 and header.pop("__metadata__") == {"format": "pt"}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, after = entry["data_offsets"]
+        assert begin == end, "holes are not allowed"
+        end, part = after, data[begin:after]
+        if entry["dtype"] == "BF16":
+            array = (np.frombuffer(part, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            array = np.frombuffer(part, np.uint8 if entry["dtype"] == "F8_E4M3" else WIDTH[entry["dtype"]])
+        tensors[name] = array.reshape(entry["shape"])
+    assert end == len(data)
+    return tensors
+
+
+def weight(tensors, module: str, layout: str) -> np.ndarray:
+    """The weight of a module in float64, exactly, by the description of a layout."""
+    values = E4M3[tensors[f"{module}.weight"]]
+    if layout == "tensor":
+        assert tensors[f"{module}.weight_scale"].shape == (1,)
+        return values * float(tensors[f"{module}.weight_scale"][0])
+    n, k = values.shape
+    if layout == "block128":
+        scales = tensors[f"{module}.weight_scale_inv"]
+        assert scales.dtype == np.float32 and scales.shape == (-(-n // 128), -(-k // 128))
+        return np.array([[values[i, j] * float(scales[i // 128, j // 128]) for j in range(k)] for i in range(n)])
+    scales = tensors[f"{module}.weight_scale"]
+    assert scales.dtype == np.uint8 and scales.shape == (n, k // 32)
+    return np.array([[values[i, j] * 2.0 ** (int(scales[i, j // 32]) - 127) for j in range(k)] for i in range(n)])

@@ -1,0 +1,342 @@
+"""Exported weights: those of the next training step, to the bit, as another reader finds them; and what is refused."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_blocks
+import pytest
+from flax import nnx
+from inference import models
+from inference.models import OWG
+
+import jaxfp8
+import jaxfp8.nnx
+from convert import numpy_reader
+from convert.exported import LAYOUTS, NAMES, RECIPES, K, N, X, trained
+from jaxfp8.convert import read_safetensors, to_safetensors
+
+
+def state_of(variables, layer, operand):
+    state = variables[OWG][layer]["Fp8DotGeneral_0"]
+    return oracle.State(np.asarray(state[f"{operand}_amax_history"]), np.asarray(state[f"{operand}_scale"])[0])
+
+
+def quantized(layout, kernel, state=None):
+    """(codes `[out, in]`, scales) of the next training step, by the oracle."""
+    if layout == "tensor":
+        codes, _, after = oracle.step(kernel, state, oracle.E4M3)
+        return codes.T, after.scale.reshape(1)
+    options = {"scale": "e8m0"} if layout == "mxfp8" else {}
+    return oracle_blocks.quantize(kernel.T, oracle.E4M3, (1, 32) if layout == "mxfp8" else (128, 128), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_and_scales_are_those_of_training(layout, tmp_path):
+    _, variables, frozen = trained(layout)
+    config = to_safetensors(frozen, tmp_path / "model.safetensors", NAMES, layout=layout)
+    tensors = numpy_reader.read(tmp_path / "model.safetensors")
+    suffix = "weight_scale_inv" if layout == "block128" else "weight_scale"
+    expected = {"norm.weight", "lm_head.weight", "model.down_proj.bias"}
+    for layer in ("up", "down"):
+        kernel = np.asarray(variables["params"][layer]["kernel"])
+        state = state_of(variables, layer, "kernel") if layout == "tensor" else None
+        codes, scales = quantized(layout, kernel, state)
+        module = f"model.{layer}_proj"
+        oracle.assert_bitwise(tensors[f"{module}.weight"], np.ascontiguousarray(codes).view(np.uint8), "codes")
+        scales = scales.view(np.uint8) if layout == "mxfp8" else scales
+        oracle.assert_bitwise(tensors[f"{module}.{suffix}"], scales, "scales")
+        expected |= {f"{module}.weight", f"{module}.{suffix}"}
+        if layout == "tensor":
+            scale_inv = oracle.step(X, state_of(variables, layer, "input"), oracle.E4M3)[2].scale
+            oracle.assert_bitwise(tensors[f"{module}.input_scale"], scale_inv.reshape(1), "input_scale")
+            expected.add(f"{module}.input_scale")
+    assert set(tensors) == expected and json.loads(json.dumps(config)) == config
+    # In high precision: a norm as it is, a kernel transposed, each in its dtype.
+    params = variables["params"]
+    oracle.assert_bitwise(tensors["norm.weight"], np.asarray(params["norm"]["scale"]), "norm")
+    head = np.asarray(params["head"]["kernel"]).T
+    oracle.assert_bitwise(tensors["lm_head.weight"], head.astype(np.float32), "bfloat16")
+    assert read_safetensors(tmp_path / "model.safetensors")["lm_head.weight"].dtype == "BF16"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products(layout, tmp_path):
+    """A plain matmul of what the reader finds, for the same codes of x."""
+    _, variables, frozen = trained(layout)
+    to_safetensors(frozen, tmp_path / "file", NAMES, layout=layout)
+    weight = numpy_reader.weight(numpy_reader.read(tmp_path / "file"), "model.up_proj", layout)
+    assert weight.shape == (N, K)
+    if layout == "tensor":
+        codes, _, after = oracle.step(X, state_of(variables, "up", "input"), oracle.E4M3)
+        x = codes.astype(np.float64) * float(after.scale)
+    else:
+        block, options = ((1, 32), {"scale": "e8m0"}) if layout == "mxfp8" else ((1, 128), {})
+        x = oracle_blocks.dequantize(*oracle_blocks.quantize(X, oracle.E4M3, block, **options), block)
+    layer = nn.Dense(N, use_bias=False, dot_general_cls=jaxfp8.make_dot_general_cls(RECIPES[layout]))
+    ours = np.asarray(layer.apply({"params": frozen["params"]["up"]}, X))
+    # Products of codes are exact in float32. Each of K - 1 additions rounds a partial sum, by 2**-24 of the |ab| that
+    # it has at most, and scaling rounds twice: less than K 2**-24 sum |ab| where the |ab| are not the first few's.
+    bound = K * 2.0**-24 * (np.abs(x) @ np.abs(weight.T))
+    assert (np.abs(ours - x @ weight.T) <= bound).all()
+    reader = read_safetensors(tmp_path / "file")["model.up_proj.weight"]
+    np.testing.assert_array_equal(reader.decode(np.float64), weight)
+    oracle.assert_bitwise(reader.decode(), weight.astype(np.float32), "rounded once")
+    wrong = weight.copy()  # one number in 160, by one code
+    wrong[:, 0] *= 1.125
+    assert not (np.abs(ours - x @ wrong.T) <= bound).all()
+
+
+def test_configs(tmp_path):
+    """As transformers, vLLM and compressed-tensors have them; kernels in high precision are not Linear of FP8."""
+    config = {layout: to_safetensors(trained(layout)[2], tmp_path / "f", NAMES, layout=layout) for layout in LAYOUTS}
+    assert config["block128"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+        "ignored_layers": ["lm_head"],
+    }
+    group = {name: config[name]["config_groups"]["group_0"] for name in ("tensor", "mxfp8")}
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    mx = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    assert group["tensor"] == {"targets": ["Linear"], "weights": weights, "input_activations": weights}
+    assert group["mxfp8"] == {
+        "targets": ["Linear"],
+        "weights": weights | mx,
+        "input_activations": weights | mx | {"dynamic": True},
+    }
+    assert config["tensor"]["ignore"] == config["mxfp8"]["ignore"] == ["lm_head"]
+    assert [config[name]["format"] for name in ("tensor", "mxfp8")] == ["float-quantized", "mxfp8-quantized"]
+    # Current scaling has no fixed scale of the input.
+    frozen = models.linen("current")[2]
+    config = to_safetensors(frozen, tmp_path / "f", layout="tensor")
+    assert config["config_groups"]["group_0"]["input_activations"] == weights | {"dynamic": True}
+    assert "input_scale" not in numpy_reader.read(tmp_path / "f")
+
+
+def at(tree, path: str):
+    return functools.reduce(lambda tree, key: tree[key], filter(None, path.split("/")), tree)
+
+
+def kernel_matrix(kernel, inputs: int, stacked: int = 0):
+    """A kernel of Flax, `[*stacked, *in, *out]`, as matrices `[*stacked, out, in]`."""
+    shape = kernel.shape
+    sizes = np.prod(shape[stacked : stacked + inputs]), np.prod(shape[stacked + inputs :])
+    return np.asarray(kernel, np.float32).reshape(*shape[:stacked], *sizes).swapaxes(-1, -2)
+
+
+CASES = {
+    # name of the model: (layout, names, {name in the file: (path of the kernel, inputs, index of the stack, rows)})
+    "GatedMLP": (
+        "tensor",
+        {"wi/kernel": ("gate.weight", "up.weight"), "wo/kernel": "down.weight"},
+        {"gate": ("wi", 1, (), (0, 48)), "up": ("wi", 1, (), (48, 96)), "down": ("wo", 1, (), None)},
+    ),
+    "block, GatedMLP": (
+        "block128",
+        {"wi/kernel": ("gate.weight", "up.weight"), "wo/kernel": None},
+        {"gate": ("wi", 1, (), (0, 48)), "up": ("wi", 1, (), (48, 96))},
+    ),
+    "attention": ("tensor", None, {"query": ("query", 1, (), None), "out": ("out", 2, (), None)}),
+    "MXFP8, DenseGeneral": ("mxfp8", {"kernel": "a.weight", "bias": "a.bias"}, {"a": ("", 2, (), None)}),
+    "DenseGeneral, batch": (
+        "tensor",
+        {"kernel": "experts.{}.weight", "bias": "experts.{}.bias"},
+        {"experts.0": ("", 1, (0,), None), "experts.1": ("", 1, (1,), None)},
+    ),
+    "scan": (
+        "tensor",
+        {r".*/Dense_(\d)/kernel": r"layers.{}.\1.weight", r".*/Dense_(\d)/bias": r"layers.{}.\1.bias"},
+        {"layers.2.1": ("ScanBlock_0/Dense_1", 1, (2,), None), "layers.0.0": ("ScanBlock_0/Dense_0", 1, (0,), None)},
+    ),
+    "rules": ("tensor", None, {"": ("", 1, (), None)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_become_matrices(name, tmp_path):
+    """Weights are near the kernel they are of: rows are outputs, stacked kernels have an index, parts their rows."""
+    layout, names, expected = CASES[name]
+    _, variables, frozen = models.linen(name)
+    to_safetensors(frozen, tmp_path / "file", names, layout=layout)
+    read = read_safetensors(tmp_path / "file")
+    for module, (path, inputs, index, rows) in expected.items():
+        params, of_frozen = (at(tree["params"], path) for tree in (variables, frozen))
+        matrix = kernel_matrix(params["kernel"], inputs, len(index))[index]
+        matrix = matrix[slice(*rows)] if rows else matrix
+        got = read[f"{module}.weight".removeprefix(".")]
+        # e4m3 rounds by 2**-4 of a number, or by half of its smallest, 2**-10; bfloat16 before it by 2**-8.
+        error = np.abs(got.decode() - matrix)
+        assert (error <= (2.0**-4 + 2.0**-8) * np.abs(matrix) + 2.0**-10 * got.scale_inv.max()).all()
+        assert matrix.shape == got.data.shape and np.abs(matrix).max() > 100 * 2.0**-10 * got.scale_inv.max()
+        if layout == "tensor":
+            inverse = np.asarray(of_frozen["Fp8DotGeneral_0"]["input_scale_inv"])
+            np.testing.assert_array_equal(got.input_scale_inv, inverse[index] if inverse.ndim > 1 else inverse)
+        if "bias" in params and f"{module}.bias" in read:
+            np.testing.assert_array_equal(read[f"{module}.bias"].data, np.asarray(params["bias"])[index].reshape(-1))
+
+
+class Others(nn.Module):
+    """Boxed parameters, a scalar, statistics, and a product that `freeze` is not shown."""
+
+    @nn.compact
+    def __call__(self, x, with_second=True):
+        boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+        x = nn.Dense(K, dot_general_cls=jaxfp8.Fp8DotGeneral, kernel_init=boxed, use_bias=False, name="first")(x)
+        x = nn.BatchNorm(use_running_average=True, name="norm")(x) * self.param("temperature", nn.initializers.ones, ())
+        return nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral, name="second")(x) if with_second else x
+
+
+def test_what_is_no_frozen_kernel(tmp_path):
+    """It is written as it is; state is not."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = Others()
+        variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), X), [X])
+        frozen = jaxfp8.freeze(model, variables, X, with_second=False)
+    assert set(frozen[OWG]) == {"second"}
+    config = to_safetensors(frozen, tmp_path / "file", layout="tensor")
+    tensors = numpy_reader.read(tmp_path / "file")
+    first = {"first.weight", "first.weight_scale", "first.input_scale"}
+    norm = {"norm.weight", "norm.bias", "batch_stats.norm.mean", "batch_stats.norm.var"}
+    assert set(tensors) == first | norm | {"temperature", "second.weight", "second.bias"}
+    assert tensors["temperature"].shape == () and config["ignore"] == ["second"]
+    np.testing.assert_array_equal(tensors["second.weight"], np.asarray(variables["params"]["second"]["kernel"]).T)
+
+
+@pytest.mark.parametrize("name", ["scan", "attention", "MXFP8"])
+def test_nnx(name, tmp_path):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = models.NNX[name](nnx.Rngs(0))
+        if name != "MXFP8":
+            jaxfp8.calibrate(model, [models.X])
+        before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        jaxfp8.freeze(model, models.X)
+    layout = "mxfp8" if name == "MXFP8" else "tensor"
+    names = {r"blocks/(\w+)/(kernel)": r"{}.\1.weight", r"blocks/(\w+)/(bias)": r"{}.\1.\2"} if name == "scan" else None
+    to_safetensors(model, tmp_path / "file", names, layout=layout)
+    read = read_safetensors(tmp_path / "file")
+    kernel, module = {
+        "scan": (lambda: kernel_matrix(before["blocks"]["down"]["kernel"], 1, 1)[1], "1.down.weight"),
+        "attention": (lambda: kernel_matrix(before["out"]["kernel"], 2), "out.weight"),
+        "MXFP8": (lambda: kernel_matrix(before["kernel"], 1), "weight"),
+    }[name]
+    matrix, got = kernel(), read[module]
+    assert got.data.shape == matrix.shape
+    assert (
+        np.abs(got.decode() - matrix) <= (2.0**-4 + 2.0**-8) * np.abs(matrix) + 2.0**-10 * got.scale_inv.max()
+    ).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_of_zeros(layout, tmp_path):
+    """Its weights are zero, and its scale is a number; the other blocks are as without it."""
+    model, variables, _ = trained(layout)
+    kernel = np.asarray(variables["params"]["up"]["kernel"]).copy()
+    kernel[:128, 128:] = 0
+    variables = variables | {"params": variables["params"] | {"up": {"kernel": jnp.asarray(kernel)}}}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        frozen = jaxfp8.freeze(model, variables, X)
+    to_safetensors(frozen, tmp_path / "file", NAMES, layout=layout)
+    tensors = numpy_reader.read(tmp_path / "file")
+    weight = numpy_reader.weight(tensors, "model.up_proj", layout)
+    assert not weight[128:, :128].any() and np.isfinite(weight).all()
+    state = state_of(variables, "up", "kernel") if layout == "tensor" else None
+    codes, _ = quantized(layout, kernel, state)
+    oracle.assert_bitwise(tensors["model.up_proj.weight"], np.ascontiguousarray(codes).view(np.uint8), "codes")
+
+
+def write(path, tensors):
+    """A file of another writer: `{name: (dtype, array)}`."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        entry = {"dtype": dtype, "shape": array.shape, "data_offsets": (len(data), len(data) + array.nbytes)}
+        header[name], data = entry, data + array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_the_reader_decodes_every_code(tmp_path):
+    """By ml_dtypes, which the reader does without; its tensors need not be aligned."""
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    halves = np.arange(0, 65536, 7, dtype=np.uint16)
+    dtypes = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+    write(
+        tmp_path / "file",
+        {name: (name, codes) for name in dtypes} | {"one": ("U8", codes[:1, :1]), "b": ("BF16", halves)},
+    )
+    read = read_safetensors(tmp_path / "file")
+    for name, dtype in dtypes.items():
+        np.testing.assert_array_equal(read[name].decode(np.float64), codes.view(jnp.dtype(dtype)).astype(np.float64))
+    np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves.view(oracle.BF16)))
+    # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
+    scale = np.full((1, 1), 130, np.uint8)
+    entries = {"x.weight": ("F8_E4M3", codes), "x.weight_scale_inv": ("F8_E8M0", scale)}
+    entries |= {"y.weight": ("F8_E4M3", codes), "y.weight_scale_inv": ("F32", np.float32(3)[None][0])}
+    write(tmp_path / "file", entries | {"y.activation_scale": ("F32", np.float32(5)[None][0])})
+    read = read_safetensors(tmp_path / "file")
+    assert set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
+    values = numpy_reader.E4M3[codes]
+    np.testing.assert_array_equal(read["x.weight"].decode(np.float64), 8 * values)
+    np.testing.assert_array_equal(read["y.weight"].decode(np.float64), 3 * values)
+
+
+def test_the_reader_runs_outside_of_the_package(tmp_path):
+    to_safetensors(trained("block128")[2], tmp_path / "file", NAMES, layout="block128")
+    script = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("reader", sys.argv[1])
+reader = importlib.util.module_from_spec(spec)
+sys.modules["reader"] = reader
+spec.loader.exec_module(reader)
+print(reader.read_safetensors(sys.argv[2])["model.up_proj.weight"].decode().shape)
+assert not {"jax", "jaxfp8", "ml_dtypes"} & set(sys.modules)
+"""
+    source = pathlib.Path(jaxfp8.convert.__file__).with_name("_read_safetensors.py")
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "file")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"({N}, {K})\n"
+
+
+def test_the_safetensors_package_reads_it(tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    to_safetensors(trained("mxfp8")[2], tmp_path / "file", NAMES, layout="mxfp8")
+    theirs = dict(safetensors.deserialize((tmp_path / "file").read_bytes()))
+    ours = numpy_reader.read(tmp_path / "file")
+    assert set(theirs) == set(ours)
+    for name in ("model.up_proj.weight", "model.up_proj.weight_scale"):
+        assert bytes(theirs[name]["data"]) == ours[name].tobytes() and tuple(theirs[name]["shape"]) == ours[name].shape
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda raw: b"", "expected a header of 8 bytes, got a file of 0"),
+        (lambda raw: raw[:40], "expected a header of"),
+        (lambda raw: raw[:-1], "the file is damaged or cut off"),
+        (lambda raw: raw[:8] + b"?" + raw[9:], "expected a header in JSON"),
+        (lambda raw: raw.replace(b'"F32"', b'"F99"', 1), "expected a dtype of .*F99"),
+    ],
+)  # fmt: skip
+def test_damaged_files(damage, message, tmp_path):
+    file = tmp_path / "file"
+    to_safetensors(trained("tensor")[2], file, NAMES, layout="tensor")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"read_safetensors: .*{message}"):
+        read_safetensors(file)
+
+
+def test_scales_of_another_shape_are_not_read(tmp_path):
+    codes = np.zeros((200, 160), np.uint8)
+    write(
+        tmp_path / "file", {"x.weight": ("F8_E4M3", codes), "x.weight_scale_inv": ("F32", np.ones((2, 1), np.float32))}
+    )
+    with pytest.raises(ValueError, match=r"x.weight: expected scales \(2, 2\) for codes \(200, 160\), got \(2, 1\)"):
+        read_safetensors(tmp_path / "file")
