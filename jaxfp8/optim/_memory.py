@@ -52,17 +52,17 @@ def memory(opt_state: Any, params: Any) -> Memory:
     for leaf in leaves(opt_state):
         kind = type(leaf).__name__ if isinstance(leaf, Moment) else jax.numpy.result_type(leaf).name
         by_kind.setdefault(kind, []).append(leaf)
-    rows = [_row(kind, parameters, found) for kind, found in by_kind.items()]
+    rows = [_row(kind, parameters, group) for kind, group in by_kind.items()]
     rows.sort(key=lambda row: -row["bytes"])
-    return Memory([*rows, _row("all", parameters, [leaf for found in by_kind.values() for leaf in found])])
+    return Memory([*rows, _row("all", parameters, [leaf for group in by_kind.values() for leaf in group])])
 
 
-def _row(kind, parameters, found) -> dict[str, Any]:
-    elements = sum(math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf)) for leaf in found)
-    size = sum(math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize for x in jax.tree.leaves(found))
+def _row(kind, parameters, group) -> dict[str, Any]:
+    elements = sum(math.prod(np.shape(leaf.data if isinstance(leaf, Moment) else leaf)) for leaf in group)
+    size = sum(math.prod(np.shape(x)) * jax.numpy.result_type(x).itemsize for x in jax.tree.leaves(group))
     return {
         "kind": kind,
-        "leaves": len(found),
+        "leaves": len(group),
         "elements": elements,
         "bytes": size,
         "bytes_per_parameter": size / parameters,

@@ -1,11 +1,12 @@
 """The moments of an optimizer in FP8: blocks of 128 elements, with an f32 amax each, and codes of expanded magnitudes.
 
 A block with the amax a stores `448 u**k`, where `u = |x| / a`, in float8_e4m3fn. This range expansion (COAT,
-arXiv:2410.19313) spends the format's range where the block has its numbers: each halving of its span in octaves allows
-to double k, which halves the errors. Each block has the largest k of 2, 1 and 1/2 that its smallest element allows. These
+arXiv:2410.19313) spends the format's range where the block has its numbers: halving a block's span in octaves allows to
+double k, which halves its errors. Each block has the largest k of 2, 1 and 1/2 that its smallest element allows. These
 powers are products and square roots, which are rounded the same on every platform.
 
-An element that is not finite has the code of NaN and does not count in the amax: as without FP8, it spoils itself alone.
+An element that is not finite has the code of NaN and does not count in the amax: it spoils itself alone, as without
+FP8.
 """
 
 import functools
@@ -157,12 +158,12 @@ def _round_to_nearest(y):
 
 
 def _round_stochastically(y, exponent, random_bits):
-    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that the mean of x**(1/4) is kept.
+    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
 
     With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
     three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. To second order in the gap, which
-    is `1 / (8 + m)` of y, x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with f + f (1 - f) (1 - a) / 2 / (8 + m),
-    and `(15 - m) / 120` is near `1 / (8 + m)`. Moving averages add up what rounding changes: by x**p, an error of
+    is `1 / (8 + m)` of y, x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
+    f + f (1 - f) (1 - a) / 2 / (8 + m), and `(15 - m) / 120` is near `1 / (8 + m)`. Moving averages add up what rounding changes: by x**p, an error of
     relative variance s in the root of x makes the mean of its inverse, and so the step of an optimizer, larger by
     (2 p - 1/2) s, which is 0 for p = 1/4.
     """

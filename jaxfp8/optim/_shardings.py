@@ -5,7 +5,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-
 from ._blocks import block_sharding
 from ._state import is_moment
 
@@ -34,8 +33,8 @@ def shardings(opt_state: Any, params: Any) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(
-                f"jaxfp8.optim.shardings: params: expected a NamedSharding of each, got {getattr(leaf, 'sharding', None)}"
-                f" of params{jax.tree_util.keystr(path)}; put the parameters on a mesh first"
+                "jaxfp8.optim.shardings: params: expected a NamedSharding of each, got "
+                f"{getattr(leaf, 'sharding', None)} of params{jax.tree_util.keystr(path)}; put them on a mesh first"
             )
         by_path[_names(path)] = leaf
     if not by_path:
@@ -45,7 +44,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
         owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
-        of_param = next((owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec()))
+        of_param = next(
+            (owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec())
+        )
         if not is_moment(leaf):
             return of_param
         of_blocks = block_sharding(of_param, leaf.amax.shape)

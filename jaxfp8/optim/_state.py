@@ -60,8 +60,8 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         raise ValueError("jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once")
     if not any(type(node) in table for node in jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) in table)):
         raise ValueError(
-            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got one whose state is "
-            f"{jax.tree.structure(opt_state)}; pass the moments of a state of your own: "
+            "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got one whose state "
+            f"is {jax.tree.structure(opt_state)}; pass the moments of a state of your own: "
             "quantized(tx, moments={MyState: {'momentum': jaxfp8.optim.SignedMoment}})"
         )
 
@@ -99,7 +99,7 @@ def dequantize_moments(tree: Any) -> Any:
 
 
 def map_moments(function, tree, table: Table) -> Any:
-    """Apply `function(kind, leaf)` to the leaves of those fields of a tree that the table names; a Moment is one leaf."""
+    """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a Moment is one leaf."""
 
     def map_fields(node):
         fields = table.get(type(node), {})
@@ -129,9 +129,9 @@ def check(state: Any, table: Table, min_size: int) -> None:
             return leaf
         raise ValueError(
             f"jaxfp8.optim.quantized: update: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax and "
-            f"an exponent for each block, got {jax.tree.map(jnp.shape, leaf)} in {jax.tree.map(jnp.result_type, leaf)}; "
-            "restore the checkpoint with the min_size and the moments that it was made with, or convert it by "
-            "jaxfp8.optim.dequantize_state and quantize_state"
+            f"an exponent for each block, got shapes {jax.tree.map(jnp.shape, leaf)} in "
+            f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the min_size and the moments that it was "
+            "made with, or convert it by jaxfp8.optim.dequantize_state and quantize_state"
         )
 
     map_moments(check_leaf, state.inner, table)

@@ -22,7 +22,9 @@ class Store(NamedTuple):
 
 def store():
     """The moment is the last gradient."""
-    return optax.GradientTransformation(lambda params: Store(params), lambda grads, state, params: (grads, Store(grads)))
+    return optax.GradientTransformation(
+        lambda params: Store(params), lambda grads, state, params: (grads, Store(grads))
+    )
 
 
 def quantized_store(kind, **kwargs):

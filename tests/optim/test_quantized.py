@@ -227,7 +227,7 @@ def test_what_is_refused():
         optim.quantized(optax.sgd(1e-2)).init(params)
     with pytest.raises(ValueError, match="tx: expected a transformation that keeps moments"):
         optim.quantized(optax.rmsprop(1e-2, centered=True)).init(params)
-    with pytest.raises(ValueError, match="in FP8 already"):
+    with pytest.raises(ValueError, match="got some in FP8"):
         optim.quantized(tx).init(params)
     with pytest.raises(ValueError, match=r"expected a QuantizedState, got tuple; .*quantize_state"):
         tx.update(params, adam().init(params), params)
