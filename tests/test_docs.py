@@ -33,8 +33,13 @@ def check_xla(names):
     assert all(leaf[0] > 0 for name, leaf in state.items() if name.endswith("history"))
 
 
+def check_getting_started(names):
+    snippets.run("docs/getting_started.md")  # it finds what the first run has saved
+
+
 # What a page leaves behind, beside what it asserts itself.
 CHECKS = {
+    "docs/getting_started.md": check_getting_started,
     "docs/custom_recipes.md": check_custom_recipes,
     "docs/experts.md": check_experts,
     "docs/mixed_precision.md": check_mixed_precision,
@@ -46,13 +51,21 @@ CHECKS = {
     "page",
     [
         pytest.param(page, marks=[] if page in FAST else pytest.mark.slow)
-        for page in snippets.pages()
+        for page in [*snippets.pages(), *snippets.notebooks()]
         if snippets.has_program(page)
     ],
 )
 def test_programs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for what a program saves
+    monkeypatch.setenv("MPLBACKEND", "agg")
     CHECKS.get(page, lambda names: None)(snippets.run(page))
+
+
+@pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
+def test_code_fits_the_page(page):
+    """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats Python so."""
+    fences = re.findall(r"^```(?:python|py|sh)\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
+    assert [line for body in fences for line in body.splitlines() if len(line) > 88] == []
 
 
 @pytest.mark.parametrize("page", snippets.pages())
