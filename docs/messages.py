@@ -7,7 +7,9 @@ import re
 import docstrings
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxfp8"
-_WARN = {"warn", "warning"}
+WARNINGS = {"warn", "warning"}
+# What makes an exception or a reason that another function raises or warns of.
+_MADE = ("Error", "Missing", "Unavailable")
 _HEAD = """\
 Errors and warnings
 ===================
@@ -28,11 +30,20 @@ def messages() -> list[tuple[str, str, str]]:
             call = node.exc if isinstance(node, ast.Raise) else node
             if isinstance(call, ast.Call) and call.args:
                 kind = ast.unparse(call.func).rpartition(".")[2]
-                if isinstance(node, ast.Raise) or kind in _WARN:
+                if (
+                    isinstance(node, ast.Raise)
+                    or kind in WARNINGS
+                    or kind.endswith(_MADE)
+                ):
                     texts = [_text(argument) for argument in call.args]
                     rows.add((package, kind, max(texts, key=len)))
+            elif (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "message"
+            ):
+                rows.add((package, "", _text(node.value)))
     # A message of fewer words is made elsewhere.
-    return sorted(row for row in rows if len(re.findall(r"\w+", row[2])) > 3)
+    return sorted(row for row in rows if len(re.findall(r"\w+", row[2])) > 2)
 
 
 def _templates(tree: ast.Module):
@@ -66,7 +77,7 @@ def write_page(path: pathlib.Path) -> None:
             f"*{kind}*: "
             if kind[:1].isupper()
             else "*warning*: "
-            if kind in _WARN
+            if kind in WARNINGS
             else ""
         )
         lines.append(f"- {kind}{docstrings.escaped(' '.join(text.split()))}")
