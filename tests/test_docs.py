@@ -1,6 +1,7 @@
 """The Python of README.md and of every page under docs/ runs as it is printed; what does not says why."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,19 @@ def test_code_fits_the_page(page):
     """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats Python so."""
     fences = re.findall(r"^```(?:python|py|sh)\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
     assert [line for body in fences for line in body.splitlines() if len(line) > 88] == []
+
+
+def test_pictures_are_drawn_and_shown(tmp_path):
+    """Every picture of docs/pictures.py is committed and on a page; their bytes follow the version of matplotlib."""
+    sys.path.insert(0, str(snippets.ROOT / "docs"))
+    pictures = pytest.importorskip("pictures")
+    pictures.main(tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(drawn) == 4 and all("</svg>" in text for text in drawn.values())
+    assert all(f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056))  # as in performance.md
+    shown = "".join((snippets.ROOT / page).read_text() for page in snippets.pages())
+    for name in drawn:
+        assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
 
 
 @pytest.mark.parametrize("page", snippets.pages())
