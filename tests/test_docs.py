@@ -82,6 +82,24 @@ def test_pictures_are_drawn_and_shown(tmp_path):
         assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
 
 
+OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "tests/README.md"]
+
+
+@pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks(), *OTHERS])
+def test_links_within_the_repository(page):
+    """A file that is linked is there, and a page has the heading; Sphinx sees what is under docs/ alone."""
+    prose = re.sub("```.*?```|`[^`]*`", "", snippets.text_of(page), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, heading = link.partition("#")
+        if "://" in link or path.startswith("api/") or heading.startswith("jaxfp8."):  # made when the site is built
+            continue
+        target = (snippets.ROOT / page).parent / path if path else snippets.ROOT / page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
 @pytest.mark.parametrize("page", snippets.pages())
 def test_python_is_marked_as_such(page):
     """Other fences hold no Python, but for one expression that stands for a place in a program: ```py."""
