@@ -82,6 +82,13 @@ def test_pictures_are_drawn_and_shown(tmp_path):
         assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
 
 
+def test_every_name_of_the_reference_by_task_has_an_example():
+    page = (snippets.ROOT / "docs" / "reference.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    names = re.findall(r"\]\(#(jaxfp8\.[\w.]+)\)", page)
+    assert len(names) > 30 and [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)] == []
+
+
 OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "tests/README.md"]
 
 
