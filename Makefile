@@ -15,7 +15,7 @@ help:
 	@echo "make train      train the example language model in bf16 and FP8; ARGS='--steps 1000 --seeds 3 --control' for the proof"
 	@echo "make test       build the CPU and CUDA modules, the latter for Hopper, and run the tests of numbers, layers and state (5 minutes)"
 	@echo "make test-all   all tests: CUDA without a GPU, tools, pages, and the slow ones"
-	@echo "make docs       build the documentation, docs/_build/index.html, with warnings as errors"
+	@echo "make docs       build the documentation, docs/_build/html/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA module for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
 	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA module, each tried after it was built;"
 	@echo "                PYTHON='python3.11 python3.12' for all supported Pythons"
@@ -23,7 +23,7 @@ help:
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"
 	@echo "make gpu-test   tests that need an NVIDIA GPU, likewise"
 	@echo "make gpu-wheels what a GPU machine without a network may lack, in wheelhouse/ (tools/gpu_session.sh)"
-	@echo "make lint       ruff"
+	@echo "make lint       ruff; spelling by codespell"
 	@echo "make types      the types that users see: basedpyright"
 
 train:
@@ -44,8 +44,8 @@ test-all:
 
 docs:
 	$(SETUP) docs
-	@$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build
-	@echo "jaxfp8: docs/_build/index.html"
+	@$(BIN)/python -m sphinx -q -W --keep-going docs docs/_build/html
+	@echo "jaxfp8: docs/_build/html/index.html"
 
 cuda:
 	$(SETUP) test cuda
@@ -78,7 +78,8 @@ gpu-wheels:
 
 lint:
 	$(SETUP) test
-	@$(BIN)/python -m pip install -q ruff && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/python -m pip install -q ruff codespell && $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@git ls-files -z '*.md' '*.py' '*.ipynb' '*.cc' '*.cu' '*.h' '*.sh' | xargs -0 $(BIN)/codespell --toml pyproject.toml
 
 types:
 	$(SETUP) test

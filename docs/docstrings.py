@@ -2,7 +2,9 @@
 
 import re
 
-_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|References|Example|Examples|Note):\s*$")
+_SECTION = re.compile(
+    r"(Args|Attributes|Returns|Yields|Raises|References|Example|Examples|Note):\s*$"
+)
 _CODE = re.compile(r"(`+)(?=\S)(.+?)(?<=\S)\1(\w?)", re.DOTALL)
 # The names of *args and **kwargs in a section are napoleon's.
 _SPECIAL = re.compile(r"^\s*\*{1,2}\w+:|[*|]|_\b", re.MULTILINE)
@@ -32,10 +34,16 @@ def inline(paragraph: str) -> str:
     found, last = [], 0
     for code in _CODE.finditer(paragraph):
         text = re.sub(r"\s*\n\s*", " ", code[2])
-        found += [_escaped(paragraph[last : code.start()]), f"``{text}``", f"\\ {code[3]}" if code[3] else ""]
+        found += [
+            escaped(paragraph[last : code.start()]),
+            f"``{text}``",
+            f"\\ {code[3]}" if code[3] else "",
+        ]
         last = code.end()
-    return "".join([*found, _escaped(paragraph[last:])])
+    return "".join([*found, escaped(paragraph[last:])])
 
 
-def _escaped(text: str) -> str:
-    return _SPECIAL.sub(lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", text)
+def escaped(text: str) -> str:
+    return _SPECIAL.sub(
+        lambda found: found[0] if len(found[0]) > 1 else f"\\{found[0]}", text
+    )

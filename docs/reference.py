@@ -23,17 +23,37 @@ def public_modules() -> list[str]:
     found, packages = ["jaxfp8"], ["jaxfp8"]
     while packages:
         package = packages.pop()
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
-            if not module.name.rpartition(".")[2].startswith("_") and module.name not in SHARED:
+        for module in pkgutil.iter_modules(
+            importlib.import_module(package).__path__, f"{package}."
+        ):
+            if (
+                not module.name.rpartition(".")[2].startswith("_")
+                and module.name not in SHARED
+            ):
                 found.append(module.name)
                 packages += [module.name] * module.ispkg
-    own = (name for name, (_, alias) in _imported("jaxfp8").items() if alias.asname == name)
-    return sorted({*found, *(f"jaxfp8.{name}" for name in own if inspect.ismodule(_value("jaxfp8", name)))})
+    own = (
+        name for name, (_, alias) in _imported("jaxfp8").items() if alias.asname == name
+    )
+    return sorted(
+        {
+            *found,
+            *(
+                f"jaxfp8.{name}"
+                for name in own
+                if inspect.ismodule(_value("jaxfp8", name))
+            ),
+        }
+    )
 
 
 def public_names(module: str) -> list[str]:
     """The public names of a module, but for those that are modules themselves, in the order of the alphabet."""
-    names = {name for name, (_, alias) in _imported(module).items() if alias.asname == alias.name}
+    names = {
+        name
+        for name, (_, alias) in _imported(module).items()
+        if alias.asname == alias.name
+    }
     if not hasattr(importlib.import_module(module), "__path__"):
         names |= {name for name in _defined(module) if not name.startswith("_")}
     return sorted(name for name in names if not inspect.ismodule(_value(module, name)))
@@ -65,8 +85,11 @@ def write_pages(folder: pathlib.Path) -> None:
     """`folder/<module>.rst` for each public module. Pages that stay what they are are not touched."""
     folder.mkdir(exist_ok=True)
     described = homes()
-    pages = {folder / f"{module}.rst": _page(module, described) for module in public_modules()}
-    for stale in set(folder.glob("*.rst")) - set(pages):
+    pages = {
+        folder / f"{module}.rst": _page(module, described)
+        for module in public_modules()
+    }
+    for stale in set(folder.glob("jaxfp8*.rst")) - set(pages):
         stale.unlink()
     for path, text in pages.items():
         if not path.exists() or path.read_text() != text:
@@ -78,14 +101,23 @@ def _page(module: str, described: dict[str, str]) -> str:
     for name in public_names(module):
         full, node = f"{module}.{name}", _definition(module, name)
         if described[full] != full:
-            lines += [f".. py:attribute:: {full}", "   :no-index:", "", f"   :py:obj:`{described[full]}`", ""]
+            lines += [
+                f".. py:attribute:: {full}",
+                "   :no-index:",
+                "",
+                f"   :py:obj:`{described[full]}`",
+                "",
+            ]
         elif isinstance(node, ast.ClassDef):
             lines += [f".. autoclass:: {full}", "   :members:", ""]
         elif isinstance(node, ast.FunctionDef):
             lines += [f".. autofunction:: {full}", ""]
         else:
-            lines += [f".. py:data:: {full}", ""]
-            lines += [f"   {line}" for line in docstrings.inline(description(module, name)).splitlines()] + [""]
+            lines += [f".. py:data:: {name}", ""]
+            lines += [
+                f"   {line}"
+                for line in docstrings.inline(description(module, name)).splitlines()
+            ] + [""]
     return "\n".join(lines)
 
 
@@ -97,7 +129,9 @@ def _value(module: str, name: str):
 
 
 def _lines(module: str) -> list[str]:
-    return pathlib.Path(importlib.import_module(module).__file__).read_text().splitlines()
+    return (
+        pathlib.Path(importlib.import_module(module).__file__).read_text().splitlines()
+    )
 
 
 @functools.cache
@@ -111,8 +145,12 @@ def _imported(module: str) -> dict[str, tuple[str, ast.alias]]:
     found = {}
     for node in _body(module):
         if isinstance(node, ast.ImportFrom):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            found |= {alias.asname or alias.name: (source, alias) for alias in node.names}
+            source = importlib.util.resolve_name(
+                "." * node.level + (node.module or ""), package
+            )
+            found |= {
+                alias.asname or alias.name: (source, alias) for alias in node.names
+            }
     return found
 
 

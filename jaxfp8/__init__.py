@@ -70,7 +70,7 @@ from .train import (
 )
 
 # The version; a wheel with the CUDA module is of this version and "+cuda13".
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Not when a product is lowered: programs from a cache or an export, which never are, use the plans too.
 if has_cuda_kernels():

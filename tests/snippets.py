@@ -1,5 +1,6 @@
-"""The Python of a page of docs: its blocks, run one after the other as one program."""
+"""The Python of a page of docs: its blocks, or the cells of a notebook, run one after the other as one program."""
 
+import json
 import pathlib
 import re
 
@@ -12,17 +13,35 @@ _BLOCK = re.compile(r"^(?P<excused>\*Not run here: [^*]+\*\n\n)?```python\n(?P<c
 
 def pages() -> list[str]:
     """README.md and every page under docs/."""
-    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+    return ["README.md", *_in_docs("*.md")]
+
+
+def notebooks() -> list[str]:
+    return _in_docs("*.ipynb")
+
+
+def _in_docs(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob(pattern))
 
 
 def has_program(page: str) -> bool:
-    return bool(_BLOCK.search((ROOT / page).read_text()))
+    return bool(_BLOCK.search(text_of(page)))
+
+
+def text_of(page: str) -> str:
+    """The Markdown of a page; of a notebook, its cells, with code between fences."""
+    text = (ROOT / page).read_text()
+    if not page.endswith(".ipynb"):
+        return text
+    fences = {"code": "```python\n{}\n```\n", "markdown": "{}\n"}
+    cells = json.loads(text)["cells"]
+    return "\n".join(fences[cell["cell_type"]].format("".join(cell["source"])) for cell in cells)
 
 
 def run(page: str) -> dict:
     """Runs every block of a page, with JAX as a user has it; returns its names. Tracebacks say the line of the page."""
     path, names = ROOT / page, {"__name__": "docs"}
-    text = path.read_text()
+    text = text_of(page)
     found = list(_BLOCK.finditer(text))
     assert found, f"{page} has no Python"
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -1,6 +1,7 @@
 """The Python of README.md and of every page under docs/ runs as it is printed; what does not says why."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,13 @@ def check_xla(names):
     assert all(leaf[0] > 0 for name, leaf in state.items() if name.endswith("history"))
 
 
+def check_getting_started(names):
+    snippets.run("docs/getting_started.md")  # it finds what the first run has saved
+
+
 # What a page leaves behind, beside what it asserts itself.
 CHECKS = {
+    "docs/getting_started.md": check_getting_started,
     "docs/custom_recipes.md": check_custom_recipes,
     "docs/experts.md": check_experts,
     "docs/mixed_precision.md": check_mixed_precision,
@@ -46,13 +52,59 @@ CHECKS = {
     "page",
     [
         pytest.param(page, marks=[] if page in FAST else pytest.mark.slow)
-        for page in snippets.pages()
+        for page in [*snippets.pages(), *snippets.notebooks()]
         if snippets.has_program(page)
     ],
 )
 def test_programs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for what a program saves
+    monkeypatch.setenv("MPLBACKEND", "agg")
     CHECKS.get(page, lambda names: None)(snippets.run(page))
+
+
+@pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
+def test_code_fits_the_page(page):
+    """88 columns are what the site shows without a scroll bar; docs/ruff.toml formats Python so."""
+    fences = re.findall(r"^```(?:python|py|sh)\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
+    assert [line for body in fences for line in body.splitlines() if len(line) > 88] == []
+
+
+def test_pictures_are_drawn_and_shown(tmp_path):
+    """Every picture of docs/pictures.py is committed and on a page; their bytes follow the version of matplotlib."""
+    sys.path.insert(0, str(snippets.ROOT / "docs"))
+    pictures = pytest.importorskip("pictures")
+    pictures.main(tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(drawn) == 4 and all("</svg>" in text for text in drawn.values())
+    assert all(f"<!-- {label} -->" in drawn["launches.svg"] for label in (30, 1920, 3056))  # as in performance.md
+    shown = "".join((snippets.ROOT / page).read_text() for page in snippets.pages())
+    for name in drawn:
+        assert (snippets.ROOT / "docs" / "images" / name).exists() and f"images/{name})" in shown
+
+
+def test_every_name_of_the_reference_by_task_has_an_example():
+    page = (snippets.ROOT / "docs" / "reference.md").read_text()
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    names = re.findall(r"\]\(#(jaxfp8\.[\w.]+)\)", page)
+    assert len(names) > 30 and [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code)] == []
+
+
+OTHERS = ["CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "tests/README.md"]
+
+
+@pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks(), *OTHERS])
+def test_links_within_the_repository(page):
+    """A file that is linked is there, and a page has the heading; Sphinx sees what is under docs/ alone."""
+    prose = re.sub("```.*?```|`[^`]*`", "", snippets.text_of(page), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, heading = link.partition("#")
+        if "://" in link or path.startswith("api/") or heading.startswith("jaxfp8."):  # made when the site is built
+            continue
+        target = (snippets.ROOT / page).parent / path if path else snippets.ROOT / page
+        assert target.exists(), link
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
 @pytest.mark.parametrize("page", snippets.pages())

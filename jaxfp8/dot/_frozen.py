@@ -72,7 +72,8 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         ValueError: x, the output or the kernel has a quantizer with state, other than delayed scaling of x and kernel.
     """
     kernel = _checks.high_precision("freeze", "kernel", kernel)
-    quantizers, state = _dot_general.checked_quantizers("freeze", recipe, state)
+    # A model with rules applies `max_grad` itself; frozen scales are plain float32.
+    quantizers, state = _dot_general.checked_quantizers("freeze", recipe, recipes.without_max(state))
     both = layouts(x_shape, kernel.shape, dimension_numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
         return None

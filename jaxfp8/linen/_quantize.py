@@ -22,7 +22,7 @@ import jax
 from flax import core, linen as nn
 
 from .._jax._typing import Tree
-from ..dot import _frozen, _scopes
+from ..dot import _scopes
 from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8DotGeneral, Fp8Einsum
@@ -126,8 +126,6 @@ class _Quantized:
 
     def apply(self, variables, *args, **options):
         """Apply as Flax does, with the state of stacked layers read outside of the loops over them."""
-        if _frozen.is_freezing():  # codes are made of each layer's state as it is stored, and nothing is differentiated
-            return super().apply(variables, *args, **options)
         return apply_with_max_grad(super().apply, variables, *args, **options)
 
     def clone(self, *, parent=None, **options):

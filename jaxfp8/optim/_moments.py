@@ -162,10 +162,11 @@ def _round_stochastically(y, exponent, random_bits):
 
     With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
     three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. To second order in the gap, which
-    is `1 / (8 + m)` of y, x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
-    f + f (1 - f) (1 - a) / 2 / (8 + m), and `(15 - m) / 120` is near `1 / (8 + m)`. Moving averages add up what rounding changes: by x**p, an error of
-    relative variance s in the root of x makes the mean of its inverse, and so the step of an optimizer, larger by
-    (2 p - 1/2) s, which is 0 for p = 1/4.
+    is `1 / (8 + m)` of y, x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with f + f (1 - f) (1 - a) / 2 / (8 + m);
+    `(15 - m) / 120` is near `1 / (8 + m)`.
+
+    The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
+    root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
     """
     # 1. Write y as a code with 20 bits after the point.
     multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)

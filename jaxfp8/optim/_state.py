@@ -128,10 +128,10 @@ def check(state: Any, table: Table, min_size: int) -> None:
         elif not is_large(leaf, min_size):
             return leaf
         raise ValueError(
-            f"jaxfp8.optim.quantized: update: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax and "
-            f"an exponent for each block, got shapes {jax.tree.map(jnp.shape, leaf)} in "
-            f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the min_size and the moments that it was "
-            "made with, or convert it by jaxfp8.optim.dequantize_state and quantize_state"
+            f"jaxfp8.optim.quantized: update: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax "
+            f"and an exponent for each block, got shapes {jax.tree.map(jnp.shape, leaf)} in "
+            f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the min_size and the moments that "
+            "it was made with, or convert it by jaxfp8.optim.dequantize_state and quantize_state"
         )
 
     map_moments(check_leaf, state.inner, table)

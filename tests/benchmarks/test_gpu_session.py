@@ -45,7 +45,7 @@ def checkout(tmp_path):
         (root / folder / "file.cc").write_text(folder)
     (root / "CMakeLists.txt").write_text("project()\n")
     (root / "jaxfp8" / "__init__.py").write_text("# of the checkout\n")
-    (root / "wheelhouse" / "jaxfp8-0.1.0+cuda13-cp312-abi3-manylinux_2_35_x86_64.whl").touch()
+    (root / "wheelhouse" / "jaxfp8-0.2.0+cuda13-cp312-abi3-manylinux_2_35_x86_64.whl").touch()
     (root / "wheelhouse" / "flax-0.12.12-py3-none-any.whl").touch()
     write_built(root)
     for name in ("nvidia-smi", "nvcc"):

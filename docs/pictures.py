@@ -1,0 +1,138 @@
+"""Draws pictures of docs/images/: FP8's numbers, a scale, launches and bytes beside peers, gaps with intervals.
+
+python docs/pictures.py    # reads benchmarks/results/, needs matplotlib; the same input gives the same files
+"""
+
+import json
+import pathlib
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+OURS, PEER, BF16 = "#0b6fd6", "#999999", "#c4262e"
+FORMATS = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+# The 97.5th percentile of Student's t, by degrees of freedom: one less than there are seeds.
+T_975 = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 7: 2.365, 15: 2.131}
+LABELS = {
+    "bf16": "bfloat16",
+    "flax": "Flax FP8",
+    "drop-in": "jaxfp8, drop-in",
+    "own": "jaxfp8.linen",
+}
+
+
+def formats():
+    """All positive numbers of both formats, and the step from one number to the next."""
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4), sharex=True, layout="constrained")
+    for (name, dtype), color in zip(FORMATS.items(), (OURS, BF16), strict=True):
+        numbers = np.arange(1, 128, dtype=np.uint8).view(dtype).astype(np.float64)
+        numbers = numbers[np.isfinite(numbers)]
+        y = list(FORMATS).index(name)
+        axes[0].plot(numbers, np.full(len(numbers), y), "|", markersize=18, color=color)
+        largest = f"{name}\n{numbers[0]:.2g} to {numbers[-1]:g}"
+        axes[0].text(1.5e5, y, largest, va="center", color=color, fontsize=9)
+        step = np.diff(numbers) / numbers[1:] / 2
+        axes[1].plot(numbers[1:], 100 * step, color=color, label=name)
+    axes[0].set(xscale="log", ylim=(-0.6, 1.6), yticks=[], title="The positive numbers")
+    axes[0].spines[["left", "right", "top"]].set_visible(False)
+    axes[1].set(title="Largest rounding error, % of the number", xlabel="number")
+    axes[1].set(ylim=(0, 27), xlim=(3e-6, 5e6))
+    axes[1].legend(frameon=False, loc="upper right")
+    return figure
+
+
+def scale():
+    """A histogram of small gradients, before and after its scale, over the range of E5M2."""
+    x = np.abs(1e-6 * np.random.default_rng(0).standard_normal(20000))
+    factor = 57344 / x.max()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    bins = np.geomspace(1e-11, 1e6, 110)
+    smallest = 2.0**-16
+    for axis, values in zip(axes, (x, x * factor), strict=True):
+        flushed = 100 * np.mean(values < smallest / 2)
+        axis.hist(values, bins, color=OURS)
+        axis.axvspan(smallest, 57344, color="#ffb000", alpha=0.25)
+        axis.set(xscale="log", xlabel="magnitude", yticks=[])
+        title = "as they are" if values is x else f"times {factor:.2g} = 57344 / amax"
+        axis.set_title(f"Gradients {title}: {flushed:.0f} % become zero", fontsize=10)
+    axes[0].text(
+        1, axes[0].get_ylim()[1] * 0.9, "E5M2's range", ha="center", fontsize=9
+    )
+    return figure
+
+
+def launches():
+    """Launches, and bytes outside of GEMMs, of programs compiled for an H200."""
+    cases = json.loads((RESULTS / "aot_h200.json").read_text())["cases"]
+    titles = {
+        "dense": "Dense, 8192 x 8192 x 8192",
+        "gated mlp": "Gated MLP of Llama 8B",
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(9, 4), layout="constrained")
+    for row, (case, title) in zip(axes, titles.items(), strict=True):
+        rows = {arm: cases[case][arm] for arm in LABELS if arm in cases[case]}
+        if "fused" in cases[case]:
+            rows["fused"] = cases[case]["fused"]
+        names = [LABELS.get(arm, "jaxfp8 GatedMLP") for arm in rows]
+        colors = [
+            BF16 if arm == "bf16" else PEER if arm == "flax" else OURS for arm in rows
+        ]
+        for axis, key, unit in zip(row, ("launches", "bytes"), (1, 2**20), strict=True):
+            values = [arm[key] / unit for arm in rows.values()]
+            bars = axis.barh(names, values, color=colors)
+            axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.15)
+            axis.tick_params(labelsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+            what = "launches" if key == "launches" else "MiB outside of GEMMs"
+            axis.set_title(f"{title}: {what}", fontsize=9)
+    return figure
+
+
+def gaps():
+    """Validation loss above bfloat16, of each recipe: a point a seed, the mean and its interval."""
+    record = json.loads((RESULTS / "recipes_language_model.json").read_text())
+    arms = {
+        arm: r["minus_bf16"] for arm, r in record["results"].items() if arm != "bf16"
+    }
+    seeds = len(next(iter(arms.values())))
+    figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
+    for y, differences in enumerate(arms.values()):
+        mean = np.mean(differences)
+        half = T_975[seeds - 1] * np.std(differences, ddof=1) / seeds**0.5
+        axis.errorbar(mean, y, xerr=half, fmt="o", color=OURS, capsize=4)
+        axis.plot(differences, [y + 0.22] * seeds, ".", color=PEER, markersize=5)
+    axis.set_yticks(range(len(arms)), list(arms))
+    axis.axvline(0, color=BF16, linewidth=1)
+    axis.invert_yaxis()
+    axis.set_xlabel(
+        f"nat per character above bfloat16; mean and 95 % interval of {seeds} paired seeds, and the seeds"
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+PICTURES = {"formats": formats, "scale": scale, "launches": launches, "gaps": gaps}
+
+
+def main(folder: pathlib.Path = IMAGES) -> None:
+    """Draw all pictures into a folder."""
+    plt.rcParams["svg.hashsalt"] = (
+        "jaxfp8"  # names in the file, which are random otherwise
+    )
+    for name, draw in PICTURES.items():
+        figure = draw()
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+        print(f"picture: {folder / name}.svg")
+
+
+if __name__ == "__main__":
+    main()
