@@ -161,9 +161,10 @@ def _round_stochastically(y, exponent, random_bits):
     """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
 
     With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
-    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. To second order in the gap, which
-    is `1 / (8 + m)` of y, x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with f + f (1 - f) (1 - a) / 2 / (8 + m);
-    `(15 - m) / 120` is near `1 / (8 + m)`.
+    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for
+    which (15 - m) / 120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
+
+        f + f (1 - f) (1 - a) / (2 (8 + m))
 
     The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
     root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
