@@ -80,7 +80,17 @@ class Linear(nnx.Module):
 class _Normalizing(nnx.Module):
     """A layer whose first product may have a norm in front: None, `"rms"` or `"layer"`; the rest as of `GatedMLP`."""
 
-    def __init__(self, norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs):
+    def __init__(
+        self,
+        norm: str | None,
+        in_features: int,
+        epsilon: float,
+        dtype: Any,
+        param_dtype: Any,
+        scale_init: Initializer,
+        norm_bias_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
         self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
 
         def parameter(init, is_there):
