@@ -10,7 +10,7 @@ import numpy as np
 from flax import core, nnx, traverse_util
 from flax.core import meta
 
-from ..dot._frozen import INPUT_SCALE, INPUT_SCALE_INV, KERNEL, KERNEL_SCALE_INV
+from ..dot import _frozen
 from ..linen import _freeze as of_linen
 from ..nnx import _freeze as of_nnx
 from ..numerics import E4M3
@@ -19,7 +19,7 @@ from ._loader_layouts import LAYOUTS
 from ._tree import Path, at
 
 PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
-_ARRAYS = (KERNEL, KERNEL_SCALE_INV, INPUT_SCALE, INPUT_SCALE_INV)
+_ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE, _frozen.INPUT_SCALE_INV)
 NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
 
 
@@ -35,8 +35,8 @@ def parameters(frozen: Any) -> dict[Path, Any]:
     if isinstance(frozen, nnx.Module):
         state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
         leaves = {path: variable.get_value() for path, variable in state}
-        kernels = ((path, getattr(module, KERNEL, None)) for path, module in nnx.iter_modules(frozen))
-        leaves |= {(*path, KERNEL): kernel for path, kernel in kernels if isinstance(kernel, PLACEHOLDERS)}
+        kernels = ((path, getattr(module, _frozen.KERNEL, None)) for path, module in nnx.iter_modules(frozen))
+        leaves |= {(*path, _frozen.KERNEL): kernel for path, kernel in kernels if isinstance(kernel, PLACEHOLDERS)}
         return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     if not isinstance(frozen, Mapping):
         raise TypeError(f"{NOT_FROZEN}, got {type(frozen).__name__}")
@@ -69,7 +69,7 @@ class FP8Kernel:
     @property
     def has_fixed_input(self) -> bool:
         """Tell whether the scale of the input is fixed."""
-        return INPUT_SCALE_INV in self.arrays
+        return _frozen.INPUT_SCALE_INV in self.arrays
 
     def matrices(self, layout: str, stacked: int, parts: int) -> Iterator[tuple]:
         """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked kernel and part of its rows.
@@ -84,7 +84,7 @@ class FP8Kernel:
         """
         codes, scale, input_scale = (
             None if name not in self.arrays else np.asarray(jax.device_get(self.arrays[name]))
-            for name in (KERNEL, KERNEL_SCALE_INV, INPUT_SCALE_INV)
+            for name in (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV)
         )
         n, k = self._matrix_shape(codes.shape, stacked)
         self._check_layout(codes, scale, stacked, n, k, layout)
@@ -165,12 +165,12 @@ class FP8Kernel:
 def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
     """Take the frozen products out of parameters."""
     kernels = []
-    for product in [path[:-1] for path in leaves if path[-1] == KERNEL_SCALE_INV]:
+    for product in [path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV]:
         arrays = {name: leaves.pop((*product, name)) for name in _ARRAYS if (*product, name) in leaves}
-        path = (*product[:-1], KERNEL)
+        path = (*product[:-1], _frozen.KERNEL)
         placeholder = leaves.get(path)
         if not isinstance(placeholder, PLACEHOLDERS):
-            path, placeholder = (*product, KERNEL), None
+            path, placeholder = (*product, _frozen.KERNEL), None
         kernels.append(FP8Kernel(path, arrays, placeholder))
     for path in [path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)]:
         del leaves[path]
