@@ -70,7 +70,7 @@ def no_libraries(monkeypatch, tmp_path):
 
 def test_every_op_is_there():
     """Those with a custom call of their own, and the one that shares a call."""
-    assert set(_active.OPS) == set(cases.CUDA_TARGETS) | {"quantize_blocks"}
+    assert set(_active.OPS) == {*cases.TARGETS, *cases.CUDA_TARGETS, "quantize_blocks"}
 
 
 @NATIVE
@@ -102,7 +102,10 @@ def test_recipes_on_cpu():
 def test_capable_gpus(gpus, capability, ops, recipes):
     """Which ops do not run there, and which recipes have fewer than three FP8 products."""
     gpus(capability)
-    assert [row["name"] for row in _active.active_ops("cuda") if row["why"] or not row["custom_call"]] == ops
+    assert [row["name"] for row in _active.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
+        *cases.CPU_ONLY,
+        *ops,
+    ]
     rows = by_name(_active.active_recipes("cuda"))
     assert {name for name, row in rows.items() if row["fp8_products"] < 3} == set(recipes)
     assert all(rows[name]["why"].startswith("block_scaled_matmul:") for name in recipes)
@@ -118,9 +121,9 @@ def test_a_gpu_without_fp8(gpus, few_programs):
 def test_a_gpu_without_cublaslt(gpus):
     gpus("9.0", cublaslt="libcublasLt.so.13: cannot open")
     rows = by_name(_active.active_ops("cuda"))
-    assert {name: row["why"] for name, row in rows.items() if row["why"]} == dict.fromkeys(
-        ("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open"
-    )
+    without = dict.fromkeys(("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open")
+    without |= dict.fromkeys(cases.CPU_ONLY, "no kernel for cuda")
+    assert {name: row["why"] for name, row in rows.items() if row["why"]} == without
     assert command.cublaslt() == {"error": "libcublasLt.so.13: cannot open"}
 
 

@@ -13,11 +13,13 @@
 #include "common/ffi/quantize_transpose.h"
 #include "common/ffi/readings.h"
 #include "common/ffi/transpose_blocks.h"
+#include "cpu/ffi/moments.h"
 #include "cpu/ffi/quantize_blocks_transpose.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
 #include "cpu/kernels/delayed_scales.h"
 #include "cpu/kernels/dequantize.h"
+#include "cpu/kernels/moments.h"
 #include "cpu/kernels/push_amaxes.h"
 #include "cpu/kernels/quantize.h"
 #include "cpu/kernels/quantize_blocks_transpose.h"
@@ -68,10 +70,14 @@ auto OnPool() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, (kParallel<AmaxOp, Amax>), AmaxOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, AmaxToScale>),
                              AmaxToScaleOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_decode_moment_v1, (kParallel<DecodeMomentOp, DecodeMoment>),
+                             DecodeMomentOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, (kSerial<DelayedScalesOp, DelayedScales>),
                              DelayedScalesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequantize>),
                              DequantizeOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_encode_moment_v1, (kParallel<EncodeMomentOp, EncodeMoment>),
+                             EncodeMomentOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, (kSerial<PushAmaxesOp, PushAmaxes>),
                              PushAmaxesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));

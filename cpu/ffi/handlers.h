@@ -7,8 +7,10 @@
 #define JAXFP8_CPU_HANDLERS(DO)           \
   DO(jaxfp8_amax_v1)                      \
   DO(jaxfp8_amax_to_scale_v1)             \
+  DO(jaxfp8_decode_moment_v1)             \
   DO(jaxfp8_delayed_scales_v1)            \
   DO(jaxfp8_dequantize_v1)                \
+  DO(jaxfp8_encode_moment_v1)             \
   DO(jaxfp8_push_amaxes_v1)               \
   DO(jaxfp8_quantize_v3)                  \
   DO(jaxfp8_quantize_blocks_transpose_v2) \

@@ -17,6 +17,7 @@
 #include "cpu/kernels/half.h"
 #include "cpu/kernels/kernel_table.h"
 #include "cpu/kernels/map_span.h"
+#include "cpu/kernels/moment_loops.h"
 #include "cpu/kernels/prefetch.h"
 
 namespace jaxfp8::cpu {
@@ -154,6 +155,8 @@ constexpr KernelTable MakeTable(const char* isa) {
       WriteCodes<Blocks>,
       {{DequantizeSpan<Blocks, E4M3, BF16>, DequantizeSpan<Blocks, E4M3, F16>, DequantizeSpan<Blocks, E4M3, F32>},
        {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
+      DecodeMomentBlocks,
+      EncodeMomentBlocks,
   };
 }
 

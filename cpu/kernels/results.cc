@@ -3,7 +3,6 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
-#include <unistd.h>
 #endif
 
 namespace jaxfp8::cpu {
@@ -12,10 +11,11 @@ void PrepareResult(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kWorthACall = int64_t{4} << 20;  // also NumPy's choice
   if (bytes < kWorthACall) return;
-  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  // From the beginning of the first page: a huge page at the front counts only if all of it is asked for.
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes);
+  // Of all huge pages that it touches: one that it shares with a neighbour counts only if all of it is asked for.
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kHugePage * kHugePage;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes) - 1;
+  const uintptr_t end = (last / kHugePage + 1) * kHugePage;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data;

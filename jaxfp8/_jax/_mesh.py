@@ -74,18 +74,3 @@ def cotangent_of(aval, ct):
     """Turn `ct` into a cotangent of type `aval`: sum it over the axes over which that type does not vary."""
     axes = varying(ct) - varying(aval)
     return placed_as(aval, lax.psum(ct, tuple(sorted(axes))) if axes else ct)
-
-
-def on_auto_axes(function, out_shardings, *args):
-    """Call a function of whole arrays, whose operations XLA cuts: on a mesh with explicit axes types would have to.
-
-    Args:
-        function: of arrays, to a tree of arrays.
-        out_shardings: the NamedShardings that the types of the results have on a mesh with explicit axes, as a tree;
-            elsewhere they do not count.
-        *args: arrays.
-    """
-    mesh = jax.tree.leaves(out_shardings)[0].mesh
-    if mesh.empty or not mesh.explicit_axes:
-        return function(*args)
-    return jax.sharding.auto_axes(function, out_sharding=out_shardings)(*args)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import ops
 from ..numerics import E4M3, E5M2, Format
-from ..ops import _blocks
+from ..ops import _blocks, _moments
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
 from . import _op_comparisons as _comparisons, _op_values as _values
@@ -170,6 +170,27 @@ def _dequantize(kind, rng):
     return lambda data, scale_inv: ops.dequantize(data, scale_inv, kind.dtype), arguments
 
 
+def _decode_moment(kind, rng):
+    m, n = kind.shape
+    data = _values.codes(rng, kind.shape, E4M3, hard=kind.hard)
+    blocks = m, *_blocks.count((1, _moments.BLOCK), m, n)[1:]
+    arguments = data, _values.factors(rng, blocks), rng.integers(-1, 2, blocks).astype(np.int8)
+    return lambda *moment: (_moments.decode_moment(*moment, axis=1),), arguments
+
+
+def _encode_moment(kind, rng):
+    squared, (_, (data, amax, exponent)) = kind.turn((False, True)), _decode_moment(kind, rng)
+    after, keys = _values.numbers(rng, kind.shape, _F32, hard=kind.hard), rng.integers(0, 2**32, amax.shape, np.uint32)
+    # The first row stays what it is.
+    data[:1], after[:1] = 0, 0
+
+    def function(*operands):
+        operands = (*operands[:4], operands[4] if squared else None)
+        return _moments.encode_moment(*operands, squared=squared, axis=1)
+
+    return function, (data, amax, exponent, after, keys)
+
+
 def _amax_to_scale(kind, rng):
     function = jax.vmap(lambda amax, scale_inv: ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max))
     return function, [_history(kind, rng), _history(kind, rng)]
@@ -289,7 +310,7 @@ def _wide(x, factor=1.0):
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
-    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
+    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize, _decode_moment, _encode_moment),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}

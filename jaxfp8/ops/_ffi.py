@@ -25,8 +25,9 @@ _CUDA_ONLY = (
     "ragged_matmul",
     "scaled_matmul",
 )
-OPS = (*_ON_BOTH, *_CUDA_ONLY)
-_TARGETS = {"cpu": _ON_BOTH, "CUDA": OPS}
+_CPU_ONLY = ("decode_moment", "encode_moment")
+OPS = (*_ON_BOTH, *_CUDA_ONLY, *_CPU_ONLY)
+_TARGETS = {"cpu": (*_ON_BOTH, *_CPU_ONLY), "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
 # Versions of the contracts that have changed; the others are 1.
 _VERSIONS = {
     "quantize": 3,

@@ -6,12 +6,10 @@ checkpoints, to `jax.vmap` and to shardings.
 
 import math
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-BLOCK = 128
+from ..ops._moments import BLOCK
+
 _NARROWEST = 64
 
 
@@ -41,23 +39,3 @@ def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShar
         return axes if size % math.prod(sharding.mesh.shape[name] for name in names) == 0 else None
 
     return NamedSharding(sharding.mesh, PartitionSpec(*map(divisible, shape, sharding.spec)))
-
-
-def split(x: jax.Array) -> tuple[jax.Array, int]:
-    """Split the axis of blocks into two, blocks and their elements, with zeros to fill the last block up.
-
-    Returns:
-        `(blocks, axis)`: the elements of a block lie along `axis + 1`.
-    """
-    axis = block_axis(x.shape)
-    size, width = x.shape[axis], min(x.shape[axis], BLOCK)
-    missing = -size % width
-    if missing:
-        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], -1, width, *x.shape[axis + 1 :]), axis
-
-
-def join(blocks: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """Undo `split` of an array of `shape`."""
-    merged = blocks.reshape(*shape[:axis], -1, *shape[axis + 1 :])
-    return merged if merged.shape == shape else lax.slice_in_dim(merged, 0, shape[axis], axis=axis)

@@ -6,7 +6,7 @@ import jax
 import optax
 
 from ._moments import SquaredMoment, encode_changes
-from ._random import leaf_key
+from ._random import block_keys, leaf_key
 from ._state import MOMENTS, QuantizedState, Table, check, dequantize_moments, is_moment, quantize_state
 
 
@@ -49,19 +49,19 @@ def quantized(
 
     def update(grads, state, params=None, **extra_args):
         check(state, table, min_size)
-        before = dequantize_moments(state.inner)
-        updates, after = tx.update(grads, before, params, **extra_args)
+        updates, after = tx.update(grads, dequantize_moments(state.inner), params, **extra_args)
 
         numbers = itertools.count()
 
-        def requantize(old, decoded, new):
+        def requantize(old, new):
             number = next(numbers)
             if not is_moment(old):
                 return new
-            key = leaf_key(seed, state.count, number) if isinstance(old, SquaredMoment) else None
-            return encode_changes(old, decoded, new, key)
+            if not isinstance(old, SquaredMoment):
+                return encode_changes(old, new, None)
+            return encode_changes(old, new, block_keys(leaf_key(seed, state.count, number), new.shape))
 
-        inner = jax.tree.map(requantize, state.inner, before, after, is_leaf=is_moment)
+        inner = jax.tree.map(requantize, state.inner, after, is_leaf=is_moment)
         return updates, QuantizedState(optax.safe_increment(state.count), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

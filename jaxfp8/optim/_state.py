@@ -23,7 +23,8 @@ MOMENTS: Table = {
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
     optax.ScaleByRmsState: {"nu": SquaredMoment},
-    type(optax.scale_by_rms(bias_correction=True).init(())): {"nu": SquaredMoment},
+    # Its class has no public name. Without a computation: an import must not start JAX's backends.
+    type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {"nu": SquaredMoment},
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
 }

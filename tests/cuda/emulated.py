@@ -109,7 +109,7 @@ def register_handlers() -> ctypes.CDLL:
     if compiler() is None:
         pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
     library = build_handlers(jax.ffi.include_dir())
-    for op in _ffi.OPS:
+    for op in _ffi._TARGETS["CUDA"]:
         handler = jax.ffi.pycapsule(library[_ffi.target_name(op)])
         jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
     for op in _primitive._NOT_ON:

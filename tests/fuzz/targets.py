@@ -24,7 +24,13 @@ def _sizes(rng, op) -> tuple[dict, int]:
         k = int(rng.integers(1, targets.LARGEST_K[op] + 1))
         lengths = {f"H{i}": int(_pick(rng, (1, 2, 3, 4, 16, 1024))) for i in range(k)}
         return {"g": values.dims(rng, 1, 64)[0]} | lengths, k
-    rank = {"amax": 2, "quantize": 2, "dequantize": int(rng.integers(2, 6))}.get(op, 3 if "transpose" in op else 1)
+    rank = {
+        "amax": 2,
+        "quantize": 2,
+        "dequantize": int(rng.integers(2, 6)),
+        "decode_moment": 2,
+        "encode_moment": 2,
+    }.get(op, 3 if "transpose" in op else 1)
     g, *rest = values.dims(rng, rank, 2**12 if op in targets.ALL_OR_NONE else values.LARGEST)  # the oracle is slow
     return {"g": g, "m": rest[0] if rest else 0, "n": rest[-1] if rest else 0, "*": rest}, 2
 

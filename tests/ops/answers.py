@@ -3,6 +3,7 @@
 import numpy as np
 import oracle
 import oracle_blocks
+import oracle_moments
 
 from .targets import ATTRIBUTES, F32, Call, fault, quantizers
 
@@ -23,6 +24,8 @@ def _attributes_are_good(call: Call) -> bool:
         return set(given) == {"numerator"} and _is_numerator(given["numerator"])
     if call.op in ATTRIBUTES and "block" in ATTRIBUTES[call.op]:
         return repr(given) == repr(ATTRIBUTES[call.op])  # the table has the sizes of these alone
+    if call.op == "encode_moment":
+        return set(given) == {"squared"} and isinstance(given["squared"], np.bool_)
     if call.op != "delayed_scales":
         return not given
     if set(given) != {"numerators", "most_recent"} or not isinstance(given["most_recent"], np.bool_):
@@ -94,6 +97,17 @@ def _dequantize(data, scale_inv, results):
     return [_scaled(lambda row, s: oracle.dequantize(row, s, dtype), data, scale_inv, dtype)]
 
 
+def _decode_moment(data, amax, exponent, results):
+    return [oracle_moments.decode(data, amax, exponent) if np.isfinite(amax).all() else None]  # as every amax is
+
+
+def _encode_moment(data, amax, exponent, after, keys, results, squared):
+    if not np.isfinite(amax).all():
+        return [None] * 3
+    keys = keys if keys.shape == amax.shape else None
+    return list(oracle_moments.encode(data, amax, exponent, after, keys, squared))
+
+
 def _amax_to_scale(amax, stored, results, numerator):
     return list(oracle.scale_pair(amax, stored, numerator))
 
@@ -144,7 +158,7 @@ _ANSWERS = {
             _dequantize,
             _amax_to_scale,
         ),
-        *(_delayed_scales, _push_amaxes, _read_histories, _write_histories),
+        *(_decode_moment, _encode_moment, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
     )
 }
 

@@ -29,12 +29,14 @@ MATRIX_SHAPES = ((1, 1), (1, 9), (9, 1), (217, 41), (64, 128), (33, 257), (130, 
 EMPTY_MATRIX_SHAPES = ((0, 5), (5, 0), (0, 0))
 
 
-# The custom calls of both libraries, under the names that programs carry.
+# The custom calls of the CPU, and those of CUDA, under the names that programs carry.
 TARGETS = {
     "amax": "jaxfp8_amax_v1",
     "amax_to_scale": "jaxfp8_amax_to_scale_v1",
+    "decode_moment": "jaxfp8_decode_moment_v1",
     "delayed_scales": "jaxfp8_delayed_scales_v1",
     "dequantize": "jaxfp8_dequantize_v1",
+    "encode_moment": "jaxfp8_encode_moment_v1",
     "push_amaxes": "jaxfp8_push_amaxes_v1",
     "quantize": "jaxfp8_quantize_v3",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
@@ -43,7 +45,8 @@ TARGETS = {
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
     "write_histories": "jaxfp8_write_histories_v1",
 }
-CUDA_TARGETS = TARGETS | {
+CPU_ONLY = ("decode_moment", "encode_moment")
+CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",
     "quantize_norm": "jaxfp8_quantize_norm_v2",

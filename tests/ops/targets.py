@@ -15,6 +15,7 @@ E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
 S32, U8 = np.dtype(np.int32), np.dtype(np.uint8)
 HIGH, FP8 = (BF16, F16, F32), (E4M3, E5M2)
 KINDS = {"high": HIGH, "wide": HIGH[::-1], "half": HIGH[:2], "fp8": FP8, "f32": (F32,), "s32": (S32,), "u8": (U8,)}
+KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint32),)}
 
 # `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
 # one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
@@ -30,6 +31,9 @@ SPECS = {
     "data_t? =data[g n m], scale_inv_t? u8[g n m/32]",
     "transpose_blocks": "data fp8[g m n], scale_inv u8[g m n/32] -> data_t =data[g n m], scale_inv_t u8[g n m/32]",
     "dequantize": "data fp8[g *], scale_inv f32[1|g] -> out high[g *]",
+    "decode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]",
+    "encode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], keys u32[0/g n/128] -> "
+    "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
     "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
     "next history # f32[g H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
@@ -37,7 +41,8 @@ SPECS = {
     "read_histories": "history # f32[g H#], stored # f32[g] -> reading 0 f32[g 4k]",
     "write_histories": "history # f32[g H#], recorded 0 f32[g 4k] -> next history # f32[g H#], next scale # f32[g]",
 }
-CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith("quantize_blocks_transpose")} | {
+NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "encode_moment")
+CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
     "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
     "bias half[n], accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
     "block_scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
@@ -76,6 +81,7 @@ ATTRIBUTES = {
     "quantize_blocks_transpose, MX": {"block": np.int64([1, 32]), "scaling": "e8m0_ceil"},
     "quantize_blocks_transpose, stored": {"block": "1x128", "scaling": "f32"},
     "transpose_blocks": {"block": np.int64(32)},
+    "encode_moment": {"squared": np.bool_(True)},
 }
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_moments
 import pytest
 from equality import assert_same_bits
 
@@ -22,8 +23,8 @@ def updated(kind, x, seed=0, count=0):
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_codes_are_those_of_the_oracle(kind, shape):
     x, axis, count, seed = cases.moment(kind, shape), cases.SHAPES[shape], 3, 7
-    bits = oracle.random_bits(seed, count, 0, shape, axis) if kind == "squared" else None
-    data, amax, exponent = oracle.encode(kind, x, axis, bits)
+    keys = oracle.keys(seed, count, 0, shape, axis) if kind == "squared" else None
+    data, amax, exponent = oracle.encode(kind, x, axis, keys)
     state = updated(kind, x, seed, count)
     expected = cases.KINDS[kind](data, amax, exponent)
     # The first eighth is zeros before and after: blocks of it keep what `init` wrote, the exponent of zeros.
@@ -79,7 +80,7 @@ def test_the_mean_of_a_million_draws(k):
     assert set(np.unique(codes)) == {288, 320}
     share = np.mean(codes > 288)
     y = np.float32(448) * (x[0, 2] if k == 1 else x[0, 2] * x[0, 2] if k == 2 else np.sqrt(x[0, 2]))
-    expected = oracle.probability_of_the_code_above(y, np.sign(k - 1))[1] / 2**20
+    expected = oracle_moments.probability_of_the_code_above(y, np.sign(k - 1))[1] / 2**20
     error = np.sqrt(expected * (1 - expected) / codes.size)
     assert abs(share - expected) < 4 * error
     low, exact, high = (value ** (1 / 4 / k) for value in (288, 300, 320))

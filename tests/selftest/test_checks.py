@@ -15,7 +15,7 @@ from jaxfp8.selftest import _checks
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
-ON_CPU = [op for op in _cases.OPS if op in _ffi._TARGETS["cpu"]]
+ON_CPU, ON_CUDA = ([op for op in _cases.OPS if op in _ffi._TARGETS[platform]] for platform in ("cpu", "CUDA"))
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_training(monkeypatch):
         assert row["status"] == "failed" and "wrong, first at" in row["detail"]
 
 
-@pytest.mark.parametrize("op", _cases.OPS)
+@pytest.mark.parametrize("op", ON_CUDA)
 def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
     """All but empty products, which need no kernel."""
     empty = op in ("scaled_matmul", "block_scaled_matmul")
@@ -126,7 +126,7 @@ def test_cases_are_of_the_custom_call_on_gpus(op, cuda_custom_calls):
         assert _checks._has_call(lowered, op) != (empty and 0 in case.arguments[0].shape), case.name
 
 
-@pytest.mark.parametrize("op", _cases.OPS)
+@pytest.mark.parametrize("op", ON_CUDA)
 def test_cuda_kernels_that_are_emulated(op, monkeypatch):
     """Every CUDA handler and kernel passes the check of its values, on the host."""
     monkeypatch.setattr(_checks, "_has_call", lambda lowered, op: f"@emulated_cuda_{op}" in lowered.as_text())

@@ -1,0 +1,181 @@
+// The loops over moments in FP8, written once for all instruction sets: compilers vectorise them.
+//
+// Included by loops.h, and subject to what it says. They run inside a ScopedFlush (float_env.h), as the same arithmetic
+// in jnp does; what compares magnitudes does so in integers.
+#ifndef JAXFP8_CPU_KERNELS_MOMENT_LOOPS_H_
+#define JAXFP8_CPU_KERNELS_MOMENT_LOOPS_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/fp8.h"
+#include "cpu/kernels/moments.h"
+#include "cpu/kernels/rounding.h"
+
+namespace jaxfp8::cpu {
+namespace {
+
+constexpr int32_t kSmallestNormal = 0x00800000, kInfinity = kInfBits;
+constexpr float kMomentMax = 448.0f;
+
+inline float Power(float u, int exponent) { return exponent > 0 ? u * u : exponent < 0 ? __builtin_sqrtf(u) : u; }
+
+template <int kExponent>
+float DecodeElement(uint8_t code, float amax) {
+  const float power = Decode<E4M3>(code & 0x7f) * (1 / kMomentMax);
+  return BitsToFloat(FloatToBits(Power(power, -kExponent) * amax) ^ static_cast<uint32_t>(code & 0x80) << 24);
+}
+
+template <int kExponent>
+void DecodeElements(const uint8_t* codes, float amax, float* out, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) out[i] = DecodeElement<kExponent>(codes[i], amax);
+}
+
+void DecodeBlock(const uint8_t* codes, float amax, int8_t exponent, float* out, int64_t size) {
+  const auto decode = exponent > 0 ? DecodeElements<1> : exponent < 0 ? DecodeElements<-1> : DecodeElements<0>;
+  decode(codes, amax, out, size);
+}
+
+// Whether a block decodes to the bits of x. Most that do not differ early.
+bool IsSame(const uint8_t* codes, float amax, int8_t exponent, const float* x) {
+  constexpr int64_t kPart = 32;
+  for (int64_t begin = 0; begin < kMomentBlock; begin += kPart) {
+    float decoded[kPart];
+    DecodeBlock(codes + begin, amax, exponent, decoded, kPart);
+    if (memcmp(decoded, x + begin, sizeof(decoded)) != 0) return false;
+  }
+  return true;
+}
+
+// Bits that count: a bijection of u32 in which each bit changes half of the bits of the result.
+inline uint32_t Mix(uint32_t x) {
+  x += 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
+
+// The number in e4m3 that is nearest to y in [0, 448], as rounding.h has it.
+inline int32_t RoundToNearest(float y) {
+  using R = Rounding<E4M3>;
+  constexpr int32_t kMinNormal = R::kMinNormalBits;
+  const int32_t exponent = FloatToBits(y) & kInfBits, e = exponent > kMinNormal ? exponent : kMinNormal;
+  return (FloatToBits(BitsToFloat(e + R::kMagic) + y) + (e >> R::kShift)) & 0x7f;
+}
+
+// A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
+// _round_stochastically of jaxfp8/ops/_moments.py derives it.
+template <int kExponent>
+int32_t RoundStochastically(float y, int32_t random) {
+  constexpr int32_t kDropped = 20, kFraction = (1 << kDropped) - 1;
+  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
+  constexpr float kMinNormal = 0x1p-6f;
+  // A code with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
+  const int32_t multiple = static_cast<int32_t>((y < kMinNormal ? y : kMinNormal) * 0x1p29f);
+  const int32_t fixed_point = y < kMinNormal ? multiple : static_cast<int32_t>(FloatToBits(y)) - (120 << 23);
+  const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
+  const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
+  const int32_t probability = fraction + ((product * (15 - (code & 7)) * kFactor) >> 15);
+  return code + ((probability + random) >> kDropped);
+}
+
+template <int kExponent, bool kRandom>
+void EncodeElements(const float* x, float unit, float inverse, uint32_t key, bool squared, uint8_t* codes) {
+  const int32_t smallest = squared ? 1 : 0;
+  for (int64_t i = 0; i < kMomentBlock; ++i) {
+    const int32_t bits = static_cast<int32_t>(FloatToBits(x[i]));
+    const int32_t magnitude = bits & static_cast<int32_t>(kAbsMask);
+    const bool finite = magnitude < kInfinity;
+    const float quotient = BitsToFloat(finite ? magnitude : 0) * unit * inverse;
+    const float y = kMomentMax * Power(quotient < 1 ? quotient : 1, kExponent);
+    int32_t code;
+    if constexpr (kRandom) {
+      code = RoundStochastically<kExponent>(y, Mix(Mix(key ^ static_cast<uint32_t>(i))) & 0xfffffu);
+    } else {
+      code = RoundToNearest(y);
+    }
+    const int32_t least = magnitude >= kSmallestNormal ? smallest : 0;
+    code = code > least ? code : least;
+    codes[i] = static_cast<uint8_t>((finite ? code : E4M3::kNanCode) | (bits >> 24 & 0x80));
+  }
+}
+
+template <bool kRandom>
+void EncodeBlock(const float* x, uint32_t key, bool squared, uint8_t* codes, float* amax, int8_t* exponent) {
+  // 1. The span of the block, of numbers that are neither zero nor flushed to it.
+  int32_t largest = 0, least = kInfinity;
+  for (int64_t i = 0; i < kMomentBlock; ++i) {
+    const int32_t magnitude = FloatToBits(x[i]) & kAbsMask;
+    const bool is_number = magnitude >= kSmallestNormal && magnitude < kInfinity;
+    const int32_t high = is_number ? magnitude : 0, low = is_number ? magnitude : kInfinity;
+    largest = high > largest ? high : largest;
+    least = low < least ? low : least;
+  }
+  // 2. The exponent that it allows: 2^-7.4 and 2^-14.8 of squares, 2^-9.4 and 2^-18.8 else, as jnp rounds them.
+  const float of_2 = squared ? 0x1.8406p-8f : 0x1.8406p-10f, of_1 = squared ? 0x1.261118p-15f : 0x1.261118p-19f;
+  const float top = BitsToFloat(largest), bottom = BitsToFloat(least);
+  *amax = top;
+  *exponent = bottom >= top * of_2 ? 1 : bottom >= top * of_1 ? 0 : -1;
+  // 3. The inverse of an amax above 2^126 would be subnormal.
+  const float unit = top > 1 ? 0x1p-32f : 1.0f, scaled = top * unit;
+  const float inverse = 1 / (scaled > 0x1p-126f ? scaled : 0x1p-126f);
+  const auto encode = *exponent > 0   ? EncodeElements<1, kRandom>
+                      : *exponent < 0 ? EncodeElements<-1, kRandom>
+                                      : EncodeElements<0, kRandom>;
+  encode(x, unit, inverse, key, squared, codes);
+}
+
+// Calls visit(block, offset of its first element, number of elements) for the blocks [begin, end) of all rows.
+template <class Visitor>
+void ForEachMomentBlock(int64_t n, int64_t begin, int64_t end, const Visitor& visit) {
+  const int64_t across = n / kMomentBlock + (n % kMomentBlock != 0);
+  int64_t row = begin / across, column = begin % across * kMomentBlock;
+  for (int64_t block = begin; block < end; ++block) {
+    visit(block, row * n + column, n - column < kMomentBlock ? n - column : kMomentBlock);
+    column += kMomentBlock;
+    if (column >= n) ++row, column = 0;
+  }
+}
+
+void DecodeMomentBlocks(const DecodeMomentParams& params, int64_t begin, int64_t end) {
+  ForEachMomentBlock(params.n, begin, end, [&](int64_t block, int64_t offset, int64_t size) {
+    DecodeBlock(params.data + offset, params.amax[block], params.exponent[block], params.out + offset, size);
+  });
+}
+
+void EncodeMomentBlocks(const EncodeMomentParams& params, int64_t begin, int64_t end) {
+  ForEachMomentBlock(params.n, begin, end, [&](int64_t block, int64_t offset, int64_t size) {
+    const uint8_t* old = params.data + offset;
+    const float* x = params.after + offset;
+    uint8_t* codes = params.next_data + offset;
+    // Zeros fill the last block of a row up: they have the code 0, and do not count in its span.
+    float padded_x[kMomentBlock];
+    uint8_t padded_old[kMomentBlock], padded_codes[kMomentBlock];
+    if (size < kMomentBlock) {
+      memset(padded_x, 0, sizeof(padded_x));
+      memset(padded_old, 0, sizeof(padded_old));
+      x = static_cast<float*>(memcpy(padded_x, x, size * sizeof(float)));
+      old = static_cast<uint8_t*>(memcpy(padded_old, old, size));
+      codes = padded_codes;
+    }
+    float amax = params.amax[block];
+    int8_t exponent = params.exponent[block];
+    if (IsSame(old, amax, exponent, x)) {
+      memmove(params.next_data + offset, params.data + offset, size);
+    } else {
+      if (params.keys != nullptr) {
+        EncodeBlock<true>(x, params.keys[block], params.squared, codes, &amax, &exponent);
+      } else {
+        EncodeBlock<false>(x, 0, params.squared, codes, &amax, &exponent);
+      }
+      if (size < kMomentBlock) memcpy(params.next_data + offset, codes, size);
+    }
+    params.next_amax[block] = amax;
+    params.next_exponent[block] = exponent;
+  });
+}
+
+}  // namespace
+}  // namespace jaxfp8::cpu
+
+#endif  // JAXFP8_CPU_KERNELS_MOMENT_LOOPS_H_

@@ -1,0 +1,279 @@
+"""decode_moment and encode_moment: the moments of an optimizer in FP8, with an amax and an exponent for each block.
+
+A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each block of 128 elements along an axis
+the largest finite magnitude a, f32, and the binary logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where
+`u = |x| / a`. This range expansion (COAT, arXiv:2410.19313) spends the format's range where the block has its numbers:
+halving a block's span in octaves allows to double k, which halves its errors. Each block has the largest k of 2, 1
+and 1/2 that its smallest element allows. These powers are products and square roots, which all platforms round alike.
+
+An element that is not finite has the code of NaN and does not count in the amax: as without FP8, it spoils itself
+alone. A subnormal element counts as zero: XLA's CPU threads compute with it as if it were.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..numerics import E4M3, _scaling
+from . import _blocks, _ffi
+from ._primitive import dims, tensor_op
+
+BLOCK = 128
+_MAX = np.float32(E4M3.max)
+_MAX_INV = np.float32(1 / E4M3.max)
+_NAN_CODE = 0x7F
+_MIN_NORMAL_BITS = 0x00800000
+_DROPPED_BITS = 20  # of the significand of an f32, in e4m3
+_FRACTION = (1 << _DROPPED_BITS) - 1
+_BIAS = 120  # of the exponents of f32, less that of e4m3
+_SMALLEST_NORMAL = np.float32(2.0**-6)
+# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code, so that nothing
+# is flushed; of squares, whose roots divide, it is a normal number, with an error of 2**-4 at most.
+_SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
+_SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
+
+
+def decode_moment(data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int) -> jax.Array:
+    """Compute the f32 elements of a moment: `sign(data) amax (|data| / 448)**(1 / k)`.
+
+    Args:
+        data: float8_e4m3fn `[..., n, ...]`.
+        amax, exponent: f32 and int8 `[..., ceil(n / 128), ...]`.
+        axis: of the blocks.
+    """
+    return _decode(data, amax, exponent, axis=axis - data.ndim)[0]
+
+
+def encode_moment(
+    data: jax.Array,
+    amax: jax.Array,
+    exponent: jax.Array,
+    after: jax.Array,
+    keys: jax.Array | None,
+    *,
+    squared: bool,
+    axis: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantize `after` where a block differs from what the moment decodes to; keep the bits of other blocks.
+
+    Args:
+        data, amax, exponent, axis: the moment, as in `decode_moment`.
+        after: f32 in the shape of `data`.
+        keys: u32 in the shape of `amax`, to round stochastically by the bits `mix(mix(keys ^ element))`, elements
+            numbered in their blocks; None: to nearest.
+        squared: whether these are squares: they round to zero only where they are zero, and have spans of their own.
+
+    Returns:
+        `(data, amax, exponent)`.
+    """
+    keys = () if keys is None else (keys,)
+    return tuple(_encode(data, amax, exponent, after, *keys, squared=squared, axis=axis - data.ndim))
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """Mix the bits of a u32: a bijection in which each bit of x changes half of the bits of the result.
+
+    The finalizer of MurmurHash3 (Appleby, public domain), from a number that is not its fixed point 0.
+    """
+    x = x + np.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+# ------------------------------------------------------------------------------------------------ the reference
+
+
+def _decode_reference(data, amax, exponent, vmap_dims, axis):
+    values = _decoded(_split(data.astype(jnp.float32), axis), *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
+    return (_join(values, axis, data.shape),)
+
+
+def _decoded(codes, amax, exponent):
+    power = jnp.abs(codes) * _MAX_INV
+    u = jnp.where(exponent > 0, _scaling.round_sqrt(power), jnp.where(exponent < 0, power * power, power))
+    values = u * amax
+    return lax.select(jnp.signbit(codes), -values, values)
+
+
+def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, axis):
+    # 1. Compare with what there is.
+    blocks, old_amax, old_exponent = _split(after, axis), jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
+    before = _decoded(_split(data.astype(jnp.float32), axis), old_amax, old_exponent)
+    keep = jnp.all(_bits(before) == _bits(blocks), axis, keepdims=True)
+
+    # 2. Find the span of each block, and with it k. Subnormal numbers become 0 as integers: of comparisons with 0 and
+    # Inf XLA's CPU compiler makes tests of bits, which know them.
+    bits = _bits(blocks) & 0x7FFFFFFF
+    magnitude = lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS, 0, bits), jnp.float32)
+    is_number = (magnitude > 0) & (magnitude < np.inf)
+    top = jnp.max(jnp.where(is_number, magnitude, 0), axis, keepdims=True)
+    bottom = jnp.min(jnp.where(is_number, magnitude, np.inf), axis, keepdims=True)
+    of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
+    power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+
+    # 3. Divide by the amax and take the power.
+    u = _fraction(magnitude, top)
+    y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
+
+    # 4. Round. The smallest code stands for what is not zero.
+    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else _round_to_nearest(y)
+    if squared:
+        codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
+    codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
+
+    # 5. Keep the bits of blocks that are the same. As bytes: XLA's CPU compiler may move FP8 through float16.
+    codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
+    data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
+    new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
+    return data, *(jnp.squeeze(x, axis) for x in new)
+
+
+def _split(x, axis):
+    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up."""
+    size, place = x.shape[axis], x.ndim + axis
+    width = min(max(size, 1), BLOCK)
+    count = -(-size // width)
+    if missing := count * width - size:
+        x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+
+
+def _join(blocks, axis, shape):
+    """Undo `_split` of an array of `shape`."""
+    place = len(shape) + axis
+    size = blocks.shape[place] * blocks.shape[place + 1]
+    return lax.slice_in_dim(blocks.reshape(*shape[:place], size, *shape[place + 1 :]), 0, shape[place], axis=place)
+
+
+def _random_bits(keys, blocks, axis):
+    elements = [1] * blocks.ndim
+    elements[axis] = blocks.shape[axis]
+    return mix(mix(jnp.expand_dims(keys, axis) ^ lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)))
+
+
+def _bits(x):
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _fraction(magnitude, amax):
+    """Divide by the amax: u in [0, 1], off by 1.5 ulp."""
+    # The inverse of an amax above 2**126 would be subnormal.
+    unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
+    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
+    return jnp.minimum(magnitude * unit * inverse, 1)
+
+
+def _round_to_nearest(y):
+    """Return the code, as an integer, of the number in e4m3 that is nearest to y in [0, 448]; ties to even."""
+    bits = _bits(y)
+    odd = (bits >> _DROPPED_BITS) & 1
+    normal = ((bits + (_FRACTION >> 1) + odd) >> _DROPPED_BITS) - (_BIAS << 3)
+    return jnp.where(y < _SMALLEST_NORMAL, jnp.round(y * 512).astype(jnp.int32), normal)
+
+
+def _round_stochastically(y, exponent, random_bits):
+    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
+
+    With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
+    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for
+    which (15 - m) / 120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
+
+        f + f (1 - f) (1 - a) / (2 (8 + m))
+
+    The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
+    root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
+    """
+    # 1. Write y as a code with 20 bits after the point.
+    multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
+    fixed_point = jnp.where(y < _SMALLEST_NORMAL, multiple, _bits(y) - (_BIAS << 23))
+    code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
+
+    # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
+    product = (fraction * ((_FRACTION + 1 - fraction) >> 9)) >> 11
+    c = jnp.where(exponent > 0, 119, jnp.where(exponent < 0, 68, 102))
+    probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
+
+    # 3. Throw the dice.
+    return code + ((probability + (random_bits & _FRACTION).astype(jnp.int32)) >> _DROPPED_BITS)
+
+
+# ------------------------------------------------------------------------------------------------ the custom calls
+
+
+def _decode_call(data, amax, exponent, vmap_dims, axis):
+    rows = [_to_rows(x, axis) for x in (data, amax, exponent)]
+    (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
+    return (_from_rows(out, axis, data.shape),)
+
+
+def _encode_call(*operands, vmap_dims, squared, axis):
+    rows = [_to_rows(x, axis) for x in operands]
+    rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
+    results = [(x.shape, x.dtype) for x in rows[:3]]
+    new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=squared)
+    return [_from_rows(x, axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
+
+
+def _to_rows(x, axis):
+    """Return a matrix in whose rows the blocks lie."""
+    x = jnp.moveaxis(x, axis, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _from_rows(rows, axis, shape):
+    """Undo `_to_rows` of an array of `shape`."""
+    sizes = [size for i, size in enumerate(shape) if i != len(shape) + axis]
+    return jnp.moveaxis(rows.reshape(*sizes, shape[axis]), -1, axis)
+
+
+# ------------------------------------------------------------------------------------------------ the primitives
+
+
+def _names(data, axis):
+    elements, blocks = (
+        tuple(along if i == data + axis else name for i, name in enumerate(dims("x", data)))
+        for along in ("col0", "blocks")
+    )
+    return elements, blocks
+
+
+def _align(axes, sizes, shards, **_):
+    """Cut amaxes and exponents where the codes are cut, and these between blocks."""
+    # More operands count blocks than elements: where a mesh axis cuts both, it has been given to the blocks.
+    if "blocks" in axes and "col0" not in axes:
+        axes, shards = axes | {"col0": axes["blocks"]}, shards | {"col0": shards["blocks"]}
+    return _blocks.aligned(axes, sizes, shards, {"col": {"blocks": BLOCK}})
+
+
+def _decode_names(*ranks, axis):
+    elements, blocks = _names(ranks[0], axis)
+    return [elements, blocks, blocks], [elements]
+
+
+def _encode_names(*ranks, axis, squared):
+    elements, blocks = _names(ranks[0], axis)
+    return [elements, blocks, blocks, elements, blocks][: len(ranks)], [elements, blocks, blocks]
+
+
+_decode = tensor_op(
+    "decode_moment",
+    names=_decode_names,
+    dtypes=lambda *_, axis: [jnp.float32],
+    reference=_decode_reference,
+    cpu=_decode_call,
+    cuda=_decode_reference,
+    align=_align,
+)
+_encode = tensor_op(
+    "encode_moment",
+    names=_encode_names,
+    dtypes=lambda data, amax, exponent, *_, **static: [data.dtype, amax.dtype, exponent.dtype],
+    reference=_encode_reference,
+    cpu=_encode_call,
+    cuda=_encode_reference,
+    align=_align,
+)

@@ -1,0 +1,136 @@
+"""decode_moment and encode_moment: bitwise against the oracle, along any axis, under vmap and on meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import oracle_moments
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxfp8.ops import _moments
+
+E4M3 = oracle.E4M3.dtype
+IMPLEMENTATIONS = ("ffi", "reference")  # CUDA has no kernel
+# One block, blocks and a part of one, many rows, more elements than one thread takes.
+SHAPES = ((1, 64), (3, 100), (7, 300), (65, 128), (9, 16384))
+SPECS = (("x", None), (None, "x"), ("y", "x"), (("x", "y"), None), (None, ("x", "y")))
+# Signed and to nearest; squares, to nearest and stochastically.
+KINDS = pytest.mark.parametrize("squared, stochastic", [(False, False), (True, False), (True, True), (False, True)])
+
+
+def numbers(rng, shape, squared=False):
+    """Rows of numbers of all sizes, of spans from 0 to 40 octaves, among them zeros, subnormals, NaNs and Infs."""
+    size, span = rng.integers(-140, 126, (shape[0], 1)), rng.choice([0, 4, 12, 40], (shape[0], 1))
+    with np.errstate(over="ignore"):
+        x = np.float32(rng.standard_normal(shape) * np.exp2(size - span * rng.random(shape)))
+    is_hard = rng.random((shape[0], 1)) < 0.3
+    x = np.where(is_hard & (rng.random(shape) < 0.1), rng.choice(oracle.f32_corner_cases(), shape), x)
+    # A negative square is none, and is encoded as the number it is.
+    return np.where(rng.random((shape[0], 1)) < 0.8, np.abs(x), x) if squared else x
+
+
+def moment(rng, shape):
+    """A moment of any codes."""
+    blocks = shape[0], -(-shape[1] // 128)
+    amax = np.exp2(np.float32(rng.integers(-140, 120, blocks))) * rng.integers(0, 3, blocks).astype(np.float32)
+    return rng.integers(0, 256, shape, np.uint8).view(E4M3), amax, rng.integers(-1, 2, blocks).astype(np.int8)
+
+
+def changed(rng, old, squared):
+    """What a moment is after a step, in which most rows change, and keys."""
+    after = numbers(rng, old[0].shape, squared)
+    after[::3] = oracle_moments.decode(*old)[::3]
+    return after, rng.integers(0, 2**32, old[1].shape, np.uint32)
+
+
+def encode(old, after, keys, squared, axis=1):
+    return _moments.encode_moment(*old, after, keys, squared=squared, axis=axis)
+
+
+def assert_same(got, expected, what=""):
+    for value, wanted, name in zip(got, expected, ("codes", "amax", "exponent"), strict=True):
+        oracle.assert_bitwise(value, wanted, f"{what} {name}")
+
+
+def test_every_code_decodes(implementation):
+    """With each exponent, and amaxes from 0 and subnormal to the largest."""
+    amax = np.float32([0, 2.0**-149, 2.0**-126, 1e-3, 1, 3e38]).repeat(3)[:, None].repeat(2, 1)
+    exponent = np.int8([-1, 0, 1] * 6)[:, None].repeat(2, 1)
+    data = np.broadcast_to(np.arange(256, dtype=np.uint8), (18, 256)).view(E4M3)
+    got = jax.jit(lambda *x: _moments.decode_moment(*x, axis=1))(data, amax, exponent)
+    oracle.assert_bitwise(got, oracle_moments.decode(data, amax, exponent), "elements")
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(implementation, shape, squared, stochastic):
+    rng = np.random.default_rng(shape[1])
+    for _ in range(3):
+        old = moment(rng, shape)
+        after, keys = changed(rng, old, squared)
+        keys = keys if stochastic else None
+        expected = oracle_moments.encode(*old, after, keys, squared)
+        oracle.assert_bitwise(_moments.decode_moment(*old, axis=1), oracle_moments.decode(*old), "elements")
+        assert_same(jax.jit(lambda *x: encode(*x, squared))(old, after, keys), expected)
+        assert_same([x[::3] for x in expected], [x[::3] for x in old], "rows that stay:")
+
+
+def test_in_place(implementation):
+    """A donated moment is written over; one that is not stays."""
+    rng = np.random.default_rng(0)
+    old = moment(rng, (128, 1000))
+    after, keys = changed(rng, old, True)
+    expected = oracle_moments.encode(*old, after, keys, True)
+    given = tuple(map(jnp.array, old))
+    assert_same(jax.jit(lambda *x: encode(*x, True))(given, after, keys), expected)
+    assert_same(given, old, "operand:")
+    assert_same(jax.jit(lambda *x: encode(*x, True), donate_argnums=0)(given, after, keys), expected)
+
+
+def test_axes_and_vmap(implementation):
+    """Blocks along any axis, and of each member of a batch along any axis, are those of rows."""
+    rng = np.random.default_rng(1)
+    old = moment(rng, (12, 300))
+    after, keys = changed(rng, old, True)
+    expected = oracle_moments.encode(*old, after, keys, True)
+
+    def move(x, place):
+        return np.moveaxis(np.reshape(x, (3, 4, -1)), -1, place)
+
+    for axis in range(3):
+        operands = [move(x, axis) for x in (*old, after, keys)]
+        wanted = [move(x, axis) for x in expected]
+        assert_same(encode(operands[:3], *operands[3:], True, axis), wanted, f"axis {axis}:")
+        values = _moments.decode_moment(*operands[:3], axis=axis)
+        oracle.assert_bitwise(values, move(oracle_moments.decode(*old), axis), f"axis {axis}: elements")
+        for batch in {0, 1, 2} - {axis}:
+            run = jax.vmap(lambda *x, a=axis - (batch < axis): encode(x[:3], *x[3:], True, a), batch, batch)
+            assert_same(run(*operands), wanted, f"axis {axis}, batch {batch}:")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("n", [1024, 384, 200])
+def test_meshes(n, spec, kind):
+    """The bits of one device; only shards that are no whole blocks are gathered."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    rng = np.random.default_rng(n)
+    old = moment(rng, (16, n))
+    after, keys = changed(rng, old, True)
+
+    def shards(entry):
+        return int(np.prod([mesh.shape[name] for name in entry or ()]))
+
+    def put(x):
+        divisible = (entry if size % shards(entry) == 0 else None for size, entry in zip(x.shape, spec, strict=True))
+        return jax.device_put(x, NamedSharding(mesh, P(*divisible)))
+
+    with jax.set_mesh(mesh):
+        operands = [put(x) for x in (*old, after, keys)]
+        run = jax.jit(lambda *x: (_moments.decode_moment(*x[:3], axis=1), *encode(x[:3], *x[3:], True)))
+        program = run.lower(*operands).compile()
+        values, *new = program(*operands)
+    oracle.assert_bitwise(values, oracle_moments.decode(*old), "elements")
+    assert_same(new, oracle_moments.encode(*old, after, keys, True))
+    assert ("all-gather(" in program.as_text()) == (n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1)
