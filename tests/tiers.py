@@ -10,8 +10,8 @@ import pathlib
 # training, and what a step on a mesh is beside right.
 CI = {
     *("aot", "benchmarks", "collectives", "compare", "conformance", "convert", "counters", "cuda", "fuzz"),
-    *("inference", "inspect"),
-    *("integrations", "mixed_precision", "mutants", "native", "plain", "ragged", "run_examples", "selftest", "soak"),
+    *("inference", "inspect", "integrations", "mixed_precision", "mutants", "native", "plain", "ragged"),
+    *("run_examples", "selftest", "soak", "optim/test_meshes.py", "optim/test_quantized.py"),
     *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py"),
     *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
     *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
