@@ -8,7 +8,7 @@ import math
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..ops._moments import BLOCK
+from ..ops import _moments
 
 _NARROWEST = 64
 
@@ -25,7 +25,7 @@ def block_axis(shape: tuple[int, ...]) -> int:
 def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of an array with one number for each block."""
     axis = block_axis(shape)
-    return (*shape[:axis], -(-shape[axis] // BLOCK), *shape[axis + 1 :])
+    return (*shape[:axis], -(-shape[axis] // _moments.BLOCK), *shape[axis + 1 :])
 
 
 def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:

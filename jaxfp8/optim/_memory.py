@@ -48,6 +48,7 @@ def memory(opt_state: Any, params: Any) -> Memory:
     parameters = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
     if not parameters:
         raise ValueError("jaxfp8.optim.memory: params: expected arrays with elements, got none; pass the parameters")
+    # A moment in FP8 is one leaf, of three arrays.
     by_kind: dict[str, list] = {}
     for leaf in leaves(opt_state):
         kind = type(leaf).__name__ if isinstance(leaf, Moment) else jax.numpy.result_type(leaf).name

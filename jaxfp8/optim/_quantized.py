@@ -48,9 +48,11 @@ def quantized(
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
 
     def update(grads, state, params=None, **extra_args):
+        # 1. Update as without FP8.
         check(state, table, min_size)
         updates, after = tx.update(grads, dequantize_moments(state.inner), params, **extra_args)
 
+        # 2. Quantize the moments that have changed. Each leaf has a number, and with it random bits of its own.
         numbers = itertools.count()
 
         def requantize(old, new):

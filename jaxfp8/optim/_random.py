@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..ops._moments import mix
+from ..ops import _moments
 from ._blocks import amax_shape
 
 
@@ -19,6 +19,7 @@ def leaf_key(seed: int, step: jax.Array, leaf: int) -> jax.Array:
         step: i32 [], the number of updates before this one.
         leaf: the number of the moment among the leaves of the optimizer's state.
     """
+    mix = _moments.mix
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))
 
 
@@ -33,4 +34,4 @@ def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     block = jnp.zeros(sizes, jnp.uint32)
     for i, size in enumerate(sizes):
         block = block * np.uint32(size) + lax.broadcasted_iota(jnp.uint32, sizes, i)
-    return mix(key ^ block)
+    return _moments.mix(key ^ block)

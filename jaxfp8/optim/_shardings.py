@@ -29,6 +29,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
     Raises:
         ValueError: a parameter has no NamedSharding.
     """
+    # 1. Find the parameters by their paths, which end those of the state that belongs to them.
     by_path = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
@@ -41,6 +42,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
         raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
     mesh = next(iter(by_path.values())).sharding.mesh
 
+    # 2. Give each leaf the sharding of its parameter, and the numbers of blocks as much of it as divides them.
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
         owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)

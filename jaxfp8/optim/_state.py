@@ -88,6 +88,7 @@ def dequantize_state(opt_state: Any) -> Any:
         The tree, with the state of `tx` in the place of each QuantizedState.
     """
 
+    # An inner QuantizedState there is not: `quantized` refuses moments in FP8.
     def dequantize(node):
         return dequantize_moments(node.inner) if isinstance(node, QuantizedState) else node
 
