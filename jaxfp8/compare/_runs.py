@@ -34,8 +34,7 @@ class Run:
 
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
-    """Return for each arm the last validation losses and their differences to the reference, means, the
-    interval of the mean difference, and ms a step.
+    """Return for each arm the last validation losses, their differences to the reference, means, interval, ms a step.
 
     Args:
         seeds: for each seed name -> Run.
