@@ -65,8 +65,11 @@ def table(results) -> str:
             difference = row.get(f"mean_minus_{reference}")
             line += [f"{row['mean_validation_loss']:.4f}"]
             line += ["-" if name == reference or difference is None else f"{difference:+.4f}"]
-            bounds = row.get(f"interval_minus_{reference}")
-            line += [f"{bounds['low']:+.4f} to {bounds['high']:+.4f}" if has_intervals and name != reference else ""]
+            if has_intervals:
+                bounds = row[f"interval_minus_{reference}"]
+                line += ["-" if name == reference else f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"]
+            else:
+                line += [""]
             line += [str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"]
         lines.append(line)
     return aligned(lines, right=1)
