@@ -25,10 +25,13 @@ def file_of(folder: pathlib.Path, key: tuple, steps: int) -> pathlib.Path:
     return folder / f"{text}-{arm}-{steps}-{seed}.json"
 
 
-def found_runs(folder: pathlib.Path, keys, steps: int) -> dict:
-    """What the files of those runs have that are there, by key."""
-    paths = {key: file_of(folder, key, steps) for key in keys}
-    return {key: json.loads(path.read_text()) for key, path in paths.items() if path.exists()}
+def found_runs(folder: pathlib.Path, steps: int) -> dict:
+    """What the files of all runs of that many steps have, by key."""
+    found = {}
+    for path in folder.glob(f"*-*-{steps}-*.json"):
+        text, arm, _, seed = path.stem.split("-")
+        found[text, arm, int(seed)] = json.loads(path.read_text())
+    return found
 
 
 def run_missing(folder: pathlib.Path, keys, steps: int, run) -> dict:
@@ -49,4 +52,5 @@ def run_missing(folder: pathlib.Path, keys, steps: int, run) -> dict:
             path.with_suffix(".new").write_text(written + "\n")
             path.with_suffix(".new").rename(path)
         print(*key, json.loads(path.read_text())["validation"], file=sys.stderr, flush=True)
-    return found_runs(folder, keys, steps)
+    found = found_runs(folder, steps)
+    return {key: found[key] for key in keys}

@@ -87,9 +87,9 @@ def lag(curve, reference) -> float:
 def figures(found: dict) -> dict:
     """For each text and arm the figures over the seeds that the arm and its reference have."""
     results = {}
-    for text, name in dict.fromkeys((text, arm) for text, arm, _ in found):
+    for text, name in itertools.product(TEXTS, ARMS):
         reference = ARMS[name].reference
-        seeds = [seed for t, arm, seed in found if (t, arm) == (text, name) and (text, reference, seed) in found]
+        seeds = sorted(seed for t, arm, seed in found if (t, arm) == (text, name) and (text, reference, seed) in found)
         if not seeds:
             continue
         pairs = [(found[text, name, seed], found[text, reference, seed]) for seed in seeds]
@@ -148,12 +148,12 @@ def main(argv=None) -> int:
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=RUNS, help="(default: benchmarks/results/loss_gap)")
-    parser.add_argument("--report", action="store_true", help="run nothing: the figures of all runs that are there")
+    parser.add_argument("--report", action="store_true", help="run nothing: figures of all runs that are there")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     parser.add_argument("--picture", type=pathlib.Path, help="draw the figures here")
     args = parser.parse_args(argv)
     if args.report:
-        found = found_runs(args.runs, itertools.product(TEXTS, ARMS, range(args.seeds)), args.steps)
+        found = found_runs(args.runs, args.steps)
     else:
         keys = [(text, arm, seed) for seed in range(args.seeds) for text in args.texts for arm in args.arms]
         found = run_missing(args.runs, keys, args.steps, Training(args.steps).run)
