@@ -14,6 +14,7 @@ import jaxfp8
 from jaxfp8.compare._arms import Arm as Precision
 from jaxfp8.compare._model import DENSE, LanguageModel
 
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")
 
 
@@ -67,6 +68,20 @@ class StochasticQuantizer(jaxfp8.Quantizer):
         return jaxfp8.QTensor(codes, scale_inv), {"steps": state["steps"] + 1}
 
 
+@dataclasses.dataclass(frozen=True)
+class InputQuantizer(jaxfp8.Quantizer):
+    """Current scaling in e4m3 for the one product that is named; the other one reads the input as it is."""
+
+    product: str
+
+    def quantize(self, x, state):
+        q, _ = jaxfp8.Float8CurrentScalingQuantizer(E4M3).quantize(x, None)
+        one = jnp.ones((1,), jnp.float32)
+        if self.product == "fprop":
+            return jaxfp8.QTensor(q.data, q.scale_inv, x.T, one), state
+        return jaxfp8.QTensor(x, one, q.data.T, q.scale_inv), state
+
+
 def only(role: str, quantizer: jaxfp8.Quantizer):
     """A recipe that quantizes one tensor of the product."""
     return jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
@@ -78,7 +93,12 @@ def stochastic(role: str):
     return jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn) if role in OPERANDS else None
 
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+def kernel_and_grad(role: str):
+    """Delayed scaling of all but the input."""
+    dtypes = {"linear_weight": E4M3, "linear_grad_output": E5M2}
+    return jaxfp8.DelayedScalingQuantizer(dtypes[role]) if role in dtypes else None
+
+
 delayed = jaxfp8.DelayedScaling()
 
 # Recipes, and Flax's FP8.
@@ -101,6 +121,9 @@ ABLATION = {
     "only_input": Arm(only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3))),
     "only_kernel": Arm(only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))),
     "only_grad": Arm(only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2))),
+    "all_but_input": Arm(jaxfp8.CustomRecipe(kernel_and_grad)),
+    "input_in_fprop": Arm(only("linear_input", InputQuantizer("fprop"))),
+    "input_in_wgrad": Arm(only("linear_input", InputQuantizer("wgrad"))),
     "e4m3_grad": Arm(jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)),
     "history_1": Arm(jaxfp8.DelayedScaling(amax_history_len=1)),
     "history_16": Arm(jaxfp8.DelayedScaling(amax_history_len=16)),

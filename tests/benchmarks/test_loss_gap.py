@@ -10,6 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+CHANGED = {
+    "only_input": [True, False, True],
+    "input_in_fprop": [True, False, False],
+    "input_in_wgrad": [False, False, True],
+    "only_kernel": [True, True, False],
+    "only_grad": [False, True, True],
+    "all_but_input": [True, True, True],
+    "delayed": [True, True, True],
+}
+
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
@@ -130,3 +140,20 @@ def test_stochastic_rounding_is_right_on_average(program):
         assert set(column) <= {low, high}
         # A mean of draws from two values has a standard deviation of at most half their distance / sqrt(rows): six.
         assert abs(column.mean() - value) <= 6 * (high - low) / 2 / math.sqrt(rows)
+
+
+def test_each_arm_quantizes_what_it_says(program):
+    """Of y, the gradient of x and that of the kernel: those that a quantizer alone leaves as they are, to the bit."""
+    x, grad = (jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in (0, 1))
+
+    def results(name):
+        with program.ARMS[name].precision.region():
+            layer = program.ARMS[name].dense(32, use_bias=False, dtype=jnp.bfloat16)
+            variables = layer.init(jax.random.key(2), x)
+            y, vjp = jax.vjp(layer.apply, variables, x)
+            dvariables, dx = vjp(grad)
+        return y, dx, dvariables["params"]["kernel"]
+
+    exact = results("no_quantizer")
+    changed = {name: [not np.array_equal(a, b) for a, b in zip(results(name), exact, strict=True)] for name in CHANGED}
+    assert changed == CHANGED
