@@ -67,7 +67,7 @@ def test_arms_start_from_the_same_weights(program):
     weights = {}
     for name, arm in program.ARMS.items():
         with arm.precision.region():
-            weights[name] = arm.model(20, 8, 32, 2).init(jax.random.key(3), tokens)["params"]
+            weights[name] = jax.jit(arm.model(20, 8, 32, 2).init)(jax.random.key(3), tokens)["params"]
     for name in program.ARMS:
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
 
