@@ -20,7 +20,6 @@ import functools
 import json
 import math
 import pathlib
-import statistics
 import sys
 
 import jax
@@ -31,15 +30,15 @@ import jaxfp8
 from jaxfp8 import optim
 from jaxfp8.compare import Corpus
 from jaxfp8.compare._model import LanguageModel
+from jaxfp8.compare._runs import interval
 from jaxfp8.compare._training import PEAK_LEARNING_RATE, loss_fn
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
 from _environment import environment  # noqa: E402
+from _runs import TEXTS, corpora, run_missing  # noqa: E402
 from _timing import interleaved  # noqa: E402
 
 STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
-# Two-sided 95 % of Student's t, by degrees of freedom.
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 15: 2.131}
 # What has to hold: the interval of the losses in nat, the size of updates less 1, their error, bytes a parameter.
 LIMITS = {"loss": 0.003, "size": 0.08, "error": 0.3, "bytes": 2.2}
 
@@ -74,13 +73,6 @@ def make_optimizer(steps: int):
 
 
 ARMS = {"float32": lambda tx: tx, "fp8": optim.quantized, "linear": linear}
-
-
-def corpora() -> dict[str, Corpus]:
-    """The texts: one ships with Python, the other with optax (Apache License 2.0)."""
-    files = sorted(pathlib.Path(optax.__file__).parent.rglob("*.py"))
-    source = "".join(file.read_text(encoding="utf-8") for file in files if not file.stem.endswith("_test"))
-    return {"manual": Corpus(), "source": Corpus(source)}
 
 
 class Losses:
@@ -127,33 +119,17 @@ class Losses:
 
 def measure_losses(names: list[str], seeds: int, folder: pathlib.Path, steps: int) -> dict:
     """Run what is missing in `folder`, seed by seed; return the figures of what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found = {}
     texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
-    for seed in range(seeds):
-        for text, runs in texts.items():
-            for arm in ARMS:
-                path = folder / f"{text}-{arm}-{steps}-{seed}.json"
-                if not path.exists():
-                    path.write_text(json.dumps(runs.run(arm, seed) | {"environment": environment()}) + "\n")
-                found[text, arm, seed] = json.loads(path.read_text())["validation"]
-                print(f"{text} {arm} seed {seed}: {found[text, arm, seed]:.4f}", file=sys.stderr, flush=True)
+    keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in ARMS]
+    found = run_missing(folder, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
     results = {}
     for text in texts:
-        exact = [found[text, "float32", seed] for seed in range(seeds)]
-        results[text] = {"float32": {"validation": exact}}
+        losses = {arm: [found[text, arm, seed]["validation"] for seed in range(seeds)] for arm in ARMS}
+        results[text] = {"float32": {"validation": losses["float32"]}}
         for arm in ("fp8", "linear"):
-            losses = [found[text, arm, seed] for seed in range(seeds)]
-            differences = [a - b for a, b in zip(losses, exact, strict=True)]
-            results[text][arm] = {"validation": losses, "difference": interval(differences)}
+            differences = [a - b for a, b in zip(losses[arm], losses["float32"], strict=True)]
+            results[text][arm] = {"validation": losses[arm], "difference": interval(differences)}
     return results
-
-
-def interval(differences: list[float]) -> dict:
-    """The mean of differences over seeds, and its 95 % confidence interval."""
-    mean, count = statistics.fmean(differences), len(differences)
-    half = T95[count - 1] * statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.inf
-    return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": count}
 
 
 def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
@@ -232,7 +208,7 @@ def verdicts(results: dict) -> dict[str, bool]:
     found = {}
     for text, arms in results.get("losses", {}).items():
         low, high = (arms["fp8"]["difference"][end] for end in ("low", "high"))
-        found[f"loss, {text}: within"] = -LIMITS["loss"] <= low and high <= LIMITS["loss"]
+        found[f"loss, {text}: within"] = low is not None and -LIMITS["loss"] <= low and high <= LIMITS["loss"]
         found[f"loss, {text}: the control is outside"] = not abs(arms["linear"]["difference"]["mean"]) <= LIMITS["loss"]
     for name, arms in results.get("updates", {}).items():
         is_within = {
@@ -250,7 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parts = ("losses", "updates", "memory", "time")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="(default: all)")
-    parser.add_argument("--texts", nargs="+", choices=("manual", "source"), default=("manual", "source"))
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"), help="(default: %(default)s)")

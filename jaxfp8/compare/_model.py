@@ -1,6 +1,7 @@
 """The model of the comparison: a character-level transformer, one for all arms."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from ..linen import Fp8DotGeneral
 
 HEAD = 32  # width of an attention head
+DENSE = functools.partial(nn.Dense, dot_general_cls=Fp8DotGeneral)
 
 
 def attend(query, key, value):
@@ -24,13 +26,14 @@ def attend(query, key, value):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. The four projections take the recipe of `autocast`."""
+    """Pre-norm attention and MLP. The four projections are made by `dense`."""
 
     dtype: Any
+    dense: Callable[..., nn.Module] = DENSE
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype, dot_general_cls=Fp8DotGeneral)
+        dense = functools.partial(self.dense, use_bias=False, dtype=self.dtype)
         norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
         batch, length, width = x.shape
 
@@ -50,6 +53,7 @@ class LanguageModel(nn.Module):
         dtype: of everything that no recipe turns into FP8.
         width: a multiple of `HEAD`.
         layers: how many blocks.
+        dense: makes a projection of a block; by default one that takes the recipe of `autocast`.
     """
 
     vocabulary: int
@@ -57,6 +61,7 @@ class LanguageModel(nn.Module):
     dtype: Any
     width: int
     layers: int
+    dense: Callable[..., nn.Module] = DENSE
 
     @nn.compact
     def __call__(self, tokens):
@@ -65,6 +70,6 @@ class LanguageModel(nn.Module):
         x = embed(self.vocabulary, name="embed")(tokens)
         x = x + embed(self.length, name="position")(jnp.arange(tokens.shape[1]))
         for i in range(self.layers):
-            x = Block(self.dtype, name=f"block{i}")(x)
+            x = Block(self.dtype, self.dense, name=f"block{i}")(x)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype, name="logits")(x).astype(jnp.float32)

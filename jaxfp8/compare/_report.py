@@ -52,9 +52,10 @@ def table(results) -> str:
     # Columns without figures are left out: of a reference that did not run, of losses that were not measured.
     reference = reference_of(results)
     has_losses = all("mean_validation_loss" in row for row in results.values())
+    has_intervals = any(row.get(f"interval_minus_{reference}", {}).get("low") is not None for row in results.values())
     head = ["arm", "ms/step", f"x {reference}" if reference else "", "peak MiB", "kept MiB"]
     if has_losses:
-        head += ["loss", f"minus {reference}" if reference else "", "skipped"]
+        head += ["loss", f"minus {reference}" if reference else "", "95 %" if has_intervals else "", "skipped"]
     lines = [head]
     for name, row in results.items():
         ms = row["median_ms_per_step"]
@@ -64,6 +65,11 @@ def table(results) -> str:
             difference = row.get(f"mean_minus_{reference}")
             line += [f"{row['mean_validation_loss']:.4f}"]
             line += ["-" if name == reference or difference is None else f"{difference:+.4f}"]
+            if has_intervals:
+                bounds = row[f"interval_minus_{reference}"]
+                line += ["-" if name == reference else f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"]
+            else:
+                line += [""]
             line += [str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"]
         lines.append(line)
     return aligned(lines, right=1)

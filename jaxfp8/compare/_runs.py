@@ -34,7 +34,7 @@ class Run:
 
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
-    """Return for each arm the last validation losses and their differences to the reference, the means, ms a step.
+    """Return for each arm the last validation losses, their differences to the reference, means, interval, ms a step.
 
     Args:
         seeds: for each seed name -> Run.
@@ -50,7 +50,27 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
             differences = np.subtract(losses, [runs[reference].validation[-1][1] for runs in seeds])
             results[name][f"minus_{reference}"] = differences.tolist()
             results[name][f"mean_minus_{reference}"] = float(np.mean(differences))
+            results[name][f"interval_minus_{reference}"] = interval(differences)
     return results
+
+
+def student_t(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t: `P(|T| <= quantile) = 0.95`.
+
+    With `t = sqrt(degrees) tan(angle)` the density is `cos(angle)**(degrees - 1)` on a quarter turn, but for a factor.
+    """
+    edges = np.linspace(0, np.pi / 2, 20_001)
+    mass = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (degrees - 1))
+    return float(degrees**0.5 * np.tan(np.interp(0.95 * mass[-1], mass, edges[1:])))
+
+
+def interval(differences) -> dict:
+    """Return the mean of paired differences and its 95 % confidence interval; of one seed alone the bounds are None."""
+    count, mean = len(differences), float(np.mean(differences))
+    if count == 1:
+        return {"mean": mean, "low": None, "high": None, "seeds": 1}
+    half = student_t(count - 1) * float(np.std(differences, ddof=1)) / count**0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": count}
 
 
 def record(seeds: list[dict[str, Run]]) -> list[dict]:

@@ -1,0 +1,159 @@
+"""The program of the loss gap: its runs and their files, its figures by hand, its own quantizer."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+CHANGED = {
+    "only_input": [True, False, True],
+    "input_in_fprop": [True, False, False],
+    "input_in_wgrad": [False, False, True],
+    "only_kernel": [True, True, False],
+    "only_grad": [False, True, True],
+    "all_but_input": [True, True, True],
+    "delayed": [True, True, True],
+}
+
+pytestmark = pytest.mark.usefixtures("as_users_have_jax")
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import loss_gap
+
+    for name, value in {"BATCH": 2, "LENGTH": 16, "WIDTH": 32}.items():
+        monkeypatch.setattr(loss_gap, name, value)
+    return loss_gap
+
+
+@pytest.mark.slow
+def test_runs_are_paired_kept_and_drawn(program, tmp_path, monkeypatch, capsys):
+    arms = ["bf16", "own_layer", "flax", "ends_in_bf16", "stochastic_grad"]
+    corpus = program.corpora()["source"]
+    corpus.validation = corpus.validation[:200]
+    monkeypatch.setattr(program, "corpora", lambda: {"source": corpus})
+    options = ["--arms", *arms, "--texts", "source", "--seeds", "2", "--steps", "3", "--runs", str(tmp_path / "runs")]
+    assert program.main(options) == 0
+    files = sorted((tmp_path / "runs").iterdir())
+    assert [file.name for file in files] == sorted(f"source-{arm}-3-{seed}.json" for arm in arms for seed in (0, 1))
+    for file in files:
+        run = json.loads(file.read_text())
+        assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][1] == run["validation"]
+        assert all(3 < loss < 6 for _, loss in run["curve"]) and {"commit", "jax"} <= set(run["environment"])
+    # What is there is not run again: the report has the same table.
+    monkeypatch.setattr(program.Training, "run", lambda *_: pytest.fail("run again"))
+    first = capsys.readouterr().out
+    written, picture = tmp_path / "all.json", tmp_path / "all.png"
+    assert program.main([*options, "--json", str(written), "--picture", str(picture)]) == 0
+    assert program.main([*options, "--report"]) == 0
+    assert capsys.readouterr().out == 2 * first
+    rows = json.loads(written.read_text())["results"]["source"]
+    assert list(rows) == arms and rows["flax"]["difference"]["seeds"] == 2
+    losses = [row["validation"] for row in rows.values()]
+    assert len({loss for pair in losses for loss in pair}) == 10, "no two arms, and no two seeds, are the same run"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_arms_start_from_the_same_weights(program):
+    tokens = jnp.zeros((1, 8), jnp.int32)
+    weights = {}
+    for name, arm in program.ARMS.items():
+        with arm.precision.region():
+            weights[name] = jax.jit(arm.model(20, 8, 32, 2).init)(jax.random.key(3), tokens)["params"]
+    for name in program.ARMS:
+        jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
+
+
+def test_what_is_missing_is_run(program, tmp_path):
+    from _runs import run_missing
+
+    asked = []
+
+    def run(*key):
+        asked.append(key)
+        if key == ("manual", "flax", 1):
+            raise KeyboardInterrupt
+        return {"validation": 1.5 + key[2]}
+
+    keys = [("manual", arm, seed) for seed in (0, 1) for arm in ("bf16", "flax")]
+    with pytest.raises(KeyboardInterrupt):
+        run_missing(tmp_path, keys, 7, run)
+    assert asked == keys and len(list(tmp_path.iterdir())) == 3
+    found = run_missing(tmp_path, keys, 7, lambda *key: {"validation": 9.0})
+    assert [found[key]["validation"] for key in keys] == [1.5, 1.5, 2.5, 9.0]
+
+
+@pytest.mark.parametrize(
+    "loss, expected",
+    [
+        (1.0, 0.0),  # where the reference ends
+        (1.25, 0.125),  # half way down its last stretch, from 75 to 100 steps
+        (1.5, 0.375),  # the first time that it is there, at 62.5 steps
+        (2.25, 0.4375),  # half way from 3 to 1.5, and from 50 to 62.5 steps is 56.25: 43.75 steps behind
+        (9.0, 0.5),  # above its first point, at 50 steps
+        (0.75, -0.125),  # ahead: half way down its own last stretch, from 1.25 to 0.75, it is where the reference ends
+        (math.nan, math.nan),
+        (math.inf, math.nan),
+    ],
+)
+def test_lag(program, loss, expected):
+    reference = [[50, 3.0], [62.5, 1.5], [75, 1.5], [100, 1.0]]
+    before = 1.25 if loss < 1 else 8.0
+    curve = [[50, 3.0], [75, before], [100, loss]]
+    assert program.lag(curve, reference) == pytest.approx(expected, nan_ok=True)
+
+
+def test_figures_are_of_seeds_that_both_have(program):
+    def run(loss):
+        return {"validation": loss, "curve": [[1, 3.0], [2, loss]]}
+
+    found = {("manual", "bf16", seed): run(1.0 + seed) for seed in (0, 2)}
+    found |= {("manual", "flax", seed): run(1.25 + seed) for seed in (0, 1, 2)} | {("source", "flax", 0): run(1.0)}
+    results = program.figures(found)
+    assert list(results) == ["manual"] and results["manual"]["flax"]["seeds"] == [0, 2]
+    assert results["manual"]["flax"]["differences"] == [0.25, 0.25]
+    assert "| manual | flax | 2 | 2.2500 | +0.2500 | +0.2500 to +0.2500 |" in program.table(results)
+
+
+def test_stochastic_rounding_is_right_on_average(program):
+    from _loss_gap_arms import StochasticQuantizer
+
+    # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2 are below 2**-14.
+    values = np.array([57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75], np.float32)
+    rows = 4096
+    q, state = StochasticQuantizer().quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
+    codes = np.asarray(q.data).astype(np.float64)
+    assert state["steps"] == 2 and q.scale_inv == 1
+    # Neighbours among all finite codes.
+    grid = np.unique(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2).astype(np.float64))
+    grid = grid[np.isfinite(grid)]
+    for column, value in zip(codes.T, values.astype(np.float64), strict=True):
+        low, high = grid[grid <= value].max(), grid[grid >= value].min()
+        assert set(column) <= {low, high}
+        # A mean of draws from two values has a standard deviation of at most half their distance / sqrt(rows): six.
+        assert abs(column.mean() - value) <= 6 * (high - low) / 2 / math.sqrt(rows)
+
+
+def test_each_arm_quantizes_what_it_says(program):
+    """Of y, the gradient of x and that of the kernel: those that a quantizer alone leaves as they are, to the bit."""
+    x, grad = (jax.random.normal(jax.random.key(i), (32, 32), jnp.bfloat16) for i in (0, 1))
+
+    def results(name):
+        with program.ARMS[name].precision.region():
+            layer = program.ARMS[name].dense(32, use_bias=False, dtype=jnp.bfloat16)
+            variables = layer.init(jax.random.key(2), x)
+            y, vjp = jax.vjp(layer.apply, variables, x)
+            dvariables, dx = vjp(grad)
+        return y, dx, dvariables["params"]["kernel"]
+
+    exact = results("no_quantizer")
+    changed = {name: [not np.array_equal(a, b) for a, b in zip(results(name), exact, strict=True)] for name in CHANGED}
+    assert changed == CHANGED
