@@ -66,6 +66,7 @@ def student_t(degrees: int) -> float:
 
 def interval(differences) -> dict:
     """Return the mean of paired differences and its 95 % confidence interval; of one seed alone the bounds are None."""
+    # Seeds are independent, arms of one seed are not: differences have one variance, that of pairs.
     count, mean = len(differences), float(np.mean(differences))
     if count == 1:
         return {"mean": mean, "low": None, "high": None, "seeds": 1}
