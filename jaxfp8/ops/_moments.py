@@ -25,7 +25,8 @@ BLOCK = 128
 _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 _NAN_CODE = 0x7F
-_MIN_NORMAL_BITS = 0x00800000
+_MIN_NORMAL_BITS = np.uint32(0x00800000)
+_INF_BITS = np.uint32(0x7F800000)
 _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
 _FRACTION = (1 << _DROPPED_BITS) - 1
 _BIAS = 120  # of the exponents of f32, less that of e4m3
@@ -100,36 +101,57 @@ def _decoded(codes, amax, exponent):
 
 
 def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, axis):
-    # 1. Compare with what there is.
-    blocks, old_amax, old_exponent = _split(after, axis), jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
-    before = _decoded(_split(data.astype(jnp.float32), axis), old_amax, old_exponent)
-    keep = jnp.all(_bits(before) == _bits(blocks), axis, keepdims=True)
+    # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this step
+    # and the next have in common, which would be more bytes than the moment.
+    data, after = lax.optimization_barrier((data, after))
+    old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
+    keep, top, bottom = _block_numbers(_split(data, axis), old_amax, old_exponent, _split(after, axis), axis)
+    data, after, keep, top, bottom = lax.optimization_barrier((data, after, keep, top, bottom))
 
-    # 2. Find the span of each block, and with it k. Subnormal numbers become 0 as integers: of comparisons with 0 and
-    # Inf XLA's CPU compiler makes tests of bits, which know them.
-    bits = _bits(blocks) & 0x7FFFFFFF
-    magnitude = lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS, 0, bits), jnp.float32)
-    is_number = (magnitude > 0) & (magnitude < np.inf)
-    top = jnp.max(jnp.where(is_number, magnitude, 0), axis, keepdims=True)
-    bottom = jnp.min(jnp.where(is_number, magnitude, np.inf), axis, keepdims=True)
+    # 2. Find k of each block, divide by the amax and take the power.
     of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
     power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
-
-    # 3. Divide by the amax and take the power.
+    blocks = _split(after, axis)
+    magnitude = _magnitude(blocks)
     u = _fraction(magnitude, top)
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
-    # 4. Round. The smallest code stands for what is not zero.
+    # 3. Round. The smallest code stands for what is not zero.
     codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else _round_to_nearest(y)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
     codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
 
-    # 5. Keep the bits of blocks that are the same. As bytes: XLA's CPU compiler may move FP8 through float16.
+    # 4. Keep the bits of blocks that are the same. As bytes: XLA's CPU compiler may move FP8 through float16.
     codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
     data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
     new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
     return data, *(jnp.squeeze(x, axis) for x in new)
+
+
+def _block_numbers(codes, amax, exponent, blocks, axis):
+    """Return whether a block decodes to its bits, and the largest and the smallest of its numbers, in one reduction."""
+    changed = _bits(_decoded(codes.astype(jnp.float32), amax, exponent)) ^ _bits(blocks)
+    bits = (_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
+    # Bits of floats without a sign sort as they do. Less those of Inf, what is no number is smallest, because numbers
+    # wrap around; less the smallest normal number, zeros and subnormal numbers are largest.
+    changed, top, bottom = lax.reduce(
+        (changed, bits - _INF_BITS, bits - _MIN_NORMAL_BITS),
+        (np.int32(0), np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS),
+        lambda x, y: (x[0] | y[0], jnp.maximum(x[1], y[1]), jnp.minimum(x[2], y[2])),
+        (blocks.ndim + axis,),
+    )
+    top, bottom = (lax.bitcast_convert_type(x, jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS))
+    return tuple(jnp.expand_dims(x, axis) for x in (changed == 0, _magnitude(top), bottom))
+
+
+def _magnitude(blocks):
+    """Return |x|, 0 of subnormal numbers.
+
+    As integers: of comparisons with 0 and Inf XLA's CPU compiler makes tests of bits, which know subnormal numbers.
+    """
+    bits = _bits(blocks) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
 
 
 def _split(x, axis):
