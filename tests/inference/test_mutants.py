@@ -31,13 +31,13 @@ def test_a_wrong_scale(name):
 
 def test_the_scale_before_the_last_batch(monkeypatch):
     """Stored scales lag behind the history by a step."""
-    read_states = _frozen.read_states
+    read_states = _frozen.recipes.read_states
 
     def lagging(quantizers, states):
         steps = read_states(quantizers, states)
         return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(steps, states, strict=True)]
 
-    monkeypatch.setattr(_frozen, "read_states", lagging)
+    monkeypatch.setattr(_frozen.recipes, "read_states", lagging)
     with pytest.raises(AssertionError, match="differ"):
         compare()
 
