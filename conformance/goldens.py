@@ -62,6 +62,8 @@ def files() -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
+    # Programs say where each operation was written: the file, without the folders of this machine.
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     project = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())
     folder = HERE / project["project"]["version"]
     folder.mkdir(parents=True)
