@@ -2,8 +2,8 @@
 
     nn.Dense(features, dot_general_cls=jaxfp8.Fp8DotGeneral)
 
-`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. What Flax stores under the name
-`scale`, and state here with it, is `scale_inv`.
+`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize. The state of a quantizer stores
+`scale_inv`, under the name `scale`, which Flax gave it.
 """
 
 import sys as _sys
@@ -72,9 +72,10 @@ from .train import (
 # The version; a wheel with the CUDA module is of this version and "+cuda13".
 __version__ = "0.2.0"
 
-# Not when a product is lowered: programs from a cache or an export, which never are, use the plans too.
+# Plans are loaded here and not when a product is lowered: programs from a cache or an export, which are not lowered,
+# use the plans too.
 if has_cuda_kernels():
     _plan_files.store.load()
 
-# `import jaxfp8.checkpoint_policies` finds it too: users know no `dot`.
+# `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies

@@ -1,6 +1,6 @@
 """Print the environment and the active kernels; attach the output to bug reports.
 
-Whatever is missing or broken becomes a line that says so.
+A part that is missing or broken becomes a line with its error.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from .ops import _ffi, _support
 
 
 def about() -> dict[str, Any]:
-    """Everything the command prints, as JSON has it; a part that fails is `{"error": reason}`."""
+    """Return all parts that the command prints, as JSON values; a part that fails is `{"error": reason}`."""
     # Each part fails by itself: a broken driver must not hide the versions.
     return {
         "versions": _try(_machine.versions),
@@ -33,14 +33,14 @@ def about() -> dict[str, Any]:
 
 
 def cublaslt() -> dict[str, str]:
-    """`version` of the cuBLASLt that products run on, empty without a GPU; or why there is none: `error`."""
+    """Return `{"version": version}` of the cuBLASLt that products run on, "" without a GPU; or `{"error": reason}`."""
     if not _ffi.has_cuda_kernels():
-        return {"error": "nothing looks for it without the CUDA library"}
+        return {"error": "not looked for, as there is no CUDA library"}
     try:
         _ffi.check_cublaslt()
     except RuntimeError as error:
         return {"error": str(error)}
-    # cuBLASLt opens without a GPU. Its version is asked together with a device.
+    # cuBLASLt opens without a GPU, but the function for its version needs a device.
     gpus = _support.local_gpus()
     return {"version": str(_ffi.gemm_platform(gpus[0].local_hardware_id or 0).version) if gpus else ""}
 
@@ -48,7 +48,7 @@ def cublaslt() -> dict[str, str]:
 def _try(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    except Exception as error:  # whatever a broken installation raises is what its report is about
+    except Exception as error:  # a broken installation may raise anything, and the report has to show it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -78,7 +78,7 @@ def _or_error(part) -> str:
 
 
 def _rows(part, lines: Callable[[Any], list[tuple[str, str]]]) -> list[str]:
-    """Lines of two columns; of a part that failed, its error."""
+    """Return lines of two columns; for a part that failed, its error."""
     if isinstance(part, dict) and "error" in part:
         return [f"  {part['error']}"]
     rows = lines(part)
@@ -97,7 +97,7 @@ def _library(row) -> str:
 
 
 def _runs(row) -> str:
-    """Write a cell: the program that runs, and why not a better one."""
+    """Write a cell: the program that runs the op, and why no custom call runs it."""
     if row["custom_call"]:
         return "custom call"
     program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"

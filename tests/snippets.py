@@ -7,7 +7,7 @@ import re
 import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
-# What does not run says so, and why, where readers see it.
+# A block that does not run has the reason in front of it, where readers see it.
 _BLOCK = re.compile(r"^(?P<excused>\*Not run here: [^*]+\*\n\n)?```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -38,9 +38,13 @@ def text_of(page: str) -> str:
     return "\n".join(fences[cell["cell_type"]].format("".join(cell["source"])) for cell in cells)
 
 
-def run(page: str) -> dict:
-    """Runs every block of a page, with JAX as a user has it; returns its names. Tracebacks say the line of the page."""
-    path, names = ROOT / page, {"__name__": "docs"}
+def run(page: str, names: dict | None = None) -> dict:
+    """Runs every block of a page, with JAX as a user has it; returns its names. Tracebacks say the line of the page.
+
+    Args:
+        names: those of an earlier run, for a second one in the same process.
+    """
+    path, names = ROOT / page, names or {"__name__": "docs"}
     text = text_of(page)
     found = list(_BLOCK.finditer(text))
     assert found, f"{page} has no Python"

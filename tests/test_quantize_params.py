@@ -185,7 +185,7 @@ def test_inference_without_the_kernel():
 
 def test_errors():
     params, states, *_ = two_layers()
-    with pytest.raises(ValueError, match="found none that belongs"):
+    with pytest.raises(ValueError, match="found no state of a kernel"):
         jaxfp8.quantize_params(params, {"elsewhere": states["up"]}, cases.RECIPE)
     with pytest.raises(ValueError, match="resize_history"):
         jaxfp8.quantize_params(params, states, jaxfp8.DelayedScaling(amax_history_len=7))

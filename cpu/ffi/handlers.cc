@@ -72,13 +72,13 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, Am
                              AmaxToScaleOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_decode_moment_v1, (kParallel<DecodeMomentOp, DecodeMoment>),
                              DecodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v1, (kSerial<DelayedScalesOp, DelayedScales>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v2, (kSerial<DelayedScalesOp, DelayedScales>),
                              DelayedScalesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequantize>),
                              DequantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_encode_moment_v1, (kParallel<EncodeMomentOp, EncodeMoment>),
                              EncodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v1, (kSerial<PushAmaxesOp, PushAmaxes>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v2, (kSerial<PushAmaxesOp, PushAmaxes>),
                              PushAmaxesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
@@ -86,11 +86,11 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
                              QuantizeBlocksTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
                              QuantizeTransposeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v1, (kSerial<ReadHistoriesOp, ReadHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v2, (kSerial<ReadHistoriesOp, ReadHistories>),
                              ReadHistoriesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v1, (kSerial<WriteHistoriesOp, WriteHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v2, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 
 }  // namespace jaxfp8::cpu

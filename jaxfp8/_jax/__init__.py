@@ -1,1 +1,1 @@
-"""Additions to JAX: the max dtype, types on a mesh, helpers for primitives. Only here are private JAX names."""
+"""Additions to JAX: the max dtype, types on a mesh, helpers for primitives. Private JAX names appear only here."""

@@ -1,4 +1,4 @@
-"""Split some leaves of a tree from the others, as arrays from flags and functions, so that a function is traced."""
+"""Split the arrays of a pytree from its other leaves, such as flags and functions, which tracing cannot take."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple[list, Callable[[Any], Any]]:
-    """Return `(arrays, joined)`: the leaves of which `is_split` holds, and the function that puts arrays back."""
+    """Return `(arrays, joined)`: the leaves where `is_split` is true, and the function that puts arrays back."""
     leaves, treedef = jax.tree.flatten(tree)
 
     def joined(arrays):

@@ -1,8 +1,8 @@
 """The only place that touches private JAX names, above all for a float32 that autodiff adds by max.
 
-Autodiff adds the cotangents of a value that is used more than once, and what it calls for that is a rule of the value's
-dtype. `jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Where a JAX version has dropped
-or changed it, `MAX_DTYPE` is None and `shared` falls back to what public names can do.
+Autodiff adds the cotangents of a value that is used more than once by a rule of the value's dtype.
+`jax._src.dtypes.ExtendedDType` is the hook for dtypes with rules of their own. Where a JAX version has dropped or
+changed this hook, `MAX_DTYPE` is None and `shared` gives plain float32.
 """
 
 import dataclasses
@@ -36,17 +36,19 @@ except (ImportError, AttributeError):
 
 
 def linearizes_by(op: Primitive, rule) -> None:
-    """Have JAX linearize `op` by a rule; versions that have not been tried derive one from the jvp at each use.
+    """Have JAX linearize `op` by a rule.
+
+    JAX versions that have not been tried get no rule: they derive one from the jvp at each use.
 
     Args:
         op: a primitive that has a jvp as well.
-        rule: `(is_linear, *primals, **params) -> (result or results, residuals, function)`: which operands have
-            tangents; the linear function takes the residuals and the tangents of all operands.
+        rule: `(is_linear, *primals, **params) -> (result or results, residuals, function)`. `is_linear` says which
+            operands have tangents; `function(residuals, *tangents)` is linear and takes the tangents of all operands.
     """
 
     def linearize(is_vjp, is_linear, *primals, **params):
         result, residuals, function = rule(is_linear, *primals, **params)
-        # True: a result has a tangent. JAX calls no rule where no operand has one.
+        # Every result has a tangent: JAX calls no rule where no operand has a tangent.
         has_tangent = [True] * len(result) if op.multiple_results else True
         if _has_structured:
             return result, has_tangent, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
@@ -63,10 +65,10 @@ def needs_devices(op: Primitive) -> None:
 
 
 def devices_of(ctx) -> str:
-    """Return what a program is lowered for: `"one"` device, a `"shard"` of a `shard_map`, a `"mesh"`; or `"unknown"`.
+    """Return the target of a lowering: `"one"` device, a `"shard"` of a `shard_map`, a `"mesh"`; or `"unknown"`.
 
-    Unknown is also what the older partitioner cuts, which takes no rules by name, and a program to be exported, since
-    what `custom_partitioning` calls back cannot be written out.
+    Two kinds of programs are `"unknown"` too: programs of the older partitioner, which takes no rules by name, and
+    programs to be exported, because the callback of `custom_partitioning` cannot be written out.
     """
     context = ctx.module_context.axis_context
     # A `shard_map` over some of the axes leaves the others to XLA: its program is neither that of one device nor that
@@ -82,7 +84,7 @@ def devices_of(ctx) -> str:
 
 
 def gpus_of(ctx) -> list:
-    """Return the GPUs that a program is lowered for, as far as JAX tells."""
+    """Return the GPUs that a program is lowered for; empty where JAX does not name them."""
     context = ctx.module_context.axis_context
     # The context of a `shard_map` has a mesh and no assignment; an abstract mesh names no devices.
     mesh = getattr(context, "mesh", None)
@@ -211,7 +213,7 @@ class _MemoizedCast(_Cast):
         with set_current_trace(x._trace):
             memo = self._memo.setdefault(x._trace, {})
             source, result = (ref() for ref in memo.get(id(x), (_nothing, _nothing)))
-            # The id of a tracer that has died may be that of another one now.
+            # The id of a tracer that has died may be the id of another tracer now.
             if source is not x or result is None:
                 result = super().bind_with_trace(x._trace, args, *rest)
                 memo[id(x)] = weakref.ref(x), weakref.ref(result)
@@ -236,12 +238,12 @@ METHODS_OF_ARRAYS = ("jax._src.earray", "jax._src.numpy.array_methods")
 
 
 def max_dtype(name: str, combine: Callable[..., Any]) -> Any:
-    """Return a dtype of this name whose cotangents, as float32, `combine` adds; None where JAX lacks the hook."""
+    """Return a dtype called `name` whose cotangents, as float32, meet in `combine`; None where JAX lacks the hook."""
     return None if MAX_DTYPE is None else type(MAX_DTYPE)(name, combine)
 
 
 def is_max(x) -> bool:
-    """Return whether `x` is an array of the max dtype, or of another that `max_dtype` made."""
+    """Return whether `x` is an array of the max dtype, or of another dtype that `max_dtype` made."""
     return MAX_DTYPE is not None and isinstance(getattr(x, "dtype", None), type(MAX_DTYPE))
 
 
@@ -251,10 +253,10 @@ def is_foreign_max(x) -> bool:
 
 
 def to_max(x, dtype=MAX_DTYPE):
-    """Convert a float array to the max dtype, or to one that `max_dtype` made."""
+    """Convert a float array to the max dtype, or to another dtype that `max_dtype` made."""
     return _to_max_p.bind(x, dtype=dtype)
 
 
 def from_max(x):
-    """Convert an array of such a dtype to float32."""
+    """Convert an array of the max dtype, or of another dtype that `max_dtype` made, to float32."""
     return _from_max_p.bind(x, dtype=_FLOAT32)

@@ -22,7 +22,14 @@ def plain(aval):
 
 
 def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
-    """Return the types of an op's results: sizes and shardings go by names of dimensions; `new_sizes` has new names."""
+    """Return the types of an op's results, from sizes and shardings by the names of dimensions.
+
+    Args:
+        operands: the types of the operands.
+        operand_names, result_names: the names of the dimensions of each operand and each result.
+        dtypes: the dtypes of the results.
+        new_sizes: `{name: size}` of the dimensions that only results have.
+    """
     # 1. Read sizes and mesh axes by the names of dimensions.
     sizes, axes = dict(new_sizes), {}
     for operand, named in zip(operands, operand_names, strict=True):
@@ -58,7 +65,7 @@ def _once(entries):
 
 def with_varying(aval, axes):
     """Return a type that varies over these manual axes."""
-    if aval.sharding.mesh.empty:  # a constant's
+    if aval.sharding.mesh.empty:  # the type of a constant
         aval = aval.update(sharding=aval.sharding.update(mesh=jax.sharding.get_abstract_mesh()))
     return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=frozenset(axes)))
 

@@ -8,14 +8,14 @@ from jax.extend.core import Primitive
 
 
 def compiled(op: Primitive) -> Callable:
-    """Return how a primitive runs outside of jit and in `jax.disable_jit()`: jitted, once for each set of params."""
+    """Return the function that runs a primitive outside of jit and in `jax.disable_jit()`: a jitted call per params."""
 
     @functools.lru_cache(maxsize=1024)
     def jitted(params):
         return jax.jit(functools.partial(op.bind, **dict(params)))
 
     def run(*operands, **params):
-        # Where `jit` is disabled, the function would bind the op outside of jit, and come here again without end.
+        # Where `jit` is disabled, the function would bind the op outside of jit, and so call itself without end.
         with jax.disable_jit(False):
             return jitted(tuple(params.items()))(*operands)
 

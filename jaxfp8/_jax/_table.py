@@ -4,11 +4,11 @@ import re
 
 
 def aligned(lines, right: int | None = None) -> str:
-    """Align lines of cells as text, the first line the head.
+    """Return lines of cells as text in aligned columns; the first line is the head.
 
     Args:
         lines: sequences of strings, all of one length.
-        right: the first column that is aligned to the right; None where none is.
+        right: index of the first column that is aligned to the right; None aligns all columns to the left.
     """
     count = len(lines[0])
     right = count if right is None else right

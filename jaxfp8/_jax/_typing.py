@@ -2,5 +2,5 @@
 
 from typing import TypeVar
 
-# A pytree, or a model, that comes back as what it was.
+# A pytree or a model: the result has the type of the argument.
 Tree = TypeVar("Tree")

@@ -4,7 +4,7 @@ import inspect
 import traceback
 import warnings
 
-# Their frames lie between the user's line and the place that warns. Python 3.11 has no `skip_file_prefixes`.
+# Frames of these libraries lie between the user's line and the warning. Python 3.11 has no `skip_file_prefixes`.
 _LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
 
 
@@ -25,8 +25,8 @@ def warn(message: str, category: type[Warning], line: dict | None = None) -> Non
     """Warn at `line`, or at the user's line; Python's filters show a message once for each line.
 
     Args:
-        message: names the layer where it is about one, so that each layer has a warning of its own.
-        category: of the warning.
+        message: the text. A message about a layer names the layer, so that each layer has its own warning.
+        category: the class of the warning.
         line: an earlier result of `user_line`.
     """
     warnings.warn_explicit(message, category, **(line or user_line()))

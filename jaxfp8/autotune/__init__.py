@@ -1,3 +1,3 @@
-"""Which algorithm cuBLASLt runs for each FP8 product: measured on a GPU, kept in files."""
+"""The cuBLASLt algorithm of each FP8 product: measured on a GPU, kept in files."""
 
 from ._autotune import AutotuneReport, autotune

@@ -1,4 +1,4 @@
-"""Measuring which algorithm each FP8 product of a program should use."""
+"""autotune: measure the fastest cuBLASLt algorithm of each FP8 product of a program."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from ..ops import _ffi
 from ..ops._plans import Gemm, Plan, Platform
 from ._plan_files import store
 
-# XLA aligns buffers so: kGemmAlignment of cuda/kernels/gemm_search.h.
+# The alignment of XLA's buffers, in bytes: kGemmAlignment of cuda/kernels/gemm_search.h.
 _ALIGNMENT = 256
 
 
@@ -21,7 +21,7 @@ class AutotuneReport:
     """The result of `autotune`; its `str` is a table.
 
     Attributes:
-        platform: where the measurements hold.
+        platform: the model of GPU and the version of cuBLASLt for which the measurements hold.
         rows: a dict for each distinct product: `gemm`, `first_us` (microseconds with the algorithm that cuBLASLt puts
             first), `best_us` (with the fastest), `gain` (their ratio), `is_new` (measured now, not found in a table).
     """
@@ -40,9 +40,9 @@ class AutotuneReport:
 
 
 def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneReport:
-    """Measures the FP8 products of `fn(*args, **kwargs)` and keeps the fastest algorithm of each.
+    """Measure the FP8 products of `fn(*args, **kwargs)` and keep the fastest algorithm of each.
 
-    Compiles nothing but what a mesh needs, and runs nothing of `fn`. From now on programs of this process use these
+    `autotune` does not run `fn`, and compiles `fn` only for a mesh. From now on programs of this process use these
     algorithms; so do later processes on a GPU of the same model with the same version of cuBLASLt, by way of files in
     `$JAXFP8_CACHE_DIR` (by default `jaxfp8` in `$XDG_CACHE_HOME` or `~/.cache`). Programs that run as CUDA graphs keep
     the algorithms they were recorded with: call this before the first step, with nothing else on the GPU.
@@ -52,10 +52,11 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
 
     Args:
         fn: any function, jitted or not; usually a training step.
-        *args, **kwargs: of `fn`; `jax.ShapeDtypeStruct`s do, with shardings where arrays lie on a mesh.
+        *args, **kwargs: the arguments of `fn`. A `jax.ShapeDtypeStruct` may stand for an array; on a mesh it has the
+            array's sharding.
 
     Returns:
-        An AutotuneReport.
+        An AutotuneReport with a row for each distinct product of `fn`.
 
     Raises:
         RuntimeError: there is no NVIDIA GPU, the CUDA module is not loaded, or the GPU cannot multiply FP8.
@@ -66,12 +67,12 @@ def autotune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AutotuneRepor
         raise RuntimeError(f"autotune: needs an NVIDIA GPU to measure on: {error}") from error
     if not _ffi.has_cuda_kernels():
         raise RuntimeError(f"autotune: the CUDA module of jaxfp8 is not loaded: {_ffi.error('cuda')}")
-    # CUDA counts the devices of this machine, where JAX counts those of all processes.
+    # CUDA numbers the devices of this machine; JAX's own ids number the devices of all processes.
     return tune(device.local_hardware_id or 0, gemms_of(fn, *args, **kwargs))
 
 
 def tune(device: int, gemms: list[Gemm]) -> AutotuneReport:
-    """Measures those of `gemms` that no table has, on the device with that ordinal."""
+    """Measure the `gemms` that have no plan yet, on the device with this CUDA ordinal."""
     platform = _ffi.gemm_platform(device)
     known, new = store.on(platform), {}
     try:
@@ -79,7 +80,7 @@ def tune(device: int, gemms: list[Gemm]) -> AutotuneReport:
             if gemm not in known:
                 new[gemm] = _ffi.tune_gemm(device, gemm)
     finally:
-        # A measurement takes time: one that is interrupted keeps what it has.
+        # A measurement takes time: keep the finished plans if it is interrupted.
         if new:
             store.add(platform, new)
     return AutotuneReport(platform, [_row(gemm, known[gemm], gemm in new) for gemm in gemms])
@@ -117,6 +118,6 @@ def _gemm(call: str) -> Gemm:
 
 
 def _arrays(text: str) -> list[tuple[str, list[int]]]:
-    """`f8e4m3fn[1,16,32]{2,1,0}, f32[1]{0}` as dtypes and sizes."""
+    """Parse HLO types, such as `f8e4m3fn[1,16,32]{2,1,0}, f32[1]{0}`: the dtype and the sizes of each."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", text)
     return [(dtype, [int(size) for size in sizes.split(",") if size]) for dtype, sizes in arrays]

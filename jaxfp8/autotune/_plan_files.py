@@ -1,7 +1,7 @@
 """Plans on disk: those that come with the package, then those measured on this machine.
 
 One JSON file for each model of device and version of cuBLASLt. Files are replaced as a whole, under a lock, so that
-processes may write at the same time; one that is damaged is ignored and written anew.
+processes may write at the same time. A damaged file is ignored and written anew.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _log = logging.getLogger("jaxfp8")
 
 
 def cache_folder() -> Path:
-    """`$JAXFP8_CACHE_DIR`, else `jaxfp8` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the folder of plans: `$JAXFP8_CACHE_DIR`, else `jaxfp8` in `$XDG_CACHE_HOME` or `~/.cache`."""
     if folder := os.environ.get("JAXFP8_CACHE_DIR"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxfp8"
@@ -42,7 +42,7 @@ def file_name(platform: Platform) -> str:
 
 
 def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
-    """Read a file; leave out entries, or a whole file, that do not have the form of `write`."""
+    """Return the platform and the plans of a file, without damaged entries; `(None, {})` of a missing or bad file."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe may never end
             raise OSError("not a regular file")
@@ -56,7 +56,7 @@ def read(path: Path) -> tuple[Platform | None, dict[Gemm, Plan]]:
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
         _log.warning("jaxfp8: ignoring the plans in %s: %s: %s", path, type(error).__name__, error)
         return None, {}
-    # One damaged entry costs one plan: the others were measured as well as before.
+    # A damaged entry costs one plan: the other entries are measurements as good as before.
     plans = {}
     for entry in entries:
         try:
@@ -81,7 +81,7 @@ def _is_plan(gemm: Gemm, plan: Plan) -> bool:
 
 
 def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
-    """Replace a file."""
+    """Replace the file `path` by a file of these plans of one platform."""
     entries = [gemm._asdict() | plan._asdict() for gemm, plan in sorted(plans.items())]
     content = {"format": _FORMAT, **platform._asdict(), "plans": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,9 +98,9 @@ def write(path: Path, platform: Platform, plans: dict[Gemm, Plan]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path):
-    """Wait while another process holds the lock."""
+    """Hold the lock of the file `path` in the context; wait while another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without waiting: opening a pipe for writing would never end.
+    # Open without waiting: to open a pipe for writing may take for ever.
     with open(path.with_suffix(".lock"), "w", opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as lock:
         if fcntl is not None:
             with contextlib.suppress(OSError):  # a file system without locks
@@ -113,7 +113,7 @@ class Store:
     """The plans that this process knows, beside the library's table of them.
 
     Attributes:
-        plans: of every platform; most are of other machines.
+        plans: the plans of each platform; most platforms are other machines.
     """
 
     plans: dict[Platform, dict[Gemm, Plan]] = dataclasses.field(default_factory=dict)

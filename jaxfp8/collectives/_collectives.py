@@ -1,4 +1,4 @@
-"""all_to_all, all_gather and ppermute of FP8 codes."""
+"""The collectives all_to_all, all_gather and ppermute, which send FP8 codes."""
 
 from collections.abc import Iterable
 
@@ -24,33 +24,36 @@ def all_to_all(
 
         y = jax.lax.all_to_all(q(x), axis_name, split_axis, concat_axis, tiled=tiled)
 
-    where `q` quantizes and dequantizes by the quantizer `input` of the recipe. Codes travel as bytes. Scales of rows
-    and blocks travel beside them. One scale is that of the whole tensor, on all devices, and does not travel. NaN and
-    Inf arrive as NaN. The gradient passes straight through `q`: the cotangent of y travels back as codes of the
-    quantizer `output_grad`, with scales of its own. **The cotangent of `state` is the next state**: overwrite with it,
-    never add it. That of `state.kernel` is zero, and `jaxfp8.update_state` then keeps it.
+    where `q` quantizes and dequantizes by the quantizer `input` of the recipe. Codes travel as bytes, and scales of
+    rows and blocks travel beside them. A recipe with one scale for the tensor has the same scale on all devices, which
+    does not travel. NaN and Inf arrive as NaN. The gradient passes straight through `q`: the cotangent of y travels
+    back as codes of the quantizer `output_grad`, with scales of its own. **The cotangent of `state` is the next
+    state**: overwrite the state with it, never add it. The cotangent of `state.kernel` is zero, with which
+    `jaxfp8.update_state` keeps the old value.
 
     Args:
         x: bfloat16, float16 or float32, with at least one dimension.
         axis_name: a mesh axis of the `shard_map`, or several.
-        split_axis, concat_axis: see `jax.lax.all_to_all`; not the last dimension where that shares scales of rows or
-            blocks.
+        split_axis, concat_axis: see `jax.lax.all_to_all`; with scales of rows or blocks neither may be the last
+            dimension.
         recipe: for example `Float8CurrentScaling()`. None sends x and its cotangent in high precision. A `CustomRecipe`
-            that has no quantizer for one of them sends that one in high precision.
+            without a quantizer for x, or for its cotangent, sends that tensor in high precision.
         state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
-            `DotGeneralState(None, None, None)` takes every scale from the tensor at hand. Under `vmap` each member of a
-            batch has its own scales; a state that they share combines by max.
+            `DotGeneralState(None, None, None)` takes every scale from the tensor at hand. Under `vmap` each example has
+            its own scales; the next values of a state that the examples share combine by max.
         tiled: see `jax.lax.all_to_all`.
 
     Returns:
         A QTensor of the shape of y. `dot_general` and `ragged_dot` multiply its codes; `dequantize(dtype)` gives y. Its
-        `source`, which gets the gradient, is y in the dtype of x, and is not computed where nothing reads it. In high
+        `source`, which gets the gradient, is y in the dtype of x; XLA drops a `source` that no code reads. In high
         precision the QTensor has no scale, and its `data` is y.
 
     Raises:
-        TypeError: x has another dtype; the recipe or the state is not one; second derivatives and forward mode.
-        ValueError: the `shard_map` has no such axis; x has no such dimension; the state is missing or of another shape
-            or history length; the collective cuts or joins the dimension that shares scales.
+        TypeError: x has another dtype; `recipe` is not a Recipe, or `state` not a DotGeneralState; or JAX takes a
+            second derivative, or differentiates in forward mode.
+        ValueError: the `shard_map` has no axis `axis_name`; x has no dimension `split_axis` or `concat_axis`; the state
+            is missing, or has another shape or history length; or the collective cuts or joins the last dimension,
+            along which elements share scales.
     """
     op = "all_to_all"
     split_axis, concat_axis = _axis(op, "split_axis", split_axis, x), _axis(op, "concat_axis", concat_axis, x)
@@ -75,12 +78,12 @@ def all_gather(
 
         y = jax.lax.all_gather(q(x), axis_name, axis=axis, tiled=tiled)
 
-    The rest is that of `all_to_all`, but for the gradient: it is a sum over devices, `jax.lax.psum_scatter` of the
-    cotangent in the dtype of x, and the cotangent of `state.output_grad` is zero.
+    See `all_to_all` for codes, scales and state. The gradient differs: it is a sum over devices, the
+    `jax.lax.psum_scatter` of the cotangent in the dtype of x, and the cotangent of `state.output_grad` is zero.
 
     Args:
         x, axis_name, recipe, state, tiled: see `all_to_all`.
-        axis: see `jax.lax.all_gather`; not the last dimension of y where that shares scales of rows or blocks.
+        axis: see `jax.lax.all_gather`; with scales of rows or blocks not the last dimension of y.
 
     Returns:
         A QTensor of the shape of y; see `all_to_all`.
@@ -107,11 +110,12 @@ def ppermute(
 
         y = jax.lax.ppermute(q(x), axis_name, perm)
 
-    The rest is that of `all_to_all`. Between stages of a pipeline that have states of their own, the scale travels too.
+    See `all_to_all` for codes, scales, state and gradient. Between stages of a pipeline that have states of their own,
+    one scale travels too.
 
     Args:
         x, axis_name, recipe, state: see `all_to_all`.
-        perm: pairs of `(source, destination)`, see `jax.lax.ppermute`. Other devices get zeros.
+        perm: pairs of `(source, destination)`, see `jax.lax.ppermute`. A device that is no destination gets zeros.
 
     Returns:
         A QTensor of the shape of y; see `all_to_all`.

@@ -39,7 +39,7 @@ class Call:
     arguments: tuple[tuple[str, Any], ...]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the function of x."""
+        """Call the function with x and the other arguments."""
         return self.function(x, **dict(self.arguments))
 
 
@@ -48,13 +48,13 @@ class Collective:
     """A collective of `jax.lax`, its arguments included.
 
     Attributes:
-        name: of the public function, for messages.
+        name: the name of the public function, for messages.
         axis_names: the mesh axes.
-        send: moves an array of any dtype.
-        send_back: moves the cotangent of what `send` returns.
-        axes: the dimensions of the result that it cuts or joins.
-        has_one_sender: whether what a device receives comes from one device.
-        sums_back: whether `send_back` adds what several devices send, so that it cannot take codes.
+        send: the function that moves an array of any dtype.
+        send_back: the function that moves the cotangent of `send`'s result.
+        axes: the dimensions of the result that the collective cuts or joins.
+        has_one_sender: whether each device receives from one device.
+        sums_back: whether `send_back` adds the arrays of several devices, so that it cannot take codes.
     """
 
     name: str
@@ -69,21 +69,22 @@ class Collective:
 def transfer(
     collective: Collective, x: jax.typing.ArrayLike, recipe: Recipe | None, state: DotGeneralState | None
 ) -> QTensor:
-    """Quantize x, send its codes, and return the QTensor of what arrives."""
+    """Quantize x, send its codes, and return the QTensor that arrives."""
     x = _checks.rank(collective.name, "x", _checks.high_precision(collective.name, "x", x), 1)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not set(collective.axis_names) <= set(manual):
         raise ValueError(
-            f"{collective.name}: axis_name: expected mesh axes of the shard_map around it, which has {manual}, got "
-            f"{collective.axis_names}"
+            f"{collective.name}: axis_name: expected mesh axes of the shard_map around the call, which has {manual}, "
+            f"got {collective.axis_names}"
         )
     if recipe is None:
         recipe, state = HighPrecision(pipeline_axes=()), None
     quantizers, state = checked_quantizers(collective.name, recipe, state)
-    if x.size == 0:  # there is no element: the state is not touched
+    if x.size == 0:  # an array without elements leaves the state as it is
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
     both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _implementation.selected())
-    # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
+    # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of examples that share it, by max; JAX
+    # would add them up.
     source, codes = _compiled(both, x, vmapped_state(shared(state), x))
     # Codes have no derivative: the gradient goes to the source.
     return QTensor(source, None) if codes is None else dataclasses.replace(lax.stop_gradient(codes), source=source)
@@ -94,10 +95,10 @@ class _Transfer:
     """The static part of one transfer.
 
     Attributes:
-        collective: both ways.
-        quantizers: of x, of the kernel, which is not there, and of the cotangent.
+        collective: the collective, forward and back.
+        quantizers: the quantizers of x, of the kernel, which a transfer does not use, and of the cotangent.
         reduce: `(amax, state) -> amax`, over the mesh.
-        implementation: of the ops, also in the backward.
+        implementation: the implementation of the ops, in the forward and the backward.
     """
 
     collective: Collective
@@ -108,7 +109,7 @@ class _Transfer:
     def move(self, send, quantizer: Quantizer, x, step, dtype) -> tuple[jax.Array, QTensor | None, QTensor]:
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and the QTensor for the next state.
 
-        Without a scale, as in high precision, x travels as it is, and the codes are None.
+        In high precision, without a scale, x travels as it is, and the codes are None.
         """
         options = OperandOptions(rows=x.ndim - 1, columnwise=False, reduce=self.reduce)
         q, _ = quantizer.quantize_operand(x, step, options)
@@ -121,7 +122,7 @@ class _Transfer:
 
     def send_scales(self, send, q: QTensor, data, quantizer: Quantizer):
         """Return the scales of the codes `data` that arrived, and their block."""
-        # 1. All devices may have the same scale: then nothing is to be sent. Types say so, or the reduction of amaxes.
+        # 1. Send no scale where all devices have the same scale: types tell, or the reduction of amaxes tells.
         axes, agreed = set(self.collective.axis_names), self.reduce.axes
         if q.has_one_scale:
             if agreed is None:
@@ -132,7 +133,7 @@ class _Transfer:
                 return q.scale_inv, None
             if self.collective.has_one_sender:
                 return send(q.scale_inv), None
-        # 2. Else the scales travel with their rows, `[*rows, columns of blocks]`: one scale becomes that of each row.
+        # 2. Else send the scales with their rows, as `[*rows, columns of blocks]`; one scale is repeated for each row.
         rows, is_one = q.shape[:-1], q.has_one_scale
         scales = jnp.broadcast_to(q.scale_inv, (math.prod(rows), 1)) if is_one else q.scale_inv
         if scales.shape[0] != math.prod(rows) or data.ndim - 1 in self.collective.axes:
@@ -140,21 +141,21 @@ class _Transfer:
                 f"{self.collective.name}: recipe: expected one scale for the tensor on all devices, or whole rows that "
                 f"have scales of their own; the scales of x{list(q.shape)} are {list(q.scale_inv.shape)}, and the "
                 f"collective moves dimensions {self.collective.axes} of {list(data.shape)}. Move others than the "
-                "last, or take a recipe with one scale, such as Float8CurrentScaling()"
+                "last dimension, or take a recipe with one scale, such as Float8CurrentScaling()"
             )
         moved = _as_bytes(send, scales.reshape(*rows, -1))
         return moved.reshape(-1, moved.shape[-1]), (1, None) if is_one else q.block
 
 
 def _as_bytes(send, x):
-    """Send x; codes and scales of one byte as uint8, because XLA widens float8 numbers where it cannot send them."""
+    """Send x, with dtypes of one byte as uint8, because XLA widens float8 numbers where it cannot send them."""
     if x.dtype.itemsize > 1:
         return send(x)
     return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def _forward(both, x, state: DotGeneralState, has_backward):
-    """Return what `_transfer` gives, and the residuals."""
+    """Return the results of `_transfer`, and the residuals `(q, step of the gradient, reading)`."""
     reading = reading_of(state)
     # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = state.input, None, state.output_grad if has_backward else None
@@ -165,13 +166,13 @@ def _forward(both, x, state: DotGeneralState, has_backward):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _transfer(both, x, state):
-    """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that nothing reads."""
+    """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that no code reads."""
     with _implementation.using(both.implementation):
         return _forward(both, x, state, False)[0]
 
 
 def _transfer_fwd(both, x, state):
-    # A gradient that leaves out the state leaves the scales as they are, for all of the training.
+    # Warn of a gradient that leaves out the state: its scales would stay the same in all of training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
     with _implementation.using(both.implementation):
@@ -188,7 +189,7 @@ class _Type:
 
 
 def _transfer_bwd(both, residuals, cotangents):
-    """Send the cotangent back in the backward format; where devices add it, in its own dtype."""
+    """Send the cotangent back as codes of `output_grad`; where devices add cotangents, in its own dtype."""
     (q, grad_step, reading), types = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next value.

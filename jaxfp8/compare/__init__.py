@@ -1,6 +1,6 @@
-"""`python -m jaxfp8.compare`: one small language model, trained in each precision: time, memory and loss.
+"""`python -m jaxfp8.compare`: train one small language model in each precision; print time, memory and loss.
 
-The text, and what a run is, serve the examples too.
+The examples use the classes and functions that are exported here too.
 """
 
 from ._corpus import Corpus as Corpus

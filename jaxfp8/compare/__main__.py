@@ -1,7 +1,7 @@
 """Train or time one small language model in every precision: time, memory and loss of each.
 
-All arms start from the same weights, see the same text and take turns step by step. One model serves them all: an arm
-is a dtype, and a recipe that `jaxfp8.autocast` selects.
+All arms start from the same weights, see the same text and take turns step by step. All arms train one model: an arm is
+a dtype, and a recipe that `jaxfp8.autocast` selects.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from ._model import HEAD, LanguageModel
 from ._programs import Program, compile_step
 from ._training import create_state, make_optimizer, time_steps, train
 
-CHECK_STEPS = 5  # before times are taken
-MAX_CHECK_DIFFERENCE = 0.1  # nat, of losses after them; a first loss is log(103) = 4.6
+CHECK_STEPS = 5  # the steps whose losses are compared before times are taken
+MAX_CHECK_DIFFERENCE = 0.1  # nat, between losses after these steps; a first loss is log(103) = 4.6
 
 TINY = {"steps": 4, "batch": 2, "width": HEAD, "layers": 1, "length": 32}
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    """Read the command line; the program ends with a message where it makes no sense."""
+    """Read the command line; an option that makes no sense ends the program with a message."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxfp8.compare",
         description=__doc__.split("\n\n")[0],
@@ -40,8 +40,8 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=16, help="windows of text a step (default: 16)")
     parser.add_argument("--length", type=int, default=128, help="characters of a window (default: 128)")
-    parser.add_argument("--width", type=int, default=128, help=f"of the model, a multiple of {HEAD} (default: 128)")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default: 2)")
+    parser.add_argument("--width", type=int, default=128, help=f"width, a multiple of {HEAD} (default: 128)")
+    parser.add_argument("--layers", type=int, default=2, help="blocks of the model (default: 2)")
     parser.add_argument("--time-only", action="store_true", help="no training to the end, no losses")
     parser.add_argument("--out", default="compare.png", help="picture (default: compare.png)")
     parser.add_argument("--json", help="write settings, versions and results here")
@@ -71,7 +71,7 @@ class Comparison:
     def __init__(self, args, corpus: Corpus):
         self.args, self.corpus = args, corpus
         self.arms: dict[str, Arm] = {name: ARMS[name] for name in args.arms}
-        # A schedule of the length of the proof: times are those of any step.
+        # Where only times are measured, any length of the schedule will do: take that of the proof.
         self.optimizer = make_optimizer(_report.PROOF_STEPS if args.time_only else args.steps)
         count, size = len(corpus.vocabulary), {"width": args.width, "layers": args.layers}
         self.models = {name: LanguageModel(count, args.length, arm.dtype, **size) for name, arm in self.arms.items()}
@@ -79,15 +79,15 @@ class Comparison:
 
     @property
     def steps(self) -> dict:
-        """Return name -> compiled training step."""
+        """The compiled training step of each arm, by name."""
         return {name: program.step for name, program in self.programs.items()}
 
     def states(self, seed: int) -> dict:
-        """Return name -> first TrainState."""
+        """Return the first TrainState of each arm, by name."""
         return {name: create_state(arm, self.models[name], seed, self.optimizer) for name, arm in self.arms.items()}
 
     def batches(self, seed: int, steps: int):
-        """Yield the text of a seed, the same for all arms."""
+        """Yield the batches of a seed, int32 `[batch, length + 1]`, which are the same for all arms."""
         for windows in self.corpus.random_batches(seed, steps, self.args.batch, self.args.length):
             yield jnp.asarray(windows)
 
@@ -99,7 +99,7 @@ class Comparison:
             self.programs[name] = compile_step(self.arms[name], state, batch)
 
     def train(self) -> list:
-        """Train the arms: for each seed name -> Run."""
+        """Train the arms; return for each seed a dict name -> Run."""
         limit = 2 if self.args.tiny else None
         validation = jnp.asarray(self.corpus.validation_batches(16, self.args.length, limit))
         seeds = []
@@ -112,13 +112,13 @@ class Comparison:
         return seeds
 
     def time(self) -> dict:
-        """Return name -> ms of each timed step; compare losses first.
+        """Return the ms of each timed step, by arm; compare losses first.
 
         Raises:
-            AssertionError: an arm does not compute what the others do.
+            AssertionError: the loss of an arm is not finite, or more than MAX_CHECK_DIFFERENCE off the reference.
         """
         states, runs = train(self.arms, self.steps, self.states(0), self.batches(0, CHECK_STEPS), None, CHECK_STEPS)
-        # An arm that computes something else may be fast for that reason: do not time it.
+        # An arm may be fast because it computes something else: do not time such an arm.
         losses = {name: run.train_losses[-1] for name, run in runs.items()}
         expected = losses[_report.reference_of(losses) or self.args.arms[0]]
         for name, loss in losses.items():
@@ -129,7 +129,7 @@ class Comparison:
 
 @contextlib.contextmanager
 def progress(total: int):
-    """Yield a function that shows one more turn, and the losses after it: on a bar of tqdm, where it is installed."""
+    """Yield a function of the runs that shows one more turn and its losses on a bar of tqdm, if tqdm is installed."""
     if not importlib.util.find_spec("tqdm"):
         yield lambda runs: None
         return

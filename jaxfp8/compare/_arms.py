@@ -1,4 +1,4 @@
-"""The arms of the comparison: a dtype, and a recipe or none."""
+"""The arms of the comparison: each is a dtype, and for FP8 a recipe."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ class Arm(NamedTuple):
     """One way to train the model.
 
     Attributes:
-        dtype: of everything but FP8 products.
-        recipe: of the FP8 products; None has none.
-        precision: of float32 products on GPUs, as `jax.default_matmul_precision` names it.
-        loss_scaled: whether the loss is scaled dynamically, and steps with infinite gradients are skipped.
-        color: in the picture.
+        dtype: the compute dtype of all layers; FP8 products take their operands in this dtype.
+        color: the color in the picture.
+        recipe: the recipe of the FP8 products; None for an arm without FP8.
+        precision: the precision of float32 products on GPUs, a value of `jax.default_matmul_precision`.
+        loss_scaled: whether the loss is scaled dynamically, and steps with gradients that are not finite are skipped.
     """
 
     dtype: Any
@@ -36,7 +36,7 @@ class Arm(NamedTuple):
 
 
 def current_and_mx(role):
-    """Quantize with tensor scales forward and MX blocks for the gradient: only a custom recipe mixes them."""
+    """Return a quantizer with one scale forward, and with MX blocks for the gradient, as only custom recipes can."""
     if role in ("linear_input", "linear_weight"):
         return recipes.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
     return recipes.MXFP8Quantizer() if role == "linear_grad_output" else None

@@ -17,7 +17,7 @@ DENSE = functools.partial(nn.Dense, dot_general_cls=Fp8DotGeneral)
 def attend(query, key, value):
     """Compute causal attention, `[batch, length, heads, HEAD]`; scores and softmax in float32.
 
-    Not `jax.nn.dot_product_attention`: it has no float16 on CPUs.
+    `jax.nn.dot_product_attention` cannot be used here, because it has no float16 on CPUs.
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32) * HEAD**-0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
@@ -26,7 +26,7 @@ def attend(query, key, value):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP. The four projections are made by `dense`."""
+    """Pre-norm attention and MLP, whose four projections `dense` makes."""
 
     dtype: Any
     dense: Callable[..., nn.Module] = DENSE
@@ -45,15 +45,15 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Parameters, softmax and loss are in float32 in every arm.
+    """A small transformer. Parameters, softmax and loss are in float32 in every arm.
 
     Attributes:
-        vocabulary: how many characters there are.
-        length: of the context.
-        dtype: of everything that no recipe turns into FP8.
-        width: a multiple of `HEAD`.
-        layers: how many blocks.
-        dense: makes a projection of a block; by default one that takes the recipe of `autocast`.
+        vocabulary: the number of different characters.
+        length: the number of characters of the context.
+        dtype: the compute dtype of all layers.
+        width: the width of the model, a multiple of `HEAD`.
+        layers: the number of blocks.
+        dense: a function that makes a projection of a block; the default takes the recipe of `autocast`.
     """
 
     vocabulary: int

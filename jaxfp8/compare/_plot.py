@@ -10,13 +10,13 @@ from ._runs import smooth, validation_of
 
 
 def plot(path, title: str, results: dict, seeds: list) -> None:
-    """Plot bars of time and memory; above them the curves, where there are any.
+    """Plot bars of time and memory, and above them the curves of losses if the arms were trained.
 
     Args:
-        path: of the picture.
-        title: of the whole.
-        results: of `results_of` or `timed_results`.
-        seeds: for each seed name -> Run; empty where only time was measured.
+        path: the file of the picture.
+        title: the title above all axes.
+        results: the result of `results_of` or `timed_results`.
+        seeds: for each seed a dict name -> Run; empty where only time was measured.
     """
     style = {"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
     matplotlib.rcParams.update(style)
@@ -52,7 +52,7 @@ def _plot_differences(ax, seeds):
     for name in seeds[0]:
         if name != reference:
             steps, validation = validation_of(seeds, name)
-            # Seeds are paired, so their differences are averaged: what a seed does to every arm cancels.
+            # Seeds are paired, so differences are averaged: the part of a seed that all arms share cancels.
             difference = (validation - of_reference).mean(axis=0)
             ax.plot(steps, difference, "o-", markersize=3, color=ARMS[name].color, label=name)
     ax.set(title=f"Validation loss minus {reference}, same weights and batches", xlabel="step", ylabel="nat")

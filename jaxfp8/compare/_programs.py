@@ -1,4 +1,4 @@
-"""The compiled training step of an arm: its memory, and how its FP8 products run."""
+"""Compile the training step of an arm, and read its memory and how its FP8 products run."""
 
 import collections
 import math
@@ -20,10 +20,11 @@ class Program(NamedTuple):
 
     Attributes:
         step: `(state, batch) -> (state, loss, made)`.
-        memory: bytes of arguments, outputs, those outputs that reuse an argument, and temporaries, from XLA's memory
-            analysis; None where a platform has none.
-        kept_bytes: what `jax.vjp` of the loss holds until the backward, weights included, before XLA optimizes it.
-        fp8: how many products and quantizations of FP8 the program has, and how many of them are custom calls.
+        memory: the bytes of arguments, outputs, outputs that reuse an argument (`aliased`), and temporaries, from XLA's
+            memory analysis; None where a platform has no such analysis.
+        kept_bytes: the bytes that `jax.vjp` of the loss holds until the backward, weights included, before XLA
+            optimizes the program.
+        fp8: the numbers of FP8 products and quantizations in the program, and of those that run as custom calls.
     """
 
     step: Callable
@@ -33,19 +34,19 @@ class Program(NamedTuple):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Return the bytes that the step needs: arguments, outputs that reuse no argument, temporaries."""
+        """The bytes that the step needs: arguments, outputs that reuse no argument, temporaries."""
         if self.memory is None:
             return None
-        # The sum counts the aliased bytes as a fourth part: they go out once for that, and once with the outputs.
+        # The sum holds the aliased bytes twice, as themselves and in the outputs. Neither needs memory of its own.
         return sum(self.memory.values()) - 2 * self.memory["aliased"]
 
     def how(self) -> str:
-        """Describe how products and quantizers of FP8 run here."""
+        """Describe how the FP8 products and quantizers of the program run on this backend."""
         fp8, platform = self.fp8, f"XLA:{jax.default_backend().upper()}"
         if not fp8["products"]:
             return "no FP8"
         kernels = fp8["products_by_kernel"], fp8["products_by_xla"]
-        # The HLO may have a call more often than the jaxpr, where XLA has copied it: no count is below zero.
+        # XLA may copy a call, so the HLO may have more calls than the jaxpr: let no count fall below zero.
         emulated = max(0, fp8["products"] - sum(kernels))
         products = (
             (kernels[0], "products by custom calls (cuBLASLt)"),
@@ -57,17 +58,17 @@ class Program(NamedTuple):
         return f"{_parts(products)}; {_parts(quantizers)}"
 
     def record(self) -> dict:
-        """Return the record for JSON."""
+        """Return memory and FP8 counts as a dict for JSON."""
         memory = {"memory_bytes": self.memory, "peak_bytes": self.peak_bytes, "kept_bytes": self.kept_bytes}
         return memory | {"fp8": self.fp8, "how": self.how()}
 
 
 def compile_step(arm: Arm, state: TrainState, batch) -> Program:
-    """Compile the training step of an arm for a state and a batch of these shapes."""
+    """Compile the training step of an arm for the shapes of a state and a batch."""
     with arm.region():
         traced = train_step.trace(state, batch)
         compiled = traced.lower().compile()
-        # The function that `jax.vjp` returns is a pytree of what it keeps, so its shapes tell the bytes.
+        # The function that `jax.vjp` returns is a pytree of the arrays that it keeps, so its shapes tell the bytes.
         _, vjp = jax.eval_shape(lambda v: jax.vjp(lambda v: loss_fn(v, state.apply_fn, batch), v), state.params)
     kept = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
     return Program(compiled, _memory(compiled.memory_analysis()), kept, _fp8(traced.jaxpr.jaxpr, compiled.as_text()))
@@ -83,7 +84,7 @@ def _memory(analysis) -> dict[str, int] | None:
 
 
 def _fp8(jaxpr, hlo: str) -> dict[str, int]:
-    # The jaxpr says what the program asks for, the compiled HLO what runs.
+    # The jaxpr has the ops that the program asks for, the compiled HLO the custom calls that run.
     ops = collections.Counter(eqn.primitive.name for eqn, _ in _programs.equations(jaxpr))
     calls = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', hlo))
 

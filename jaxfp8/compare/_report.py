@@ -11,7 +11,7 @@ from ..inspect._machine import processor, versions
 from ._arms import ARMS, FP8_ARMS
 from ._runs import record, summarize
 
-MAX_LOSS = 0.02  # nat of validation loss above bf16, as the mean of paired differences
+MAX_LOSS = 0.02  # the largest mean of paired differences to bf16 that passes, in nat of validation loss
 PROOF_STEPS, PROOF_SEEDS = 1000, 3
 
 
@@ -22,18 +22,18 @@ def environment() -> dict:
 
 
 def device_name() -> str:
-    """Return the device that programs run on, as its vendor calls it."""
+    """Return the vendor's name of the device that programs run on."""
     device = jax.devices()[0]
     return f"{processor()} (CPU)" if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
 
 
 def reference_of(names) -> str | None:
-    """Return the arm that others are compared with: bf16, where it runs, else f32."""
+    """Return the arm that others are compared with: bf16 if it is among `names`, else f32; or None."""
     return next((name for name in ("bf16", "f32") if name in names), None)
 
 
 def results_of(seeds, programs) -> dict[str, dict]:
-    """Return for each arm what `summarize` and `Program.record` say, and the steps that each seed skipped."""
+    """Return for each arm the results of `summarize` and `Program.record`, and the steps that each seed skipped."""
     results = summarize(seeds, reference_of(seeds[0]))
     for name, row in results.items():
         row |= programs[name].record() | {"skipped": [runs[name].skipped for runs in seeds]}
@@ -41,15 +41,15 @@ def results_of(seeds, programs) -> dict[str, dict]:
 
 
 def timed_results(times, programs) -> dict[str, dict]:
-    """Return for each arm the median of its times, in ms, and what `Program.record` says."""
+    """Return for each arm its times and their median, in ms, and the result of `Program.record`."""
     medians = {name: {"median_ms_per_step": float(np.median(ms))} for name, ms in times.items()}
     steps = {name: {"step_ms": [round(t, 3) for t in ms]} for name, ms in times.items()}
     return {name: medians[name] | steps[name] | programs[name].record() for name in times}
 
 
 def table(results) -> str:
-    """Return a line for each arm; without losses where none were measured."""
-    # Columns without figures are left out: of a reference that did not run, of losses that were not measured.
+    """Return a table with a line for each arm."""
+    # Columns without figures are left out: those of a reference that did not run, and of losses without a training.
     reference = reference_of(results)
     has_losses = all("mean_validation_loss" in row for row in results.values())
     has_intervals = any(row.get(f"interval_minus_{reference}", {}).get("low") is not None for row in results.values())
@@ -76,7 +76,7 @@ def table(results) -> str:
 
 
 def notes(programs) -> str:
-    """Describe on which device this ran, and how the FP8 products of each arm did."""
+    """Describe on which device the programs ran, and how the FP8 products of each arm ran there."""
     lines = [f"device: {device_name()}", "how FP8 ran there, in one step:"]
     lines += [f"  {name:8} {programs[name].how()}" for name in programs if name in FP8_ARMS]
     if len(lines) == 2:
@@ -92,7 +92,7 @@ def is_proof(steps: int, seeds: int, names) -> bool:
 
 
 def judge(results) -> tuple[bool, str]:
-    """Return `(passed, one line)`. A loss that is not a number does not pass: no comparison with it holds."""
+    """Return `(passed, one line)`; an arm whose loss is NaN does not pass, because no comparison with NaN holds."""
     differences = {name: results[name]["mean_minus_bf16"] for name in FP8_ARMS}
     passed = all(difference <= MAX_LOSS for difference in differences.values())
     each = ", ".join(f"{name} {difference:+.4f}" for name, difference in differences.items())

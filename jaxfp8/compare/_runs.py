@@ -1,4 +1,4 @@
-"""The runs of the arms with one seed, and the figures over seeds."""
+"""Runs of the arms with one seed, and figures over several seeds."""
 
 import dataclasses
 
@@ -7,13 +7,13 @@ import numpy as np
 
 @dataclasses.dataclass
 class Run:
-    """One arm of one seed.
+    """The curves and times of one arm with one seed.
 
     Attributes:
-        step_ms: time of each step.
-        train_losses: of each step.
-        validation: `(step, loss)`.
-        skipped: how many steps were, because scaled gradients overflowed.
+        step_ms: the time of each step, in ms.
+        train_losses: the training loss of each step, in nat.
+        validation: pairs `(step, validation loss)`.
+        skipped: how many steps were skipped, because scaled gradients overflowed.
     """
 
     step_ms: list = dataclasses.field(default_factory=list)
@@ -23,22 +23,24 @@ class Run:
 
     @property
     def median_step_ms(self) -> float:
-        """Return the median without the first step of a run, which may compile and touches new memory."""
+        """The median time of a step, without the first step of a run, which may compile and touches new memory."""
         return float(np.median(self.step_ms[1:]))
 
     def record(self) -> dict:
-        """Return the curves for JSON."""
+        """Return the median time and the curves as a dict for JSON."""
         validation = [[step, round(loss, 5)] for step, loss in self.validation]
         train = np.round(smooth(self.train_losses)[1], 4).tolist()
         return {"median_ms_per_step": round(self.median_step_ms, 2), "validation": validation, "train": train}
 
 
 def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> dict[str, dict]:
-    """Return for each arm the last validation losses, their differences to the reference, means, interval, ms a step.
+    """Return for each arm its last validation losses, their mean and the median ms of a step.
+
+    If `reference` is one of the arms, the result also has the differences to its losses, their mean and the interval.
 
     Args:
-        seeds: for each seed name -> Run.
-        reference: the arm whose losses are subtracted, where it is one of them.
+        seeds: for each seed a dict name -> Run.
+        reference: the name of the arm whose losses are subtracted, or None.
     """
     results = {}
     for name in seeds[0]:
@@ -57,7 +59,7 @@ def summarize(seeds: list[dict[str, Run]], reference: str | None = "bf16") -> di
 def student_t(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t: `P(|T| <= quantile) = 0.95`.
 
-    With `t = sqrt(degrees) tan(angle)` the density is `cos(angle)**(degrees - 1)` on a quarter turn, but for a factor.
+    With `t = sqrt(degrees) tan(angle)` the density of the angle is `cos(angle)**(degrees - 1)`, up to a factor.
     """
     edges = np.linspace(0, np.pi / 2, 20_001)
     mass = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (degrees - 1))
@@ -65,8 +67,8 @@ def student_t(degrees: int) -> float:
 
 
 def interval(differences) -> dict:
-    """Return the mean of paired differences and its 95 % confidence interval; of one seed alone the bounds are None."""
-    # Seeds are independent, arms of one seed are not: differences have one variance, that of pairs.
+    """Return the mean of paired differences and its 95 % confidence interval; with one seed the bounds are None."""
+    # Seeds are independent of each other, but arms of one seed are not: the variance is that of the differences.
     count, mean = len(differences), float(np.mean(differences))
     if count == 1:
         return {"mean": mean, "low": None, "high": None, "seeds": 1}
@@ -75,18 +77,21 @@ def interval(differences) -> dict:
 
 
 def record(seeds: list[dict[str, Run]]) -> list[dict]:
-    """Return curves for JSON, one entry a seed."""
+    """Return the curves for JSON: for each seed a dict name -> `Run.record()`."""
     return [{name: run.record() for name, run in runs.items()} for runs in seeds]
 
 
 def smooth(losses, blocks: int = 100):
-    """Return means over up to `blocks` stretches of equal length, and the step in the middle of each."""
+    """Average losses over stretches of equal length; return `(steps in the middle, means)`, both f64 `(n,)`.
+
+    n is the number of losses where that is less than `blocks`, else from `blocks` to `2 * blocks - 1`.
+    """
     size = max(1, len(losses) // blocks)
     count = len(losses) // size
     return (np.arange(count) + 0.5) * size, np.reshape(losses[: count * size], (count, size)).mean(axis=1)
 
 
 def validation_of(seeds, name):
-    """Return steps `(n,)` and validation losses `(seeds, n)` of an arm."""
+    """Return `(steps, losses)` of an arm's validations: a list of n steps, and an array `(seeds, n)`."""
     steps = [step for step, _ in seeds[0][name].validation]
     return steps, np.array([[loss for _, loss in runs[name].validation] for runs in seeds])

@@ -1,4 +1,4 @@
-"""Training the arms of one seed on the same batches, turn by turn."""
+"""Train the arms of one seed on the same batches, turn by turn."""
 
 import functools
 import time
@@ -31,7 +31,10 @@ def loss_fn(variables, apply_fn, batch):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, batch):
-    """Return `(state, loss, whether the step was made)`; a step is skipped where scaled gradients overflow."""
+    """Take one step; return `(state, loss, made)`, where made is False for a step that was skipped.
+
+    A step is skipped if scaled gradients overflow.
+    """
     scale = state.loss_scale
     if scale is None:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch)
@@ -65,19 +68,19 @@ def create_state(arm: Arm, model: LanguageModel, seed: int, optimizer) -> TrainS
 
 
 def train(arms, steps, states, batches, validation, count, on_step=lambda runs: None):
-    """Train all arms, step by step in turns, so that what slows the machine slows all of them alike.
+    """Train all arms in turns, a step of each, so that a busy machine slows all arms alike.
 
     Args:
-        arms: name -> Arm.
-        steps: name -> compiled `train_step`.
-        states: name -> TrainState; donated.
-        batches: int32 `[batch, length + 1]`, `count` of them.
-        validation: int32 `[batches, batch, length + 1]`, or None to leave it out.
-        count: how many steps.
-        on_step: called with the runs after each turn.
+        arms: a dict name -> Arm.
+        steps: a dict name -> compiled `train_step`.
+        states: a dict name -> TrainState, whose arrays are donated.
+        batches: an iterable of `count` arrays int32 `[batch, length + 1]`.
+        validation: int32 `[batches, batch, length + 1]`; None for no validation.
+        count: the number of steps.
+        on_step: a function that is called with the runs after each turn.
 
     Returns:
-        `(states, runs)`: name -> the last TrainState, and name -> Run.
+        `(states, runs)`: dicts name -> last TrainState and name -> Run.
     """
     states, runs = dict(states), {name: Run() for name in arms}
     for i, batch in enumerate(batches, start=1):
@@ -98,7 +101,10 @@ def train(arms, steps, states, batches, validation, count, on_step=lambda runs: 
 
 
 def time_steps(steps, states, batch, turns: int) -> dict[str, list[float]]:
-    """Return name -> ms of `turns` steps. A turn is two steps; the second is timed, the first warms the heap."""
+    """Return for each arm the ms of `turns` steps.
+
+    A turn takes two steps of each arm: the first warms the heap, the second is timed.
+    """
     states, times = dict(states), {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():

@@ -1,4 +1,4 @@
-"""State and weights from and for other libraries, and state that has to fit a changed model."""
+"""Convert state and weights from and for other libraries, and fit state to a changed model."""
 
 from . import _serialization as _serialization
 from ._fit import merge_state as merge_state, reset_state as reset_state, resize_history as resize_history

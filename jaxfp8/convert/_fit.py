@@ -1,4 +1,4 @@
-"""State that has to fit a changed model: another history length, layers that are new in FP8; or that begins again."""
+"""Fit state to a changed model: another history length, layers that are new in FP8; or reset the state."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,16 +18,16 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     """Resize every amax history of `tree`; the newest entries are kept.
 
     Slot 0 is the newest entry, slot 1 the oldest and the last slot the second newest. So `[5, 2, 3, 4]` becomes
-    `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six: what is new counts as older than the oldest, is the first
-    to be dropped, and 0 means that nothing was recorded.
+    `[5, 4]` with two slots and `[5, 0, 0, 2, 3, 4]` with six: new slots count as older than the oldest entry, and hold
+    0, which means that nothing was recorded.
 
     Args:
         tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a variables dict, one collection of
             it, a `DotGeneralState`, a whole TrainState. Arrays of other names stay as they are.
-        amax_history_len: the new length, at least 1. Give the recipe the same.
+        amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
-        The same tree.
+        `tree` with histories `[..., amax_history_len]`.
 
     Raises:
         ValueError: the length is below 1, or the tree has no history.
@@ -37,7 +37,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
         raise TypeError(f"resize_history: amax_history_len: expected an int, got {amax_history_len!r}")
     if amax_history_len < 1:
         raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
-    # A tree without a history would come back as it is, and only the model would find its length to be another.
+    # Without this check a tree without histories would come back unchanged, and the error would come from the model.
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     if not any(map(_is_history, (path for path, _ in paths))):
         raise ValueError(
@@ -52,7 +52,7 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
 def _resize(history, length):
     """Resize a history `[..., H]` to `[..., length]`."""
     # Slot 0 is the newest entry; the next newest are at the end.
-    kept = min(history.shape[-1], length) - 1  # beside the newest: the last slots
+    kept = min(history.shape[-1], length) - 1  # how many of the last slots stay
     newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
     gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
     return jnp.concatenate([newest, gap, older], axis=-1)
@@ -65,20 +65,21 @@ def _is_history(path) -> bool:
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a checkpoint's variables with FP8 state that fits the model as it is now.
 
-    Other collections are those of the checkpoint. A module whose state the checkpoint lacks (a bfloat16
-    checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is resized.
-    Counters that the model does not have are left out. Numbers are not judged: state is read such that what is not
-    finite counts as absent.
+    All other collections come from the checkpoint, where it has them. A module whose state the checkpoint lacks (a
+    bfloat16 checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is
+    resized. Counters that the model does not have are left out. Numbers that are not finite are kept: a step reads them
+    as if nothing was recorded.
 
     Args:
-        variables: of the model as it is now: `model.init(...)`.
-        restored: what the checkpoint holds, in its own shapes.
+        variables: the variables of the model as it is now, from `model.init(...)`.
+        restored: the variables of the checkpoint, in the shapes of the checkpoint.
 
     Returns:
         Nested dicts; state is float32.
 
     Raises:
-        ValueError: the checkpoint has state for a module that the model does not have in FP8, or stacked differently.
+        ValueError: the checkpoint has state for a module that the model does not have in FP8, or that it stacks
+            differently.
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
@@ -96,7 +97,7 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
             raise ValueError(
                 f"{where}: restored: {_tree.at(path, unknown[0])}: the model has no such state, it has "
                 f"{sorted(_tree.at(p) for p in merged)}. State of other libraries goes through from_flax or "
-                "from_transformer_engine; drop from the checkpoint what the model no longer has in FP8"
+                "from_transformer_engine; drop from the checkpoint modules that the model no longer has in FP8"
             )
         merged[path] = merged.get(path, {}) | {
             name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
@@ -129,8 +130,8 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
         variables = jaxfp8.convert.reset_state(variables, only_bad=True)
         nnx.update(model, jaxfp8.convert.reset_state(nnx.state(model), only_bad=True))
 
-    An optimizer that steps on state makes numbers below zero, which no step of delayed scaling does; the scale of such
-    a quantizer is NaN (docs/numerics.md). Repair the training loop first, and the parameters if they are NaN.
+    An optimizer that steps on state makes numbers below zero, which a step of delayed scaling never makes; the scale of
+    such a quantizer is NaN (docs/numerics.md). Repair the training loop first, and the parameters if they are NaN.
 
     Args:
         tree: any tree with history f32 `(..., H)` and scale f32 `(..., 1)` side by side: a variables dict, a
@@ -138,7 +139,7 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
         only_bad: reset only the rows (a quantizer, or one layer of a stack) with an entry or a scale below zero.
 
     Returns:
-        The same tree; other leaves are those of `tree`.
+        `tree` with state that was reset; other leaves are those of `tree`.
 
     Raises:
         ValueError: the tree has no state of delayed scaling.

@@ -13,19 +13,19 @@ _OTHER_FORMATS = "NANOOFp8DotGeneralOp"
 
 
 def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
-    """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for our classes.
+    """Convert state of Flax's `nn.Fp8DotGeneral`, `nn.Fp8DotGeneralOp` and `nn.Fp8Einsum` for jaxfp8's classes.
 
-    Flax and we store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
+    Flax and jaxfp8 store the same six arrays with the same meaning; histories and scales are kept to the bit. Only the
     names of modules differ:
 
-        Flax                                                       here
+        Flax                                                       jaxfp8
         <layer>/Fp8DirectDotGeneralOp_0 (nn.Fp8DotGeneral)         <layer>/Fp8DotGeneral_0
         <layer>/Fp8DotGeneralOp_0                                  <layer>/Fp8DotGeneral_0
         <layer>/Fp8Einsum_0, and any name the user has given       the same
 
     **Einsum.** `nn.Fp8Einsum` stores the kernel's amaxes as `input_…` and those of x as `kernel_…` wherever
     `jnp.einsum` exchanges the operands: when the output has the kernel's own dimensions before those of x, as in
-    `"bsd,edf->ebsf"`. We keep x in `input_…` whatever the equation. The tree does not tell the equation, so name
+    `"bsd,edf->ebsf"`. jaxfp8 keeps x in `input_…` whatever the equation. The tree does not tell the equation, so name
     these modules in `swapped`.
 
     Args:
@@ -38,8 +38,8 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
         Nested dicts with state in float32 (a tree that was cast to bfloat16 is widened).
 
     Raises:
-        ValueError: no FP8 state, an incomplete module, two modules that would get one name, a pattern that matches
-            nothing, or NANOO state: its scales refer to the fnuz formats of AMD.
+        ValueError: the tree has no FP8 state, an incomplete module, two modules that would get one name, or NANOO
+            state, whose scales refer to the fnuz formats of AMD; or a pattern matches no module.
         TypeError: `variables` is not a dict, or a leaf is not a floating array.
     """
 
@@ -59,19 +59,19 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
 def to_flax(
     variables: Mapping[str, Any], *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Convert our state for Flax's classes, the inverse of `from_flax`; counters, which Flax lacks, are left out.
+    """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`, without counters, which Flax lacks.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
         name: the class that Flax's model uses: `"Fp8DirectDotGeneralOp"`, which is `nn.Fp8DotGeneral`, or the older
             `"Fp8DotGeneralOp"`.
-        swapped: as for `from_flax`; paths of our tree.
+        swapped: as for `from_flax`; regular expressions for paths of `variables`.
 
     Returns:
-        Nested dicts.
+        Nested dicts with state in float32.
 
     Raises:
-        ValueError, TypeError: as `from_flax`; `name` is neither of the two.
+        ValueError, TypeError: as `from_flax`; also a ValueError if `name` is neither of the two.
     """
     if name not in _FLAX:
         raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")

@@ -1,4 +1,4 @@
-"""The parameters of a frozen model by their paths, and its FP8 kernels as matrices `[out, in]` with their scales."""
+"""Read the parameters of a frozen model by path, and its FP8 kernels as matrices `[out, in]` with their scales."""
 
 import dataclasses
 import math
@@ -24,13 +24,14 @@ NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, 
 
 
 def parameters(frozen: Any) -> dict[Path, Any]:
-    """Return the parameters of a Linen model's variables or of an NNX model by path, and placeholders of kernels.
+    """Return the parameters and the placeholders of kernels, by path, of a Linen model's variables or an NNX model.
 
-    Other collections of Linen have their name in front; state of quantizers is left out.
+    A path in another collection of Linen than `params` begins with the collection's name. State of quantizers is left
+    out.
 
     Raises:
-        TypeError: `frozen` is neither.
-        ValueError: variables without `params`.
+        TypeError: `frozen` is neither a dict of variables nor an NNX module.
+        ValueError: the variables have no collection `params`.
     """
     if isinstance(frozen, nnx.Module):
         state = nnx.to_flat_state(nnx.state(frozen, (nnx.Param, nnx.BatchStat)))
@@ -45,21 +46,19 @@ def parameters(frozen: Any) -> dict[Path, Any]:
     if of_linen.PARAMS not in collections:
         raise ValueError(f"{NOT_FROZEN}, got a dict without 'params': {sorted(frozen)}")
     leaves = traverse_util.flatten_dict(collections.pop(of_linen.PARAMS)) | traverse_util.flatten_dict(collections)
-    is_boxed = {path: isinstance(leaf, meta.AxisMetadata) for path, leaf in leaves.items()}
-    return {
-        path: leaf.unbox() if is_boxed[path] and not isinstance(leaf, PLACEHOLDERS) else leaf
-        for path, leaf in leaves.items()
-    }
+    boxes = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, meta.AxisMetadata)}
+    return leaves | {path: box.unbox() for path, box in boxes.items() if not isinstance(box, PLACEHOLDERS)}
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Kernel:
-    """An FP8 kernel of a frozen model; kernels of stacked layers are one.
+    """An FP8 kernel of a frozen model; the kernels of stacked layers are one FP8Kernel.
 
     Attributes:
-        path: of its layer and "kernel"; where the placeholder of the kernel is elsewhere, of its product and "kernel".
-        arrays: those of the product, by name.
-        placeholder: of the kernel, or None where that was kept.
+        path: the path of the layer, then "kernel"; the path of the product, then "kernel", where the layer has no
+            placeholder.
+        arrays: the arrays of the frozen product, by name.
+        placeholder: the placeholder of the kernel, or None where the kernel was kept.
     """
 
     path: Path
@@ -75,9 +74,9 @@ class FP8Kernel:
         """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked kernel and part of its rows.
 
         Args:
-            layout: the one whose scales these have to be.
-            stacked: how many leading dimensions are those of stacked kernels.
-            parts: into how many equal parts the rows are divided.
+            layout: the layout in `LAYOUTS` that the scales must have.
+            stacked: how many leading dimensions count stacked kernels.
+            parts: the number of equal parts into which the rows are divided.
 
         Raises:
             ValueError: see `to_safetensors`.
@@ -109,7 +108,7 @@ class FP8Kernel:
                 yield index, part, matrix, row_scales.view(np.uint8) if row_scales.itemsize == 1 else row_scales, inputs
 
     def _matrix_shape(self, shape, stacked) -> tuple[int, int]:
-        """Find which dimensions of `[*stacked, *out, *in]` are outputs and which are inputs."""
+        """Return `(rows, columns)` of each kernel in codes `[*stacked, *out, *in]`: the sizes of outputs and inputs."""
         leading, codes = shape[:stacked], shape[stacked:]
         kernel = getattr(self.placeholder, "shape", None)
         if kernel is not None:  # a placeholder of NNX has no stacked dimensions
@@ -129,7 +128,7 @@ class FP8Kernel:
         return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
     def _check_layout(self, codes, scale, stacked, n, k, layout) -> None:
-        """Raise unless the scales are those of the layout."""
+        """Raise a ValueError unless scales, codes and k are as the layout needs them."""
 
         def fits(layout):
             shape = layout.scale_shape(n, k)
@@ -153,7 +152,7 @@ class FP8Kernel:
             raise self._error("inputs that are a multiple of 32", f"{k}", "loaders take no part of a block")
 
     def _check_numbers(self, codes, scale, input_scale) -> None:
-        """Raise for a NaN, which loaders do not agree on."""
+        """Raise a ValueError for NaN codes, and for scales that are not positive and finite."""
         scales = [a.astype(np.float32) for a in (scale, input_scale) if a is not None]
         if np.any(codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
             raise self._error("finite codes and scales", "NaN", "repair the parameters, and freeze again")
@@ -163,7 +162,11 @@ class FP8Kernel:
 
 
 def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
-    """Take the frozen products out of parameters."""
+    """Remove the frozen products from parameters by path, and return them.
+
+    Raises:
+        ValueError: the parameters hold no frozen product.
+    """
     kernels = []
     for product in [path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV]:
         arrays = {name: leaves.pop((*product, name)) for name in _ARRAYS if (*product, name) in leaves}

@@ -1,4 +1,4 @@
-"""Where the loaders of FP8 weights look for scales, and the configs that make them do so."""
+"""The names and shapes under which loaders of FP8 weights expect scales, and the configs that tell the loaders."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,13 @@ from ..ops import _blocks
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the scales of a weight `[out, in]` lie in a file.
+    """The place of the scales of a weight `[out, in]` in a file.
 
     Attributes:
-        recipes: which give such scales.
-        suffix: which the name of the weight gets for that of its scales.
-        block: `(r, c)`, the rows and columns that share a scale; None is all of them.
-        dtype: of the scales.
+        recipes: the recipes whose kernels have such scales, in words.
+        suffix: the end of the name of the scales, after the name of the weight.
+        block: `(r, c)`, the rows and columns that share a scale; None for one scale.
+        dtype: the dtype of the scales.
     """
 
     recipes: str
@@ -52,7 +52,7 @@ def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dic
     """
     if layout == "block128":
         config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-        # Transformers reads the first name, older versions of vLLM the second.
+        # Transformers reads `modules_to_not_convert`, older versions of vLLM read `ignored_layers`.
         return config | {"modules_to_not_convert": ignored, "ignored_layers": ignored}
     scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
     if layout == "mxfp8":

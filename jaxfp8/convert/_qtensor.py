@@ -1,4 +1,4 @@
-"""QTensors to and from qwix's QArray and the operands of `jax.nn.scaled_matmul`; codes are not copied."""
+"""Convert QTensors to and from qwix's QArray and the operands of `jax.nn.scaled_matmul`; codes are not copied."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 def to_qarray(q: QTensor) -> Any:
     """Return the codes and scales of a QTensor as a `qwix.QArray`.
 
-    The codes are the same array. The scales are reshaped to the rank of the codes, and become float32 where they are
-    E8M0, which is exact and not a dtype that qwix has for scales. `data_t` and `source` stay behind.
+    The codes are the same array. The scales are reshaped to the rank of the codes. Scales in E8M0, which qwix does not
+    have, become float32, exactly. `data_t` and `source` are left out.
 
     Args:
-        q: with FP8 codes, and blocks that divide their dimensions.
+        q: a QTensor with FP8 codes, whose blocks divide the dimensions of the codes.
 
     Raises:
         ImportError: qwix is not installed.
@@ -52,17 +52,18 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
     `[*batch, rows / r, cols / c]`.
 
     Args:
-        array: with FP8 codes and without a zero point; read by its attributes.
-        batch: how many leading dimensions are those of matrices with scales of their own.
+        array: a `qwix.QArray`, or an object with its attributes `qvalue`, `scale` and `zero_point`, with FP8 codes and
+            no zero point.
+        batch: the number of leading dimensions that count matrices with scales of their own.
 
     Raises:
-        ValueError: the codes are not FP8; there is a zero point; tiles lie such that no `(r, c)` describes them.
+        ValueError: the codes are not FP8; there is a zero point; or no block `(r, c)` describes the tiles.
     """
     codes, scale = array.qvalue, array.scale
     if codes.dtype not in FP8_DTYPES or array.zero_point is not None:
         raise ValueError(
             f"from_qarray: array: expected codes in FP8 without a zero point, got {codes.dtype} and zero_point "
-            f"{array.zero_point}; jaxfp8 multiplies no other"
+            f"{array.zero_point}; jaxfp8 multiplies no other codes"
         )
     if scale.size == 1:
         return QTensor(codes, scale.astype(jnp.float32).reshape(1))
@@ -74,7 +75,7 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
             f"got codes {codes.shape} and scales {scale.shape}"
         )
     counts = (math.prod(count for _, count in pairs[batch:-1]), scale.shape[-1])
-    # A scale for each row: no size of a block along it.
+    # A block of one whole row is (1, None).
     block = (r, None if r == 1 and c == codes.shape[-1] else c)
     is_power = getattr(array, "qtype", None) == "mxfp8"
     scale_inv = scale.astype(jnp.float32).reshape(*codes.shape[:batch], *counts)
@@ -84,18 +85,20 @@ def from_qarray(array: Any, *, batch: int = 0) -> QTensor:
 def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
     """Return `(codes [B, M, K], scales [B, M, blocks])`, an operand of `jax.nn.scaled_matmul`.
 
-        y = jax.nn.scaled_matmul(a, b, a_scales, b_scales)  # of to_scaled_matmul(x) and to_scaled_matmul(kernel)
+        a, a_scales = to_scaled_matmul(x)
+        b, b_scales = to_scaled_matmul(kernel)
+        y = jax.nn.scaled_matmul(a, b, a_scales, b_scales)
 
-    Codes and scales are reshaped, no more: both keep their dtype. B is the batch dimensions, M the rows and K the
+    Codes and scales are only reshaped, and keep their dtypes. B counts the batch dimensions, M the rows and K the
     columns. On NVIDIA GPUs cuDNN multiplies E8M0 blocks of 32; JAX has no such product on CPUs.
 
     Args:
-        q: with blocks along its columns alone, `(1, c)`: `MXFP8BlockScaling`, `Float8RowwiseScaling`, x of
-            `Float8BlockScaling`.
+        q: a QTensor with blocks `(1, c)`, which lie along its columns alone: from `MXFP8BlockScaling` or
+            `Float8RowwiseScaling`, or x of `Float8BlockScaling`.
 
     Raises:
-        ValueError: `q` is in high precision; it has one scale, or one for several rows, which the function takes only
-            repeated; or the last block is cut off.
+        ValueError: `q` is in high precision; `q` has one scale, or scales for several rows, which `scaled_matmul` would
+            need repeated for each row; or the last block is cut off.
     """
     scale_inv, block = _scales_and_block("to_scaled_matmul", q)
     batch = scale_inv.ndim - 2
@@ -103,20 +106,20 @@ def to_scaled_matmul(q: QTensor) -> tuple[jax.Array, jax.Array]:
     if block is None or block[0] != 1 or k % (block[1] or k):
         raise ValueError(
             f"to_scaled_matmul: q: expected blocks (1, c) that divide the {k} columns, got block={block}; "
-            "jaxfp8.dot_general multiplies it"
+            "jaxfp8.dot_general multiplies other blocks"
         )
     return q.data.reshape(-1, m, k), scale_inv.reshape(-1, m, scale_inv.shape[-1])
 
 
 def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
-    """Return an operand of `jax.nn.scaled_matmul` as a QTensor; both arrays stay what they are.
+    """Return an operand of `jax.nn.scaled_matmul` as a QTensor, which holds the same two arrays.
 
     Args:
         codes: FP8 `[B, M, K]`.
-        scales: float32 or float8_e8m0fnu `[B, M, blocks]`, of equal blocks along K.
+        scales: float32 or float8_e8m0fnu `[B, M, blocks]`, for equal blocks along K.
 
     Raises:
-        ValueError: other dtypes or shapes.
+        ValueError: `codes` or `scales` have another dtype or shape.
     """
     fits = codes.ndim == scales.ndim == 3 and codes.shape[:2] == scales.shape[:2]
     if not fits or codes.shape[2] % scales.shape[2]:
@@ -134,7 +137,7 @@ def from_scaled_matmul(codes: jax.Array, scales: jax.Array) -> QTensor:
 
 
 def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
-    """Return the scales of FP8 codes and their block, None for one scale."""
+    """Return the scales of FP8 codes and their block; the block of one scale is None."""
     if not q.is_fp8:
         raise ValueError(f"{where}: q: expected FP8 codes with scales, got {q.data.dtype} without; quantize it first")
     if q.has_one_scale:
@@ -147,7 +150,7 @@ def _scales_and_block(where: str, q: QTensor) -> tuple[jax.Array, tuple | None]:
 
 
 def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ...]:
-    """Return how many blocks of `step` elements of merged dimensions lie along each of them."""
+    """Return for each of several merged dimensions how many blocks of `step` elements lie along the dimension."""
     counts = []
     step = math.prod(sizes) if step is None else min(step, math.prod(sizes))
     for size in reversed(sizes):
@@ -162,7 +165,11 @@ def _spread(q: QTensor, sizes: Sequence[int], step: int | None) -> tuple[int, ..
 
 
 def _merged(pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Return the elements of merged dimensions `(size, scales)` that share a scale; None where no number says it."""
+    """Return how many elements of merged dimensions share a scale; None where that is not one number.
+
+    Args:
+        pairs: for each dimension its size and its number of scales.
+    """
     step, is_open = 1, True
     for size, count in reversed(pairs):
         if not is_open and size != count:

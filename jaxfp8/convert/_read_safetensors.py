@@ -1,4 +1,4 @@
-"""Read FP8 weights and their scales from a safetensors file: numpy alone, so that this file works outside of jaxfp8."""
+"""Read FP8 weights and their scales from a safetensors file; this file needs numpy only, so it works on its own."""
 
 import dataclasses
 import json
@@ -13,13 +13,13 @@ _KEPT_AS |= {"BOOL": "?", "U8": "u1", "I8": "i1"} | {f"{k}{8 * n}": f"<{k.lower(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, as it lies there.
+    """A tensor of a safetensors file, in the file's dtype, with the scales that belong to the tensor.
 
     Attributes:
         data: codes and bfloat16 numbers as unsigned integers of their bits, other dtypes as they are.
         dtype: the name that safetensors gives to the dtype: `"F8_E4M3"`, `"BF16"`, `"F32"`, ...
         scale_inv: f32[1], or f32 `[rows / r, cols / c]`, rounded up, a scale for each block; None without scales.
-        block: `(r, c)`, the rows and columns that share a scale; None: all of them.
+        block: `(r, c)`, the rows and columns that share a scale; None for one scale, and without scales.
         input_scale_inv: f32[1], the fixed scale_inv of the layer's input; or None.
     """
 
@@ -42,25 +42,27 @@ class StoredTensor:
 
 
 def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Read a safetensors file; weights in FP8 have their scales with them.
+    """Read a safetensors file; each FP8 weight gets its scales.
 
-    | scales of `x.weight`, by their name | block |
+    The names and dtypes of scales in the file tell their block:
+
+    | scales of `x.weight` | block |
     |---|---|
     | `x.weight_scale_inv`, float32 or E8M0 | `(128, 128)` |
-    | `x.weight_scale`, uint8, which are E8M0 | `(1, 32)` |
-    | either, of one element | None |
-    | `x.input_scale`, or `x.activation_scale` | of the input |
+    | `x.weight_scale`, E8M0, also as uint8 | `(1, 32)` |
+    | `x.weight_scale_inv` or `x.weight_scale` with one element; `x.weight_scale` in other dtypes | None, one scale |
+    | `x.input_scale` or `x.activation_scale` | `input_scale_inv`, the scale of the layer's input |
 
     Args:
-        path: of a file of `to_safetensors`, or of another writer of these layouts.
+        path: a file of `to_safetensors`, or of another writer of these layouts.
 
     Returns:
-        The tensors by name, without those of scales, which are in the tensor that they belong to. `data` is mapped from
-        the file, and read when it is used.
+        The tensors by name; scales are in the tensor to which they belong, and have no entry of their own. `data` is
+        mapped from the file, and read when it is used.
 
     Raises:
-        ValueError: the file is not in the safetensors format, or is cut off; a dtype, or the shape of scales, is none
-            of those above.
+        ValueError: the file is not in the safetensors format, or is cut off; a dtype is unknown; or the shape of scales
+            fits none of the layouts above.
 
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
@@ -97,7 +99,7 @@ def _tensor(where, data, dtype, shape, data_offsets) -> StoredTensor:
 
 
 def _with_scales(name, weight, tensors):
-    """Return a weight with its scales, and the names of these."""
+    """Return a weight with its scales, and the names of the scales in the file."""
     prefix = name.removesuffix("weight")
     named = {kind: tensors.get(f"{name}_{kind}") for kind in ("scale_inv", "scale")}
     inputs = {kind: tensors.get(f"{prefix}{kind}_scale") for kind in ("input", "activation")}
@@ -123,7 +125,7 @@ def _with_scales(name, weight, tensors):
 
 
 def _values(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Return numbers as numpy has them, exactly."""
+    """Return the exact values of stored numbers, in a dtype that numpy has."""
     if dtype == "BF16":
         return (data.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E8M0":

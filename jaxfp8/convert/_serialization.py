@@ -1,4 +1,4 @@
-"""Register our pytrees that are no Flax classes with Flax's msgpack checkpoints, which store them as dicts."""
+"""Register jaxfp8's dataclasses with Flax's msgpack checkpoints, which store them as dicts."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ def _to_state_dict(state) -> dict:
 
 
 def _names(state) -> list[str]:
-    """Return the fields, counters only where they exist: checkpoints without them are as if there were no counters."""
+    """Return the names of the fields, `counters` only where the state has them: older checkpoints lack that field."""
     names = [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
     return [name for name in names if name != _COUNTERS or getattr(state, name) is not None]
 
 
 def _from_state_dict(target, saved: dict):
     names = _names(target)
-    if isinstance(target, QuantizerState):  # whether there are counters is for the program that runs now to say
+    if isinstance(target, QuantizerState):  # the running program decides whether there are counters
         saved = {name: value for name, value in saved.items() if name != _COUNTERS or name in names}
         names = [name for name in names if name != _COUNTERS or name in saved]
     if set(saved) != set(names):

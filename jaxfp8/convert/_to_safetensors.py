@@ -39,25 +39,27 @@ def to_safetensors(
     A weight is its codes times their scale: every scale in the file is a scale_inv. FP8 kernels become matrices, whose
     rows are the outputs. Other parameters keep their dtype; kernels are transposed, and biases have one dimension.
 
-    `names` maps regular expressions to names in the file. The first one that matches a whole parameter path
+    `names` maps regular expressions to names in the file. The first expression that matches a whole parameter path
     (`re.fullmatch`), such as `"layers_3/mlp/up/kernel"`, decides. In a name `\1` is a group of the expression, and each
     `{}` the index along a leading dimension of stacked parameters (`nn.scan`, experts). A tuple of names divides the
-    rows into equal parts; None leaves the parameter out.
+    rows into equal parts; the name None leaves the parameter out.
 
     Args:
-        frozen: what `jaxfp8.freeze` gave: the variables of a Linen model, or the NNX model.
-        path: of the file.
-        names: as above; without it paths joined by `.`, with `weight` for `kernel`, `embedding` and `scale`.
-        layout: `"tensor"`, `"block128"` or `"mxfp8"`, for all FP8 kernels. Nothing is quantized again to fit it.
+        frozen: the result of `jaxfp8.freeze`: the variables of a Linen model, or the NNX model.
+        path: the file to write.
+        names: the mapping above; None gives each parameter its path joined by `.`, with `weight` in place of a last
+            part `kernel`, `embedding` or `scale`.
+        layout: `"tensor"`, `"block128"` or `"mxfp8"`, for all FP8 kernels. No kernel is quantized again to fit it.
 
     Returns:
         The `quantization_config` of the model's `config.json`.
 
     Raises:
-        ValueError: `frozen` is not frozen; the recipe of a layer has another layout, or none; codes are not e4m3, or
-            NaN; a parameter has no name, or two have one; an expression matches nothing; a kernel is no matrix, or
-            cannot be divided. No file is written then.
-        TypeError: `frozen` is neither variables nor an NNX model; a dtype that the format lacks.
+        ValueError: `frozen` holds no frozen product; the scales of a layer's recipe fit another layout, or no layout;
+            some layers have fixed scales for their inputs and others not; codes are not float8_e4m3fn, or are NaN; a
+            parameter has no name, or two have the same name; an expression matches no parameter; a kernel is not a
+            matrix, or cannot be divided. No file is written then.
+        TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a dtype that the format lacks.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}")
@@ -113,7 +115,7 @@ class _Names:
         self.names, self.unused = names, dict.fromkeys(names or ())
 
     def __call__(self, path: Path) -> tuple[str, ...]:
-        """Return a template for each part of the rows of a parameter; empty where it is left out."""
+        """Return a name template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
         if self.names is None:
             return (".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),)
         for pattern, name in self.names.items():
@@ -127,10 +129,10 @@ class _Names:
         raise ValueError(f"to_safetensors: names: {at(path)} matches no expression; map it to None to leave it out")
 
     def check_used(self) -> None:
-        """Raise for an expression that no parameter has matched first."""
+        """Raise a ValueError for an expression that decided about no parameter."""
         if self.unused:
             raise ValueError(
-                f"to_safetensors: names: {list(self.unused)} match no parameter that is not matched before"
+                f"to_safetensors: names: {list(self.unused)} match no parameter, or none that is left by those before"
             )
 
 
@@ -156,7 +158,7 @@ def _arrays(path: Path, leaf: Any, templates: tuple[str, ...]) -> Iterator[tuple
 
 
 def _write(path: str | os.PathLike, tensors: dict[str, np.ndarray]) -> None:
-    """Write tensors: the length of the header in 8 bytes, the header in JSON, the bytes without holes."""
+    """Write tensors: the length of the header in 8 bytes, the header in JSON, then the tensors without gaps."""
     # Wide dtypes come first, so that all tensors are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     header, end = {"__metadata__": {"format": "pt"}}, 0

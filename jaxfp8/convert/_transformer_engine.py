@@ -2,11 +2,12 @@
 
 With amaxes 1, 2, 3, 4, 5 and H = 4, after the last step (`f` is FP8_MAX / amax / 2**margin):
 
-             history              scale
-    here     [5, 2, 3, 4]         that of step 5, inverted: 1 / f(4)
-    there    [0, 3, 4, 5]         that of step 6: f(5)
+                          history              scale
+    jaxfp8                [5, 2, 3, 4]         1 / f(4), the inverse of the scale of step 5
+    TransformerEngine     [0, 3, 4, 5]         f(5), the scale of step 6
 
-TransformerEngine has already computed the next scale and dropped the oldest amax, which we do when the state is read.
+TransformerEngine has already computed the next scale and dropped the oldest amax; jaxfp8 does both when the next step
+reads the state.
 """
 
 import functools
@@ -33,7 +34,7 @@ _NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
 def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling | None = None) -> dict[str, Any]:
     """Convert state of TransformerEngine's Flax modules (2.4 and later, delayed scaling) for `Fp8DotGeneral`.
 
-        TransformerEngine                                   here, in `_overwrite_with_gradient`
+        TransformerEngine                                   jaxfp8, in `_overwrite_with_gradient`
         collection fp8_metas (its modules):
           <layer>/{x,kernel,grad}_{amax_history,scale}        <layer>/Fp8DotGeneral_0/{input,kernel,output_grad}_{…}
           <layer>/{x,kernel,grad}_1_{…} (LayerNormMLP)        <layer>/Fp8DotGeneral_1/{…}
@@ -44,25 +45,29 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
         amax_history  [0, a_2, …, a_N], after rotation          [a_N, a_1, a_2, …], before rotation: slot 0 newest,
                                                                 slot 1 oldest
 
-    The next step has bitwise TransformerEngine's scale, and so have all later ones. The oldest amax `a_1` is no longer
-    in its history; where it set the scale, an amax that gives that very scale takes its slot, which is the next to be
-    dropped. Three exceptions. An Inf in its history freezes its scale and counts as 0 here. A scale larger than its
-    history allows (frozen at an Inf, or of another recipe) is left for the one that the history gives. A scale of
-    "most_recent" whose newest amax is 0 may be off by an ulp, because we store its inverse.
+    The scales of the next step and of all later steps equal TransformerEngine's to the bit. TransformerEngine's history
+    no longer holds the oldest amax `a_1`. Where `a_1` set the scale, an amax that gives the same scale takes its slot,
+    which is the next to be dropped. There are three exceptions:
 
-    Layers keep their paths. Modules of other names, and parameters, are for the caller to rename.
+    - An Inf in the history freezes the scale in TransformerEngine, and counts as 0 in jaxfp8.
+    - A scale larger than the history allows (frozen at an Inf, or from another recipe) gives way to the scale of the
+      history.
+    - With `"most_recent"` and a newest amax of 0 the scale may be off by an ulp, because jaxfp8 stores its inverse.
+
+    Layers keep their paths. The caller renames modules with other names, and parameters.
 
     Args:
         variables: all variables of a model (collections without state are kept as they are), or one collection alone.
             Leaves may be stacked.
-        recipe: that of the run, for its `margin`, `amax_compute_algo` and `fp8_format`; without one `DelayedScaling()`.
+        recipe: the recipe of the run, of which `margin`, `amax_compute_algo` and `fp8_format` are read; None is
+            `DelayedScaling()`.
 
     Returns:
         Nested dicts with state in float32.
 
     Raises:
-        ValueError: no state, an unknown or a missing variable, shapes that do not fit, or a history whose slot 0 is
-            not 0, as TransformerEngine keeps it between steps.
+        ValueError: the tree has no state, an unknown or a missing variable, shapes that do not fit, or a history whose
+            slot 0 is not 0; TransformerEngine keeps 0 there between steps.
         TypeError: `variables` is not a dict, a leaf is not a floating array, or the recipe is not delayed scaling.
     """
     where = "from_transformer_engine"
@@ -76,7 +81,7 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
                 state = {}
                 for name, operand in _NAMES.items():
                     history, scale = _tree.quantizer(where, path, module, name + postfix)
-                    # State that is in our layout already would be converted without an error, one slot off.
+                    # State that is in jaxfp8's layout already would be converted without an error, one slot off.
                     _expect_rotated(_tree.at(path, name + postfix), history)
                     arrays = jnp.asarray(history), jnp.asarray(scale)
                     state |= _named(operand, _before_rotation(quantizers[operand], *arrays))
@@ -89,13 +94,13 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
 def to_transformer_engine(
     variables: Mapping[str, Any], recipe: DelayedScaling | None = None, *, collection: str = _FP8_METAS
 ) -> dict[str, Any]:
-    """Convert our state for TransformerEngine: its next step has the scale that ours would have.
+    """Convert jaxfp8's state for TransformerEngine, whose next step gets the scale of jaxfp8's next step.
 
-    Histories and scales that came from TransformerEngine go back to the bit, but for the exceptions named there.
+    Histories and scales that `from_transformer_engine` converted go back to the bit, with the exceptions named there.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
-        recipe: that of the run; without one `DelayedScaling()`.
+        recipe: the recipe of the run; None is `DelayedScaling()`.
         collection: `"fp8_metas"` for TransformerEngine's own modules, `"_overwrite_with_gradient"` for Flax layers
             with a `make_dot_general_cls` class.
 
@@ -103,7 +108,8 @@ def to_transformer_engine(
         Nested dicts. Entries of a history that are negative or not finite become 0.
 
     Raises:
-        ValueError: no state, a module that is not an `Fp8DotGeneral_<n>`, or a collection of another name.
+        ValueError: the tree has no state or a module that is not an `Fp8DotGeneral_<n>`, or `collection` is neither of
+            the two.
         TypeError: as `from_transformer_engine`.
     """
     where = "to_transformer_engine"
@@ -113,7 +119,7 @@ def to_transformer_engine(
 
     def convert(modules: _tree.Modules) -> _tree.Modules | None:
         converted: _tree.Modules = {}
-        # The same layer comes once for each of its products: their number decides about the names.
+        # `layers` holds a layer once for each of its products: the number of products decides about the names.
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
             match = re.fullmatch(rf"{_OURS}_(\d+)", path[-1]) if path else None
@@ -123,7 +129,7 @@ def to_transformer_engine(
                     "TransformerEngine's; drop or rename this one"
                 )
             state = {}
-            # A layer with one product has no postfix, as DenseGeneral; with several they are _0, _1, as LayerNormMLP.
+            # A layer with one product (DenseGeneral) has no postfix, a layer with several (LayerNormMLP) _0, _1, ...
             is_wrapped = collection == OVERWRITE_WITH_GRADIENT
             postfix = "" if is_wrapped or layers.count(path[:-1]) == 1 else f"_{match[1]}"
             for name, operand in _NAMES.items():
@@ -151,7 +157,7 @@ def _quantizers(where, recipe) -> dict[str, DelayedScalingQuantizer]:
 
 
 def _postfixes(where, path, module) -> list[str]:
-    """Return the products of one module of TransformerEngine: `[""]`, or `["_0", "_1"]`."""
+    """Return the postfix of each product in one module of TransformerEngine: `[""]`, or `["_0", "_1"]`."""
     postfixes = []
     for name in module:
         match = re.fullmatch(r"(?:x|kernel|grad)(|_\d+)_(?:scale|amax_history)", name)
@@ -190,7 +196,7 @@ def _expect_rotated(name, history):
 
 
 def _next_scale(quantizer, history, scale_inv):
-    """Compute the scale `[..., 1]` of the next step, from our history `[..., H]` and scale `[..., 1]`."""
+    """Compute the scale `[..., 1]` of the next step, from jaxfp8's history `[..., H]` and scale_inv `[..., 1]`."""
     algo = quantizer.amax_compute_algo
     history = _scaling.clean(history)
     # A user's algorithm reads one history; stacked histories are mapped over.
@@ -207,26 +213,26 @@ def _numerator(quantizer):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
-    """Convert our `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
-    # [5, 2, 3, 4] becomes [2, 3, 4, 5]; then the oldest amax, 2, gives its slot to the next one.
+    """Convert jaxfp8's `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
+    # [5, 2, 3, 4] becomes [2, 3, 4, 5]; then 0 replaces the oldest amax, 2: slot 0 waits for the next amax.
     rotated = jnp.roll(_scaling.clean(history), -1, axis=-1).at[..., 0].set(0)
     return rotated, _next_scale(quantizer, history, scale_inv)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _before_rotation(quantizer, rotated, scale):
-    """Convert TransformerEngine's `(history, scale)` to our `(history, scale_inv)`."""
+    """Convert TransformerEngine's `(history, scale)` to jaxfp8's `(history, scale_inv)`."""
     # 1. Invert the scale, and undo the rotation: the slot of the dropped amax, the oldest, gets slot 0's zero.
     usable = _scaling.positive_finite(scale)
     scale = jnp.where(usable, jnp.clip(scale, _scaling.MIN_SCALE, _scaling.MAX_SCALE), jnp.float32(1))
     scale_inv = _scaling.round_quotient(jnp.ones_like(scale), scale)
     history = jnp.roll(rotated, 1, axis=-1)
 
-    # 2. Where the history does not give the scale, the dropped amax did, or another amax with the same quotient: with
-    # f(a) for FP8_MAX / a / 2**margin rounded to float32, f(f(f(a))) = f(a) for every a, so f(scale) will do.
+    # 2. Find an amax that the dropped amax may have been: with f(a) for FP8_MAX / a / 2**margin rounded to float32,
+    # f(f(f(a))) = f(a) for every a, so f(scale) is an amax that gives the scale.
     dropped = _scaling.round_quotient(jnp.full_like(scale, _numerator(quantizer)), scale)
     candidate = history.at[..., 1 % history.shape[-1]].set(dropped[..., 0])
-    # 3. Take it only where it explains the scale and the history does not.
+    # 3. Take that amax only where it explains the scale and the history does not.
     unit = jnp.ones_like(scale)
     explained = _next_scale(quantizer, history, unit) == scale
     explains = usable & (_next_scale(quantizer, candidate, unit) == scale)

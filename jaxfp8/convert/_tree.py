@@ -1,6 +1,6 @@
-"""The quantizer state of a tree of variables: modules by path, and the leaves of a module by name.
+"""Read the quantizer state of a tree of variables: modules by path, and the leaves of a module by name.
 
-A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, a path being a tuple of names.
+A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, where a path is a tuple of names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +22,12 @@ Modules = dict[Path, dict[str, object]]
 def convert_state(where: str, variables: Mapping, sources: Iterable[str], target: str, convert: Callable) -> dict:
     """Apply `convert(modules) -> modules` to the collections `sources` of `variables`, which become `target`.
 
-    Other collections stay as they are. Without any of the sources, `variables` is the bare collection. Where the
-    modules hold no FP8 state, `convert` returns None and this function raises a ValueError.
+    Other collections stay as they are. Variables with none of `sources` are taken as the bare collection itself, and
+    the result is a bare collection too.
+
+    Raises:
+        TypeError: `variables` is not a dict.
+        ValueError: the modules hold no FP8 state, for which `convert` returns None.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -50,7 +54,11 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
 
 
 def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
-    """Return the modules of a collection that hold arrays."""
+    """Return the modules of a collection that hold arrays.
+
+    Raises:
+        TypeError: a leaf is not an array.
+    """
     leaves = {name: value for name, value in collection.items() if not isinstance(value, Mapping)}
     for name, leaf in leaves.items():
         if not hasattr(leaf, "dtype"):
@@ -69,7 +77,7 @@ def nested(modules: Modules) -> dict:
 
 
 def is_counters(name: str, module: Iterable[str]) -> bool:
-    """Return whether a leaf of a module, given by its names, is the counters of a quantizer, which only we have."""
+    """Tell whether `name` is the counters of a quantizer in a module with these leaf names."""
     prefix = name.removesuffix("_counters")
     return prefix != name and f"{prefix}_amax_history" in module
 
@@ -84,11 +92,16 @@ def insert(where: str, modules: Modules, path: Path, module: dict) -> None:
 
 
 def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
-    """Return `(amax_history [..., H], scale [..., 1])` of one quantizer, checked and in float32."""
+    """Return `(amax_history [..., H], scale [..., 1])` of one quantizer in float32.
+
+    Raises:
+        TypeError: a leaf has no floating dtype.
+        ValueError: a leaf is missing or has another shape.
+    """
     history, scale = (_leaf(where, path, module, f"{prefix}_{leaf}") for leaf in LEAVES)
     if history.ndim < 1 or history.shape[-1] < 1:
         raise ValueError(f"{where}: {at(path, prefix)}_amax_history: expected (..., H), H >= 1, got {history.shape}")
-    # State may be stacked, history and scale alike.
+    # History and scale may be stacked, in the same way.
     expected = (*history.shape[:-1], 1)
     if tuple(scale.shape) != expected:
         raise ValueError(
@@ -105,7 +118,7 @@ def _leaf(where, path, module, name):
             "start it with empty state"
         )
     leaf = module[name]
-    # A leaf that fits is returned as the object that it is, so that it stays where it lies.
+    # A float32 leaf is returned unchanged, so that it stays on its devices.
     if leaf.dtype == np.float32:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -114,5 +127,5 @@ def _leaf(where, path, module, name):
 
 
 def at(path: Path, name: str = "") -> str:
-    """Join a path as messages and patterns have it."""
+    """Join a path, and the name of a leaf, by `/`, as messages and patterns have paths."""
     return "/".join((*path, name) if name else path)

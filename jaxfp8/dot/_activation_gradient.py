@@ -19,12 +19,12 @@ from ..recipes import OperandOptions, QTensor, has_counters
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ActivationGradient:
-    """The gradient of y, not computed yet: that of `activation(y)` times the derivative.
+    """The gradient of y, not computed yet: the gradient of `activation(y)` times the derivative of the activation.
 
     Attributes:
         y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
-        grad: of `ops.activate(y, activation)`, in the dtype of y.
-        activation: of `ops.activate`.
+        grad: the gradient of `ops.activate(y, activation)`, in the dtype of y.
+        activation: a name that `ops.activate` takes.
     """
 
     y: jax.Array
@@ -42,20 +42,20 @@ def quantize_gradient(
 ) -> tuple[QTensor, jax.Array | None]:
     """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
 
-    One scale for the whole tensor: the gradient of an activation stays in f32 until it is rounded to FP8. Other
-    quantizers take it in the dtype of y.
+    With one scale for the whole tensor, the gradient of an activation stays in f32 until it is rounded to FP8. Other
+    quantizers take the gradient in the dtype of y.
     """
     if not isinstance(grad, ActivationGradient):
         return quantizer.quantize_operand(grad, step, options)
     if not quantizer.has_one_scale:
         return quantizer.quantize_operand(grad.value, step, options)
     values = functools.partial(activation_grad, grad.y, grad.grad, grad.activation)
-    # The op knows the columns of y as they are without a batch of kernels, and counting takes values in memory.
+    # The op has no columns for a batch of kernels, and counters read the values from memory.
     if options.cols != 1 + ops.is_gated(grad.activation) or has_counters(step):
         return quantizer.quantize_operand(values(), step, options)
 
     def current_amax():
-        # In jnp, so that XLA computes the values where it reduces them: a custom call would read them from memory.
+        # Reduce in jnp: XLA then computes the values where it reduces them; a custom call would read them from memory.
         with using("reference"):
             return ops.amax(values())
 

@@ -1,4 +1,4 @@
-"""The dtype that layers compute in, x in that dtype, and sizes of features."""
+"""The compute dtype of layers, the conversion of x to that dtype, and the sizes of features."""
 
 import operator
 

@@ -56,37 +56,41 @@ def dot_general(
     `state` is the next state**: overwrite with it, never add it.
 
     Args:
-        x: bfloat16, float16 or float32, any shape; the `input`. Or the result of `jaxfp8.activated` or
+        x: the `input`, bfloat16, float16 or float32 of any shape; or the result of `jaxfp8.activated` or
             `jaxfp8.normalized`; or a QTensor, as for kernel.
-        kernel: bfloat16, float16 or float32, any shape. A float32 kernel gets its gradient in float32. Or a QTensor of
-            `jaxfp8.quantize_params`, which is not quantized again; its `source` gets the gradient.
-        dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`.
+        kernel: bfloat16, float16 or float32 of any shape; a float32 kernel gets its gradient in float32. Or a QTensor,
+            as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the gradient.
+        dimension_numbers: `((x_contract, kernel_contract), (x_batch, kernel_batch))`, as for `jax.lax.dot_general`.
         recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
         state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
-            `DotGeneralState(None, None, None)` does without: delayed scaling then takes every scale from the amax of
-            the tensor at hand, with one more read of it. Under `vmap` each kernel of a batch then has its own scale; x
-            has one for its batch.
-        bias: bfloat16, float16 or float32, of the free dimensions of kernel. It is rounded to the result's dtype and
-            added in float32, before the only rounding of the result. Its gradient is summed in float32, in the pass
-            that quantizes the gradient of the output.
+            With `DotGeneralState(None, None, None)` delayed scaling keeps no state, and takes every scale from the
+            amax of the tensor at hand, which reads the tensor once more. Under `vmap` over kernels each product then
+            has its own scales; under `vmap` over x alone, one scale of x serves the whole batch.
+        bias: bfloat16, float16 or float32, shaped like the free dimensions of kernel. The bias is rounded to the
+            result's dtype and added in float32, before the only rounding of the result. Its gradient is summed in
+            float32, in the pass that quantizes the gradient of the output.
         precision: None or DEFAULT leaves accumulation to the recipe, whatever `jax.default_matmul_precision` says; HIGH
             or HIGHEST makes all three products precise.
-        preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
-        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; see JAX.
-        activation: return `jaxfp8.activated(y, activation)` of the product y, for the x of the next product. The
-            gradient of y then becomes FP8 in the pass that computes it, from the gradient of the activated values.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
+            `jnp.result_type(x, kernel)`, where a QTensor counts as its source; bfloat16 if both lack a source.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes, as for
+            `jax.lax.dot_general`.
+        activation: a name of `jaxfp8.activated`. The result is then `jaxfp8.activated(y, activation)` of the product y,
+            as the x of the next product: the pass that computes the gradient of y, from the gradient of the activated
+            values, also quantizes it.
 
     Returns:
-        The product, batch dimensions first, then those of x, then those of kernel. With `activation` it is an
-        `Activated`, which type checkers take for an array too.
+        The product: the batch dimensions, then the free dimensions of x, then those of kernel. With `activation` the
+        product is an `Activated`, which type checkers take for an array too.
 
     Raises:
         TypeError: an operand's or the result's dtype is not bfloat16, float16 or float32; `state` is not a
-            DotGeneralState; `recipe` is not a Recipe; second derivatives and forward mode.
-        ValueError: shapes do not fit, the recipe's state is missing or of another shape or history length, or an
-            option cannot be honoured; `activation` is unknown, or gated and the product is not `[..., 2, n]`.
+            DotGeneralState, `recipe` not a Recipe, `out_sharding` no sharding, or `dimension_numbers` are not pairs of
+            ints; the gradient of a QTensor without a source; second derivatives and forward mode.
+        ValueError: shapes do not fit; the recipe's state is missing, or has another shape or history length;
+            `precision` is not listed above; `activation` is unknown, or gated and the product is not `[..., 2, n]`.
     """
-    # 1. Check the operands: shapes come first, because a state that is missing is often that of another layer.
+    # 1. Check the operands: shapes come first, because a missing state is often the state of another layer.
     fused = x if isinstance(x, FusedInput) else None
     (x, x_codes), (kernel, kernel_codes) = (
         operand("dot_general: x", x if fused is None else fused.value),
@@ -153,7 +157,7 @@ def dot_general(
 
 
 def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
-    """Return `(array, codes)` of an argument: the array, or the source of a QTensor; and the QTensor, or None.
+    """Return `(array, codes)`: an array and None; of a QTensor its source (without a source its data) and the QTensor.
 
     Args:
         name: the op and the argument, for messages.
@@ -165,7 +169,7 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
 
 
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
-    """Return the dtype of a result: what is preferred, else that of the operands in high precision."""
+    """Return the dtype of a result: the preferred one, else that of the operands in high precision, else bfloat16."""
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             dtypes = _high_precision_dtypes(operands, codes)
@@ -180,12 +184,12 @@ def is_small(recipe, x, kernel) -> bool:
 
 
 def _high_precision_dtypes(operands, codes) -> list:
-    """Return the dtypes of the operands that are given in high precision, or have a source."""
+    """Return the dtypes of the operands without codes, and of the sources of QTensors."""
     return [x.dtype for x, q in zip(operands, codes, strict=True) if q is None or not q.is_all_of(x)]
 
 
 def _why(recipe) -> str:
-    """Say why a product is in high precision."""
+    """Return the reason why a product is in high precision, a clause."""
     if recipe is not None:
         return f"smaller than min_size={recipe.min_size} of the recipe"
     return "autocast is off" if _autocast.is_off() else "the recipe is None"
@@ -203,8 +207,8 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     if state is None:
         if jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe))):
             raise ValueError(
-                f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), then what the "
-                "gradient with respect to it returned; or DotGeneralState(None, None, None) to go without"
+                f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), and after a step "
+                "the gradient with respect to that state; or DotGeneralState(None, None, None) to keep no state"
             )
         state = DotGeneralState(None, None, None)
     if not isinstance(state, DotGeneralState):

@@ -1,7 +1,7 @@
 """einsum in FP8: an equation of two operands becomes one dot_general, and `x` stays the input whatever its order.
 
 `jnp.einsum` may swap its operands before it calls its `_dot_general` hook; then the kernel would be quantized with the
-input's state. So the equation is read here.
+input's state. So this module reads the equation.
 """
 
 import functools
@@ -12,15 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import _checks
-from ..recipes import DotGeneralState, QTensor, Recipe
+from ..recipes import DotGeneralState, Recipe
 from ._dot_general import dot_general, spec_of
-from ._fused_input import Activated, Normalized
 
 
 def einsum(
     eqn: str,
-    x: ArrayLike | Activated | Normalized,
-    kernel: ArrayLike | QTensor,
+    x: ArrayLike,
+    kernel: ArrayLike,
     *,
     recipe: Recipe | None,
     state: DotGeneralState | None = None,
@@ -37,21 +36,23 @@ def einsum(
     and without rounding the sum to the operand's dtype. The amax recorded is that of the sum.
 
     Args:
-        eqn: for example `"bqd,dhk->bqhk"`; labels are letters.
-        x: bfloat16, float16 or float32; the `input`, in the first place of the equation.
-        kernel: bfloat16, float16 or float32; in the second place. A float32 kernel gets its gradient in float32.
-        recipe: for example `DelayedScaling()`; None computes in high precision.
-        state: `init_state(recipe)`, or what the last step returned. Its cotangent is the next state.
-        precision: as in `dot_general`.
-        preferred_element_type: dtype of the result; without it `jnp.result_type(x, kernel)`.
-        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes; as `jnp.einsum`'s.
+        eqn: the equation, for example `"bqd,dhk->bqhk"`; labels are letters.
+        x: the `input`, bfloat16, float16 or float32: the first operand of the equation.
+        kernel: bfloat16, float16 or float32: the second operand. A float32 kernel gets its gradient in float32.
+        recipe: for example `DelayedScaling()`. None computes in high precision and does not touch the state.
+        state: `init_state(recipe)`, or the state that the last step returned; its cotangent is the next state. None
+            where the recipe keeps no state.
+        precision: as for `dot_general`.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
+            `jnp.result_type(x, kernel)`.
+        out_sharding: PartitionSpec or NamedSharding of the result, on a mesh with explicit axes, as for `jnp.einsum`.
 
     Returns:
-        The product, its dimensions in the order of the output's labels.
+        The product, with its dimensions in the order of the output's labels.
 
     Raises:
-        TypeError: a dtype or an out_sharding, as in `dot_general`.
-        ValueError: the equation is malformed or does not fit the shapes; and as in `dot_general`.
+        TypeError: `eqn` is not a string, an operand is not an array; and the cases of `dot_general`.
+        ValueError: the equation is malformed or does not fit the shapes; and the cases of `dot_general`.
     """
     product = functools.partial(dot_general, recipe=recipe, state=state)
     options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
@@ -75,11 +76,11 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     x_sizes = dict(zip(x_labels, x.shape, strict=True))
     kernel_sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
     sizes = _broadcast_sizes(eqn, x_sizes, kernel_sizes)
-    if is_empty:  # before a sum over nothing makes zeros that would count as seen: the state is not touched
+    if is_empty:  # A sum over no element would be zeros, whose amax counts: return first, so that the state stays.
         dtype = _checks.dtype("einsum", "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
         return jnp.zeros([sizes[label] for label in out_labels], dtype, out_sharding=spec_of("einsum", out_sharding))
     # 2. Remove what `dot_general` does not have: dimensions that broadcast, and labels that are summed alone.
-    # Where only one of two has size 1, the label is the other's alone.
+    # A dimension of size 1 that broadcasts is dropped: its label then belongs to one operand.
     shared = [label for label in x_labels if x_sizes[label] == kernel_sizes.get(label)]
     x, x_labels = _reduce(x, x_labels, sizes, {*shared, *out_labels})
     kernel, kernel_labels = _reduce(kernel, kernel_labels, sizes, {*shared, *out_labels})
@@ -104,7 +105,7 @@ def _permuted(out_sharding, out_labels, y_labels) -> PartitionSpec | None:
     spec = spec_of("einsum", out_sharding)
     if spec is None:
         return None
-    axes = dict(zip(out_labels, spec, strict=False))  # a short one leaves the last dimensions whole
+    axes = dict(zip(out_labels, spec, strict=False))  # a short spec leaves the last dimensions uncut
     return PartitionSpec(*(axes.get(label) for label in y_labels))
 
 
@@ -133,9 +134,9 @@ def _parse(eqn, x_ndim: int, kernel_ndim: int) -> tuple[list[str], list[str], li
     out_labels = _expand(eqn, output, longest)
     for label in out_labels:
         if out_labels.count(label) > 1:
-            raise _error(eqn, f"expected each label of the output once, {label!r} is there more often")
+            raise _error(eqn, f"expected each label of the output once, the output has {label!r} more often")
         if label not in labels:
-            raise _error(eqn, f"expected the labels of the output among those of the operands, {label!r} is not")
+            raise _error(eqn, f"expected labels of the operands in the output, no operand has {label!r}")
     return x_labels, kernel_labels, out_labels
 
 
@@ -164,7 +165,7 @@ def _diagonals(eqn, name, value, labels):
             raise _error(
                 eqn, f"expected one size for {repeated[0]!r}, {name} has {value.shape[first]} and {value.shape[second]}"
             )
-        # The diagonal becomes the last dimension. A label that is there three times takes another turn.
+        # The diagonal becomes the last dimension. A label that appears three times takes another turn of the loop.
         value = jnp.diagonal(value, axis1=first, axis2=second)
         labels = [label for d, label in enumerate(labels) if d not in (first, second)] + [repeated[0]]
     return value, labels

@@ -1,4 +1,4 @@
-"""Inputs of activations and norms as FP8, for the backward alone: a byte for each element in place of two or four."""
+"""Inputs of activations and norms as FP8, for the backward alone: one byte an element in place of two or four."""
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -9,9 +9,9 @@ from ._gemms import RESIDUAL_NAME
 
 
 def compressed(x: jax.Array) -> QTensor:
-    """Quantize x to e4m3 with the power of two that its amax gives: no state, no rounding of the scale.
+    """Quantize x to e4m3 with a power of two as the scale, from the amax of x and without state.
 
-    Inside `shard_map` each device has a scale of its own: its codes never leave it.
+    Inside `shard_map` each device has a scale of its own, because the codes never leave the device.
     """
     quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
     q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))

@@ -1,4 +1,4 @@
-"""Frozen products: a kernel that is codes already and, with delayed scaling, an input whose scale is fixed.
+"""Frozen products: a kernel that is stored as codes and, with delayed scaling, an input with a fixed scale.
 
 `freeze_operands` turns a kernel and a state into the arrays that inference needs; `dot_general` multiplies with them,
 with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
@@ -20,14 +20,14 @@ from ._layout import layouts
 
 KERNEL = "kernel"
 KERNEL_SCALE_INV = "kernel_scale_inv"
-# While products are being frozen: whether a product was called with another kernel than the one whose codes are kept.
+# Name of the flag that a product, while it is being frozen, was called with a second kernel.
 HAS_ANOTHER = "has_another_kernel"
 INPUT_SCALE = "input_scale"
 INPUT_SCALE_INV = "input_scale_inv"
 
-ANOTHER_KERNEL = "freeze: expected one kernel for each FP8 product, got one that is called with several"
+ANOTHER_KERNEL = "freeze: model: expected one kernel for each FP8 product, got a product with several kernels"
 
-# Whether products are being frozen: layers then keep what `freeze_operands` gives. A context of jit's cache key.
+# Whether products are being frozen: layers then keep the arrays of `freeze_operands`. Part of jit's cache key.
 _freezing = jax.make_user_context(default_value=False)
 
 
@@ -39,6 +39,7 @@ def freezing():
 
 
 def is_freezing() -> bool:
+    """Tell whether products are being frozen."""
     return _freezing.value
 
 
@@ -50,7 +51,7 @@ class _FrozenRecipe(recipes.Recipe):
     has_fixed_input: bool
 
     def quantizers(self) -> tuple:
-        """Return the quantizers of the recipe; that of a fixed input has a fixed scale."""
+        """Return the quantizers of the recipe; the quantizer of a fixed input has a fixed scale."""
         x, *rest = self.recipe.quantizers()
         return (recipes.FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
 
@@ -59,20 +60,22 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     """Return the arrays that inference needs of a product's kernel and state.
 
     Args:
-        x_shape: the shape of x, for the recipe's `min_size`: a frozen product is FP8 for x of any size.
+        x_shape: the shape of x. The recipe's `min_size` decides by this shape whether the product is frozen; a frozen
+            product is FP8 for x of any size.
         kernel: bfloat16, float16 or float32, as the product gets it.
         dimension_numbers, recipe, state: see `jaxfp8.dot_general`.
 
     Returns:
-        `kernel`, codes with the contracting dimensions last, as GEMMs read them: `[*batch, *free, *contract]`;
-        `kernel_scale_inv`, f32 `(1,)` or one a block; with delayed scaling that has state `input_scale` and
-        `input_scale_inv`, f32 `(1,)`. None where the product, or its kernel, is in high precision.
+        A dict, or None where the product or its kernel is in high precision. `kernel`: the codes with the contracting
+        dimensions last, as GEMMs read them, `[*batch, *free, *contract]`. `kernel_scale_inv`: f32 `(1,)`, or the scale
+        of each block, f32 or float8_e8m0fnu. `input_scale` and `input_scale_inv`: f32 `(1,)`, with delayed scaling that
+        has state.
 
     Raises:
         ValueError: x, the output or the kernel has a quantizer with state, other than delayed scaling of x and kernel.
     """
     kernel = _checks.high_precision("freeze", "kernel", kernel)
-    # A model with rules applies `max_grad` itself; frozen scales are plain float32.
+    # 1. Read the state. A model with rules applies `max_grad` itself; frozen scales are plain float32.
     quantizers, state = _dot_general.checked_quantizers("freeze", recipe, recipes.without_max(state))
     both = layouts(x_shape, kernel.shape, dimension_numbers)
     if 0 in kernel.shape or _dot_general.is_small(recipe, *both):
@@ -80,9 +83,11 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
     input_step, kernel_step = recipes.read_states(quantizers[:2], [state.input, state.kernel])
+    # 2. Quantize the kernel.
     q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=recipes.AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
+    # 3. Fix the scales of the input and the kernel.
     scales = []
     for name, quantizer, step in (("input", quantizers[0], input_step), ("kernel", quantizers[1], kernel_step)):
         try:
@@ -96,15 +101,15 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
 
 
 def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
-    """Return bool[]: whether `freeze_operands` gives other codes or scales for this kernel than those in `kept`.
+    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales than `kept` holds.
 
     Raises:
-        ValueError: they have another shape.
+        ValueError: the codes or scales in `kept` have another shape or dtype.
     """
     frozen = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
     pairs = [] if frozen is None else [(kept[name], frozen[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
     if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
-        raise ValueError(f"{ANOTHER_KERNEL}: of shape {kernel.shape}, and of another one before")
+        raise ValueError(f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another shape")
     same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
     return jnp.logical_not(jnp.logical_and(*same))
 
@@ -124,18 +129,19 @@ def dot_general(
 
     Args:
         x, dimension_numbers, bias, precision, preferred_element_type, options: see `jaxfp8.dot_general`.
-        kernel: an array of the shape and the dtype that the kernel had; it is not read.
-        frozen: the result of `freeze_operands` for it.
-        recipe: of the product; None dequantizes the codes.
+        kernel: an array of the shape and the dtype that the kernel had; its values are not read.
+        frozen: the result of `freeze_operands` for that kernel.
+        recipe: the recipe of the product; None dequantizes the codes.
 
     Raises:
-        ValueError: `frozen` is of another recipe, or of a kernel of another shape.
+        ValueError: `frozen` was made with another recipe, or from a kernel of another shape.
     """
     if preferred_element_type is None:
         with jax.numpy_dtype_promotion("standard"):
             preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
-    # The codes lie as the first product reads them, `[*batch, *free, *contract]`, whatever the kernel's own order is.
+    # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's own order.
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
+    # 2. Describe the codes and the fixed input by a recipe and a state.
     scaling, state = {}, recipes.DotGeneralState(None, None, None)
     if recipe is not None:
         scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
@@ -144,6 +150,7 @@ def dot_general(
             state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV]))
         kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
         recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
+    # 3. Multiply by the codes, which have the contracting dimensions last.
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
     last = tuple(range(codes.ndim - contract, codes.ndim))
@@ -153,7 +160,7 @@ def dot_general(
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):
-    """Check that the arrays are those of this recipe and kernel; return the scaling, as keywords of a QTensor."""
+    """Check that `frozen` fits this recipe and kernel; return the block and kind of scale as keywords of a QTensor."""
     types = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
     quantize = functools.partial(_quantized, quantizer=recipe.quantizers()[1], layout=layout)
     q = jax.eval_shape(quantize, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
@@ -172,6 +179,7 @@ def stand_in(shape, dtype):
 
 
 def nothing_to_freeze() -> ValueError:
+    """Make the error of a model without FP8 products."""
     return ValueError(
         "freeze: model: expected FP8 products that are not frozen yet, found none for these arguments; "
         "jaxfp8.report says what runs where"

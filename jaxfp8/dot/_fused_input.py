@@ -1,7 +1,7 @@
 """Inputs of a product that become FP8 in the pass that computes them: activations and norms.
 
 A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
-bfloat16 and read again; fused, only its codes are. The gradient is that of the plain computation.
+bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from ._fp8_residual import compressed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`activation(x)`, not computed yet; `jaxfp8.activated` makes it, or a product with an `activation`.
+    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
 
     Attributes:
         x: the input of the activation.
-        activation: of `jaxfp8.activated`.
-        source: the values, which get the gradient, where the product that made x takes it to x; else None.
-        fp8_residual: whether the backward reads codes of x.
+        activation: a name that `jaxfp8.activated` takes.
+        source: the values as a result of the product that made x, which takes their gradient to x; else None.
+        fp8_residual: whether the backward of the activation reads codes of x.
     """
 
     x: jax.Array
@@ -65,7 +65,7 @@ class Activated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Normalized:
-    """A norm of x over its last dimension, not computed yet; `jaxfp8.normalized` makes it."""
+    """A norm of x over its last dimension, not computed yet: the result of `jaxfp8.normalized`."""
 
     x: jax.Array
     scale: jax.Array
@@ -105,24 +105,25 @@ FusedInput = Activated | Normalized
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:
-    """Activate the x of a product while its codes are made.
+    """Activate the x of a product in the pass that quantizes it.
 
         h = jaxfp8.activated(jaxfp8.dot_general(x, wi, ...), "silu_gated")  # wi [k, 2, n]
         y = jaxfp8.dot_general(h, wo, (((1,), (0,)), ((), ())), recipe=recipe, state=state)
 
-    The activation is computed in float32 and rounded once, to FP8. For its gradient x is kept, and nothing else.
+    The activation is computed in float32 and rounded once, to FP8. Its backward keeps x alone, or the codes of x where
+    the recipe has `fp8_residuals`.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., n]`; gated `[..., 2, n]`, gate first.
+        x: bfloat16, float16 or float32 `[..., n]`; for a gated activation `[..., 2, n]`, gate first.
         activation: `"relu"`, `"silu"`, `"gelu"` (its tanh form), or `"silu_gated"`, `"gelu_gated"`: the activation of
-            the gate times the other half.
+            the gate times the other half. `jaxfp8.ops.activate` has the formulas.
 
     Returns:
-        An x for `jaxfp8.dot_general`, of shape `[..., n]`; `.value` is the array.
+        An x for `jaxfp8.dot_general`, of shape `[..., n]` and the dtype of x; its `value` is the array.
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: unknown activation, or x is not `[..., 2, n]` where that is gated.
+        ValueError: `activation` is unknown, or x is not `[..., 2, n]` for a gated activation.
     """
     x = _checks.high_precision("activated", "x", x)
     _quantize_activation.check("activated", x, activation, 0)
@@ -132,23 +133,25 @@ def activated(x: ArrayLike, activation: str) -> Activated:
 def normalized(
     x: ArrayLike, scale: ArrayLike, bias: ArrayLike | None = None, *, kind: str, epsilon: float = 1e-6
 ) -> Normalized:
-    """Normalize the x of a product over its last dimension while its codes are made.
+    """Normalize the x of a product over its last dimension in the pass that quantizes it.
 
-    The norm is computed in float32 and rounded once, to FP8. For its gradient x, scale and bias are kept.
+    The norm is computed in float32 and rounded once, to FP8. Its backward keeps x (or the codes of x where the recipe
+    has `fp8_residuals`), scale and bias.
 
     Args:
         x: bfloat16, float16 or float32 `[..., n]`.
-        scale: bfloat16, float16 or float32 `[n]`, multiplies.
-        bias: as scale, is added; or None. Not with `"rms"`.
-        kind: `"rms"`: `x / sqrt(mean(x**2) + epsilon)`; `"layer"`: the same of `x - mean(x)`.
-        epsilon: as above.
+        scale: bfloat16, float16 or float32 `[n]`, the factor of the normalized values.
+        bias: bfloat16, float16 or float32 `[n]`, added last; or None. `"rms"` takes no bias.
+        kind: `"rms"`: `x / sqrt(mean(x**2) + epsilon)`; `"layer"`: the same formula on `x - mean(x)`.
+        epsilon: a finite number of at least 0, in the formula above.
 
     Returns:
-        An x for `jaxfp8.dot_general`, of the shape of x; `.value` is the array.
+        An x for `jaxfp8.dot_general`, of the shape and dtype of x; its `value` is the array.
 
     Raises:
         TypeError: an operand has another dtype.
-        ValueError: unknown kind, or an operand has another shape.
+        ValueError: `kind` is unknown, an operand has another shape, `"rms"` comes with a bias, or `epsilon` is
+            negative or not finite.
     """
     names = ("scale", "bias")
     x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, 0, names)
@@ -160,10 +163,10 @@ def quantize_fused(fused: FusedInput, quantizers, state, reduce) -> QTensor:
 
     Args:
         fused: the input.
-        quantizers, state: of the product; that of x has one scale for the whole tensor.
-        reduce: of amaxes, over the mesh.
+        quantizers, state: those of the product. The quantizer of x has one scale for the whole tensor.
+        reduce: the AmaxReduction of the product.
     """
-    # Codes have no derivative: gradients go to the value, the next state to the product's state.
+    # Codes have no derivative: the value gets the gradient, and the product's state gets the next state.
     fixed, state = fused.fixed, jax.lax.stop_gradient(state)
     quantizer, reading = quantizers[0], reading_of(state)
     step, *_ = read_states(quantizers[:3] if reading is not None else [quantizer], [state.input], reading)
@@ -177,7 +180,8 @@ def quantize_fused(fused: FusedInput, quantizers, state, reduce) -> QTensor:
 def _quantize(dtype, counts):
     """Return `(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_tensorwise.py).
 
-    A batch that shares scale and amax is more rows. Counting computes the values once more, in f32 as the op does.
+    A batch of x that shares scale and amax becomes more rows of x. Counting computes the values once more, in f32 as
+    the op does.
     """
 
     def without_batch(fused, scale, amax):
@@ -192,11 +196,13 @@ def _quantize(dtype, counts):
     @quantize.def_vmap
     def batch(size, is_batched, fused, scale, amax):
         del size
+        # A batch of x alone is more rows: the results have it in front of the rows, data_t after the columns.
         x_is_batched, *rest = jax.tree.leaves(is_batched)
         if x_is_batched and not any(rest):
             data, data_t, *shared = quantize(fused, scale, amax)
             batched = (True, True, *jax.tree.map(lambda _: False, shared))
             return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched
+        # Other batches have a scale and an amax for each example.
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
         each = jax.vmap(without_batch, in_axes=tuple(in_axes))(fused, scale, amax)
         return each, jax.tree.map(lambda _: True, each)
@@ -206,9 +212,9 @@ def _quantize(dtype, counts):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _value(function, fp8_residual, *operands):
-    """Compute `function(*operands)`; the backward computes it again and keeps nothing but the operands.
+    """Compute `function(*operands)`; the backward computes the function again and keeps nothing but the operands.
 
-    With `fp8_residual` it keeps codes of the first one.
+    With `fp8_residual` the backward keeps codes of the first operand in place of that operand.
     """
     del fp8_residual
     return function(*operands)

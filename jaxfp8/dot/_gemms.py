@@ -1,4 +1,4 @@
-"""The three products of a layer as FP8 GEMMs: the operands that each one quantizes, reads and keeps.
+"""The three products of a layer as FP8 GEMMs: the operands that each product quantizes, reads and keeps.
 
 fprop   y       = x      @ kernel
 dgrad   dx      = grad   @ kernel.T
@@ -37,16 +37,17 @@ class Product:
     """The static part of one product.
 
     Attributes:
-        quantizers: of x, kernel, grad, y and the gradient of x.
+        quantizers: the quantizers of x, kernel, grad, y and the gradient of x.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
-        vmap_dims: how many leading dimensions of x, kernel and every leaf of the state enumerate independent products.
-        x_dtype, kernel_dtype: of the operands, and so of their gradients.
-        out_dtype: of the result.
+        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
+            products.
+        x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
+        out_dtype: dtype of the result.
         out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
             leaves it to JAX.
-        precise: the products that accumulate precisely.
-        reduce: `(amax, state) -> amax`, over the mesh.
-        activation: the result goes through this function of `ops.activate`, or None.
+        precise: names, out of fprop, dgrad and wgrad, of the products that accumulate precisely.
+        reduce: reduces an amax over the devices that share the state.
+        activation: the name of the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
     """
@@ -69,7 +70,7 @@ class Product:
 
     @property
     def batch(self) -> int:
-        """Return how many batch dimensions the dimension numbers have."""
+        """Return the number of batch dimensions."""
         return len(self.dimension_numbers[1][0])
 
     def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
@@ -92,7 +93,7 @@ class Product:
         return matmul(a, b, gemm_type=gemm_type, qgemm=first.qgemm or second.qgemm, out_dtype=out_dtype, **options)
 
     def requantize(self, i, y, step, cols):
-        """Quantize a result by quantizer `i` and dequantize it; return it and the QTensor for the next state."""
+        """Quantize and dequantize the result y by quantizer `i`; return y and the QTensor for the next state."""
         options = OperandOptions(y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce)
         q, _ = self.quantizers[i].quantize_operand(y, step, options)
         return q.dequantize(y.dtype), q.for_next_state()
@@ -102,8 +103,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     """Compute y, and the residuals of the backward.
 
     Args:
-        product, x, kernel, state: of the product.
-        bias: of the free dimensions of kernel; or None.
+        product: the static part.
+        x, kernel: the operands, or the data of QTensors without a source.
+        bias: shaped like the free dimensions of kernel; or None.
+        state: the state of the product; its leaves are f32.
         codes: `(x, kernel)`: the QTensor of an operand that is already quantized, else None.
         differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a gradient; None where there is no
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
@@ -121,7 +124,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         return jax.vmap(without_vmap)(x, kernel, bias, state, codes)
 
     layouts_of_both = product.layouts(x.shape, kernel.shape)
-    # 1. Read the states. Those of codes were read when the codes were made; without a backward nobody reads grad's.
+    # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
     states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
     states[:2] = (old if q is None else None for old, q in zip(states, codes, strict=False))
     if differentiated is None:
@@ -151,21 +154,26 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
     y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
     if reading is not None and says_all(product.quantizers):
-        # The backward of a loop has its readings too, and computes their scales again.
+        # The backward of a loop computes the scales from the reading again: drop them from the residuals.
         kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
         steps[2] = None
     return y, (checkpoint_name((*kept, output, steps[2], steps[4]), RESIDUAL_NAME), reading)
 
 
 def _has_own_scale(q: QTensor) -> bool:
-    """Tell whether the scale of q, of a product with a reading, is not that of the reading."""
+    """Tell whether q, in a product with a reading, has a scale that the reading does not give."""
     return getattr(q.step, "history", q) is not None
 
 
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad):
     """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated.
 
-    `grad` is the gradient of y; or an ActivationGradient, which becomes codes of that in one pass.
+    Args:
+        product: the static part.
+        x_shape, kernel_shape: shapes of the operands, with the vmapped dimensions.
+        differentiated: as in `forward`.
+        residuals: `(residuals, reading)` of `forward`.
+        grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
     """
     if product.vmap_dims:
 
@@ -207,9 +215,9 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
 
 
 def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
-    """Return the operand of the first product, contracting dimensions last, and the QTensor for what comes after.
+    """Return the operand of the first product, contracting dimensions last, and the QTensor that is kept.
 
-    That is the operand of the second product where it `is_kept`; else it serves the next state alone.
+    With `is_kept` the second QTensor is the operand of the second product; else it serves the next state alone.
     """
     last = q.transposed(batch) if contract_first else q
     if not is_kept:
@@ -220,12 +228,12 @@ def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -
 
 
 def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> QTensor:
-    """Return a QTensor that was made before the product was known, in the order of its dimensions."""
+    """Return a QTensor that was made outside of the product, in the order of the product's dimensions."""
     data, data_t = layout.ordered(q.data), q.data_t
     batch = data.ndim - rows - cols
     if not q.has_one_scale:
         if batch and q.block is not None and q.block[0] == 1 and q.scale_inv.ndim == 2:
-            # Whoever made it did not know which of its rows are a batch.
+            # Scales that were made without the product count batch dimensions as rows.
             q = q.map_scales(lambda scale: scale.reshape(*data.shape[:batch], -1, scale.shape[-1]))
         is_other = data is not q.data or cols != q.cols or (q.scale_inv is not None and q.scale_inv.ndim != batch + 2)
         if is_other or (data_t is None and layout.contract_first and not q.has_one_code):
@@ -243,10 +251,10 @@ def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> 
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:
-    """Give the codes of x, which have scales along what fprop contracts, those along its rows, which wgrad contracts.
+    """Give codes of x, whose blocks lie along the columns that fprop contracts, a layout with blocks along the rows.
 
-    Scales that are powers of two are exchanged by shifting exponents. Else the codes are quantized once more; those of
-    other scales than the product's quantizer has stay as they are, and wgrad dequantizes them.
+    wgrad contracts the rows. Scales that are powers of two change by shifts of exponents; other codes are dequantized
+    and quantized once more. Where the product's quantizer makes other scales than q has, wgrad dequantizes q.
     """
     if q.power_2_scale and q.block is not None and q.block[0] == 1 and q.block[1] is not None:
         layout = {"block": q.block, "rows": options.rows, "cols": options.cols}

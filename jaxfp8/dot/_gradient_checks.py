@@ -1,4 +1,4 @@
-"""Find what a gradient through a product lacks: the source of codes, or the state of a recipe."""
+"""Check that a gradient through a product has the sources of its codes and the state of its recipe."""
 
 import jax
 
@@ -8,12 +8,13 @@ from ..recipes import FP8StateWarning
 from ._gemms import Product
 
 _NOT_UPDATED = (
-    "this gradient never updates FP8 state: it is not taken with respect to it, so scales stay what they are. "
-    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store what comes back"
+    "this gradient never updates FP8 state: it is not taken with respect to the state, so all scales stay as they are. "
+    "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store that gradient as "
+    "the next state"
 )
 _NO_STATE = (
-    "a gradient through a layer whose recipe keeps state, which the variables do not have: it trains with scales of "
-    "the tensors at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
+    "the recipe of this layer keeps state, but the variables have none: the layer trains with scales of the tensors "
+    "at hand. Pass all variables that `init` returned, `_overwrite_with_gradient` too (in a TrainState: "
     "jaxfp8.linen.TrainState.create(params=variables, ...)); or take Float8CurrentScaling"
 )
 
@@ -22,9 +23,9 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
     """Warn where a gradient leaves out the state of a product, or a layer lacks the state that its recipe keeps.
 
     Args:
-        quantizers: of the product.
-        is_updated: for each leaf of the state whether the gradient is with respect to it.
-        layer: its path; None for a function, whose state is an argument.
+        quantizers: the quantizers of the product.
+        is_updated: for each leaf of the state, whether the gradient is taken with respect to that leaf.
+        layer: the path of the layer; None for a function, whose state is an argument.
     """
     message = None
     if is_updated and not any(is_updated) and quantizers[0].updates_state:
@@ -38,11 +39,11 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
 
 
 def check_sources(product: Product, operands, is_differentiated) -> None:
-    """Raise a TypeError where an operand of a gradient is codes alone."""
+    """Raise a TypeError where the gradient is taken with respect to a QTensor without a source."""
     for name, operand, differentiated in zip(product.names, operands, is_differentiated, strict=False):
         if operand.dtype in FP8_DTYPES and differentiated:
             raise TypeError(
-                f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. What jaxfp8.freeze "
-                "froze does not train: train the variables it was made of, or differentiate with respect to others "
-                "than its kernels"
+                f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. A model of "
+                "jaxfp8.freeze does not train: train the variables it was frozen from, or differentiate with respect "
+                "to other variables than its kernels"
             )

@@ -15,8 +15,9 @@ class Layout:
     """How an operand becomes `[*batch, *rows, *cols]`: as it is where its dimensions allow, else by a transpose.
 
     Attributes:
-        shape: of the operand.
-        batch, free, contract: its dimensions by their part in the product. `contract` has the order of the partner's.
+        shape: the shape of the operand.
+        batch, free, contract: the operand's dimensions by their part in the product. `contract` lists them in the same
+            order as in the other operand's layout.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class Layout:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return how many dimensions are rows and columns."""
+        """Return the numbers of dimensions that are rows and columns."""
         rows, cols = (self.contract, self.free) if self.contract_first else (self.free, self.contract)
         return {"rows": len(rows), "cols": len(cols)}
 
@@ -74,7 +75,7 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
     """Return the layouts of both operands of `jax.lax.dot_general`.
 
     Raises:
-        TypeError: the dimension numbers have another form.
+        TypeError: the dimension numbers are not two pairs of sequences of integers.
         ValueError: the dimension numbers do not fit the shapes.
     """
     (x_contract, kernel_contract), (x_batch, kernel_batch) = checked_numbers(dimension_numbers)
@@ -88,7 +89,7 @@ def layouts(x_shape, kernel_shape, dimension_numbers) -> tuple[Layout, Layout]:
                 f"dot_general: dimension_numbers: {name} dimensions {tuple(x_dims)} of x{tuple(x_shape)} and "
                 f"{tuple(kernel_dims)} of kernel{tuple(kernel_shape)} must exist and agree in size"
             )
-    # In the order in which x holds them: with the usual kernels no operand then needs a transpose.
+    # Sort contracting dimensions as x holds them: with the usual kernels no operand then needs a transpose.
     pairs = sorted(zip(x_contract, kernel_contract, strict=True))
     return (
         _layout("x", x_shape, x_batch, [p[0] for p in pairs]),

@@ -1,4 +1,4 @@
-"""matmul: one product of two QTensors: FP8 with one scale or many, a user's codes, or high precision."""
+"""matmul: the product of two QTensors, with one scale or many, with a user's codes, or in high precision."""
 
 import dataclasses
 import math
@@ -16,22 +16,22 @@ _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
 
 def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap=False):
-    """Multiply `a @ b.T`, or its transpose `b @ a.T`, of `out_dtype`.
+    """Multiply `a @ b.T`, or with `swap` its transpose `b @ a.T`.
 
     Args:
-        a: a QTensor `[*batch, *m, *k]`; k are its columns. Its `data_t`, if any, is a layout that another product reads
-            too.
+        a: a QTensor `[*batch, *m, *k]`, whose columns are k. `a.data_t`, if any, is a layout that another product reads
+            as well.
         b: a QTensor `[*batch, *n, *k]`.
-        gemm_type: a GEMMType, which product of a layer this is.
-        qgemm: of the quantizer that brings a product of its own, or None.
+        gemm_type: the GEMMType: fprop, dgrad or wgrad.
+        qgemm: the product function of a user's quantizer, or None.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off.
-        batch: how many dimensions lead.
+        batch: the number of batch dimensions, which lead.
         bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
         swap: whether to return the transpose.
 
     Returns:
-        `[*batch, *m, *n]`; with swap `[*batch, *n, *m]`.
+        `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
     """
     if qgemm is not None:
         return _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap)
@@ -56,13 +56,13 @@ def _is_tensorwise(q: QTensor) -> bool:
 
 
 def is_blockwise(q: QTensor) -> bool:
-    """Tell whether q is FP8 with a scale for each block; one scale is that of one block."""
+    """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one block."""
     return _is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
 
 
 def _dequantized(a, b, out_dtype, batch, bias):
-    """Multiply in float32; without any codes in the dtype of the operands, or of the result where that is wider."""
-    # Beside codes an operand is widened to float32. Two operands without codes are multiplied as plain JAX would.
+    """Multiply in float32, or two operands without codes in the promoted dtype of both and the result."""
+    # Codes, and an operand beside codes, are widened to float32. Two operands without codes multiply as in plain JAX.
     kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
     dtype = jnp.float32
     if len(kept) == 2:
@@ -95,7 +95,7 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
         return y
 
     def axes(q):
-        """Say which arrays of an operand have the batch dimensions."""
+        """Return `in_axes` of an operand: 0 for each array that has the batch dimensions."""
         has_batch = q.scale_inv is not None and q.scale_inv.ndim > 1
         return dataclasses.replace(q, data=0, scale_inv=0 if has_batch else None)
 
@@ -105,7 +105,7 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
     with _scopes.high_precision("the recipe's qgemm multiplies something else than FP8"):
         y = multiply(a, b)
-    # Its operands are in the order of their roles, which `swap` does not change, so its result is transposed.
+    # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose the result.
     y = y.mT if swap else y
     first, second = reversed(rows) if swap else rows
     return plus(y.reshape(*leading, *first, *second), bias, batch, out_dtype)
@@ -119,7 +119,7 @@ def _matrices(q, batch: int) -> QTensor:
 
 
 def plus(y, bias, batch, out_dtype):
-    """Add a bias of the batch dimensions and the last ones to y, and round once."""
+    """Add a bias of y's batch and last dimensions, or None, to y in float32, and round once to `out_dtype`."""
     if bias is not None:
         rows = (1,) * (y.ndim - bias.ndim)
         bias = bias.astype(jnp.float32).reshape(*bias.shape[:batch], *rows, *bias.shape[batch:])

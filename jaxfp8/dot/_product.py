@@ -32,10 +32,10 @@ OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
 def multiply(product: Product):
-    """Return the FP8 product as a function `(x, kernel, bias, state, codes) -> y`; of codes without their sources.
+    """Return the FP8 product as a function `(x, kernel, bias, state, codes) -> y`; `codes` have no sources.
 
-    A product with an activation gives `(y, activation(y))`. The gradient belongs to the second: its cotangent becomes
-    FP8 together with the derivative, unless y has a cotangent of its own.
+    A product with an activation gives `(y, activation(y))`. The cotangent of the second result is multiplied by the
+    derivative and quantized in one pass, unless y has a cotangent too.
     """
     return wrapped(functools.partial(_fp8, product), functools.partial(_float32, product))
 
@@ -63,16 +63,16 @@ def _primal(x, kernel, *leaves, product, tree, implementation):
 
 
 def _results(product, y) -> list:
-    """Return the results of the primitive: y, and the values of the activation, if there is one."""
+    """Return the results of the primitive: y, and with an activation the activated values."""
     if product.activation is None:
         return [y]
-    # Named here already, so that a policy which saves y saves the one array that the backward reads.
+    # Name y before the activation: a policy that saves y then saves the array that the backward reads.
     y = checkpoint_name(y, OUTPUT_NAME)
     return [y, ops.activate(y, product.activation)]
 
 
 def _abstract(x, kernel, *leaves, product, tree, implementation):
-    """Type results as `lax.dot_general` does: shape and sharding. They vary over every axis that an operand does."""
+    """Type results as `lax.dot_general` does; a result varies over every mesh axis over which an operand varies."""
     del tree, implementation
     vmapped = tuple(range(product.vmap_dims))
     contract, batch = ([tuple(d + len(vmapped) for d in dims) for dims in pair] for pair in product.dimension_numbers)
@@ -100,7 +100,7 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
 def _batch(args, dims, *, product, **params):
     """Batch: examples that share a state are one larger product; states with a batch are a batch of products.
 
-    A batch of kernels without state is a batch of products too: as in a loop, each has the scale of its own amax.
+    A batch of kernels without state is a batch of products too: as in a loop, each kernel has its own scale.
     """
     x, kernel, *leaves = args
     x_dim, kernel_dim, *leaf_dims = dims
@@ -110,7 +110,7 @@ def _batch(args, dims, *, product, **params):
         outs = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
-    # 2. Codes of x with one scale and one amax for all examples are more rows of x, as x without codes is.
+    # 2. Codes of x with one scale and one amax for all examples are more rows of x: move their batch as x's.
     bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
     *_, (x_codes, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
     batched = {i for i, d in enumerate(leaf_dims) if d is not None}
@@ -176,7 +176,7 @@ def _repeat(batch, x):
     return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
 
 
-# `_repeat` for state: the next states of the examples combine by max.
+# `repeat_state` is `_repeat` for state: the next states of the examples combine by max.
 repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
 repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (largest(ct),))
 
@@ -184,8 +184,9 @@ repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _,
 def _linearize(is_linear, *primals, product, tree, implementation):
     """Compute the forward now; return `(results, residuals, linear)`; `linear` binds a primitive without a forward.
 
-    The backward of an activation reads y.
+    The residuals hold y for the backward of an activation.
     """
+    # 1. Check that the gradient has sources and state.
     x, kernel, *leaves = primals
     check_sources(product, (x, kernel), is_linear)
     # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
@@ -194,17 +195,18 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
-    # Named for remat: what made the source, a transfer between devices maybe, does not run again for saved codes.
+    # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
     codes = tuple(
         q and checkpoint_name(_differentiated_once(q, operand), RESIDUAL_NAME)
         for q, operand in zip(codes, (x, kernel), strict=True)
     )
+    # 3. Compute the results and the residuals.
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
         results = _results(product, _mesh.placed_as(outs[0], y))
         y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
     residuals = residuals, y
-    # All that the backward needs beside the residuals is static, so that remat and scan keep arrays alone.
+    # 4. Put everything else that the backward needs into static params, so that remat and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     params = {
         "product": product,
@@ -241,25 +243,29 @@ def _differentiated(is_linear, plain) -> list[str]:
 
 def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, state_leaves, implementation, outs):
     del outs
+    # 1. Find the gradient of y.
     residuals, y = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
     y = y.dequantize(product.out_dtype) if isinstance(y, QTensor) else y
     grad = _gradient(product, y, *cotangents)
     if grad is None:
         return [None] * len(args)
+    # 2. Compute the gradients of the operands and the next state.
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
         *gradients, next_state = backward(product, x.shape, kernel.shape, differentiated, residuals, grad)
-    # The cotangent of a replicated operand is the psum of the cotangents of all devices.
+    # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of the cotangents of all devices.
     cotangents = [
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
     for count, state in zip(state_leaves, _by_field(next_state), strict=True):
-        # A quantizer without a step, as that of final codes, does not touch its state; a reading stands for histories.
+        # A quantizer without a step, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
+        # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]
-    cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have none
+    cotangents += [None] * (len(is_linear) - len(cotangents))  # codes have no cotangents
+    # 4. Give cotangents to the operands that are linear.
     linear = [ct for ct, linear in zip(cotangents, is_linear, strict=True) if linear]
     return linear + [None] * (len(args) - len(linear))
 
@@ -284,7 +290,7 @@ def _only_reverse(*args, **params):
 
 @jax.custom_jvp
 def _differentiated_once(codes, source):
-    """Return `codes`; a second derivative with respect to `source`, which nothing here reads, raises."""
+    """Return `codes`. A derivative of this function with respect to `source`, a second one of the product, raises."""
     del source
     return codes
 

@@ -42,34 +42,39 @@ def ragged_dot(
 
         y[begin:end] = q(lhs)[begin:end] @ q(rhs)[e]     for group e, of group_sizes[e] rows
 
-    Rows beyond the last group give zeros and get no gradient. What they hold does not matter: they are set to zero
-    before anything looks for an amax, in lhs and in the gradient of the output. Scales, straight-through gradients and
+    Rows beyond the last group give zeros and get no gradient. Their values do not matter: lhs and the gradient of the
+    output have these rows set to zero before an amax is computed. Scales, straight-through gradients and
     state are those of `jaxfp8.dot_general`: one scale for lhs, one for all of rhs, one for the gradient of the output,
     or a scale for each block of them. **The cotangent of `state` is the next state**: overwrite with it, never add it.
 
     Blocks of lhs and of the gradient are counted from the first row, whatever the groups. The gradient of rhs contracts
-    rows: a block of 128 rows there may have rows of several groups, and its scale is that of all of them; each group
-    reads its own rows. Where group sizes are multiples of 128, a block has rows of one group.
+    rows. There a block of 128 rows may have rows of several groups, which share its scale; each group reads its own
+    rows. Where group sizes are multiples of 128, a block has rows of one group.
 
     Args:
-        lhs: bfloat16, float16 or float32 `[m, k]`; the `input`. Or the result of `jaxfp8.activated` or
+        lhs: the `input`, bfloat16, float16 or float32 `[m, k]`; or the result of `jaxfp8.activated` or
             `jaxfp8.normalized`; or a QTensor, as for rhs.
-        rhs: bfloat16, float16 or float32 `[g, k, n]`; the `kernel`. In float32 it gets its gradient in float32. Or a
-            QTensor of `jaxfp8.quantize_params`, which is not quantized again; its `source` gets the gradient.
-        group_sizes: int32 `[g]`, of sum at most m; values on the device, that nothing waits for.
-        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`.
-        state: `init_state(recipe)`, or what the last step returned; None where the recipe keeps no state.
-            `DotGeneralState(None, None, None)` keeps none. Under `vmap` each member of a batch has its own scales; a
-            state that they share combines by max. What they share of lhs and rhs is copied for each.
-        preferred_element_type: dtype of the result; without it `jnp.result_type(lhs, rhs)`.
+        rhs: the `kernel`, bfloat16, float16 or float32 `[g, k, n]`; a float32 kernel gets its gradient in float32. Or a
+            QTensor, as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the
+            gradient.
+        group_sizes: int32 `[g]`, of sum at most m. The sizes are read on the device, and the host does not wait.
+        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not allowed.
+        state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
+            With `DotGeneralState(None, None, None)` delayed scaling keeps no state. Under `vmap` each example has its
+            own scales; the next states of examples that share a state combine by max, and an lhs or rhs that the
+            examples share is copied for each of them.
+        preferred_element_type: dtype of the result: bfloat16, float16 or float32. The default is
+            `jnp.result_type(lhs, rhs)`, where a QTensor counts as its source; bfloat16 if both lack a source.
 
     Returns:
-        `[m, n]`.
+        The product `[m, n]`, of `preferred_element_type`.
 
     Raises:
-        TypeError: a dtype is not one of these; the state is not one; second derivatives and forward mode.
-        ValueError: shapes do not fit, the state is missing or of another shape or history length, or the recipe or a
-            QTensor has other scales than one for a tensor or one for each block.
+        TypeError: an operand, `group_sizes` or the result has a dtype that is not listed above; `state` is not a
+            DotGeneralState or `recipe` not a Recipe; the gradient of a QTensor without a source; second derivatives and
+            forward mode.
+        ValueError: shapes do not fit; the state is missing, or has another shape or history length; or the recipe or a
+            QTensor has scales other than one for the tensor or one for each block.
     """
     # 1. Check the operands.
     op = "ragged_dot"
@@ -120,7 +125,7 @@ def ragged_dot(
     )
     # The sources are operands, so that gradients reach them.
     codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (lhs_codes, rhs_codes))
-    # JAX would add up the cotangents of the uses of a state, and of examples that share it. Here they meet in a max.
+    # JAX would sum the cotangents of the examples that share a state. With `vmapped_state` they meet in a max.
     state = vmapped_state(state, lhs, rhs, group_sizes, *jax.tree.leaves(codes))
     multiply = wrapped(functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
@@ -138,8 +143,8 @@ class _RaggedProduct(Product):
     """The static part of one product.
 
     Attributes:
-        implementation: of the ops, also in the backward.
-        group_sizes: of the operands; None in the static part.
+        implementation: the implementation of the ops, in the forward and the backward.
+        group_sizes: int32 `[g]` while the product is computed; None in the static part.
     """
 
     implementation: str | None = None
@@ -147,12 +152,12 @@ class _RaggedProduct(Product):
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
 
     def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
-        """Return the layouts of operands of these shapes: of rhs, each matrix is one of a batch."""
+        """Return the layouts of operands of these shapes; the matrices of rhs are a batch."""
         return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return the product of two QTensors, which have the contracting dimension last."""
-        del swap, bias  # there is none, and the layouts ask for no transpose
+        del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         options = {"precise": gemm_type in self.precise, "out_dtype": out_dtype}
         if gemm_type == GEMMType.WGRAD:
             options["ragged"] = "contraction"
@@ -165,7 +170,7 @@ class _RaggedProduct(Product):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types of the operands, for their gradients, and which of them get one."""
+    """The types of the operands, for their gradients, and the names of the operands that get a gradient."""
 
     lhs: jax.core.AbstractValue
     rhs: jax.core.AbstractValue
@@ -173,7 +178,7 @@ class _Types:
 
 
 def _in_a_group(x, group_sizes):
-    """Set the rows of x beyond the last group to zero: whatever they hold, an amax must not include it."""
+    """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]))
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
@@ -197,9 +202,9 @@ def _fp8_fwd(product, *operands):
     lhs, rhs, group_sizes, state, codes = jax.tree.map(lambda leaf: leaf.value, operands)
     perturbed = jax.tree.map(lambda leaf: leaf.perturbed, operands)
     check_sources(product, (lhs, rhs), perturbed)
-    # A gradient that leaves out the state leaves the scales as they are, for all of the training.
+    # A gradient without the state would never update the scales: warn.
     warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
-    # The operands are those of any product by other names.
+    # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
     y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
     return y, (residuals, group_sizes, _Types(jax.typeof(lhs), jax.typeof(rhs), differentiated))
@@ -208,7 +213,7 @@ def _fp8_fwd(product, *operands):
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
     residuals, group_sizes, types = residuals
-    # A gradient of zeros is quantized all the same: lhs and rhs have run, so their states have next values.
+    # Quantize a gradient of zeros as well: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
     product = dataclasses.replace(product, group_sizes=group_sizes)

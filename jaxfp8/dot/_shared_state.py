@@ -1,4 +1,4 @@
-"""The state of a product as autodiff sees it: its uses meet in a max."""
+"""The state of a product for autodiff: the cotangents of all its uses meet in a max."""
 
 import functools
 
@@ -10,9 +10,9 @@ from ..recipes import is_reading
 
 
 def shared(state):
-    """`state` as f32, such that the cotangents of all uses of its leaves meet in a max.
+    """Return `state` as f32, such that the cotangents of all uses of its leaves meet in a max.
 
-    A reading stays as it is: a loop keeps what it runs over for its backward, and no copy of that.
+    A reading stays as it is: a loop keeps its inputs for the backward anyway, and a conversion would be a copy.
     """
 
     def use(leaf):
@@ -31,7 +31,7 @@ def shared(state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _from_foreign_max(leaf, dtype):
-    """Convert to float32; JAX's conversion from such a dtype has no transpose."""
+    """Convert Flax's dtype to float32; JAX's conversion from that dtype has no transpose."""
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 

@@ -1,7 +1,7 @@
-"""A state for each example of a batch, also where the examples share one: their next states then combine by max.
+"""A state for each example of a batch. Where the examples share a state, their next states combine by max.
 
-For products that are a `custom_vjp`. Under `vmap` JAX sums the cotangents of what the examples share, which is right
-for a kernel and wrong for a state.
+`ragged_dot` needs this because it is a `custom_vjp`: under `vmap` JAX sums the cotangents of an argument that the
+examples share, which is right for a kernel and wrong for a state.
 """
 
 import jax
@@ -14,7 +14,7 @@ from ._product import repeat_state
 
 
 def vmapped_state(state, *operands):
-    """Return `state`, with a batch wherever an operand has one."""
+    """Return `state`; under a `vmap` that batches any operand, each of its leaves gets a batch dimension too."""
     leaves, tree = jax.tree.flatten(state)
     return tree.unflatten(_vmapped_state_p.bind(*leaves, *operands, count=len(leaves)) if leaves else leaves)
 
@@ -28,12 +28,12 @@ def _batch(args, dims, *, count):
         repeat_state((size, axis), leaf) if d is None else jnp.moveaxis(leaf, d, 0)
         for leaf, d in zip(args[:count], dims[:count], strict=True)
     ]
-    # Operands go along so that an outer `vmap` can ask them again; where their batch is does not matter any more.
+    # The operands go along so that an outer `vmap` sees them; the place of their batch dimension no longer matters.
     return _vmapped_state_p.bind(*leaves, *args[count:], count=count), [0] * count
 
 
 def _jvp(primals, tangents, *, count):
-    # Each result is a leaf of the state, so its tangent is that of the leaf. Operands do not enter it.
+    # Each result is a leaf of the state and has the tangent of that leaf. The results do not depend on the operands.
     return _vmapped_state_p.bind(*primals, count=count), list(tangents[:count])
 
 

@@ -1,4 +1,4 @@
-"""Wrap every FP8 product while a program is traced, from outside: `jaxfp8.inspect.compare` does."""
+"""Wrap every FP8 product while a program is traced: `jaxfp8.inspect.compare` measures products so."""
 
 import contextlib
 import contextvars
@@ -16,8 +16,8 @@ def wrapping(wrapper: Callable | None):
     """Return a context in which `wrapper(fp8, f32, *operands)` stands for each product; None leaves products alone.
 
     Args:
-        wrapper: takes the FP8 product of `*operands`, the product in float32 of the numbers that the operands stand
-            for, and the operands; must hash.
+        wrapper: a hashable function. `fp8` and `f32` are functions of `*operands`: the FP8 product, and the float32
+            product of the values that the operands stand for.
     """
     return _wrapper(wrapper)
 
@@ -28,7 +28,7 @@ def is_wrapping() -> bool:
 
 
 def wrapped(fp8: Callable, f32: Callable) -> Callable:
-    """Return `fp8`, or the wrapper of both where there is one."""
+    """Return `fp8`, or inside `wrapping` the wrapper of both functions."""
     return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, fp8, f32)
 
 

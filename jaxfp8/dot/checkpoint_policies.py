@@ -1,4 +1,4 @@
-"""Policies for `jax.checkpoint` and `nn.remat`: what of an FP8 product is kept for the backward pass.
+"""Policies for `jax.checkpoint` and `nn.remat`: the arrays of an FP8 product that are kept for the backward pass.
 
     nn.remat(Block, policy=jaxfp8.checkpoint_policies.save_fp8_residuals)
 
@@ -22,14 +22,14 @@ __all__ = [
     "save_gemm_outputs",
 ]
 
-# The backward GEMMs read what is kept, a byte for each element of input and kernel. Where the result itself is needed
-# again, for a nonlinearity after it, operands are quantized and multiplied once more.
+# Keep the FP8 codes that the backward GEMMs read: one byte for each element of input and kernel. Where the result
+# itself is needed again, for a nonlinearity after it, the operands are quantized and multiplied once more.
 save_fp8_residuals: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(RESIDUAL_NAME)
 
-# Only operands are quantized once more.
+# Keep the results: the operands are quantized once more, and not multiplied.
 save_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME)
 
-# Nothing of a product runs again.
+# Keep both: no part of a product runs again.
 save_fp8_residuals_and_gemm_outputs: Callable[..., Any] = jax.checkpoint_policies.save_only_these_names(
     RESIDUAL_NAME, OUTPUT_NAME
 )

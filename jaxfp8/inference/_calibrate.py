@@ -1,4 +1,4 @@
-"""calibrate: amax histories from batches of data, without training."""
+"""calibrate: fill amax histories from batches of data, without training."""
 
 import itertools
 from collections.abc import Callable
@@ -22,35 +22,35 @@ def calibrate(
     loss_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Fill amax histories from batches, as training on them would, and change nothing else.
+    """Fill amax histories from batches, as training on these batches would, and change nothing else.
 
         variables = jaxfp8.calibrate(model, variables, batches)  # Linen
         jaxfp8.calibrate(model, batches)  # NNX: in place
         variables = jaxfp8.calibrate(function, variables, batches)  # function(variables, *batch)
 
-    Each batch is one step: histories move by one, and slot 0 is the amax of the whole batch, of all devices and all
+    Each batch is one step: histories move by one, and slot 0 is the amax of the whole batch, over all devices and all
     uses of a layer. The amaxes of the last batch act in the next forward pass. A quantizer with an empty history has
-    scale 1, so the first batch reaches the deeper layers through that: take a few.
+    scale 1, so in the first batch deeper layers get inputs that were quantized with scale 1: pass a few batches.
 
-    Without `loss_fn` the quantizers of inputs and kernels (and outputs, where a recipe has some) are filled, and no
+    Without `loss_fn` the quantizers of inputs and kernels (and of outputs, in a `CustomRecipe`) are filled, and no
     gradient of a parameter is computed. A layer on which no result of the model depends, such as a layer behind
     `stop_gradient`, records nothing, as in training.
 
     Args:
         model: a Linen module, an NNX module, or a function of variables and a batch.
-        *variables_and_batches: the variables, not for NNX: `params`, the state (a Linen model makes it where it is
-            missing) and any other collections; then the batches, an iterable. A batch is a tuple of arguments, or one
-            argument; pytrees of arrays.
-        loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX `loss_fn(model, *batch)`: runs in place of the model,
-            and the quantizers of gradients are filled too.
+        *variables_and_batches: `variables, batches`; for an NNX module `batches` alone. `variables` holds `params`, the
+            state (which a Linen model makes where it is missing) and other collections. `batches` is an iterable; each
+            batch is a tuple of arguments, or one argument; arguments are pytrees of arrays.
+        loss_fn: `loss_fn(variables, *batch) -> f32[]`, for NNX `loss_fn(model, *batch)`, which runs in place of the
+            model. With a loss the quantizers of gradients are filled too.
         **kwargs: further arguments of the model, such as `deterministic=True`; not traced.
 
     Returns:
-        The variables with their next state; all other leaves are the same arrays. For NNX the model.
+        The variables with their next state; all other leaves are the same arrays. For NNX `model`.
 
     Raises:
-        TypeError: the arguments do not fit the model.
-        ValueError: no batches; no state to fill.
+        TypeError: the arguments do not fit the kind of model, or the model returns no floating-point array.
+        ValueError: there is no batch, or no state to fill.
     """
     # 1. Check how the arguments fit the kind of model.
     is_nnx = isinstance(model, nnx.Module)
@@ -64,7 +64,7 @@ def calibrate(
     if hasattr(batches, "shape"):
         got = f"an array of shape {tuple(batches.shape)}, whose rows would be the batches"
         raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
-    # A NamedTuple is one argument: it is a pytree with names.
+    # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple of arguments.
     batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
     # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
@@ -105,13 +105,13 @@ def _calibrate_nnx(model, batches, loss_fn, kwargs):
 
 
 def _filled(function, variables, batches, is_loss: bool):
-    """Return `variables` after a step of `function` for each batch."""
+    """Return `variables` after a step of `function` for each batch; `is_loss` says that `function` is a `loss_fn`."""
     where = _state_tree.flatten(variables)
     positions = [i for i in where.positions() if is_loss or not _is_of_backward(where.paths[i])]
     if not positions:
         raise ValueError(
             "calibrate: variables: expected state of quantizers, found none: recipes other than delayed scaling keep "
-            "none and need no calibration; frozen models have fixed scales"
+            "no state and need no calibration; frozen models have fixed scales"
         )
 
     @jax.jit
@@ -139,12 +139,12 @@ def _filled(function, variables, batches, is_loss: bool):
 
 
 def _is_of_backward(path) -> bool:
-    """Return whether a leaf belongs to a quantizer of the backward: its name, or a field above it, says so."""
+    """Tell whether a leaf belongs to a quantizer of the backward, by its name or a field above it in its path."""
     return not set(_BACKWARD).isdisjoint(path) or path[-1].startswith(tuple(f"{name}_" for name in _BACKWARD))
 
 
 def _total(outputs, is_loss: bool):
-    """Return a number that depends on every result of the model; its value does not matter."""
+    """Return the loss, or else a number that depends on every result of the model, whose value does not matter."""
     if is_loss:
         return outputs
     leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)]

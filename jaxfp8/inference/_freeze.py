@@ -9,39 +9,41 @@ from ..nnx import _freeze as of_nnx
 
 
 def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """Freeze a model for inference: kernels become FP8 codes, inputs get fixed scales, all as in training.
+    """Freeze a model for inference: kernels become FP8 codes and inputs get fixed scales, with the values of training.
 
         frozen = jaxfp8.freeze(model, variables, x)  # Linen: model.apply(frozen, x)
         jaxfp8.freeze(model, x)  # NNX: in place
 
-    No code of the model changes. The other arguments are an example of what it is called with: it is traced, not run,
-    to find out what each product gets.
+    The code of the model does not change. The arguments after model and variables are an example of a call, which is
+    traced to find the operands of each product.
 
-    - The kernel of each FP8 product becomes codes, a byte each, with the contracting dimensions last, as GEMMs want
-      them, and its scales. They are parameters of the product; where the kernel was no array is left.
-    - With delayed scaling the input keeps the scale that its history gives now; all histories go. Inputs of other
-      recipes are scaled when they come, as before.
-    - Products in high precision keep their kernels. So do, in Linen, kernels that anything but FP8 products reads; in
-      NNX these are gone, and who reads one gets NaN.
+    - The kernel of each FP8 product becomes codes, a byte each, with the contracting dimensions last, as GEMMs read
+      them, and scales. Codes and scales are parameters of the product; a placeholder without an array replaces the
+      kernel.
+    - With delayed scaling the input keeps the scale that its history gives now, and all histories are dropped. Inputs
+      of other recipes are scaled when they arrive, as before.
+    - Products in high precision keep their kernels. In Linen a kernel also stays if anything but FP8 products reads it;
+      in NNX such a reader gets NaN.
     - A frozen model does not train: the gradient of a frozen kernel raises. Gradients of inputs and of other
       parameters are as before.
 
-    Products that the arguments do not reach stay as they are. `min_size` of a recipe decides here, once.
+    Products that the example does not reach stay as they are. The `min_size` of a recipe is applied to the sizes of the
+    example, once.
 
     Args:
         model: a Linen or an NNX module.
-        *args: for a Linen model its variables, then the arguments of `model.apply`; for NNX those of the model. Arrays
-            or `jax.ShapeDtypeStruct`; other values are static.
-        **kwargs: as args; for a Linen model also `method`, `rngs` and `mutable`.
+        *args: for a Linen model its variables, then the arguments of `model.apply`; for an NNX model its arguments.
+            Arrays or `jax.ShapeDtypeStruct`; other values are static.
+        **kwargs: keyword arguments of that call; for a Linen model also `method`, `rngs` and `mutable`.
 
     Returns:
-        The frozen variables; for NNX the model. `jax.eval_shape` of this function gives the target for restoring a
-        checkpoint.
+        The frozen variables; for NNX `model`, changed in place. `jax.eval_shape` of this function gives the target for
+        restoring a checkpoint.
 
     Raises:
-        TypeError: neither a Linen nor an NNX module.
-        ValueError: no product to freeze; one whose history is empty; a custom quantizer with state; a Linen product
-            that is called with several kernels, or in a branch of `nn.cond`; an NNX layer that computes its kernel.
+        TypeError: `model` is neither a Linen nor an NNX module, or a Linen model comes without variables.
+        ValueError: there is no product to freeze; a product has an empty history, or a custom quantizer with state; a
+            Linen product is called with several kernels, or in a branch of `nn.cond`; an NNX layer computes its kernel.
     """
     if isinstance(model, nn.Module):
         if not args:

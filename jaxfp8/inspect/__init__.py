@@ -1,4 +1,4 @@
-"""Diagnostics: which products run in FP8 and why not, their error, saturation and scales; the installation."""
+"""Diagnostics: list the products that do not run in FP8 and why, measure errors and saturation, and read scales."""
 
 from ._compare import Comparison as Comparison, compare as compare
 from ._counters import with_counters as with_counters, without_counters as without_counters

@@ -28,24 +28,25 @@ _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
 def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
-    """Return a call of an op, and its arguments."""
+    """Return a function that calls an op, and the function's arguments."""
     shape = (_N,) * (3 if op in _cases.PRODUCTS else 2)
     return _cases.call(op, _cases.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
 
 
-# The cases of the op `quantize_blocks` take turns with those of the op whose custom call it runs as.
+# `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases call both ops in turn.
 OPS = {op: _example(op) for op in _cases.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each op on a platform: `name`, `custom_call` (whether it runs as its own), `calls` and `why`.
+    """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
 
-    `calls` are the custom calls in its program, `why` a clause where it does not run as its own.
+    `custom_call` says whether the op runs as its custom call, `calls` counts the custom calls in its program by name,
+    and `why` is a clause that says why the op does not run as its custom call, else "".
     """
     rows = []
     for name, (function, arguments) in OPS.items():
         calls, reasons = _lowered(platform, function, arguments)
-        # `quantize_blocks` is half of what another op's custom call gives, and runs as that.
+        # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`, which needs half of its results.
         target = _SHARED_CALL.get(name, name)
         why = "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
         rows.append({"name": name, "custom_call": target in calls, "calls": calls, "why": why})
@@ -53,14 +54,18 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
 
 
 def active_recipes(platform: str) -> list[dict[str, Any]]:
-    """Return a row for each recipe, from a Dense step: `name`, `fp8_products` of 3, `calls` by name, and `why`."""
+    """Return a row for each recipe, from forward and backward of a layer: `name`, `fp8_products`, `calls` and `why`.
+
+    `fp8_products` counts the products, of 3, that run as FP8 kernels, `calls` counts custom calls by name, and `why` is
+    a clause that says why fewer than 3 products run so, else "".
+    """
     rows = []
     for recipe in RECIPES:
 
         def loss(x, kernel, state, recipe=recipe):
             return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state).sum()
 
-        # Types are enough: programs are lowered and never run, also for platforms that are not here.
+        # Types are enough: programs are lowered and never run, also for platforms that this machine lacks.
         state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
         calls, reasons = _lowered(platform, jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state))
         products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
@@ -70,15 +75,15 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
 
 
 def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
-    """Return the custom calls of a program, and the warnings that it would give."""
+    """Return the number of each custom call in a program, and the warnings that its lowering would give."""
     with _support.listening() as reasons:
-        # A new function for each call: JAX does not lower a function again that it has lowered before.
+        # Make a new function for each call: JAX does not lower the same function twice.
         text = jax.jit(lambda *args: function(*args)).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     return dict(sorted(Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text)).items())), reasons
 
 
 def _why_not(platform: str, target: str) -> str:
-    """Return why the custom call is not in a program that gives no warning."""
+    """Return why the custom call is not in a program whose lowering gives no warning; "" where no reason is known."""
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
     if library is None:
         return f"no native library serves {platform}"

@@ -1,4 +1,4 @@
-"""compare: layer by layer, how much of every product is left after FP8."""
+"""compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
 import functools
@@ -29,16 +29,16 @@ class Comparison:
         SQNR = 10 log10(sum x**2 / sum (x - x_fp8)**2) dB, x in float32
 
     Attributes:
-        rows: a dict for each product: `layer` and six figures in dB; inf where nothing is lost, -inf where FP8 is not
-            finite or all is lost, nan where float32 is not finite, None where there is no such gradient (of frozen
-            kernels). `layer` is the path of the module; ` (call 1)` after it is its second call, `[i]` an iteration of
-            a loop or a member of a batch.
+        rows: a dict for each product: `layer` and six figures in dB. inf means no error; -inf that FP8 is not finite,
+            or that all of the tensor is lost; nan that float32 is not finite; None that there is no such gradient, as
+            of frozen kernels. `layer` is the path of the module; ` (call 1)` after the path is the second call, `[i]`
+            an iteration of a loop or a member of a batch.
 
-            - `output`, `input_grad`, `kernel_grad`: **of the product by itself**. Its operands are those of the float32
-              run: input, kernel and the gradient of its output. What layers before it have lost does not count.
-            - `model_output`, `model_input_grad`, `model_kernel_grad`: **of the whole model**, all of whose products run
-              in FP8. Errors of layers before it, and for gradients of those after it, have added up.
-        unreached: layers that no gradient of the loss passes through; nothing is known of them.
+            - `output`, `input_grad`, `kernel_grad` are figures **of the product by itself**: input, kernel and the
+              gradient of the output are those of the float32 run, so errors of other layers do not count.
+            - `model_output`, `model_input_grad`, `model_kernel_grad` are figures **of the whole model**, all of whose
+              products run in FP8: errors of the layers before add up, and in gradients those of the layers after.
+        unreached: the layers that no gradient of the loss passes through, which were not compared.
     """
 
     rows: list[dict[str, Any]]
@@ -56,23 +56,25 @@ def compare(
 
         print(jaxfp8.inspect.compare(model, batch, variables))
 
-    Same weights, same batch, same FP8 state; nothing is updated. Everything but the FP8 products runs as the model has
-    it. The outputs and gradients of all products go to the host, as float32: take a batch that is small. Of a frozen
-    model (`jaxfp8.freeze`) the float32 kernels are what the codes stand for: what quantizing them lost is not seen.
+    Both runs have the same weights, batch and FP8 state, and update nothing. Only the FP8 products differ between the
+    runs. The outputs and gradients of all products go to the host, as float32, so take a small batch. In a frozen
+    model (`jaxfp8.freeze`) the float32 kernels are the dequantized codes, so the error of quantizing kernels does not
+    show.
 
     Args:
         model: a Linen module, an NNX module, or any function of arrays that runs FP8 products.
-        batch: the arguments: a tuple of them, or one.
-        variables: of a Linen model, with its FP8 state; without them those of `model.init(jax.random.key(0), ...)`,
-            whose scales are 1.
-        loss: of the model's output, a scalar; without one the mean of its squares.
-        kwargs: more arguments of the model (of `apply` for a Linen model: `rngs`, `train`, ...).
+        batch: the arguments of the model: a tuple, or a single argument.
+        variables: the variables of a Linen model, with its FP8 state; None takes those of
+            `model.init(jax.random.key(0), ...)`, whose scales are 1.
+        loss: a function of the model's output that returns a scalar; None is the mean of squares of the output.
+        kwargs: keyword arguments of the model, for a Linen model those of `apply` (`rngs`, `train`, ...).
 
     Returns:
         The `Comparison`.
 
     Raises:
-        TypeError: the model cannot be called; variables for a model that is not Linen's.
+        TypeError: the model cannot be called, or returns no floating-point array and there is no `loss`; or there are
+            variables for a model that is not Linen's.
         ValueError: there is no FP8 product, or no gradient reaches one.
     """
     fn, arrays = _function(model, batch if isinstance(batch, tuple) else (batch,), variables, kwargs)
@@ -82,7 +84,7 @@ def compare(
     if not exact.names:
         raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
     if not exact.records:
-        raise ValueError("compare: loss: expected one whose gradient reaches an FP8 product, got one that reaches none")
+        raise ValueError("compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such")
     _run(fn, arrays, loss, fp8)
     rows = []
     for key in exact.records:
@@ -95,12 +97,12 @@ def compare(
 
 
 def _function(model, args, variables, kwargs):
-    """Return `(function of a tree of arrays, the tree)`."""
+    """Return `(function of a tree of arrays, the tree)` for a call of the model."""
     if isinstance(model, nn.Module):
         variables = model.init(jax.random.key(0), *args, **kwargs) if variables is None else variables
         fn, args = model.apply, (variables, *args)
     elif variables is not None:
-        raise TypeError("compare: variables: expected None for a model that is not Linen's; it holds its own")
+        raise TypeError("compare: variables: expected None for a model that is not Linen's, which holds its own arrays")
     elif isinstance(model, nnx.Module):
         fn, args = (lambda model, *args, **kwargs: model(*args, **kwargs)), (model, *args)
     elif callable(model):
@@ -134,12 +136,12 @@ def _mean_of_squares(output):
 
 
 class _Recorder:
-    """Stand for each product in one run: compute it, with a backward that hands its tensors to the host.
+    """Wraps each product in one run, with a backward that hands the product's tensors to the host.
 
     Attributes:
-        runs_fp8: whether the model gets the FP8 products; else those in float32, and each FP8 product is computed
-            beside it, from the same operands.
-        names: of the layers of all products, in the order of tracing.
+        runs_fp8: whether the model runs its products in FP8; else the model runs them in float32, and each FP8 product
+            is computed beside them, from the same operands.
+        names: the names of the layers of all products, in the order of tracing.
     """
 
     def __init__(self, runs_fp8: bool):
@@ -147,7 +149,7 @@ class _Recorder:
 
     @functools.cached_property
     def records(self) -> dict:
-        """(name, call) -> arrays of each time that it ran; calls are counted among those that ran."""
+        """For each `(name, call)` the tensors of each run; `call` counts the calls of a layer that ran."""
         records, calls = {}, defaultdict(int)
         for site in sorted(self._by_site):
             name = self.names[site]
@@ -156,10 +158,11 @@ class _Recorder:
         return records
 
     def executions(self, key) -> list:
-        """In the order of the forward, which the backward goes through from behind."""
+        """Return the tensors of each run in the order of the forward, which is the reverse of that of the backward."""
         return self.records[key][::-1]
 
     def calls(self, name: str) -> int:
+        """Return how many calls of the layer `name` ran."""
         return sum(name == recorded for recorded, _ in self.records)
 
     def __call__(self, fp8, f32, *operands):
@@ -185,12 +188,12 @@ class _Recorder:
             return product(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
 
         def backward(leaves, grad):
-            # Both precisions run on the same operands and the same gradient: errors do not add up from layer to layer.
+            # Both precisions run on the same operands and the same gradient, so errors of other layers do not count.
             runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
             record = functools.partial(self._record, site, grad.ndim)
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
-            # The callback gives a zero that the gradients depend on: nothing else keeps it in the program.
+            # The gradients depend on a zero from the callback, without which XLA would drop the callback.
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
             # Only x and the kernel have a gradient.
             cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
@@ -200,7 +203,7 @@ class _Recorder:
         return run(*leaves)
 
     def _record(self, site, rank, tensors):
-        """Record `[[output, gradient of x, of kernel], ...]`; dimensions beyond `rank` are those of a batch."""
+        """Record `[[output, gradient of x, gradient of kernel], ...]`; leading dimensions beyond `rank` are a batch."""
         tensors = [[None if x is None else np.asarray(x) for x in run] for run in tensors]
         y = tensors[0][0]
         batch = y.shape[: y.ndim - rank]

@@ -1,4 +1,4 @@
-"""Counters beside the state of delayed scaling: a quantizer counts where its state has counters."""
+"""Add counters to the state of delayed scaling, or remove them: a quantizer counts where its state has counters."""
 
 import dataclasses
 import functools
@@ -18,25 +18,25 @@ def with_counters(tree: Tree) -> Tree:
         variables = jaxfp8.inspect.with_counters(variables)  # once, before training or in the middle of it
 
     `saturated` is the fraction of elements with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not), `flushed`
-    the fraction of elements that are not zero but have the code of zero. Counting reads the tensor once more
-    (`ops.count_saturated_and_flushed`); where there are no counters nothing is counted, and programs are as if they did
-    not exist. `steps` is for how many steps the scale has not changed. A state that is used several times in a step
-    keeps the largest of each counter; a state that is not used keeps its counters. On a mesh fractions are of the whole
-    tensor, for one more reduction over the devices.
+    the fraction of elements that are not zero but have the code of zero, and `steps` the number of steps for which the
+    scale has not changed. Counting reads the tensor once more (`ops.count_saturated_and_flushed`), and on a mesh adds
+    one reduction over the devices, because fractions are those of the whole tensor. A state that is used several times
+    in a step keeps the largest of each counter; a state that is not used keeps its counters. Programs of state without
+    counters count nothing, at no cost.
 
-    They are called `{input,kernel,output_grad}_counters` beside the `_amax_history`, and `QuantizerState.counters`.
-    They go through gradients, `update_state`, accumulation and checkpoints as the rest of the state. Recipes that keep
-    no history have none.
+    Counters are called `{input,kernel,output_grad}_counters`, beside the `_amax_history`, and
+    `QuantizerState.counters`. They go through gradients, `update_state`, accumulation and checkpoints like the rest of
+    the state. Recipes without a history have no counters.
 
     Args:
         tree: Linen variables or their `_overwrite_with_gradient` collection, a `DotGeneralState`, an NNX state, a
-            TrainState, or any tree that holds these; or an NNX module, which is changed in place. Counters that are
-            there stay. An optimizer that was made before has a tree of the same form: give it too, the state of
-            optax in one tuple with the variables, an `nnx.Optimizer` by itself. One that accumulates
-            (`optax.MultiSteps`) has to be made anew.
+            TrainState, or any tree that holds these; or an NNX module, which is changed in place. Counters in the tree
+            stay as they are. The state of an optimizer that was made before mirrors the tree and needs counters too:
+            pass an optax state in one tuple with the variables, and an `nnx.Optimizer` by itself. An optimizer that
+            accumulates (`optax.MultiSteps`) has to be made anew.
 
     Returns:
-        The tree with them, zeros at first: `[..., 3]` for a scale `[..., 1]`. The same object for a module.
+        `tree` with counters f32 `[..., 3]`, zeros, for each scale `[..., 1]`. For a module, the same object.
 
     Raises:
         ValueError: a history and its scale do not fit.
@@ -45,7 +45,7 @@ def with_counters(tree: Tree) -> Tree:
 
 
 def without_counters(tree: Tree) -> Tree:
-    """Remove the counters from a tree such as `with_counters` takes."""
+    """Remove the counters from a tree, the inverse of `with_counters`; an NNX module is changed in place."""
     return _edited(tree, _remove)
 
 
@@ -69,16 +69,19 @@ def _edited(tree, edit):
     def rest(node, within=dict):
         return jax.tree.map(functools.partial(visit, within), node, is_leaf=is_holder)
 
-    # A module or an optimizer of NNX is edited in place; of any other tree there is a new one.
+    # A module or an optimizer of NNX is edited in place; for any other tree a new tree is made.
     return tree if _edit_nodes(tree, edit) else rest(tree)
 
 
 def _edit_nodes(obj, edit) -> bool:
-    """Replace the members of every node by `edit(members by name)`, in place; False where `obj` is of no such kind.
+    """Replace the members of every node of an NNX object by `edit(members by name)`, in place.
 
     Args:
-        obj: an `nnx.Module` or `nnx.Optimizer`.
-        edit: may add members and leave some out; those that stay are not touched.
+        obj: an `nnx.Module` or `nnx.Optimizer`; any other object is left alone.
+        edit: a function that may add and remove members; the other members are not touched.
+
+    Returns:
+        Whether `obj` is an NNX module or optimizer.
     """
     if not isinstance(obj, (nnx.Module, nnx.Optimizer)):
         return False
@@ -114,8 +117,8 @@ def _remove(leaves: dict) -> dict:
 
 
 def _zeros(prefix, history, scale):
-    """Make counters of a quantizer, held and placed as its scale is: by a variable, a box, or neither."""
-    histories = jax.tree.leaves(history)  # one array; none in an optimizer, which keeps nothing for state
+    """Make the counters of a quantizer, in the same box and on the same devices as its scale."""
+    histories = jax.tree.leaves(history)  # one array; none in the state of an optimizer, where `scale` is empty too
 
     def beside(leaf):
         axis = slot_axis(f"with_counters: {prefix}scale", histories[0], leaf)
@@ -123,7 +126,7 @@ def _zeros(prefix, history, scale):
         shape[axis] = 3
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=leaf.sharding)
-        # A committed array lies where somebody has put it. Other zeros go where JAX puts new arrays.
+        # Only a committed array was put on its devices on purpose. Other zeros go where JAX puts new arrays.
         is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.committed
         return jnp.zeros(shape, jnp.float32, device=leaf.sharding if is_placed else None)
 

@@ -1,4 +1,4 @@
-"""gemms and assert_fp8: which matrix products of a program run in FP8, and why others do not."""
+"""gemms and assert_fp8: list the matrix products of a program, and say why a product does not run in FP8."""
 
 import dataclasses
 import re
@@ -34,10 +34,10 @@ class Gemms:
     """The matrix products of a program; `str` is a table of them.
 
     Attributes:
-        rows: a dict for each, equal ones counted: `layer` (the path of its module, or the scopes around it), `pass`
-            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times`, `line` (of the source), `fp8`
-            (whether it runs in FP8) and `why` (not; None where it does).
-        platform: what it was judged for.
+        rows: a dict for each different product: `layer` (the path of its module, or the scopes around it), `pass`
+            (`"forward"` or `"backward"`), `product` (dtypes and shapes), `times` (how often the program has it), `line`
+            (its source line), `fp8` (whether it runs in FP8) and `why` (why it does not run in FP8, else None).
+        platform: the platform that `fp8` and `why` are for.
     """
 
     rows: list[dict[str, Any]]
@@ -55,27 +55,27 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
 
         print(jaxfp8.inspect.gemms(train_step, state, batch))
 
-    Products in loops, branches, rematerialized functions, `shard_map` and jitted calls count; of a function that takes
-    gradients those of its backward. A product in a loop is one row.
+    Products in loops, branches, rematerialized functions, `shard_map` and jitted calls are listed; a function that
+    takes gradients lists the products of its backward too. A product in a loop is listed once.
 
     Args:
-        fn: any function; a training step, a loss, a model's `apply`.
-        args, kwargs: its arguments; `jax.ShapeDtypeStruct` will do. NNX modules and optimizers too.
-        platform: as of `assert_fp8`.
+        fn: any function: a training step, a loss, a model's `apply`.
+        args, kwargs: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`, NNX modules and optimizers.
+        platform: see `assert_fp8`.
 
     Returns:
         The `Gemms`, in the order of the program.
 
     Raises:
-        TypeError: `fn` is no function.
-        ValueError: unknown platform.
+        TypeError: `fn` is not a function.
+        ValueError: `platform` is unknown.
     """
     target = Target.parse(platform)
     if not callable(fn):
         got = type(fn).__name__
         raise TypeError(f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}")
     program = traced(*of_arrays(fn, args, kwargs))
-    # A Counter keeps the order in which rows first come, which is that of the program.
+    # A Counter keeps the order in which rows first appear, which is that of the program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)
 
@@ -83,7 +83,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
 def assert_fp8(
     fn: Callable[..., Any], *args: Any, platform: str | None = None, allow: str | Iterable[str] = (), **kwargs: Any
 ) -> None:
-    """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8; say which, where and why.
+    """Raise where a matrix product of `fn(*args, **kwargs)` would not run in FP8, with its layer, line and reason.
 
         jaxfp8.inspect.assert_fp8(train_step, state, batch, allow=("attention", "logits"))
 
@@ -91,26 +91,26 @@ def assert_fp8(
     `lax.dot_general`, convolution and ragged product counts.
 
     Args:
-        fn, args, kwargs: as of `gemms`.
-        platform: where it would run. `"cuda"`: this machine's NVIDIA GPUs, or ones that have everything if there are
-            none; a compute capability such as `"sm_90"`: such GPUs; `"cpu"`, `"tpu"`, `"rocm"`: no FP8 GEMM there,
-            so every product is named. Without one the backend of this process; on a CPU, where models are only
-            developed, `"cuda"`.
-        allow: regexes; a product is passed over where one of them is found (`re.search`) in its layer or in its source
-            line: `"attention"`, `"head$"`, `r"model\\.py:57"`. A string is one regex.
+        fn, args, kwargs: see `gemms`.
+        platform: the platform to judge for. `"cuda"` is this machine's NVIDIA GPUs, or without any a GPU with all FP8
+            GEMMs; a compute capability such as `"sm_90"` is GPUs of that kind; `"cpu"`, `"tpu"` and `"rocm"` have no
+            FP8 GEMM, so every product is reported. None is the backend of this process; on a CPU, where models are
+            only developed, None is `"cuda"`.
+        allow: regexes, or a string, which is one regex. A product is not reported where a regex is found (`re.search`)
+            in its layer or in its source line: `"attention"`, `"head$"`, `r"model\\.py:57"`.
 
     Raises:
-        AssertionError: products that would not run in FP8: layer, pass, shapes, dtypes, source line and reason of each.
-            A function that has no product at all.
-        TypeError: `fn` is no function.
-        ValueError: unknown platform.
+        AssertionError: products would not run in FP8; the message has layer, pass, shapes, dtypes, source line and
+            reason of each. Or `fn` has no matrix product at all.
+        TypeError: `fn` is not a function.
+        ValueError: `platform` is unknown.
     """
     products = gemms(fn, *args, platform=platform, **kwargs)
     allowed = [re.compile(pattern) for pattern in ([allow] if isinstance(allow, str) else allow)]
     plain, keys = [row for row in products.rows if not row["fp8"]], ("layer", "line")
     missed = [row for row in plain if not any(regex.search(row[key]) for regex in allowed for key in keys)]
     name = getattr(fn, "__name__", repr(fn))
-    # A function without any product would pass, whatever it is: this is hardly the function that was meant.
+    # A function without any product is hardly the function that the caller meant, so it does not pass.
     if not products.rows:
         raise AssertionError(f"assert_fp8: {name} has no matrix product with these arguments")
     if missed:
@@ -123,7 +123,7 @@ def assert_fp8(
 def _rows(eqn, place: Place, target: Target) -> list[tuple]:
     """Return the products of one equation, each as items of a row."""
     name = eqn.primitive.name
-    # A product that nobody differentiates is one equation: look at the equations of its forward.
+    # A product that is not differentiated is one equation: look at the equations of its forward.
     if name == "fp8_product":
         inner = [(inner_eqn, place._replace(reason=inside.reason)) for inner_eqn, inside in equations(_forward(eqn))]
         return [row for inner_eqn, inner_place in inner for row in _rows(inner_eqn, inner_place, target)]
@@ -152,7 +152,7 @@ def _why_plain(eqn, place, target) -> str | None:
 
 
 def _forward(eqn):
-    """Trace the program of a product that nobody differentiates: a primitive that is still whole."""
+    """Trace the forward of a product that is not differentiated, whose primitive is still one equation."""
     params = eqn.params
     product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)  # on one device
 
@@ -160,7 +160,7 @@ def _forward(eqn):
         with using(params["implementation"]):
             return _gemms.forward(product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
 
-    # State in the dtype that autodiff adds by max is float32 to the forward.
+    # The forward reads state in the max dtype as float32.
     types = ((v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype) for v in eqn.invars)
     return traced(lambda operands: run(*operands), [jax.ShapeDtypeStruct(*shaped) for shaped in types])
 

@@ -1,4 +1,4 @@
-"""The report of a Linen model: its layers, recorded while `init` is traced for shapes."""
+"""The report of a Linen model, whose layers are recorded while `init` or `apply` is traced for shapes."""
 
 import jax
 from flax import linen as nn
@@ -16,7 +16,8 @@ NO_PRODUCT = {
     nn.Embed: "an embedding is looked up, and attend has no FP8 product",
 }
 
-# A context of jit's cache key: blocks in nn.jit are traced anew for each report, else no method of theirs is met.
+# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for each report; the methods of a
+# cached block would not run.
 _report = jax.make_user_context(None)
 
 
@@ -41,12 +42,13 @@ def _trace(model, variables, args, kwargs) -> None:
 
 
 class _Recorder:
-    """The layers that a model's methods run: a row for each, and the rules that decided."""
+    """Collects a row for each layer that a model's methods run, and the rules that decided."""
 
     def __init__(self):
         self.rows, self.owners, self.regions, self.used = {}, {}, [], set()
 
     def unused(self) -> list[str]:
+        """Return the texts of the rules that decided about no layer."""
         rules = [(region, i, rule) for region in self.regions for i, rule in enumerate(region.rules)]
         return [rule_text(i, rule) for region, i, rule in rules if (region, i) not in self.used]
 
@@ -65,7 +67,7 @@ class _Recorder:
     def _product(self, product, args) -> None:
         """Record an FP8 product in the name of the layer that holds it, unless the code gave the product a name."""
         kind, owner = type(product).__name__, "/".join(product.path[:-1])
-        # 1. Find the layer that the product stands for. Scans call their body more than once.
+        # 1. Find the path to report. A scan calls its body more than once, so a product may be recorded again.
         first = self.owners.setdefault(owner, product.path)
         is_named = not product.path or product.path[-1] != f"{kind}_0"
         path = "/".join(product.path) if is_named or first != product.path else owner
@@ -89,7 +91,7 @@ class _Recorder:
             if path in self.rows:
                 self.rows[path]["kind"] = kind
             return
-        # 1. A layer that takes rules, but whose product is not ours.
+        # 1. Report a layer that takes rules, but whose product is not of jaxfp8.
         kernel = first_matrix(nn.meta.unbox(module.variables.get("params", {})))
         shapes = (tuple(args[0].shape) if args and hasattr(args[0], "shape") else None, kernel)
         if is_layer(module):
@@ -101,7 +103,7 @@ class _Recorder:
                 why = self._use(decided.region, decided.index)
             self.rows[path] = row(path, kind, None, why, *shapes)
             return
-        # 2. A module without a product: report it where a rule matches it in vain.
+        # 2. Report a module without a product only where a rule matches the module in vain.
         reason = why_no_product(NO_PRODUCT, module)
         if reason is None and kernel is None:
             return

@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
+    """Return the versions of Python and of the installed packages of `packages`, by name."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -31,7 +31,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the processor, as the system names it."""
+    """Return the system's name of the processor."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""The report of an NNX model: its layers, as they stand."""
+"""The report of an NNX model, whose layers are read from the model without a call."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -30,7 +30,7 @@ def rows(model, variables, args, kwargs):
         used.add(index)
         return index
 
-    # 1. Layers that take rules.
+    # 1. Report the layers that take rules.
     model_layers, owners = layers(model), {}
     for path, layer, _ in model_layers:
         index = rule_of(names(path, layer), operation(layer))
@@ -38,7 +38,7 @@ def rows(model, variables, args, kwargs):
         table.append(_row(path, layer, None if index is None else (index, rules[index])))
         if (fp8 := product(layer)) is not None and (owner := owners.setdefault(id(fp8), path)) != path:
             table[-1]["why"] += f"; shares the product and the state of {owner}"
-    # 2. Modules without a product, where a rule matches one in vain.
+    # 2. Report modules without a product where a rule matches the module in vain.
     known = {id(layer) for _, layer, _ in model_layers}
     for path, module in nnx.iter_modules(model):
         reason = why_no_product(NO_PRODUCT, module)
@@ -54,7 +54,7 @@ def rows(model, variables, args, kwargs):
 
 
 def _row(path: str, layer, decided):
-    """Return the row of a layer; `decided` is the rule for it, which code may have overridden since."""
+    """Return the row of a layer; `decided` is the rule that matches the layer, which code may have overridden since."""
     fp8, kind, kernel = product(layer), type(layer).__name__, _kernel(layer)
     rule = None if decided is None else rule_text(*decided)
     if fp8 is None:
@@ -73,7 +73,7 @@ def _without(layer) -> str:
 
 
 def _kernel(module):
-    """Return the shape of the module's kernel."""
+    """Return the shape of the module's kernel, or else of its first parameter with two or more dimensions."""
     frozen = getattr(module, "kernel", None)
     if isinstance(frozen, FrozenKernel):
         return frozen.shape

@@ -17,7 +17,8 @@ from . import _op_comparisons as _comparisons, _op_values as _values
 
 _F32 = np.dtype(np.float32)
 _PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), _F32), (E4M3, E5M2)))
-# Tiny, odd, empty, aligned, groups by vmap, many tiles: as many as are prime to the number of pairs.
+# The shapes are tiny, odd, empty, aligned, in groups by vmap, or of many tiles. Their number, 7, is prime to that of
+# _PAIRS, 6, so that every shape meets every pair.
 _MATRICES = ((1, 1), (7, 129), (217, 41), (0, 5), (256, 512), (3, 33, 65), (2048, 4096))
 _PRODUCTS = ((1, 1, 1), (7, 5, 33), (48, 80, 112), (0, 5, 16), (256, 384, 512), (3, 33, 17, 65), (512, 512, 1024))
 _ROW, _MX, _TILE, _SQUARE = (1, None), (1, 32), (1, 128), (128, 128)
@@ -26,7 +27,7 @@ _QUANTIZED_BLOCKS = (
     *({"block": _ROW}, {"block": _MX, "scale": "e8m0", "rounding": "floor"}),
 )
 _MULTIPLIED_BLOCKS = ((_TILE, _TILE), (_TILE, _SQUARE), (_MX, _MX), (_ROW, _ROW), (_SQUARE, _TILE))
-MOST_OPTIONS = 5  # of any op
+MOST_OPTIONS = 5  # the largest number of options that an op has
 
 
 class Kind(NamedTuple):
@@ -34,10 +35,10 @@ class Kind(NamedTuple):
 
     Attributes:
         shape: `(m, n)`, or `(m, n, k)` of a product.
-        dtype: of what is quantized, and of results in high precision.
-        form: of codes.
-        index: options of the op take turns.
-        hard: whether hard values are among the others.
+        dtype: the dtype of tensors to quantize, and of results in high precision.
+        form: the format of codes.
+        index: the number of the case, by which options of the op take turns.
+        hard: whether NaN, infinities and subnormals are among the numbers.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
     hard: bool = False
 
     def turn(self, options: tuple) -> Any:
-        """Return one of the options."""
+        """Return the option whose turn `index` is."""
         return options[self.index % len(options)]
 
 
@@ -55,10 +56,11 @@ class Case(NamedTuple):
     """A call of an op.
 
     Attributes:
-        name: for people.
-        function, arguments: numpy arrays, for all groups.
-        comparison: `tensor_cores -> Comparison`: whether these multiply.
-        expected: what numpy gives; or None.
+        name: the name of the case, for people.
+        function: the function to call.
+        arguments: its arguments, numpy arrays, for all groups.
+        comparison: a function of whether tensor cores multiply, which returns the Comparison.
+        expected: the results that numpy gives; or None.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Case(NamedTuple):
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
-    """Yield the cases of an op: every shape, every pair of dtype and format; without `quick`, more of their pairs."""
+    """Yield the cases of an op, which take shapes, and pairs of dtype and format, in turn; with `quick` five fewer."""
     shapes = _PRODUCTS if op in PRODUCTS else _MATRICES
     count = len(shapes) + (0 if quick else 5)
     turns = zip(itertools.cycle(shapes), itertools.cycle(_PAIRS), range(count), strict=False)
@@ -78,17 +80,17 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments, more)`; `more(*arguments)` are terms of a product, or the results by numpy."""
-    # Some ops have no third part: the reference alone says what is right.
+    """Return `(function, arguments, more)`; `more(*arguments)` gives the terms of a product, or numpy's results."""
+    # Some ops have no third part: only the reference gives their right results.
     return (*OPS[op](kind, np.random.default_rng([kind.index, group])), None)[:3]
 
 
 def case(op: str, kind: Kind) -> Case:
-    """Return one case; a dimension more than the op has is of groups, each with arguments of its own."""
+    """Return one case; an additional leading dimension counts groups, each with arguments of its own."""
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
     each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
-    # Expected results of groups are those of the calls one by one.
+    # The expected results of groups are those of single calls.
     (function, arguments, more), expected = each[0], None
     if more and op not in PRODUCTS:
         expected = [more(*arguments) for _, arguments, _ in each]
@@ -110,7 +112,7 @@ def _amax(kind, rng):
 
 
 def _quantize(kind, rng, op=quantize_with, **layouts):
-    # The amax starts from 0, is raised from a given one, or is no result: the custom call has a form for each.
+    # The amax starts from 0, is raised from a given amax, or is no result: the custom call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
 
     def function(x, scale, least):
@@ -181,7 +183,7 @@ def _decode_moment(kind, rng):
 def _encode_moment(kind, rng):
     squared, (_, (data, amax, exponent)) = kind.turn((False, True)), _decode_moment(kind, rng)
     after, keys = _values.numbers(rng, kind.shape, _F32, hard=kind.hard), rng.integers(0, 2**32, amax.shape, np.uint32)
-    # The first row stays what it is.
+    # The first row of the moment does not change.
     data[:1], after[:1] = 0, 0
 
     def function(*operands):
@@ -224,7 +226,7 @@ def _write_histories(kind, rng):
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
-    # One term at a time: of a bias and an accumulator together the product adds neither by itself.
+    # Add one term at a time: with both a bias and an accumulator the kernel itself adds neither.
     terms = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):
@@ -252,7 +254,7 @@ def _block_scaled_matmul(kind, rng):
     def more(a, b, *scales):
         sides = []
         for codes, scale, block in zip((a, b), scales, blocks, strict=True):
-            # Blocks at the edges are smaller: repeat whole ones and cut off what lies outside of the matrix.
+            # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the part outside the matrix.
             rows, cols = _blocks.shape(block, *codes.shape[-2:])
             spread = _wide(scale).repeat(rows, -2).repeat(cols, -1)
             sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
@@ -263,7 +265,7 @@ def _block_scaled_matmul(kind, rng):
 
 def _ragged_matmul(kind, rng):
     (m, n, k), ragged = kind.shape, kind.turn(("rows", "contraction"))
-    # The second group is empty, as that of an expert without tokens is.
+    # The second group is empty, like the group of an expert without tokens.
     is_rows, ends = ragged == "rows", [0, m // 3, m // 3, m]
 
     def function(a, b, a_scale, b_scale, sizes):
@@ -290,13 +292,13 @@ def _history(kind, rng):
 
 
 def _operands(kind, rng, *shapes):
-    """Return codes of a and b: not E5M2 twice, which no tensor core multiplies."""
+    """Return codes of a and b; b is in E4M3, because no tensor core multiplies E5M2 by E5M2."""
     forms = kind.form, E4M3
     return [_values.codes(rng, shape, form, hard=kind.hard) for shape, form in zip(shapes, forms, strict=True)]
 
 
 def _scales(kind, rng, *shapes):
-    """Return scales with which the terms of a product are about 1."""
+    """Return scales that make the terms of a product about 1."""
     tops = kind.form.max, E4M3.max
     return [_values.factors(rng, shape, 1) * _F32.type(16 / top) for shape, top in zip(shapes, tops, strict=True)]
 

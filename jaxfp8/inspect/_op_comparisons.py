@@ -1,6 +1,7 @@
 """Comparisons of results: bit by bit, code by code, or within the bound of a product. Each has a control.
 
-A control is a wrong answer made of a right one. A comparison that does not refuse its control proves nothing.
+A control is a wrong answer that is made from a right answer. A comparison that does not refuse its control proves
+nothing.
 """
 
 from collections.abc import Callable
@@ -8,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Codes of a value whose last bits are free: how many may differ, and by how much the amax may.
+# For values whose last bits are free: the fraction of codes that may differ, and the relative error of the amax.
 _DIFFERENT, _AMAX = 0.01, 2.0**-11
-_STEP = 16  # products that a tensor core adds at once; some add more, which loses less
+_STEP = 16  # the products that a tensor core adds at once; a larger step loses less
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 _SMALLEST = {"bfloat16": 2.0**-126, "float16": 2.0**-25, "float32": 2.0**-126}
 
@@ -20,8 +21,8 @@ class Comparison(NamedTuple):
 
     Attributes:
         problem: `(results, expected) -> clause`, or None where the results are right; both are lists of numpy arrays.
-        control: `results -> wrong results`; None where nothing can be wrong, as of an empty array.
-        has_reference: whether `expected` is looked at.
+        control: `results -> wrong results`, or None where no result can be wrong, as in an empty array.
+        has_reference: whether `problem` reads `expected`.
     """
 
     problem: Callable[[list, list | None], str | None]
@@ -79,11 +80,11 @@ def _code_problem(results, expected):
     good = np.where(is_nan, distance == 0, (distance <= 1) & ~np.isnan(data.astype(np.float32)))
     if not good.all():
         return f"codes: {_first(good, data, right)}"
-    # Only few values lie so near the middle of two codes that their last bits decide.
+    # Only a few values lie so near the middle of two codes that their last bits decide.
     if np.count_nonzero(distance) > 1 + _DIFFERENT * data.size:
         return f"codes: {np.count_nonzero(distance)} of {data.size} differ by one"
-    # The other layout is no computation of its own: it has the same codes, rows last. Gate and up are columns both, and
-    # the reference tells where the rows are.
+    # The other layout must have the same codes, rows last. With a gated activation gate and up are both columns, so
+    # the reference tells which dimension is the rows.
     dims = range(data.ndim - 1)
     rows = next((d for d in dims if _bit_problem([np.moveaxis(right, d, -1)], [right_t]) is None), 0)
     if problem := _bit_problem([data_t], [np.moveaxis(data, rows, -1)]):
@@ -94,37 +95,37 @@ def _code_problem(results, expected):
 
 
 def _move_by_two_codes(bits, middle):
-    # Near the largest code two more would be an infinity or a NaN, so there the change goes down.
+    # Near the largest code, two codes up would be an infinity or a NaN, so there the change goes down.
     code = int(bits[middle])
     bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
 
 
-# Of values that are computed on the way, where the last bits decide between neighbouring codes: n additions are off by
-# n units of 2**-24, for rows of 4096 by 2**-12. A code spans 2**-4 of its value, so 2**-7 of them may be others.
+# For ops that compute the values they quantize, so that last bits decide between neighbouring codes: n additions are
+# off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans 2**-4 of its value, so 2**-7 of codes may differ.
 CODES = Comparison(_code_problem, lambda results: _changed(results, _move_by_two_codes))
 
 
 def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
-    """Compare with the exact product.
+    """Return the Comparison with the exact product, whose bound is derived here.
 
-    A tensor core aligns the products of a step and the sum so far to the largest of these 17 numbers, cuts each of them
-    after 13 bits, and the new sum as well: 18 times 2**-13 of the largest may be lost a step. A sum so far is one of
-    consecutive terms, however the product is cut. Elsewhere sums are f32: K times 2**-24 of the sum of magnitudes.
-    Scales, each term that is added and the result are rounded once more.
+    A tensor core aligns the products of a step and the sum so far to the largest of these 17 numbers, and cuts each of
+    them, and the new sum, after 13 bits: a step may lose 18 times 2**-13 of the largest number. However a kernel cuts
+    k, the sum so far is a sum of consecutive terms. Without tensor cores sums are f32, and lose up to k times 2**-24 of
+    the sum of magnitudes. Scales, each added term and the result are rounded once more.
 
     Args:
-        pieces: `(a [..., m, k], b [..., n, k])` in float64, scaled; their products lie one below the other.
-        added: `[..., 1 or m, n]` arrays in float64.
-        out_dtype: of the result.
+        pieces: pairs `(a [..., m, k], b [..., n, k])` in float64, scaled; the result stacks their products by rows.
+        added: `[..., 1 or m, n]` arrays in float64, which are added to the product.
+        out_dtype: the dtype of the result.
         tensor_cores: whether tensor cores multiply.
     """
     out_dtype = np.dtype(out_dtype).name
     with np.errstate(invalid="ignore", over="ignore"):
-        # 1. The exact product, what its sum may lose, and the terms of its last step.
+        # 1. Compute the exact product, the error that its sum may have, and the terms of its last step.
         parts = zip(*(_piece(a, b, tensor_cores) for a, b in pieces), strict=True)
         exact, bound, last = (np.concatenate(part, axis=-2) for part in parts)
-        # 2. Scales and each added term are rounded in f32, the result to its dtype. `_SMALLEST` is for results that are
-        # subnormal; 1 + 2**-10 is for products of these errors.
+        # 2. Add the errors of rounding scales and added terms in f32, and the result to its dtype. `_SMALLEST` covers
+        # subnormal results; 1 + 2**-10 covers products of these errors.
         bound = bound + 4 * 2.0**-24 * sum(map(np.abs, added), np.abs(exact))
         exact = sum(added, exact)
         bound = (1 + 2.0**-10) * (bound + _ROUNDING[out_dtype] * (np.abs(exact) + bound)) + _SMALLEST[out_dtype]
@@ -138,7 +139,7 @@ def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
         return None if good.all() else _first(good, got, exact)
 
     def without_a_step(results):
-        """Leave the last terms out, where that is the most."""
+        """Leave the last step's terms out of the element in which they are largest beside the bound."""
         if not np.any(last):
             return None
         place = np.unravel_index(np.argmax(np.nan_to_num(np.abs(last) / bound)), exact.shape)
@@ -153,7 +154,7 @@ def _piece(a, b, tensor_cores):
     """Return the exact product, the error that the sum may have, and the terms that the last step adds."""
     k = a.shape[-1]
     steps = [a[..., i : i + _STEP] @ np.swapaxes(b[..., i : i + _STEP], -1, -2) for i in range(0, max(k, 1), _STEP)]
-    # However a kernel cuts k, a sum so far is the difference of two of these sums.
+    # However a kernel cuts k, its sum so far is the difference of two of these sums.
     sums = np.cumsum(steps, axis=0)
     if not tensor_cores:
         return sums[-1], k * 2.0**-24 * (np.abs(a) @ np.swapaxes(np.abs(b), -1, -2)), steps[-1]

@@ -1,4 +1,4 @@
-"""The numbers that ops are checked on: spread over many octaves, hard ones among them."""
+"""The numbers that ops are checked on: spread over many octaves, with NaN, infinities and subnormals among them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +6,12 @@ import numpy as np
 _TINY = 2.0**-149
 _HARD = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, _TINY, -_TINY, 2.0**-126, -3e38, 6e4, 448.0, 2.0**-10])
 _SCALES = np.float32([1, 3.7, 2.0**-7, 2.0**40, 2.0**-126, 2.0**126])
-# Larger arrays repeat so many numbers: a prime, so that no two tiles are alike.
+# Larger arrays repeat this many numbers; it is a prime, so that no two tiles are alike.
 _PERIOD = 999_983
 
 
 def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> np.ndarray:
-    """Return normal numbers times powers of two; with `hard`, NaN, infinities, subnormals and large ones among them."""
+    """Return normal numbers times powers of two; `hard` puts NaN, infinities, subnormals and large numbers in."""
     size = int(np.prod(shape))
     spread = 2.0 ** (octaves * rng.standard_normal(min(size, _PERIOD)))
     values = np.resize((rng.standard_normal(spread.size) * spread).astype(np.float32), size)
@@ -22,7 +22,7 @@ def numbers(rng, shape, dtype, *, hard: bool = False, octaves: float = 4.0) -> n
 
 
 def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
-    """Return FP8 codes of normal numbers that use the range of the format; with `hard`, a NaN."""
+    """Return FP8 codes of normal numbers that use the range of the format; `hard` puts a NaN in."""
     values = numbers(rng, min(int(np.prod(shape)), _PERIOD), np.float32, octaves=1) * np.float32(form.max / 16)
     if hard:
         values[values.size // 3] = np.nan
@@ -30,12 +30,12 @@ def codes(rng, shape, form, *, hard: bool = False) -> np.ndarray:
 
 
 def scale(rng) -> np.ndarray:
-    """Return a scale that quantizes: ordinary, large or small."""
+    """Return a random scale f32[1] that may be ordinary, large or small."""
     return rng.choice(_SCALES, 1)
 
 
 def factors(rng, shape, octaves: float = 4.0) -> np.ndarray:
-    """Return positive numbers within so many octaves of 1."""
+    """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
     return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
 
 
@@ -45,7 +45,7 @@ def quantized(x, scale, form) -> np.ndarray:
         wide = x.astype(np.float32)
         y = np.where(np.isfinite(wide), wide * scale, np.float32(np.nan))
         data = np.clip(y, -form.max, form.max).astype(form.dtype)
-    # E5M2 has several NaNs, and a cast keeps the sign: the codec has one code for all.
+    # E5M2 has several NaNs, and a cast keeps the sign: jaxfp8 has one code for all NaNs.
     data.view(np.uint8)[np.isnan(y)] = 0x7F if jnp.finfo(form.dtype).nmant == 3 else 0x7E
     return data
 

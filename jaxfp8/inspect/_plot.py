@@ -1,4 +1,4 @@
-"""plot: amax and scale of every quantizer over the steps of a run."""
+"""plot: draw amax and scale of every quantizer over the steps of a run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from .._jax._table import member
 from ._quantizers import quantizers
 
-# More lines than this have no legend: it would hide them.
+# Axes with more lines than this get no legend, which would hide the lines.
 _MOST_LABELS = 16
 _OPERANDS = ("input", "kernel", "output_grad")
 
@@ -21,19 +21,19 @@ def plot(histories: Mapping[str, jax.typing.ArrayLike] | Sequence[Any], path: st
         figure = jaxfp8.inspect.plot([state0, state1, state2], "fp8.png")
 
     Args:
-        histories: a list of variable trees, one a step, as `jaxfp8.inspect.summary` takes them: of each quantizer the
-            newest amax and the scale that multiplied are drawn. Or a dict name -> array: `(steps,)`, or `(steps, H)`
-            with the newest in slot 0, whose maximum is drawn as well, dashed. Names that end in `scale` or `scale_inv`
-            go to the right, others are amaxes.
-        path: where to write it, as `figure.savefig`; or None.
+        histories: a list of variable trees, one for each step, as `jaxfp8.inspect.summary` takes them; the plot has the
+            newest amax and the scale of each quantizer. Or a dict name -> array: `(steps,)`, or `(steps, H)` with the
+            newest entry in slot 0, whose maximum is drawn too, dashed. Arrays whose name ends in `scale` or `scale_inv`
+            go to the right axes, other arrays to the left, as amaxes.
+        path: the file for `figure.savefig`; None writes no file.
 
     Returns:
-        A `matplotlib.figure.Figure`, in no backend's hands.
+        A `matplotlib.figure.Figure`, which no backend of pyplot holds.
 
     Raises:
-        ImportError: there is no matplotlib.
-        TypeError: neither a dict nor a list.
-        ValueError: nothing to draw; an array of another rank; trees that differ in their quantizers.
+        ImportError: matplotlib is not installed.
+        TypeError: `histories` is neither a dict nor a list.
+        ValueError: `histories` is empty, an array has another rank, or the trees differ in their quantizers.
     """
     try:
         from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def plot(histories: Mapping[str, jax.typing.ArrayLike] | Sequence[Any], path: st
     for group, is_scale, name, values, dashed in lines:
         label = None if dashed else name
         style = "--" if dashed else "-"
-        drawn = np.where(values > 0, values, np.nan)  # zeros, nothing recorded, have no place on a log scale
+        drawn = np.where(values > 0, values, np.nan)  # 0 means that nothing was recorded; a log scale has no 0
         axes[group][int(is_scale)].plot(drawn, style, color=colors[name], linewidth=1, label=label)
     for group, pair in axes.items():
         for axis, title in zip(pair, ("amax", "scale"), strict=True):
@@ -64,7 +64,7 @@ def plot(histories: Mapping[str, jax.typing.ArrayLike] | Sequence[Any], path: st
 
 
 def _lines_of_dict(histories) -> list[tuple]:
-    """Return `(group, is a scale, name, values (steps,), is dashed)` of each line."""
+    """Return a tuple `(group, whether a scale, name, values (steps,), whether dashed)` for each line."""
     lines = []
     for name, values in histories.items():
         values = np.asarray(jax.device_get(values), np.float64)

@@ -1,4 +1,4 @@
-"""The equations of a traced program, those of loops, branches and calls included, with where each came from."""
+"""List the equations of a traced program, those of loops, branches and calls included, with the place of each."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ import jax
 from .._jax._jaxprs import inner_jaxprs
 from ..dot import _scopes
 
-# Scopes that transforms add: they say nothing about the model.
+# Scopes that transforms add, which do not name modules.
 _OF_TRANSFORMS = ("rematted_computation", "checkpoint")
 _OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
 _PACKAGES = [sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules]
@@ -24,10 +24,10 @@ class Place(NamedTuple):
     """The place from which an equation came.
 
     Attributes:
-        layer: the scopes around it, joined by `/`: the path of the module, where its library names them.
-        is_backward: whether it belongs to a gradient.
-        reason: why it is in high precision, where jaxfp8 put it there.
-        line: `file.py:12`, the innermost line that is in no library; "" where there is none.
+        layer: the scopes around the equation, joined by `/`: the path of the module, where the library names scopes.
+        is_backward: whether the equation belongs to a gradient.
+        reason: why jaxfp8 keeps the equation in high precision; None where jaxfp8 left no reason.
+        line: `file.py:12`, the innermost source line outside of libraries; "" where there is none.
     """
 
     layer: str
@@ -41,7 +41,7 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
         inner = list(inner_jaxprs(eqn))
-        # Calls, loops and branches are looked into; their own equation says nothing.
+        # Of calls, loops and branches only the inner equations are listed.
         if not inner:
             yield eqn, _place(stack, eqn)
         for inner_jaxpr in inner:
@@ -57,12 +57,12 @@ def _place(stack, eqn) -> Place:
 
 
 def _joined(scopes) -> str:
-    """Join scopes to one path. A transform in a transform repeats the scopes around it; NNX scopes are whole paths."""
+    """Join scopes to one path, without the scopes that nested transforms repeat; NNX scopes are whole paths."""
     path = []
     for scope in scopes:
         parts = [scope] if "->" in scope else scope.split("/")  # an equation is one name
         path = parts if parts[: len(path)] == path else path + parts
-    # Drop a repeated prefix, and the names that our products add to the layer that holds them.
+    # Drop a repeated prefix, and the names that jaxfp8's products add to the layer that holds them.
     for size in range(len(path) // 2, 0, -1):
         if path[:size] == path[size : 2 * size]:
             path = path[size:]
@@ -81,9 +81,9 @@ def _line(traceback) -> str:
 
 
 def traced(fn, arrays):
-    """Return the jaxpr of `fn(arrays)`, whatever it returns."""
+    """Return the jaxpr of `fn(arrays)`; `fn` may return any object."""
 
-    # A result that is no array would be refused. Equations stay, though nothing reads what they compute.
+    # JAX would refuse a result that is not an array. Without results all equations still stay in the jaxpr.
     def without_result(arrays):
         fn(arrays)
 

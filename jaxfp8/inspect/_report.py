@@ -1,4 +1,4 @@
-"""report: which layer of a model runs which recipe, and why."""
+"""report: list the layers of a model, with the recipe of each and the reason."""
 
 import dataclasses
 from typing import Any
@@ -19,8 +19,9 @@ class Report:
     Attributes:
         rows: a dict for each layer: `layer` (its path), `kind` (its class), `input` and `kernel` (their shapes, None
             where not known), `recipe` (a recipe, or None for high precision) and `why`. `why` begins with `rule`, `own`
-            (the layer's code), `autocast`, `default`, `no rule`, or `skipped`: a rule asks for FP8 that is not there.
-        unused: the rules that decide nothing, as text.
+            (the layer's code decides), `autocast`, `default`, `no rule`, or `skipped` (a rule asks for FP8, but the
+            module has no FP8 product).
+        unused: the rules that decide about no layer, as text.
     """
 
     rows: list[dict[str, Any]]
@@ -33,27 +34,27 @@ class Report:
 
 
 def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, **kwargs: Any) -> Report:
-    """Return which layer of a model runs which recipe, and why; also for models without rules. It prints as a table.
+    """Return a table of a model's layers, with the recipe of each and the reason; the model may have rules or not.
 
         print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
 
-    A Linen model knows its layers only when it runs: `init` is traced with the arguments, for shapes alone. Layers that
-    these arguments do not reach are not there. An NNX model needs none. In an `autocast` region the report is of what
-    would be traced there.
+    A Linen model has its layers only when it runs, so `init` is traced with the arguments, for shapes alone; layers
+    that the arguments do not reach are not in the report. An NNX model is read without arguments. Called in an
+    `autocast` region, the report gives the recipes of that region.
 
     Args:
         model: a Linen or NNX module.
-        args, kwargs: of `model.init` after the keys, for a Linen model; arrays or `jax.ShapeDtypeStruct`.
-        variables: of a Linen model: `model.apply(variables, ...)` is traced, and layers whose state these variables do
-            not have say so.
-        strict: whether a rule that decides nothing is an error; else it is a warning.
+        args, kwargs: for a Linen model the arguments of `model.init` after the keys; arrays or `jax.ShapeDtypeStruct`.
+        variables: the variables of a Linen model, or None. With variables `model.apply(variables, ...)` is traced, and
+            `why` names layers whose state the variables lack.
+        strict: whether a rule that decides about no layer is an error; else it is a warning.
 
     Returns:
         The `Report`.
 
     Raises:
-        TypeError: neither a Linen nor an NNX module; arguments for an NNX module.
-        ValueError: with `strict`, a rule that decides nothing.
+        TypeError: `model` is neither a Linen nor an NNX module, or there are arguments for an NNX module.
+        ValueError: with `strict`, a rule decides about no layer.
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")

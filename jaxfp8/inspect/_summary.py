@@ -1,4 +1,4 @@
-"""summary: the step just run, as the state of every quantizer records it."""
+"""summary: show the step just run, from the state of every quantizer."""
 
 import dataclasses
 import re
@@ -15,8 +15,8 @@ from ._quantizers import quantizers
 _EQUAL = 4 * 2**-24
 _COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "saturated", "flushed")
 _COLUMNS += ("steps_since_change",)
-_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}  # the others are those of the columns
-# A table of more rows than a screen has has a line for each group.
+_HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}  # other heads are the columns' names
+# A table of more rows than a screen holds has a line for each group.
 _SCREEN = 40
 
 
@@ -24,27 +24,29 @@ _SCREEN = 40
 class Summary:
     """The quantizers of a model; `str` and `repr` are a table of them.
 
-    A table of more than 40 quantizers has a line for each group of those whose names differ in numbers alone, with the
-    worst of the group: `block_*/up/Fp8DotGeneral_*/input x32`.
+    The table of more than 40 quantizers has a line for each group of quantizers whose names differ in numbers alone,
+    with the worst quantizer of the group: `block_*/up/Fp8DotGeneral_*/input x32`.
 
     Attributes:
-        rows: a dict for each quantizer, for each layer of a stack one of its own:
+        rows: a dict for each quantizer, and for each layer of a stack:
 
-            - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after it is the layer of a stack.
-            - `scale`, `scale_inv`: of the step just run; scale is what multiplied.
+            - `name`: `Dense_0/Fp8DotGeneral_0/input`; `[i]` after the name is the layer of a stack.
+            - `scale`, `scale_inv`: the factors of the step just run; `scale` quantizes, `scale_inv` dequantizes.
             - `newest`, `max`, `min`, `filled`, `length`: the amax window: its newest entry, the largest and the
-              smallest of the `filled` entries, out of `length`. None where nothing was recorded.
+              smallest of the `filled` entries, and the number of slots. Amaxes are None where nothing was recorded.
             - `peak`: `newest * scale`, the largest magnitude before rounding. Above the largest number of the format
-              (448 for e4m3, 57344 for e5m2) it saturated; far below, small numbers were flushed. None as `newest`.
-            - `growth`: `newest` over the largest of the other entries; above 1 the step saturated, where the scale
-              follows the maximum without a margin. None where there are no others.
-            - `follows`: what of the window the scale came from: `"max"`, `"most_recent"`, `"dropped"` (an entry that
-              has just left a full window), `"unit"` (scale 1, nothing seen before), `"below zero"` (an optimizer has
-              stepped on the state: the scale is NaN); None: not from this window, as after a custom algorithm, or
-              where something else wrote the state.
-            - `saturated`, `flushed`: fractions of the elements, by the counters; None without them.
-            - `steps_since_change`: of the scale; 0: it changed in the step just run. From the counters; without them
-              from the window, where the scale follows its maximum; else None.
+              (448 for e4m3, 57344 for e5m2) the tensor saturated; far below, small numbers were flushed. None where
+              `newest` or `scale` is None.
+            - `growth`: `newest` over the largest other entry. Above 1 the step saturated, if the scale follows the
+              maximum without a margin. None where there is no other entry.
+            - `follows`: the entry that the scale comes from: `"max"`, `"most_recent"`, `"dropped"` (an entry that has
+              just left a full window), `"unit"` (scale 1, no entry before), `"below zero"` (an optimizer has stepped on
+              the state, so the scale is NaN). None where the scale comes from no entry of this window: it is that of a
+              custom algorithm, or something else wrote the state.
+            - `saturated`, `flushed`: fractions of the elements, from the counters; None without counters.
+            - `steps_since_change`: for how many steps the scale has not changed; 0 if it changed in the step just run.
+              The number comes from the counters, or without them from a window whose maximum the scale follows; else
+              it is None.
     """
 
     rows: list[dict[str, Any]]
@@ -63,21 +65,21 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
         print(jaxfp8.inspect.summary(state))
         print(jaxfp8.inspect.summary(state, worst=10))
 
-    It reads the state and costs nothing while training. The fractions `saturated` and `flushed` need
+    `summary` only reads the state, so it adds nothing to a training step. The fractions `saturated` and `flushed` need
     `jaxfp8.inspect.with_counters`.
 
     Args:
         variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
             inside; concrete arrays. The state of an optimizer is left out.
         worst: the number of quantizers to keep, the worst first: scales that are not positive, then the largest
-            fraction that saturated, the largest that was flushed, the largest growth. None: all.
+            fraction that saturated, the largest fraction that was flushed, the largest growth. None keeps all.
 
     Returns:
         The `Summary`, in the order of the tree, or the worst first.
 
     Raises:
         ValueError: there is no FP8 state of delayed scaling.
-        TypeError: inside of jit; `jaxfp8.inspect.measure` works there.
+        TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure` works.
     """
     states = quantizers("summary: variables", variables)
     if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
@@ -137,9 +139,9 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
 def _origin(history, scale_inv) -> tuple[str | None, int | None]:
     """Return `(follows, steps since the scale changed)` of a scale and the window after its step.
 
-    The step just run wrote slot 0 and took its scale from the others: `by_age[0]` is what the step before it saw.
+    The step just run wrote slot 0 and took its scale from the other slots: `by_age[0]` is the amax of the step before.
     """
-    # A scale that is amax / FP8_MAX of an entry follows that entry: the largest, or the newest before this step.
+    # A scale_inv that is amax / FP8_MAX of an entry follows that entry: the largest, or the newest before this step.
     by_age = np.where(np.isfinite(history) & (history > 0), history, 0)[:0:-1]
     largest = by_age.max(initial=0)
     if largest == 0:

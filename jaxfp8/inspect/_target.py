@@ -1,4 +1,4 @@
-"""The target of a program: the FP8 GEMMs that a platform has."""
+"""The target of a program: a platform, and which FP8 GEMMs run on it."""
 
 import re
 from typing import NamedTuple
@@ -22,9 +22,9 @@ class Target(NamedTuple):
     """A platform.
 
     Attributes:
-        name: for messages.
-        gpus: the NVIDIA GPUs; without any, GPUs that have everything are assumed.
-        lacks: why the platform has no FP8 GEMM at all; or None.
+        name: the name of the platform, for messages.
+        gpus: the NVIDIA GPUs; an empty tuple stands for GPUs with all FP8 GEMMs.
+        lacks: why the platform has no FP8 GEMM at all; None where it has some.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Target(NamedTuple):
         """Return the target that an argument `platform` of `gemms` and `assert_fp8` names.
 
         Raises:
-            ValueError: unknown platform.
+            ValueError: `platform` is unknown.
         """
         local = tuple(_support.local_gpus())
-        # On a CPU models are developed: the question is how they run on GPUs.
+        # On a CPU models are developed, to run on GPUs later.
         if platform is None:
             backend = _support.backend()
             platform = "cuda" if local or backend == "cpu" else backend
@@ -48,7 +48,7 @@ class Target(NamedTuple):
         if capability:
             return Target(platform, (_Gpu(platform, ".".join(capability.groups())),))
         if platform in ("cuda", "gpu"):
-            # GPUs that are here need the CUDA library of this installation. GPUs elsewhere are assumed to have one.
+            # Local GPUs need the CUDA library of this installation. For GPUs elsewhere the library is assumed.
             missing = local and not _ffi.has_cuda_kernels()
             return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
         if platform in _OTHERS:
@@ -59,16 +59,16 @@ class Target(NamedTuple):
         )
 
     def why_not(self, eqn) -> str | None:
-        """Return why an equation of one of our GEMMs does not run in FP8; None where it does."""
+        """Return why an equation of `GEMM_OPS` does not run in FP8; None where it does."""
         name, static = eqn.primitive.name.removeprefix("jaxfp8_"), eqn.params
         types = [var.aval for var in eqn.invars]
-        # 1. The platform: no FP8 GEMM at all, GPUs without FP8, or no cuBLASLt.
+        # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no cuBLASLt.
         if self.lacks:
             return self.lacks
         missing = _support.missing_on(self.gpus, cublaslt=name != "ragged_matmul")
         if missing and (missing.hardware or static["implementation"] != "xla"):
             return missing.reason
-        # 2. The implementation that was selected while tracing.
+        # 2. Ask the implementation that was selected while tracing.
         if static["implementation"] == "reference":
             return 'implementation("reference") is selected'
         if name == "scaled_matmul" and types[0].dtype == types[1].dtype == E5M2.dtype:
@@ -76,7 +76,7 @@ class Target(NamedTuple):
         if static["implementation"] == "xla":
             is_rewritten = name == "scaled_matmul" and not static["vmap_dims"]
             return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
-        # 3. The operands on these GPUs, as the op itself judges them.
+        # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
         capabilities = set(map(_support.capability, self.gpus)) - {()}
         return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
 

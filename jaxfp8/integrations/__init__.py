@@ -1,3 +1,3 @@
-"""Integrations: jaxfp8 through the configuration of other libraries, imported only when they are asked for."""
+"""Integrations: run jaxfp8 through the configuration of other libraries, which are imported only when used."""
 
 from . import maxtext as maxtext, qwix as qwix

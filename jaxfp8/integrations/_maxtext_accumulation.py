@@ -1,6 +1,6 @@
-"""MaxText's gradient accumulation with FP8 state: all microbatches of a step run on one state, the largest amaxes stay.
+"""MaxText's gradient accumulation with FP8 state: all microbatches of a step run on one state, and combine by max.
 
-MaxText adds up gradients of parameters, and carries all other variables from one microbatch to the next.
+MaxText itself adds up gradients of parameters, and carries all other variables from one microbatch to the next.
 """
 
 import jax
@@ -13,11 +13,11 @@ from ..train import accumulate_gradients, update_state
 
 
 class _NextState(nnx.Variable):
-    """The FP8 state of the next step, as far as the microbatches so far tell."""
+    """The FP8 state of the next step, combined over the microbatches so far."""
 
 
 def _state(tree) -> dict:
-    """Return the FP8 state of an NNX model, or of gradients, as a tree of arrays that our functions know."""
+    """Return the FP8 state of an NNX model, or of gradients, as a state collection of arrays."""
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
     return {OVERWRITE_WITH_GRADIENT: nnx.to_pure_dict(nnx.filter_state(state, OverwriteWithGradient))}
 
@@ -30,7 +30,7 @@ def accumulate_with_state(module, original):
         if not is_nnx and _state_tree.flatten((args, options)).positions():
             raise TypeError(
                 "maxtext: model: expected an NNX model for FP8 with gradient accumulation, got a "
-                f"{type(model).__name__}: MaxText would add up its state with its gradients; set "
+                f"{type(model).__name__}: MaxText would add up its state like gradients; set "
                 "gradient_accumulation_steps=1"
             )
         old = _state(model) if is_nnx else {}
@@ -77,7 +77,7 @@ class _NnxWithState:
             # Every microbatch reads the state that the step began with.
             _put(model, old)
             model.fp8_next_state.set_value(accumulate_gradients(model.fp8_next_state.get_value(), _state(gradients)))
-            # MaxText adds up whatever it is given, so it is given no state.
+            # MaxText adds up all gradients that it gets, so it gets those of parameters only.
             return out, nnx.filter_state(gradients, nnx.Param)
 
         return step

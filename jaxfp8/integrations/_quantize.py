@@ -8,20 +8,21 @@ from ..recipes import Rules, kind
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
-    """Put the layers of a model in FP8 as the rules say: `linen.quantize` or `nnx.quantize`, by the model.
+    """Put the layers of a model in FP8 as the rules say, by `linen.quantize` or `nnx.quantize`.
 
         model = jaxfp8.quantize(model, [("head", None), (r".*mlp/.*", jaxfp8.DelayedScaling())])
 
     Args:
-        model: a Linen module, which is not changed, or an NNX module, which is.
-        rules: pairs `(path_regex, recipe or None)`; the first one that matches the whole path of a layer holds.
+        model: a Linen module, which is not changed, or an NNX module, which is changed in place.
+        rules: pairs `(path_regex, recipe or None)`; the first rule whose regex matches the whole path of a layer
+            decides, and the recipe None is high precision.
 
     Returns:
-        A quantized Linen module; the same NNX module.
+        For Linen a quantized module; for NNX `model`.
 
     Raises:
-        TypeError: neither a Linen nor an NNX module.
-        TypeError, ValueError: as of `linen.quantize` and `nnx.quantize`.
+        TypeError: `model` is neither a Linen nor an NNX module.
+        TypeError, ValueError: see `linen.quantize` and `nnx.quantize`.
     """
     if isinstance(model, nn.Module):
         return linen.quantize(model, rules)

@@ -1,11 +1,12 @@
-"""MaxText: its own flags of FP8 with the products of this library, and with gradient accumulation.
+"""MaxText: run its flags of FP8 with the products of jaxfp8, also under gradient accumulation.
 
     from jaxfp8.integrations import maxtext
 
-    maxtext.install()  # then train as ever; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
+    maxtext.install()  # then train as before; or: python -m jaxfp8.integrations.maxtext base.yml quantization=fp8 ...
 
 This module was written after MaxText 0.2.5, which makes all products from one object of `layers/quantizations.py`.
-`install` first looks up whatever it changes: it refuses a MaxText that lacks any of it, and leaves it as it was.
+`install` first looks up all attributes that it changes. It refuses a MaxText that lacks one of them, and changes
+nothing then.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ _installed = contextlib.ExitStack()
 
 
 def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
-    """Give MaxText's flags of FP8 the products of this library, for models that are made from now on.
+    """Give MaxText's flags of FP8 the products of jaxfp8, in models that are made after this call.
 
     | `quantization=` | recipe |
     |---|---|
@@ -62,17 +63,18 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     | `te_fp8_blockscaling`, a name that MaxText itself lacks | `Float8BlockScaling()` |
     | `te_mxfp8` | `MXFP8BlockScaling()` |
 
-    TransformerEngine need not be there. Dense layers get an `Fp8DotGeneral` and the experts' einsums an `Fp8Einsum`.
-    State is where Flax's classes have it under `fp8`, with the same names, so checkpoints of a run with Flax's FP8 go
-    on with ours. `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on the same state,
-    whose next value is that of their largest amaxes. In the loss all uses of one state combine by max, as under
+    TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral` and the experts' einsums an
+    `Fp8Einsum`. State has the names and places that Flax's classes give it under `fp8`, so a run can go on with
+    checkpoints of Flax's FP8. `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on the
+    same state, and their next states combine by max. In the loss all uses of one state combine by max too, as under
     `jaxfp8.value_and_grad`. `remat_policy=minimal_with_quantization` keeps FP8 codes.
 
     Args:
-        recipe: how operands become FP8 under every one of the flags, in place of the table.
+        recipe: how operands become FP8 under every one of the flags, in place of the table; None is the table.
 
     Returns:
-        A context that undoes the call: by `close()`, or at the end of a `with` block. A second call undoes the first.
+        A context that undoes the call: by `close()`, or at the end of a `with` block. A second `install` undoes the
+        first before it makes its own changes.
 
     Raises:
         ImportError: MaxText is missing, or lacks something that `install` changes; the message names it.
@@ -138,7 +140,7 @@ def _importers(name: str, value) -> list:
 
 
 def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
-    # `vars` gives what is stored: `getattr` would unwrap a static or class method, and undoing would put that back.
+    # `vars` gives the stored object: `getattr` would unwrap a static or class method, and undoing would store that.
     undo.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
@@ -147,11 +149,11 @@ def _set(undo: contextlib.ExitStack, owner, name: str, value) -> None:
 
 
 class Fp8DirectDotGeneralOp(Fp8DotGeneral):
-    """An `Fp8DotGeneral` under the name of Flax's class, after which MaxText and its checkpoints name the state."""
+    """`Fp8DotGeneral` under the name of Flax's class, by which MaxText and its checkpoints name the state."""
 
 
 class _Fp8Einsum(nn.Module):
-    """An einsum with a result in MaxText's compute dtype. Its state is where MaxText has that of Flax's."""
+    """An einsum with a result in MaxText's compute dtype, whose state has the path of Flax's einsum in MaxText."""
 
     recipe: Any
     dtype: Any
@@ -165,12 +167,12 @@ class _Fp8Einsum(nn.Module):
 
 
 def _configure(module, original, recipes):
-    """Wrap MaxText's choice of a quantization: where it takes Flax's for `fp8`, ours goes under all of our flags."""
+    """Wrap MaxText's choice of a quantization: all flags in `recipes` get jaxfp8's where `fp8` would get Flax's."""
 
     @dataclasses.dataclass
-    class Quantization(module.Fp8Quantization):  # by this class MaxText's experts know that einsums keep state
+    class Quantization(module.Fp8Quantization):  # MaxText's experts check for this class: its einsums keep state
         recipe: Any
-        quantize_dtype: Any = None  # of grouped products, which MaxText quantizes itself, under `fp8` alone
+        quantize_dtype: Any = None  # the dtype of grouped products, which MaxText quantizes itself, under `fp8` only
 
         def dot_general_cls(self, mesh_axes=()):
             del mesh_axes
@@ -192,7 +194,7 @@ def _configure(module, original, recipes):
 
 
 def _keep_codes(decoder, original):
-    """Wrap MaxText's policies of rematerialization: TransformerEngine's codes have the name `quantization` there."""
+    """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps jaxfp8's FP8 residuals too."""
     del decoder
 
     def minimal_policy(self, with_context=False, with_quantization=False):
@@ -248,7 +250,7 @@ def _config_class(base):
         base.__name__,
         __base__=base,
         __module__=base.__module__,
-        # A validator of the same name takes the place of that of the class it derives from.
+        # This validator replaces the validator of the same name in the base class.
         __validators__={_VALIDATOR: model_validator(mode="after")(with_accumulation)},
         quantization=(field.annotation | Literal[_BLOCK], field),
     )
@@ -266,7 +268,7 @@ def _check(module, original):
 
 
 class _With:
-    """A configuration with some values that are others."""
+    """A configuration in which some values are replaced."""
 
     def __init__(self, config, **values):
         vars(self).update(values, _config=config)
@@ -278,7 +280,7 @@ class _With:
 if __name__ == "__main__":
     from absl import app
 
-    from jaxfp8.integrations import maxtext  # this file is `__main__` here, and is not to be there twice
+    from jaxfp8.integrations import maxtext  # `__main__` is a second copy of this module, which must not hold state
 
     maxtext.install()
     app.run(_module(_TRAIN).main)

@@ -1,4 +1,4 @@
-"""qwix: convert its rule lists to ours.
+"""qwix: convert its rule lists to rules of jaxfp8.
 
     from jaxfp8.integrations import qwix
 
@@ -21,18 +21,18 @@ __all__ = ["FORMATS", "OPERATIONS", "QtProvider", "quantize_model", "rules_from_
 
 # The operations for which qwix and jaxfp8 both have rules.
 OPERATIONS = ("dot_general", "einsum")
-# Our formats by the names of qwix's forward and backward types.
+# Formats by the names of qwix's forward and backward types.
 FORMATS = {(fmt.dtype.name, fmt.backward_dtype.name): fmt for fmt in (HYBRID, E4M3, E5M2)}
 
 
 def rules_from_qwix(rules: Any, *, bwd_qtype: Any = "float8_e5m2") -> list[Rule]:
     """Convert a list of qwix rules to rules of `linen.quantize` and `nnx.quantize`.
 
-    | qwix | here |
+    | qwix | jaxfp8 |
     |---|---|
     | `module_path`, first match wins | the same; both are `re.fullmatch` on the path of the layer |
-    | `op_names` | kept: `dot_general` and `einsum` layers; other operations run as the code has them |
-    | `weight_qtype=None` | None: high precision |
+    | `op_names` | the same, for `dot_general` and `einsum`; other operations run as the code has them |
+    | `weight_qtype=None` | None, which is high precision |
     | `weight_qtype`, `act_qtype`, `bwd_qtype` | the format: E4M3, E5M2, or HYBRID |
     | no `tile_size` | `Float8RowwiseScaling`, or with `disable_channelwise_axes` `Float8CurrentScaling` |
     | `tile_size=128` | `Float8BlockScaling`, whose kernel has 128x128 blocks where qwix has tiles of 128 |
@@ -40,15 +40,16 @@ def rules_from_qwix(rules: Any, *, bwd_qtype: Any = "float8_e5m2") -> list[Rule]
 
     Args:
         rules: objects with the attributes of `qwix.QuantizationRule` or `qwix.QtRule`.
-        bwd_qtype: of rules that name none. qwix computes the backward of these in high precision; our recipes do not.
+        bwd_qtype: the backward type of rules that name none. qwix computes the backward of such rules in high
+            precision, which no recipe of jaxfp8 does.
 
     Returns:
-        A list of rules, pairs of a path and a recipe with the operations they hold for.
+        A list of rules: a path, a recipe, and the operations that the rule is for.
 
     Raises:
-        ValueError: a rule asks for what no recipe does: another type than FP8, weights or activations alone, another
-            tile size, static scales, another calibration than absmax, stochastic rounding, or operations that are not
-            ours alone.
+        ValueError: a rule has an option that no recipe has: another type than FP8, weights or activations alone,
+            another tile size, static scales, another calibration than absmax, stochastic rounding, or none of the
+            operations of `OPERATIONS`.
     """
     return [_rule(f"rules_from_qwix: rules[{i}]", rule, bwd_qtype) for i, rule in enumerate(rules)]
 
@@ -57,7 +58,7 @@ class QtProvider:
     """The rules of a `qwix.QtProvider`, for `quantize_model`. Arguments and errors are those of `rules_from_qwix`.
 
     Attributes:
-        rules: ours.
+        rules: the converted rules, a list of `Rule`.
     """
 
     def __init__(self, rules: Any, *, bwd_qtype: Any = "float8_e5m2"):
@@ -69,11 +70,15 @@ def quantize_model(model: Any, provider: QtProvider, *model_inputs: Any, **model
 
     Args:
         model: a Linen or NNX module.
-        provider: its rules.
-        model_inputs, model_kwargs: what qwix runs an NNX model on; taken, but not needed here.
+        provider: the rules for the model.
+        model_inputs, model_kwargs: the arguments on which qwix runs an NNX model; this function ignores them.
+
+    Returns:
+        A quantized module, of the kind of `model`.
 
     Raises:
-        TypeError: a model or a provider of another kind; inputs for a Linen model, as in qwix.
+        TypeError: `model` is neither a Linen nor an NNX module, or `provider` not a QtProvider of this module; or there
+            are inputs for a Linen model, which qwix refuses too.
     """
     if not isinstance(provider, QtProvider):
         raise TypeError(f"quantize_model: provider: expected a jaxfp8.integrations.qwix.QtProvider, got {provider!r}")
@@ -96,7 +101,7 @@ def _rule(where: str, rule, bwd_qtype) -> Rule:
     if weight is None:
         if act is not None:
             raise ValueError(f"{where}: weight_qtype: expected the type of act_qtype, {act}, got None")
-        # A rule for other operations must not win over the next one.
+        # A rule for other operations keeps them, so that it does not win over the next rule.
         return Rule(rule.module_path, None, supported or operations)
     if operations and not supported:
         raise ValueError(f"{where}: op_names: expected {' or '.join(OPERATIONS)} among them, got {operations}")
@@ -134,7 +139,7 @@ def _recipe(where: str, rule, weight: str, act: str | None, backward: str):
 
 
 def _refuse_options(where: str, rule) -> None:
-    """Raise for an option that no recipe has; an option that is left out as in qwix is fine."""
+    """Raise a ValueError for an option that no recipe has, unless the option has qwix's default."""
     allowed = {
         "act_static_scale": (None, False),
         "weight_calibration_method": ("absmax",),

@@ -1,4 +1,4 @@
-"""Flax Linen: adapters that hold quantizer state in the `_overwrite_with_gradient` collection, and nothing else."""
+"""Flax Linen: layers whose quantizer state is in the collection `_overwrite_with_gradient`."""
 
 from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from ._dense import Dense as Dense

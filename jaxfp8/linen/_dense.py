@@ -1,4 +1,4 @@
-"""Dense: nn.Dense whose kernel is quantized as it is stored, without a copy in the compute dtype."""
+"""Dense: nn.Dense in FP8, whose kernel is quantized in `param_dtype`, without a copy in the compute dtype."""
 
 import math
 from typing import Any
@@ -32,15 +32,15 @@ class Dense(nn.Module):
     - x may be the result of `jaxfp8.activated` or `jaxfp8.normalized`.
 
     Attributes:
-        features: the size of the output's last dimension, or the sizes of several dimensions, whose kernel is
-            initialized as if they were one.
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `DelayedScaling()`.
+        features: the size of the output's last dimension, or the sizes of its last dimensions, for which the kernel is
+            initialized as for one dimension.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it `DelayedScaling()`.
         use_bias: whether to add a bias.
         dtype: the compute dtype, in which x arrives at the quantizer and y leaves; None is the dtype that x and the
             parameters promote to.
         param_dtype: the dtype of the parameters.
         precision: as in `jaxfp8.dot_general`.
-        kernel_init, bias_init: initializers.
+        kernel_init, bias_init: initializers of the kernel `[k, *features]` and the bias `[*features]`.
     """
 
     features: int | tuple[int, ...]
@@ -59,7 +59,11 @@ class Dense(nn.Module):
         out_sharding: NamedSharding | PartitionSpec | None = None,
         activation: str | None = None,
     ) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` and `activation` as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` and `activation` as in `jaxfp8.dot_general`.
+
+        Raises:
+            ValueError: x has no dimension.
+        """
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         if not x.shape:
             raise ValueError(f"Dense: x: expected [..., k], got {x.dtype}[]")
@@ -67,12 +71,12 @@ class Dense(nn.Module):
 
         def kernel_init(key, shape, dtype):
             kernel = self.kernel_init(key, (shape[0], math.prod(shape[1:])), dtype)
-            if isinstance(kernel, meta.AxisMetadata):  # names of all dimensions of the kernel, which it is to have
+            if isinstance(kernel, meta.AxisMetadata):  # the box names the dimensions of the kernel, not of the matrix
                 (value,) = jax.tree.leaves(kernel)
                 return kernel.replace_boxed(jnp.reshape(value, shape))
             return jnp.reshape(kernel, shape)
 
-        # An initializer takes its fan-in and fan-out from a matrix: several features are initialized as one.
+        # An initializer takes fan-in and fan-out from a matrix: the dimensions of features are initialized as one.
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
@@ -90,5 +94,5 @@ class Dense(nn.Module):
 
 
 def dense_of(module: nn.Module, features: int | tuple[int, ...], name: str, **fields: Any) -> Dense:
-    """Make the Dense layer `name` of a module that has Dense's fields; `fields` go before those of the module."""
+    """Make the Dense layer `name` with the fields of a module that has Dense's fields; `fields` override them."""
     return Dense(features, name=name, **{field: getattr(module, field) for field in _SHARED_FIELDS} | fields)

@@ -28,16 +28,17 @@ class Fp8DotGeneral(Fp8Module):
         recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
             `DelayedScaling(amax_history_len=amax_history_length)` in the format that the two dtypes name.
         amax_history_length, e4m3_dtype, e5m2_dtype: the fields of Flax's class, for use without a recipe. A layer that
-            sets one of them names its recipe with it.
+            sets one of these fields has a recipe of its own, which `jaxfp8.autocast` does not replace.
 
     Raises:
         TypeError: a layer was given an instance as its `dot_general_cls`.
-        ValueError: `e4m3_dtype` and `e5m2_dtype` are no `jaxfp8.Format`; or `init` makes state inside an `nn.scan` or
-            `nn.vmap` that does not carry its collection.
+        ValueError: no `jaxfp8.Format` has the forward `e4m3_dtype` and the backward `e5m2_dtype`; or `init` makes state
+            inside an `nn.scan` or `nn.vmap` that does not carry the collection of state.
     """
 
     def __post_init__(self) -> None:
-        # Flax makes a module in a field a submodule of that name. A layer calls what the field holds without arguments.
+        # Flax makes a module in a field a submodule named like the field. A layer calls its dot_general_cls without
+        # arguments, for a product; an instance would take that call for a product without operands.
         if (self.name or "").endswith("dot_general_cls"):
             raise TypeError(
                 f"{type(self.parent).__name__}: {self.name}: expected a class or a function that makes a product, got "

@@ -1,8 +1,8 @@
 """`jaxfp8.freeze` for the variables of a Linen model: its products put their codes beside the parameters.
 
-The model runs once, for the codes alone. Each product has its kernel as it gets it, in the compute dtype of its layer,
-and stores what `_frozen` makes of it as parameters of its own; so a scan stacks them as it stacks kernels. Parameters
-that codes were made of, and that nothing else reads, are then taken away.
+The model runs once, for the codes alone. Each product gets its kernel in the compute dtype of its layer, and stores
+the arrays that `_frozen` makes of the kernel as parameters of its own, so that a scan stacks them like kernels.
+Parameters that codes were made of, and that nothing else reads, are then replaced by placeholders.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ PARAMS = "params"
 class FrozenKernel(meta.AxisMetadata):
     """Placeholder for a kernel whose codes are in its product: shape and dtype, no array.
 
-    Layers get NaNs, which their product does not read, so that nothing of them is in a compiled program.
+    Layers get NaNs in place of the kernel. Their product does not read the NaNs, so compiled programs do not hold them.
 
     Attributes:
-        shape: of the kernel.
-        dtype: its name.
+        shape: the shape of the kernel.
+        dtype: the name of the kernel's dtype.
     """
 
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -47,12 +47,12 @@ class FrozenKernel(meta.AxisMetadata):
         return val
 
     def add_axis(self, index: int, params):
-        """Insert an axis: a transform stacks."""
+        """Insert an axis, for a transform that stacks kernels."""
         size = params.get("axis_size", 1)
         return dataclasses.replace(self, shape=(*self.shape[:index], size, *self.shape[index:]))
 
     def remove_axis(self, index: int, params):
-        """Remove an axis: a transform takes a slice."""
+        """Remove an axis, for a transform that takes a slice of stacked kernels."""
         index %= len(self.shape)
         return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
 
@@ -93,7 +93,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
             raise
         raise ValueError(
             "freeze: model: products in the branches of nn.cond or nn.switch cannot be frozen: each branch would store "
-            "codes of its own; take the branch outside of it, or leave such layers in high precision"
+            "codes of its own; branch outside of the model, or leave such layers in high precision"
         ) from error
     # 2. Make the codes.
     codes = jax.jit(with_codes)(params, collections, arrays)
@@ -102,7 +102,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
         raise _frozen.nothing_to_freeze()
     products = {path[:-1] for path in codes}
     for product, differs in several.items():
-        # Those that were frozen before read stand-ins.
+        # A product that was frozen before reads a placeholder, which is no other kernel.
         if product in products and not isinstance(differs, jax.core.Tracer) and np.any(np.asarray(differs)):
             raise ValueError(f"{_frozen.ANOTHER_KERNEL}: {'/'.join(product)}; give each kernel a product of its own")
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
@@ -132,7 +132,7 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
 
 
 def _refuse_untouched(products, state) -> None:
-    """Raise where delayed scaling has seen nothing: its fixed scale would be 1."""
+    """Raise a ValueError where a history is empty: the fixed scale would be 1, not that of any tensor."""
     for product in sorted(products):
         for operand in ("input", "kernel", "linear_input", "linear_weight"):
             history, scale = (state.get((*product, f"{operand}_{leaf}")) for leaf in ("amax_history", "scale"))

@@ -1,4 +1,4 @@
-"""GatedMLP: two FP8 products with a gated activation between them that is never in memory."""
+"""GatedMLP: two FP8 products with a gated activation between them whose result is stored only as codes."""
 
 from typing import Any
 
@@ -19,20 +19,22 @@ class GatedMLP(nn.Module):
 
         jaxfp8.linen.GatedMLP(hidden_features=14336, recipe=recipe, dtype=jnp.bfloat16)  # SwiGLU
 
-    Gate and up projection are one product, with one scale for x, one for the kernel and one for the gradient. The
-    activation is computed in float32 on the way to FP8, and for its gradient its input is kept. Two `Dense` layers,
-    `wi` with a kernel `[k, 2, hidden_features]`, gate first, and `wo` `[hidden_features, features]`, hold parameters
-    and state. With `norm` the x of gate and up is normalized on the way to FP8, as in `NormDense`; the parameters of
-    the norm, `scale` `[k]` and, for `"layer"`, `norm_bias` `[k]`, are the block's.
+    Gate and up projection are one product, with one state for x, one for the kernel and one for the gradient. The
+    activation is computed in float32 in the pass that quantizes its result, and the backward keeps the activation's
+    input. Two `Dense` layers, `wi` with a kernel `[k, 2, hidden_features]`, gate first, and `wo`
+    `[hidden_features, features]`, hold parameters and state. With `norm`, x is normalized in the pass that quantizes
+    it, as in `NormDense`; the parameters of the norm, `scale` `[k]` and, for `"layer"`, `norm_bias` `[k]`, belong to
+    the GatedMLP itself.
 
     Attributes:
         hidden_features: the size between the products.
-        features: the size of the output's last dimension; None is the size of x's.
-        activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`, for both. Names of mesh
-            axes, as `nn.with_partitioning` gives them, are those of `[k, hidden_features]`: the gate has none.
-        norm: `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm) of x; or None.
-        epsilon, scale_init, norm_bias_init: of the norm, as of `NormDense`.
+        features: the size of the output's last dimension; None is the size of the last dimension of x.
+        activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form).
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Dense`; they hold for both layers.
+            A `kernel_init` of `nn.with_partitioning` names the mesh axes of `[k, hidden_features]`; the dimension of 2
+            in the kernel of `wi` gets no axis.
+        norm: the norm of x, `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm); None for no norm.
+        epsilon, scale_init, norm_bias_init: fields of the norm, see `NormDense`.
 
     Raises:
         ValueError: `activation` or `norm` is unknown.
@@ -55,7 +57,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
+        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
         if self.activation not in ("silu", "gelu"):
             raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
         x = jnp.asarray(x) if self.norm is None else normalized_by(self, "norm", x)
@@ -66,7 +68,7 @@ class GatedMLP(nn.Module):
 
 
 def _with_gate(init, axis: int):
-    """Return an initializer whose names of mesh axes, if it has any, have room for the dimension of the gate."""
+    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis names gets None for it."""
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)

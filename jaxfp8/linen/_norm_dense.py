@@ -1,4 +1,4 @@
-"""NormDense: a norm and a Dense layer, in FP8, without the normalized x in memory."""
+"""NormDense: a norm and a Dense layer, in FP8, whose normalized x is stored only as codes."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from ._dense import dense_of
 
 
 class NormDense(nn.Module):
-    """`Dense(norm(x))` in FP8: the norm is computed in float32 on the way to FP8.
+    """`Dense(norm(x))` in FP8: the norm is computed in float32, in the pass that quantizes its result.
 
         jaxfp8.linen.NormDense((3, heads, head_dim), recipe=recipe, dtype=jnp.bfloat16)  # queries, keys and values
 
-    Parameters: `scale` `[k]` and, with `kind="layer"`, `norm_bias` `[k]`; the `Dense` layer `dense` holds the others,
-    and the state. The gradient of the norm keeps x, and nothing else.
+    The parameters of the norm are `scale` `[k]` and, with `kind="layer"`, `norm_bias` `[k]`; the `Dense` layer `dense`
+    holds kernel, bias and state. The backward of the norm keeps x, and no other array of that size.
 
     Attributes:
-        features: as of `Dense`.
+        features: the size or sizes of the output, see `Dense`.
         kind: `"rms"` (nn.RMSNorm) or `"layer"` (nn.LayerNorm).
-        epsilon: of the norm.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `Dense`.
-        scale_init, norm_bias_init: initializers.
+        epsilon: the number that the norm adds to the mean square, or to the variance.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Dense`.
+        scale_init, norm_bias_init: initializers of `scale` and `norm_bias`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -44,12 +44,12 @@ class NormDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.typing.ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
-        """Compute y `[..., features]` of x `[..., k]`; `out_sharding` of y as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
         return dense_of(self, self.features, "dense")(normalized_by(self, "kind", x), out_sharding)
 
 
 def normalized_by(module: nn.Module, field: str, x: jax.typing.ArrayLike) -> Normalized:
-    """Normalize the x of a product; `module` has the fields of NormDense, the kind under the name `field`."""
+    """Normalize the x of a product; `module` has the fields of NormDense, and the kind in its field `field`."""
     kind = getattr(module, field)
     if kind not in ("rms", "layer"):
         raise ValueError(f'{type(module).__name__}: {field}: expected "rms" or "layer", got {kind!r}')

@@ -2,12 +2,13 @@
 
 The quantized model is an instance of a subclass of the model's class, with the same name and fields. `isinstance`,
 `method=Model.encode` and lifted transforms need the class of the model, and Flax makes every module anew from its class
-and its fields: so the rules can be in the class only, as in an attribute they would be lost, and in a field transforms
-would hand them to the class of the model. There is one subclass for each class and rules, so that equal models are
-equal; nobody finds it by its name, so a quantized model is pickled and copied as the plain model and its rules.
+and its fields. So the rules are stored in the class: an attribute would be lost, and transforms would hand a field to
+the class of the model. There is one subclass for each class and rules, so that equal models are equal. Pickle cannot
+find the subclass by its name, so a quantized model is pickled and copied as the plain model and its rules.
 
 While a method of the model runs, Flax's method interceptor hands each layer the `dot_general_cls` that its rule asks
-for, and takes it back afterwards. So layers that transforms, `setup` or other modules make are met where they run.
+for, and takes it back afterwards. So layers that transforms, `setup` or other modules make get their rules where they
+run.
 """
 
 import contextlib
@@ -35,24 +36,24 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
         model = jaxfp8.linen.quantize(model, [("head", None), (r"block\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
-    The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path as in `params`, joined
-    by `/`, from this model on). The recipe None is high precision, also for a layer whose code asks for FP8: state that
-    the layer has is left alone. A layer that no rule matches runs as its code says.
+    The first rule whose regex matches the whole path of a layer decides (`re.fullmatch`; the path as in `params`,
+    joined by `/`, from this model on). The recipe None is high precision, also for a layer whose code asks for FP8:
+    state that the layer has is left alone. A layer that no rule matches runs as its code says.
 
-    Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral` and those inside attention),
-    `nn.Einsum`, and whatever holds a `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as `jaxfp8.linen.Dense`: a rule
-    may name it or them. A rule takes the place of the `dot_general` and `dot_general_cls` in the code. Parameters and
-    state are where `dot_general_cls=Fp8DotGeneral` has them, so checkpoints interchange; the state of an `nn.Einsum`
-    is under `Fp8Einsum_0`. Convolutions, attention scores and `nn.Embed.attend` have no FP8 product;
-    `jaxfp8.report` names those that a rule matches.
+    Layers are the modules with a field `dot_general_cls` (`nn.Dense`, `nn.DenseGeneral` and the layers inside
+    attention), `nn.Einsum`, and modules that hold a `jaxfp8.linen.Fp8DotGeneral` or `Fp8Einsum`, such as
+    `jaxfp8.linen.Dense`: a rule may name the module or its product. A rule takes the place of the `dot_general` and
+    `dot_general_cls` in the code. Parameters and state have the names that `dot_general_cls=Fp8DotGeneral` gives them,
+    so checkpoints interchange; the state of an `nn.Einsum` is under `Fp8Einsum_0`. Convolutions, attention scores and
+    `nn.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a rule matches.
 
     Args:
         model: an unbound Linen module; it is not changed. If it has rules already, the new rules come first.
-        rules: the list.
+        rules: the list of pairs.
 
     Returns:
-        A module of the same name and fields. It equals a module made of an equal model and equal rules; it is pickled,
-        copied and hashed where the model is.
+        A module of the same name and fields. Equal models with equal rules give equal modules. The result can be
+        pickled, copied and hashed if `model` can.
 
     Raises:
         TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
@@ -77,7 +78,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
 
 class Decision(NamedTuple):
-    """A rule that decides about a layer, its index and the region it is of."""
+    """A rule that decides about a layer, the index of the rule in its region, and the region."""
 
     rule: Rule
     index: int
@@ -85,7 +86,7 @@ class Decision(NamedTuple):
 
 
 def decision(module) -> Decision | None:
-    """Find the first rule that matches a bound layer, in the outermost region first; None where no rule does."""
+    """Find the first rule that matches a bound layer, in the outermost region first; None where no rule matches."""
     op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general"
     for region in regions(module.scope):
         paths = [relative(module.path, region.root)]
@@ -107,13 +108,13 @@ def _has_field(module, name: str) -> bool:
 
 
 class _Quantized:
-    """Mixed into a model's class: the scope of the model has its rules, and its methods run with the interceptor.
+    """Mixin for a model's class: puts the rules into the scope of the model, and runs its methods intercepted.
 
-    A submodule of a bound model that is used outside of its methods (`model.bind(variables).encoder`) is handed out as
-    an instance of such a class without rules: its scope has the rules of the model.
+    A submodule of a bound model that is used outside of the model's methods (`model.bind(variables).encoder`) is handed
+    out as an instance of such a class without rules: the scope of the submodule has the rules of the model.
 
     Attributes:
-        _fp8_rules: the rules.
+        _fp8_rules: the rules of the model; empty for a submodule that was handed out.
         _fp8_class: the class of the plain model.
     """
 
@@ -129,7 +130,7 @@ class _Quantized:
         return apply_with_max_grad(super().apply, variables, *args, **options)
 
     def clone(self, *, parent=None, **options):
-        """Clone as Flax does; without a parent, a submodule that was handed out is of its plain class again."""
+        """Clone as Flax does; without a parent, a submodule that was handed out gets its plain class again."""
         module = super().clone(parent=parent, **options)
         return module if parent is not None or self._fp8_rules else _plain(module)
 
@@ -139,7 +140,8 @@ class _Quantized:
     def __reduce_ex__(self, protocol):  # pickle and deepcopy
         return functools.partial(_with_rules, rules=self._fp8_rules), (_plain(self),)
 
-    # Python asks the second method for what the first does not find: before `setup` has run, which the second runs.
+    # Python calls `__getattr__` for names that `__getattribute__` does not find. Before `setup` has run these are its
+    # submodules, and Flax's `__getattr__` runs `setup`.
     def __getattribute__(self, name):
         return _hand_out(self, name, super().__getattribute__(name))
 
@@ -148,7 +150,7 @@ class _Quantized:
 
 
 class _Scope:
-    """The attribute `scope` of a quantized model: what Flax puts there gets the rules before any submodule is bound."""
+    """The attribute `scope` of a quantized model: each scope that Flax sets gets the rules before submodules bind."""
 
     def __get__(self, module, owner):
         return None if module is None else vars(module).get("scope")
@@ -163,7 +165,7 @@ _classes_lock = threading.Lock()
 
 
 def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
-    """Get the subclass for a class and rules; it is one and the same for all threads while a model has it."""
+    """Get the subclass for a class and rules: the same object in all threads, as long as a model has this class."""
     with _classes_lock:
         quantized = _classes.get((plain_class, rules))
         if quantized is None:
@@ -182,7 +184,7 @@ _WRAPPED = "method_handler_wrapped"  # Flax's mark of the methods that it manage
 
 
 def _method(method):
-    """Wrap a method, and the transform that it may be (`nn.remat(Block)`), in the interceptor."""
+    """Wrap a method in the interceptor; the method may be that of a transformed class (`nn.remat(Block)`)."""
 
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
@@ -220,11 +222,11 @@ def _with_interceptor(leaf):
     if not isinstance(leaf, nn.Module) or leaf.scope is None or isinstance(leaf, _Quantized):
         return leaf
     fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-    # The names that `setup` took in the scope are free in a rewound one: `setup` runs again.
+    # `setup` runs again in the new module, and the rewound scope has the names free that `setup` took before.
     return _quantized_class(type(leaf), ())(**fields | {"parent": leaf.scope.rewound()})
 
 
-# Whether the interceptor is there already. Flax's stack of interceptors is of a thread, and so is a context of JAX.
+# Whether the interceptor is active. Each thread has its own stack of Flax interceptors, and its own JAX context.
 _is_intercepting = jax.make_user_context(default_value=False)
 
 
@@ -239,15 +241,15 @@ def _intercepting():
 
 
 def _interceptor(next_method, args, kwargs, context):
-    """Run a method of any module while a quantized model runs: Flax calls this in its place."""
+    """Run a method of any module while a quantized model runs; Flax calls the interceptor in place of the method."""
     module = context.module
-    # 1. Lifted transforms have made a scope anew: blocks in nn.jit that this module makes need its path.
+    # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that this module makes need it.
     object.__setattr__(module, "scope", restore_path(module.scope))
-    # 2. Only layers that a rule matches run in another way.
+    # 2. Run all modules but layers that a rule matches as they are.
     decided = decision(module) if is_layer(module) else None
     if decided is None:
         return next_method(*args, **kwargs)
-    # 3. The fields that give the layer the recipe of the rule; the recipe None is high precision.
+    # 3. Choose the fields that give the layer the recipe of the rule; the recipe None is high precision.
     rule = decided.rule
     if isinstance(module, Fp8Module):
         changes = {"recipe": rule.layer_recipe}
@@ -282,7 +284,7 @@ def _changed(module, fields):
 
 
 def _einsum_layer(layer, recipe, inputs, einsum_str=None):
-    """Compute `nn.Einsum.__call__` in FP8: that layer has no field for its product."""
+    """Compute `nn.Einsum.__call__` in FP8, here because `nn.Einsum` has no field for its product."""
     eqn = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in eqn or eqn.count(",") != 1:
         raise ValueError(f"nn.Einsum: einsum_str: expected two operands and an explicit output, got {eqn!r}")

@@ -1,4 +1,4 @@
-"""scan: Linen's scan over layers, for gradients that JAX takes: the state of the layers is read outside of the loop."""
+"""scan: Linen's scan over layers, which reads the state of all layers before the loop, also under `jax.grad`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from ..train import max_grad
 
 
 def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any) -> Callable[..., Any]:
-    """Scan over layers as `nn.scan`, whose arguments these are; parameters and state are where that has them.
+    """Scan over layers as `nn.scan` does, with the same arguments, parameters and state.
 
         layers = jaxfp8.linen.scan(
             Block,
@@ -19,8 +19,8 @@ def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options:
             length=32,
         )
 
-    With `jax.grad`, `nn.scan` slices and writes the histories of every layer in every iteration. Here the loop has a
-    few numbers of each, and the histories move once, after it. `jaxfp8.grad` does the same with `nn.scan`.
+    With `jax.grad`, `nn.scan` slices and writes the history of a layer in each iteration. This loop runs over a few
+    numbers of each layer, and all histories move once, after the loop. `jaxfp8.grad` does the same with `nn.scan`.
     """
     scanned = nn.scan(target, *args, methods=methods, **options)
     mapped = nn.map_variables(
@@ -28,8 +28,8 @@ def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options:
         OVERWRITE_WITH_GRADIENT,
         trans_in_fn=max_grad,
         trans_out_fn=without_max,
-        mutable=True,  # as far as the scope around it is
+        mutable=True,  # the collection is mutable where the surrounding scope has it mutable
         methods=methods,
     )
-    mapped.__name__ = scanned.__name__  # after which Flax names a layer
+    mapped.__name__ = scanned.__name__  # Flax names a layer after this
     return mapped

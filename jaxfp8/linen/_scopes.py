@@ -1,4 +1,4 @@
-"""Where the rules of `linen.quantize` are while a model runs: in the flags of Flax's scopes.
+"""The rules of `linen.quantize` while a model runs, which are stored in the flags of Flax's scopes.
 
 A quantized model puts its rules into the flags of its scope. Flax hands flags on to the scopes of submodules and to
 those that lifted transforms make, so every layer below the model reads the rules from its own scope. The flags also
@@ -44,7 +44,7 @@ def add_rules(scope: core.Scope, rules: tuple[Rule, ...]) -> core.Scope:
 
 
 def restore_path(scope: core.Scope | None) -> core.Scope | None:
-    """Return a scope below rules with its own path in the flags: lifted transforms make scopes with another one."""
+    """Return a scope below rules with its own path in the flags, where a lifted transform left another path."""
     return _ruled(scope, regions(scope)) if regions(scope) and not isinstance(scope, _RuledScope) else scope
 
 
@@ -52,7 +52,7 @@ def _ruled(scope, scope_regions) -> _RuledScope:
     """Return an alias of the scope: the same variables and counters, and other flags.
 
     Raises:
-        ValueError: the scope is that of a block in `nn.jit`, and the key of its program has another path.
+        ValueError: the scope belongs to a block in `nn.jit`, and the key of the block's program has another path.
     """
     _, path = scope.flags.get(_FLAG, ((), scope.path))
     if path != scope.path and "jit(" in "".join(scope.debug_path[-1:]):

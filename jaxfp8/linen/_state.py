@@ -14,7 +14,7 @@ from ..dot import _frozen, _wrapping, dot_general
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, FP8StateWarning, map_variables, resolve
 
-# How names of modules and collections with state of other libraries begin, by what converts them.
+# The beginnings of names of modules and collections with state of other libraries, by the function that converts it.
 _CONVERTERS = {
     "from_flax": ("Fp8DirectDotGeneralOp_", "Fp8DotGeneralOp_"),
     "from_transformer_engine": ("TEWrapper_dot_general_", "fp8_metas"),
@@ -25,7 +25,7 @@ class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse to be called as a product, which layers do with the class in the field `dot_general`."""
+        """Refuse the call of a layer that has the class in its field `dot_general`, and calls it as a product."""
         if "precision" in kwargs:
             raise TypeError(
                 f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
@@ -81,10 +81,10 @@ class Fp8Module(nn.Module):
     def recipe_and_state(self) -> dict[str, Any]:
         """Get the keywords `recipe` and `state` of the product; `recipe` is None where `autocast` turned FP8 off.
 
-        Variables without state, as for inference, are fine: scales then come from the tensors at hand.
+        With variables that have no state, for inference, scales come from the tensors at hand.
 
         Raises:
-            ValueError: `init` cannot write the state: the model would train without it, and nobody would know.
+            ValueError: `init` cannot write the state; the model would silently train without state.
         """
         recipe = self._recipe()
         if recipe is None:
@@ -98,7 +98,7 @@ class Fp8Module(nn.Module):
                     return leaf
             return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
 
-        # Ask for each variable of the recipe, and note those that are missing: the messages below name the whole state.
+        # Ask for each variable of the recipe, and note those that are missing.
         state = map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
         if missing and self.is_initializing() and not is_mutable:
             raise ValueError(
@@ -127,7 +127,7 @@ class Fp8Module(nn.Module):
 
     @nn.nowrap
     def named_recipe(self) -> Any:
-        """Get the recipe that the code names, by `recipe` or by Flax's fields; None where it names none."""
+        """Get the recipe that the code names, by `recipe` or by Flax's fields; None where the code names no recipe."""
         recipe = self._recipe_of_fields() if self.recipe is None else self.recipe
         return None if self.recipe is None and recipe == DelayedScaling() else recipe
 

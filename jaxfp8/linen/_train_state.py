@@ -1,4 +1,4 @@
-"""TrainState: Flax's, with quantizer state that is stored by `update_state` and collections that stay."""
+"""TrainState: Flax's TrainState for whole variables dicts, in which `update_state` stores quantizer state."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,19 +21,19 @@ class TrainState(train_state.TrainState):
         train = train.apply_gradients(grads=grads)
 
     `params` is the parameters alone, as in Flax, or a whole variables dict: `params`, `_overwrite_with_gradient` and
-    any others. Then `tx` sees the collection `params` only, and `opt_state` is as Flax's; quantizer state becomes
-    `jaxfp8.update_state(old, gradient)`; every other collection stays what it is. With `optax.MultiSteps` in `tx` the
-    state of the mini-steps combines by max, is kept in `opt_state` and stored in the step that MultiSteps takes. A step
-    that `optax.apply_if_finite` rejects leaves the state as it was.
+    other collections. Of a variables dict `tx` sees the collection `params` only, and `opt_state` is that of Flax;
+    quantizer state becomes `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
+    `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in `opt_state` and stored in the
+    step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Take one step.
 
         Args:
-            grads: the gradient with respect to `params`, or to some of its collections, or to the parameters alone.
+            grads: the gradient with respect to `params`, to some of its collections, or to the parameters alone.
                 Gradients of collections other than `params` and `_overwrite_with_gradient` are ignored.
-            **kwargs: new values of fields, or of collections: `batch_stats=updated["batch_stats"]`.
+            **kwargs: new values of fields, or of collections, such as `batch_stats=updated["batch_stats"]`.
 
         Returns:
             The next TrainState.
@@ -64,7 +64,7 @@ class TrainState(train_state.TrainState):
     ) -> Self:
         """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters.
 
-        Its `apply_fn` reads the state of stacked layers outside of the loops over them, also for `jax.grad`.
+        The `apply_fn` of the result reads the state of stacked layers before the loops over them, also for `jax.grad`.
         """
         if _is_variables(params) and apply_fn is not None:
             apply_fn = _ApplyWithMaxGrad(apply_fn)
@@ -76,7 +76,7 @@ class TrainState(train_state.TrainState):
 
 @dataclasses.dataclass(frozen=True)
 class _ApplyWithMaxGrad:
-    """A static field of a pytree, by which jit finds its programs: equal for equal functions."""
+    """An `apply_fn` that calls `apply_with_max_grad`. jit's cache compares it: equal functions give equal objects."""
 
     apply_fn: Callable[..., Any]
 

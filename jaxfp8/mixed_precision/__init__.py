@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype computes what, loss scaling for float16, and where a gradient stopped being finite."""
+"""Mixed precision: dtypes by operation, loss scaling for float16, and the search for gradients that are not finite."""
 
 from ._finite import (
     all_finite as all_finite,

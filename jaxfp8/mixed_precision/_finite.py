@@ -1,4 +1,4 @@
-"""Check whether gradients are finite, skip the step when they are not, and find the layer where it began."""
+"""Check whether gradients are finite, skip the step when they are not, and find the first layer with an Inf or NaN."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from ._floats import is_inexact, outside_state
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether no gradient is Inf or NaN.
+    """Return whether all gradients are free of Inf and NaN.
 
-    FP8 state does not decide: an amax that was not finite is recorded as 0. The gradients of parameters decide; they
-    still hold the Inf or NaN that a quantizer met.
+    Only the gradients of parameters count. FP8 state does not: an amax that was not finite is recorded as 0, but the
+    gradients still hold the Inf or NaN that a quantizer met.
 
-    The answer is the same on all devices. Where XLA cuts the arrays of a program, the answer is that for the whole
-    arrays. Inside `shard_map` it is combined over every mesh axis on which gradients differ, pipeline stages included,
-    and with `check_vma=False` over all axes. So all devices must call this function.
+    The answer is the same on all devices. In `jit` on a mesh it is the answer for the whole arrays. Inside `shard_map`
+    it is combined over every mesh axis on which gradients differ, pipeline stages included, and with
+    `check_vma=False` over all axes. So all devices must call this function.
 
     Args:
         tree: gradients, in float16 or wider: a variables dict, an NNX state, any tree.
@@ -33,10 +33,10 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
-    """Return `new` if `finite`, else `old`: the whole step, or nothing of it.
+    """Return `new` if `finite`, else `old`, to keep or drop a whole step.
 
-    Pass everything that a step changes, so that nothing of a skipped step stays: parameters, optimizer state and FP8
-    state together, a whole TrainState.
+    Pass all arrays that a step changes, so that no part of a skipped step stays: parameters, optimizer state and FP8
+    state together, or a whole TrainState.
 
     Args:
         finite: bool[].
@@ -47,8 +47,8 @@ def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
         `new` or `old`, to the bit.
 
     Raises:
-        ValueError: the trees differ in structure, or two leaves in shape or dtype; they are the same arrays, as two
-            `nnx.state` of one module are (use `jaxfp8.nnx.step_if`).
+        ValueError: the trees differ in structure, or two leaves in shape or dtype; or both trees hold the same arrays,
+            like two `nnx.state` of one module (use `jaxfp8.nnx.step_if`).
     """
     expected, got = jax.tree.structure(old), jax.tree.structure(new)
     if got != expected:
@@ -80,9 +80,9 @@ def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
     Args:
         tree: gradients.
         order: parts of paths that name layers, in the order of the forward pass: `["embed", "layers/0", "layers/1",
-            "head"]`. Leaves are then counted against it, the layer nearest to the loss first, as the backward pass
-            meets them; leaves of no layer named come last. None: the order of the tree, which for dicts is that of the
-            alphabet and not of the model.
+            "head"]`. The result is then in the reverse of this order, in which the backward pass meets the layers:
+            the layer nearest to the loss first, leaves of no layer in `order` last. None keeps the order of the tree,
+            which for dicts is alphabetical and not that of the model.
 
     Raises:
         ValueError: `order` names a layer that the tree does not have.
@@ -99,11 +99,14 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
 
     Returns:
         i32[], the same on all devices.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
     """
     names, positions = _ordered(tree, order)
     if not names:
         return jnp.asarray(np.int32(-1))
-    # `argmax` gives the first of several; without any it gives 0, which `any` tells apart.
+    # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell that case apart.
     bad = _nonfinite(tree)[np.array(positions)]
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
 
@@ -111,12 +114,16 @@ def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
 def first_nonfinite(tree: Any, order: Any = None) -> str | None:
     """Return the path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
 
-    A NaN that arises in one layer's backward is in the gradients of all layers before it, and not in those after it.
-    So the layer nearest to the loss is the one to look at; give `order`, or the answer is merely the first in the tree.
+    A NaN that arises in the backward of one layer reaches the gradients of all layers before that layer, and no layer
+    after it. So look at the layer nearest to the loss, and pass `order` to find that layer: without `order` the answer
+    is the first leaf in the tree.
 
     Args:
-        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in it does not count.
+        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in the tree does not count.
         order: as in `leaf_names`.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
     """
     names = leaf_names(tree, order)
     index = int(first_nonfinite_index(tree, order))
@@ -137,7 +144,7 @@ def _differing_axes(x) -> tuple[str, ...]:
     """Return the mesh axes of a `shard_map` over which `x` may differ."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if not manual or not _mesh.varying(lax.axis_index(manual[0])):
-        return tuple(manual)  # no map, or one whose types do not tell
+        return tuple(manual)  # outside of `shard_map`, or with check_vma=False
     return tuple(axis for axis in manual if axis in _mesh.varying(x))
 
 
@@ -149,7 +156,7 @@ def _gradients(tree) -> tuple[list[str], list]:
 
 
 def _ordered(tree, order) -> tuple[list[str], list[int]]:
-    """Return the names, and their positions in the order of the tree."""
+    """Return the names of gradients in the order of `leaf_names`, and their positions in the tree."""
     names = _gradients(tree)[0]
     layers = list(order or ())
     unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
@@ -165,5 +172,5 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
 
 
 def _is_below(name, layer) -> bool:
-    """Return whether the parts of `layer` stand in `name` one after the other: `Dense_0` in `params/Dense_0/kernel`."""
+    """Return whether the path `name` has the parts of `layer` side by side: `Dense_0` in `params/Dense_0/kernel`."""
     return f"/{layer.strip('/')}/" in f"/{name}/"

@@ -1,4 +1,4 @@
-"""The floats of a tree that mixed precision may cast: not FP8 codes and their scales, not integers, not keys."""
+"""Find the floats of a tree that mixed precision may cast, which FP8 state, codes and their scales are not."""
 
 import dataclasses
 
@@ -28,13 +28,13 @@ def outside_state(tree):
 
     The codes and scales of frozen products get False too.
     """
-    # 1. Find FP8 state, and frozen products: all that lies beside their `kernel_scale_inv`.
+    # 1. Find FP8 state, and the leaves of frozen products, which lie beside a `kernel_scale_inv`.
     flat = _state_tree.flatten(tree)
     frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
     state = set(flat.positions())
     kept = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
 
-    # 2. A QTensor holds both: codes and scales, and the parameter that they were made of.
+    # 2. Give True to the `source` of a QTensor, and False to its codes and scales.
     def visit(leaf, is_kept):
         if not isinstance(leaf, QTensor):
             return not is_kept
@@ -45,11 +45,11 @@ def outside_state(tree):
 
 
 def map_outside_state(function, tree):
-    """Apply `function` to all leaves that are neither FP8 state nor codes; those stay as they are."""
+    """Apply `function` to all leaves that are neither FP8 state nor codes; state and codes stay as they are."""
     return jax.tree.map(lambda leaf, is_outside: function(leaf) if is_outside else leaf, tree, outside_state(tree))
 
 
 def widest(*dtypes) -> np.dtype:
-    """Return the promoted dtype, whatever promotion the session has set."""
+    """Return the dtype to which `dtypes` promote by JAX's standard rules, also where strict promotion is set."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)

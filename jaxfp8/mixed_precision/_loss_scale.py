@@ -20,35 +20,36 @@ _UNSET = object()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A loss scale that grows while all goes well and shrinks when a gradient overflows.
+    """A loss scale that grows after a number of finite steps and shrinks when a gradient is not finite.
 
         loss, grads = mixed_precision.value_and_grad(loss_fn, loss_scale)(variables, batch)
         finite = mixed_precision.all_finite(grads)
         train = mixed_precision.select(finite, train.apply_gradients(grads=grads), train)
         loss_scale = loss_scale.adjust(finite)
 
-    `adjust` is the only thing that changes it, once for each step of the optimizer:
+    `adjust` returns the loss scale of the next step; call it once for each step of the optimizer:
 
         finite:      good_steps + 1; at growth_interval value *= growth_factor and good_steps = 0
         not finite:  value *= backoff_factor, good_steps = 0
 
-    `value` stays within [2**-126, 2**126], so that it and its inverse are never 0 or infinite. With powers of two,
-    as the defaults are, scaling and unscaling round nothing.
+    `value` stays within [2**-126, 2**126], so that neither `value` nor its inverse is ever 0 or infinite. With powers
+    of two, such as the defaults, scaling and unscaling do not round.
 
-    A pytree of the arrays `value` and `good_steps`; all else is static. Pure: every method returns something new.
+    A DynamicLossScale is a pytree of the arrays `value` and `good_steps`; its other fields are static. No method
+    changes the object.
 
     Args:
-        initial: the first `value`.
-        growth_factor: above 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: after how many good steps in a row the value grows.
+        initial: the first `value`, from 2**-126 to 2**126.
+        growth_factor: the factor by which the value grows, above 1.
+        backoff_factor: the factor by which the value shrinks, between 0 and 1.
+        growth_interval: the number of finite steps in a row after which the value grows.
 
     Attributes:
-        value: f32[], the factor.
-        good_steps: i32[], good steps since the last change.
+        value: f32[], the factor on the loss.
+        good_steps: i32[], the number of finite steps since the value last changed.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of its range.
     """
 
     initial: dataclasses.InitVar[float] = 2.0**16
@@ -76,7 +77,7 @@ class DynamicLossScale:
         """Multiply `tree` by `value`, in f32 or wider: for the loss, before the gradient is taken.
 
         Compute the loss itself in f32 too (`Policy.op`): the gradient of a float16 loss starts as `value` in float16,
-        which is infinite from 65520 on. FP8 state, and what is not a float, is returned as it is.
+        which is infinite from 65520 on. FP8 state, and leaves that are not floats, are returned as they are.
 
         Args:
             tree: a loss, or any tree.
@@ -86,8 +87,9 @@ class DynamicLossScale:
     def unscale(self, tree: Any) -> Any:
         """Divide `tree` by `value`, in f32 or wider: for gradients, before clipping and the optimizer.
 
-        f32, because what loss scaling saved in float16 would be lost in it again. It is the product with `1 / value`
-        rounded to f32. FP8 state, and what is not a float, is returned as it is: state is not a gradient.
+        The result is `leaf * round(1 / value)`, with the inverse rounded to f32. It is not in float16, in which small
+        gradients would become 0 again. FP8 state, which is not a gradient, and leaves that are not floats are returned
+        as they are.
 
         Args:
             tree: gradients of a loss that `scale` scaled: a variables dict, an NNX state, any tree.
@@ -98,7 +100,7 @@ class DynamicLossScale:
     def adjust(self, finite: jax.typing.ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
 
-        Call it once for each step of the optimizer, not for each microbatch.
+        Call `adjust` once for each step of the optimizer, not for each microbatch.
 
         Args:
             finite: bool[], whether the gradients were finite, as `all_finite` says.
@@ -140,18 +142,19 @@ def value_and_grad(
 
     Args:
         loss_fn: returns a scalar loss, or `(loss, aux)` with `has_aux`.
-        loss_scale: the scale; it is not adjusted here.
-        argnums: as JAX's.
-        has_aux: as JAX's.
+        loss_scale: the scale; `adjust` is left to the caller.
+        argnums: as in `jax.value_and_grad`.
+        has_aux: as in `jax.value_and_grad`.
 
     Returns:
-        A function of the same arguments that returns `(loss, gradients)`: the loss as `loss_fn` gave it, gradients in
-        f32 or wider and unscaled, the next FP8 state among them as it is.
+        A function of the same arguments that returns `(loss, gradients)`, with aux `((loss, aux), gradients)`. The loss
+        is that of `loss_fn`, without the scale. Gradients are unscaled, in f32 or wider; the next FP8 state among them
+        is not scaled at all.
     """
 
     def scaled(*args, **kwargs):
         out = loss_fn(*args, **kwargs)
-        # The loss goes along as it is: dividing the scaled one would give infinity where only scaling overflows.
+        # Return the unscaled loss as well: dividing the scaled loss would give infinity where only scaling overflows.
         return loss_scale.scale(out[0] if has_aux else out), out
 
     scaled_and_gradients = _sharing.value_and_grad(scaled, argnums, has_aux=True)

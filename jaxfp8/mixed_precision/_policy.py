@@ -15,7 +15,7 @@ from ._floats import is_float, map_outside_state, widest
 
 _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
 
-# By the names that jax, flax and optax give them, and those of PyTorch where they differ (cat, mul, linear, ...).
+# Operations by their names in jax, flax and optax, and in PyTorch where these differ (cat, mul, linear, ...).
 OPERATIONS = {
     _COMPUTE: (
         "matmul dot tensordot einsum dot_general ragged_dot bmm addmm baddbmm "
@@ -43,16 +43,20 @@ class Policy:
         policy = Policy.parse("params=float32,compute=bfloat16,output=float32")
         nn.Dense(features, dtype=policy.dtype_of("dense"), param_dtype=policy.param_dtype)
         nn.LayerNorm(dtype=policy.dtype_of("layer_norm"), param_dtype=policy.param_dtype)
-        weights = policy.op(jax.nn.softmax)(scores)  # in float32, whatever scores are
+        weights = policy.op(jax.nn.softmax)(scores)  # in float32, whatever the dtype of scores is
 
-    A policy is a value. A region with other dtypes is code that uses another policy; `Policy()` is float32 everywhere.
-    Casts change arrays of float16, bfloat16, float32 and float64. They leave alone FP8 state, FP8 codes and their
-    scales (of a QTensor they cast the `source`), integers, booleans, complex numbers, PRNG keys and Python numbers.
+    A policy is data and changes nothing by itself: code in other dtypes uses another policy. `Policy()` is float32
+    everywhere. Casts change arrays of float16, bfloat16, float32 and float64. They leave alone FP8 state, FP8 codes and
+    their scales (of a QTensor they cast the `source`), integers, booleans, complex numbers, PRNG keys and Python
+    numbers.
 
     Attributes:
-        param_dtype: in which parameters are stored, and updated by the optimizer.
-        compute_dtype: in which matrix products and convolutions read their operands.
-        output_dtype: of what the model returns.
+        param_dtype: the dtype in which parameters are stored, and updated by the optimizer.
+        compute_dtype: the dtype in which matrix products and convolutions read their operands.
+        output_dtype: the dtype of the model's results.
+
+    Raises:
+        ValueError: a dtype is not float16, bfloat16, float32 or float64.
     """
 
     param_dtype: Any = jnp.float32
@@ -68,19 +72,19 @@ class Policy:
         """Parse the policy that `text` names.
 
             "params=float32,compute=bfloat16,output=float32"
-            "p=f32,c=f16"       what is not said: params are float32, compute is as params, output as compute
-            "bfloat16"          all three
+            "p=f32,c=f16"       defaults: params is float32, compute is params, output is compute
+            "bfloat16"          params, compute and output
 
         Args:
             text: `name=dtype` pairs with commas between them, or one dtype.
 
         Raises:
-            ValueError: an unknown name or dtype, or a name that stands there twice.
+            ValueError: `text` has an unknown name or dtype, or a name twice.
         """
         where = f"Policy.parse: {text!r}"
         if "=" not in text:
             return cls(*3 * [_float_dtype(where, text.strip())])
-        # Each pair is given once. A dtype that is left out follows: compute is as params, output as compute.
+        # Each name may appear once. Without a dtype of its own, compute is params, and output is compute.
         given = {}
         for part in text.split(","):
             key, _, dtype = (piece.strip() for piece in part.partition("="))
@@ -112,13 +116,14 @@ class Policy:
         | operations | dtype |
         |---|---|
         | matrix products, convolutions, the layers made of them | `compute_dtype` |
-        | softmax, norms, reductions, losses | float32 (float64 where `compute_dtype` is) |
+        | softmax, norms, reductions, losses | float32; float64 where `compute_dtype` is float64 |
         | add, multiply, concatenate and the like | None: the widest of the inputs |
 
-        None means the same as `dtype=None` does in Flax's layers.
+        None means the same as `dtype=None` in Flax's layers.
 
         Args:
-            operation: `"softmax"`, `"matmul"`, ...; `LayerNorm` and `layer_norm` are the same.
+            operation: the name of an operation, such as `"softmax"` or `"matmul"`; `LayerNorm` is the same as
+                `layer_norm`.
 
         Raises:
             ValueError: the table has no such operation.
@@ -129,19 +134,19 @@ class Policy:
         return max(self.compute_dtype, np.dtype(np.float32), key=lambda d: d.itemsize) if kind == _FLOAT32 else None
 
     def op(self, function: Callable[..., Any], like: str | None = None) -> Callable[..., Any]:
-        """Return `function` in the dtype that the table has for it.
+        """Return `function` in the dtype of its operation in the table of `dtype_of`.
 
             policy.op(jnp.matmul)(a, b)                      # in compute_dtype
             policy.op(jax.nn.softmax)(scores)                # in float32
-            policy.op(jnp.add)(half, full)                   # in float32, the widest
+            policy.op(jnp.add)(half, full)                   # in float32, the widest dtype of the arguments
             policy.op(my_loss, like="loss")(logits, labels)  # in float32
 
-        Floats among the arguments are cast; what is wider than the float32 of the table stays. Results come as
-        `function` gives them.
+        Floats among the arguments are cast. Operations other than products and convolutions leave arguments of a wider
+        dtype as they are. Results have the dtypes that `function` gives them.
 
         Args:
             function: any function of arrays.
-            like: the operation of `dtype_of` that it counts as; its own name if None.
+            like: the operation of `dtype_of` that `function` counts as; None is the name of `function`.
 
         Raises:
             ValueError: the table has no such operation.
@@ -152,7 +157,7 @@ class Policy:
 
         @functools.wraps(function)
         def cast_and_call(*args, **kwargs):
-            # The widest of the inputs is known no sooner than in the call.
+            # The widest dtype of the inputs is known in the call only.
             to = dtype or _widest_of((args, kwargs))
             args, kwargs = _cast((args, kwargs), to, narrows)
             return function(*args, **kwargs)
@@ -164,7 +169,7 @@ def _kind_of(operation):
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
     if name not in _KINDS:
         raise ValueError(
-            f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; say which of them it is like, "
+            f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; pass like= with one of these, "
             "or use compute_dtype or float32 by name"
         )
     return _KINDS[name]

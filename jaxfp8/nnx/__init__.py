@@ -1,4 +1,4 @@
-"""Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and the step that stores it."""
+"""Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and optimizers that store it."""
 
 from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
 from ._layers import GatedMLP as GatedMLP, Linear as Linear, NormDense as NormDense

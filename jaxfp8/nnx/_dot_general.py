@@ -17,7 +17,7 @@ from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum
 from ..recipes import DelayedScaling, HighPrecision, QTensor, Recipe, map_variables, resolve
 from ._variables import OverwriteWithGradient
 
-# The paths of the products in what a gradient is taken of, by id: an NNX module does not know its own.
+# The paths of the products by id, while a gradient is taken: an NNX module does not know its own path.
 _paths = contextvars.ContextVar("paths", default=None)
 
 
@@ -55,7 +55,7 @@ class _Fp8Product(nnx.Module):
         map_variables(self.recipe, lambda name, leaf: setattr(self, name, OverwriteWithGradient(leaf)))
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
-        """Return a context in which warnings name the layer by its path, or by its kernel where nobody knows that."""
+        """Return a context in which warnings name the layer by its path, or by its kernel where the path is unknown."""
         path = _wrapping.current_layer()
         if path is None:
             path = (_paths.get() or {}).get(id(self))
@@ -70,7 +70,7 @@ class _Fp8Product(nnx.Module):
         return {name: getattr(self, name).get_value() for name in names} or None
 
     def _product(self) -> Callable[..., jax.Array]:
-        """Bind `jaxfp8.dot_general` to this object's recipe and state, or codes."""
+        """Bind `jaxfp8.dot_general` to this object's recipe and state, or to the codes that `jaxfp8.freeze` made."""
         if hasattr(_linen_module(), "dot_general"):
             name = type(self).__name__
             raise TypeError(
@@ -94,8 +94,8 @@ class _Fp8Product(nnx.Module):
         def read(name, leaf):
             if not hasattr(self, name):
                 raise ValueError(
-                    f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer does not: it was made for "
-                    f"{self.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
+                    f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer lacks: the layer was made "
+                    f"for {self.recipe!r}; make the model in the region of jaxfp8.autocast that it is used in, or "
                     "change its recipe with jaxfp8.nnx.quantize"
                 )
             return getattr(self, name).get_value()
@@ -110,16 +110,19 @@ class Fp8DotGeneral(_Fp8Product):
         nnx.MultiHeadAttention(..., qkv_dot_general=Fp8DotGeneral(), out_dot_general=Fp8DotGeneral(), rngs=rngs)
 
     An instance holds the state of one product. Layers that share an instance share its scales: each amax is the
-    maximum over all of them. NNX calls a `dot_general_cls` anew in every forward pass, and an object made there could
-    keep nothing, so it is an error. The state is in `OverwriteWithGradient` variables, which the forward pass only
-    reads and the training step overwrites with their gradients (`jaxfp8.nnx.update_state`).
+    maximum over all these layers. Pass an instance as `dot_general`, not the class as `dot_general_cls`: NNX calls a
+    `dot_general_cls` anew in every forward pass, so that its state would be lost. The state is in
+    `OverwriteWithGradient` variables, which the forward pass only reads and the training step overwrites with their
+    gradients (`jaxfp8.nnx.update_state`).
 
     Args:
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`. The
-            object makes state for the recipe that holds where it is made.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
+            `jaxfp8.DelayedScaling()`. The constructor makes state for the recipe that holds where it is called.
 
     Raises:
         TypeError: a layer makes the object in its forward pass (`dot_general_cls=`), or a layer was given the class.
+            When called: a Linen layer was given the object.
+        ValueError: when called, in another region of `jaxfp8.autocast`, whose recipe has state that the object lacks.
     """
 
     def __call__(
@@ -173,10 +176,10 @@ def _linen_module() -> nn.Module | None:
 
 
 def _not_inside_a_call(name):
-    """Refuse `dot_general_cls=Fp8DotGeneral`, of layers of NNX or Linen, which would train with scale 1 for ever.
+    """Refuse `dot_general_cls=Fp8DotGeneral` in layers of NNX or Linen, which would train with scale 1 for ever.
 
-    The layer makes the object itself, and neither an argument nor a later call shows it. NNX keeps no record of the
-    module that runs, as Linen does: there only the stack of Python shows it.
+    Such a layer makes the object while it runs, and no argument says so. Linen records the module that runs. NNX does
+    not, so the stack of Python is searched for `nnx.LinearGeneral.__call__`.
     """
     if (module := _linen_module()) is not None:
         raise TypeError(

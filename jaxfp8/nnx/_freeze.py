@@ -1,4 +1,4 @@
-"""`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels, and the kernels go."""
+"""`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels, placeholders replace the kernels."""
 
 import dataclasses
 import functools
@@ -24,7 +24,8 @@ _KERNEL_OF = "jaxfp8_kernel_of_"
 class FrozenKernel:
     """Placeholder for the kernel of a layer whose codes are in its product: shape and dtype, no array.
 
-    The layer reads NaNs, which the product does not, so that nothing of them is in a compiled program.
+    The layer reads NaNs in place of the kernel. Its product does not read the NaNs, so compiled programs do not hold
+    them.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ def freeze(model, args, kwargs):
 
 
 def _has_kernel(layer, attribute) -> bool:
-    """Tell whether a layer gives a kernel of its own to an FP8 product of its own."""
+    """Tell whether a layer holds an FP8 product, and the kernel that the product reads."""
     is_own = attribute is not None and product(layer) is not None
     return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
@@ -113,7 +114,7 @@ def _einsum(eqn, product, x, kernel, **options):
 
 
 def _calls(model, candidates, args, kwargs) -> list:
-    """Record how each layer calls its product, by a trace with recorders; None for a layer that does not."""
+    """Record how each layer calls its product, by a trace with recorders; None for a layer that makes no such call."""
     calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
@@ -153,7 +154,10 @@ def _computed(jaxpr) -> Iterator[int]:
 
 
 def _codes(path, layer, call: _Call):
-    """Compute the codes and scales of a layer's product, stacked as its kernel is; None without an FP8 kernel."""
+    """Compute the codes and scales of a layer's product, stacked like its kernel.
+
+    The result is None for a product that is frozen already, or that stays in high precision.
+    """
     fp8_product = product(layer)
     recipe, state = (None, None) if fp8_product._codes() is not None else fp8_product._recipe_and_state().values()
     if recipe is None:

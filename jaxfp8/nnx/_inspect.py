@@ -1,4 +1,4 @@
-"""NNX for jaxfp8.inspect: functions of modules as functions of arrays, and the names of layers."""
+"""NNX for jaxfp8.inspect: turn functions of modules into functions of arrays, and name the layers in programs."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ from ._quantize import RULES, layers, names, operation, product
 
 
 def of_arrays(fn, args, kwargs):
-    """Make `(function of a tree of arrays, the tree)` of `fn(*args, **kwargs)`; modules in it name what they run."""
+    """Turn `fn(*args, **kwargs)` into `(function of a tree of arrays, the tree)`, whose modules name their programs."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))
-    # nnx.merge makes the modules anew; it makes them of classes that name what they run.
+    # nnx.merge makes the modules anew, from these classes, whose calls put the path of the module into the program.
     graphdef = dataclasses.replace(graphdef, nodes=list(map(_with_named_class, graphdef.nodes)))
     arrays, joined = split_arrays([leaf for leaf in leaves if not _is_object(leaf)])
 
@@ -40,7 +40,7 @@ def _is_object(x) -> bool:
 
 
 def _with_named_class(node):
-    """Exchange the class of a module in an `nnx.GraphDef`; other nodes stay."""
+    """Exchange the class of a module in an `nnx.GraphDef` for that of `_named`; other nodes stay."""
     cls = getattr(node, "type", None)
     is_module = isinstance(cls, type) and issubclass(cls, nnx.Module)
     if not is_module or not any("__call__" in vars(base) for base in cls.__mro__):
@@ -50,7 +50,7 @@ def _with_named_class(node):
 
 @functools.cache
 def _named(base):
-    """Return the subclass of a module class whose instances name, while they are called, the path of `_set_names`."""
+    """Return a subclass of a module class; its `__call__` runs in scopes with the path and rule of the instance."""
 
     def __call__(self, *args, **kwargs):
         path, rule = getattr(self, "inspected_path", None), getattr(self, "inspected_rule", None)
@@ -67,7 +67,7 @@ def _named(base):
 
 
 def _set_names(top) -> None:
-    """Tell each module its path; a product that a layer holds is named by the layer."""
+    """Set the path of each module; a product that a layer holds gets none, so that it has the name of the layer."""
     held = {id(layer) for _, layer, attribute in layers(top) if attribute is None}
     for path, module in list(nnx.iter_modules(top)):
         if path and callable(module) and (not isinstance(module, _Fp8Product) or id(module) in held):
@@ -75,7 +75,7 @@ def _set_names(top) -> None:
 
 
 def _set_rules(top) -> None:
-    """Tell each layer that runs no FP8 because of a rule the index of the rule."""
+    """Set the index of the rule in each layer that a rule keeps in high precision."""
     for _, model in list(nnx.iter_modules(top)):
         rules = getattr(model, RULES, ())
         for path, layer, _ in layers(model) if rules else ():

@@ -1,4 +1,4 @@
-"""Linear, whose kernel is quantized as it is stored; GatedMLP and NormDense, whose inner values are never in memory."""
+"""Linear, whose kernel is quantized in `param_dtype`; GatedMLP and NormDense, which keep inner values as codes."""
 
 import math
 from typing import Any
@@ -25,12 +25,13 @@ class Linear(nnx.Module):
     Parameters are named as those of `nnx.Linear`; state is in `dot_general`, a `jaxfp8.nnx.Fp8DotGeneral`.
 
     Args:
-        in_features: the size of x's last dimension.
-        out_features: the size of the output's last dimension, or the sizes of several dimensions, whose kernel is
-            initialized as if they were one.
-        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, else `jaxfp8.DelayedScaling()`.
-        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as of `nnx.Linear`.
-        rngs: keys, `params` among them.
+        in_features: the size of the last dimension of x.
+        out_features: the size of the output's last dimension, or the sizes of its last dimensions, for which the kernel
+            is initialized as for one dimension.
+        recipe: how operands become FP8; None is the recipe of `jaxfp8.autocast`, outside of it
+            `jaxfp8.DelayedScaling()`.
+        use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `nnx.Linear`.
+        rngs: keys; the stream `params` initializes kernel and bias.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Linear(nnx.Module):
         in_features = sizes("Linear: in_features", (in_features,))[0]
         features = sizes("Linear: out_features", out_features)
         kernel = kernel_init(rngs.params(), (in_features, math.prod(features)), param_dtype)
-        if isinstance(kernel, nnx.VariableMetadata):  # names of all dimensions of the kernel, which it is to have
+        if isinstance(kernel, nnx.VariableMetadata):  # the box names the dimensions of the kernel, not of the matrix
             kernel.raw_value = kernel.raw_value.reshape(in_features, *features)
         else:
             kernel = kernel.reshape(in_features, *features)
@@ -66,7 +67,7 @@ class Linear(nnx.Module):
         out_sharding: jax.NamedSharding | jax.P | None = None,
         activation: str | None = None,
     ) -> jax.Array:
-        """Compute y `[..., *out_features]` of x `[..., in_features]`; the rest as in `jaxfp8.dot_general`."""
+        """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias.get_value()
@@ -78,7 +79,7 @@ class Linear(nnx.Module):
 
 
 class _Normalizing(nnx.Module):
-    """A layer whose first product may have a norm in front: None, `"rms"` or `"layer"`; the rest as of `GatedMLP`."""
+    """Base of layers with a norm before their first product: `norm` is None, `"rms"` or `"layer"`; see `GatedMLP`."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class _Normalizing(nnx.Module):
         self.norm_bias = parameter(norm_bias_init, norm == "layer")
 
     def _normalized(self, x: ArrayLike) -> jax.Array | Normalized:
-        """Return the x of the first product."""
+        """Return the input of the first product: x `[..., in_features]`, normalized if the layer has a norm."""
         x = jnp.asarray(x)
         if self.norm is None:
             return x
@@ -114,18 +115,20 @@ class GatedMLP(_Normalizing):
 
         jaxfp8.nnx.GatedMLP(4096, 14336, recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)  # SwiGLU
 
-    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate first, and `wo`. With `norm` also
-    `scale` and, for `"layer"`, `norm_bias`.
+    Two `Linear` layers, `wi` with a kernel `[in_features, 2, hidden_features]`, gate first, and `wo`
+    `[hidden_features, out_features]`, hold parameters and state. A layer with a norm also has the parameter `scale`
+    `[in_features]` and, for `"layer"`, `norm_bias` `[in_features]`.
 
     Args:
-        in_features, hidden_features, out_features: the sizes; without `out_features` that of x.
-        activation: `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form), of the gate.
-        norm: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm) of x, on the way to FP8; or None.
-        epsilon, scale_init, norm_bias_init: of the norm, as of `NormDense`.
-        use_bias, kernel_init, bias_init: as of `Linear`, for both. Names of mesh axes, as `nnx.with_partitioning` gives
-            them, are those of `[in_features, hidden_features]`.
-        dtype, param_dtype, rngs: as of `Linear`, for both.
-        **options: `recipe` and `precision`, likewise.
+        in_features, hidden_features, out_features: the sizes of x, of the activation and of y; `out_features=None` is
+            `in_features`.
+        activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form).
+        norm: the norm of x, `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm); None for no norm.
+        epsilon, scale_init, norm_bias_init: arguments of the norm, see `NormDense`.
+        use_bias, kernel_init, bias_init: see `Linear`; they hold for both layers. A `kernel_init` of
+            `nnx.with_partitioning` names the mesh axes of `[in_features, hidden_features]`.
+        dtype, param_dtype, rngs: see `Linear`; they hold for both layers and the norm.
+        **options: `recipe` and `precision` of both layers.
 
     Raises:
         ValueError: `activation` or `norm` is unknown.
@@ -169,7 +172,7 @@ class GatedMLP(_Normalizing):
 
 
 def _with_gate(init, axis: int):
-    """Return an initializer whose names of mesh axes, if it has any, have room for the dimension of the gate."""
+    """Return `init` for arrays with a gate dimension at `axis`; a box with mesh axis names gets None for it."""
 
     def with_gate(key, shape, dtype):
         value = init(key, shape, dtype)
@@ -186,15 +189,16 @@ class NormDense(_Normalizing):
 
         jaxfp8.nnx.NormDense(4096, (3, 32, 128), recipe=recipe, dtype=jnp.bfloat16, rngs=rngs)
 
-    Parameters: `scale` and, with `kind="layer"`, `norm_bias`; the `Linear` layer `dense` holds the others.
+    The parameters of the norm are `scale` `[in_features]` and, with `kind="layer"`, `norm_bias` `[in_features]`; the
+    `Linear` layer `dense` holds kernel, bias and state.
 
     Args:
-        in_features, out_features: as of `Linear`.
+        in_features, out_features: see `Linear`.
         kind: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm).
-        epsilon: of the norm.
-        use_bias, dtype, param_dtype, rngs: as of `Linear`.
-        scale_init, norm_bias_init: initializers.
-        **options: `recipe`, `precision`, `kernel_init` and `bias_init`, as of `Linear`.
+        epsilon: the number that the norm adds to the mean square, or to the variance.
+        use_bias, dtype, param_dtype, rngs: see `Linear`.
+        scale_init, norm_bias_init: initializers of `scale` and `norm_bias`.
+        **options: `recipe`, `precision`, `kernel_init` and `bias_init` of `Linear`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -223,7 +227,7 @@ class NormDense(_Normalizing):
 
     @property
     def kind(self) -> str:
-        """Return the kind of the norm."""
+        """The kind of the norm, `"rms"` or `"layer"`."""
         return self.norm
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:

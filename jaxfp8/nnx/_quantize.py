@@ -19,28 +19,30 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
         jaxfp8.nnx.quantize(model, [("head", None), (r"blocks/\\d+/mlp/.*", jaxfp8.DelayedScaling())])
 
-    The first rule whose regex matches the whole path of a layer holds (`re.fullmatch`; the path is the attributes that
-    lead to the layer from this model on, joined by `/`). The recipe None is high precision, also for a layer that runs
-    FP8: its state is gone then. A layer that no rule matches stays as it is; a shared layer is met once, by the first
-    path that `nnx.iter_modules` gives.
+    The first rule whose regex matches the whole path of a layer decides (`re.fullmatch`; the path is the attributes
+    that lead to the layer from this model on, joined by `/`). The recipe None is high precision; a layer that runs FP8
+    then loses its state. A layer that no rule matches stays as it is. A layer that is shared has only the first path
+    that `nnx.iter_modules` gives.
 
-    Layers are the modules with an attribute `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, those inside attention,
-    `jaxfp8.nnx.Linear`) or `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its own, with new
-    state. An `Fp8DotGeneral` or `Fp8Einsum` that another module holds answers to that module's path and to its own.
-    Layers that `nnx.vmap` has stacked along the first axis get stacked state. Convolutions, attention scores, LoRA
-    and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those that a rule matches.
+    Layers are the modules with an attribute `dot_general` (`nnx.Linear`, `nnx.LinearGeneral`, the layers inside
+    attention, `jaxfp8.nnx.Linear`) or `einsum_op` (`nnx.Einsum`): each gets an `Fp8DotGeneral` or `Fp8Einsum` of its
+    own, with new state. A rule may name an `Fp8DotGeneral` or `Fp8Einsum` that another module holds by its own path or
+    by that of the module. Layers that `nnx.vmap` has stacked along the first axis get stacked state. Convolutions,
+    attention scores, LoRA and `nnx.Embed.attend` have no FP8 product; `jaxfp8.report` names those of them that a rule
+    matches.
 
     Args:
-        model: an NNX module. If it has rules already, the new rules come first, and only the new rules act now.
-        rules: the list.
+        model: an NNX module, changed in place. If the model has rules already, `jaxfp8.report` reads the new rules
+            first; only the new rules change layers.
+        rules: the list of pairs.
 
     Returns:
-        The same object.
+        `model`.
 
     Raises:
         TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
-            Nothing is changed then.
+            The model is not changed then.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -67,19 +69,20 @@ def layers(model):
         if attribute is not None:
             found_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
-        elif isinstance(module, nnx.MultiHeadAttention):  # keeps what it gave to its layers
+        elif isinstance(module, nnx.MultiHeadAttention):  # attention keeps the products that it gave to its layers
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
     products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
     return found_layers + [(path, product, None) for path, product in products if id(product) not in held]
 
 
 def names(path: tuple, layer) -> list[str]:
-    """List the paths that a layer answers to."""
+    """List the paths by which a rule may name a layer."""
     paths = ["/".join(map(str, path))]
     return paths + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else paths
 
 
 def operation(layer) -> str:
+    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`."""
     return "einsum" if isinstance(layer, Fp8Einsum) or "einsum_op" in vars(layer) else "dot_general"
 
 
@@ -88,12 +91,16 @@ def product(layer):
     if isinstance(layer, _Fp8Product):
         return layer
     value = getattr(layer, "dot_general", None) if operation(layer) == "dot_general" else layer.einsum_op
-    has_class = getattr(layer, "dot_general_cls", None) is not None  # goes before dot_general
+    has_class = getattr(layer, "dot_general_cls", None) is not None  # the layer then ignores its dot_general
     return value if isinstance(value, _Fp8Product) and not has_class else None
 
 
 def _stacked(where, path, layer) -> tuple[int, ...]:
-    """Get the leading dimensions that `nnx.vmap` gave a layer's kernel."""
+    """Get the leading dimensions that `nnx.vmap` gave a layer's kernel.
+
+    Raises:
+        ValueError: the kernel has other additional dimensions than leading ones.
+    """
     if isinstance(layer, _Fp8Product):
         state = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
         return state[0].shape[:-1] if state else ()
@@ -117,7 +124,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
 
 
 def _change(layer, attribute, rule: Rule, stacked) -> None:
-    if attribute is None:  # in place: it may be in a list, or in several modules
+    if attribute is None:  # the product changes in place, because a list or several modules may hold it
         for name in [name for name, value in vars(layer).items() if isinstance(value, OverwriteWithGradient)]:
             delattr(layer, name)
         layer.__init__(rule.layer_recipe)
@@ -128,7 +135,7 @@ def _change(layer, attribute, rule: Rule, stacked) -> None:
     else:
         value = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
         _stack(value, stacked)
-        value = nnx.data(value)  # a function was there, which NNX has noted as not data
+        value = nnx.data(value)  # NNX has the attribute as static, because it held a function
     setattr(layer, attribute, value)
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
@@ -149,7 +156,7 @@ def _stack(product, shape) -> None:
 
 
 def _forget_unused(model) -> None:
-    """Attention keeps the products it was made with; one that none of its layers runs any more would keep its state."""
+    """Remove from attention the products that none of its layers runs any more, whose state it would keep."""
     for attention in [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.MultiHeadAttention)]:
         for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
             kept, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]

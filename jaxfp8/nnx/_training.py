@@ -1,4 +1,4 @@
-"""Training NNX models: gradients in which shared state combines by max, the step that stores the next state or none."""
+"""Training NNX models: gradients in which shared state combines by max, and steps that store or drop the next state."""
 
 import contextlib
 import functools
@@ -26,20 +26,24 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
 
     Args:
         f: a function of NNX modules, states and arrays that returns a loss f32[], or `(loss, aux)`.
-        argnums: which arguments to differentiate: ints, where a module's parameters and FP8 state are meant, or
-            `nnx.DiffState(argnum, filter)`, whose filter should let `OverwriteWithGradient` through.
+        argnums: the arguments to differentiate: an int, or a tuple, of which an int stands for the parameters and the
+            FP8 state of a module; or `nnx.DiffState(argnum, filter)`, whose filter should include
+            `OverwriteWithGradient`.
         has_aux: whether `f` returns `(loss, aux)`.
 
     Returns:
         A function of f's arguments that returns the value and the gradients, as `nnx.value_and_grad` does. The
         gradient of an `OverwriteWithGradient` variable is its next value.
+
+    Raises:
+        TypeError: when called, `f` computes with FP8 state outside of products.
     """
     differentiate = nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
     return watching(differentiate, argnums, lambda out: out[1])
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """Differentiate as `value_and_grad`, without the value."""
+    """Differentiate as `value_and_grad` does, and return the gradients without the value."""
     differentiate = nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
     return watching(differentiate, argnums, lambda out: out[0] if has_aux else out)
 
@@ -48,21 +52,26 @@ def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> C
 def max_grad(*tree):
     """Enter a context in which all uses of the FP8 state in `tree` combine by max; for the top of a loss.
 
-    A layer that is called twice needs nothing. What needs this is state that enters an inner `nnx.remat`, `nnx.jit`,
-    `nnx.cond` or `nnx.scan` with its module and is used again outside or in another call: JAX would add up what the
-    calls give. `value_and_grad` and `grad` do it by themselves.
+    `value_and_grad` and `grad` of this module enter the context by themselves. Other gradients need it for state that
+    enters an inner `nnx.remat`, `nnx.jit`, `nnx.cond` or `nnx.scan` with its module and is used again outside or in
+    another call: JAX would add up the cotangents of the calls. A layer that is called twice without these transforms
+    does not need it.
 
         def loss_fn(model, x):
             with jaxfp8.nnx.max_grad(model):
                 return jnp.mean(model(x) ** 2)
 
     Args:
-        *tree: modules, or anything that holds them. Their state is as before afterwards: plain f32.
+        *tree: modules, or pytrees that hold modules. On leaving the context their state is the plain f32 state from
+            before.
+
+    Raises:
+        NotImplementedError: this JAX version lacks the dtype hook; see `jaxfp8.max_grad`.
     """
     nodes = nnx.iter_graph(tree)
     variables = {tuple(map(str, path)): node for path, node in nodes if isinstance(node, OverwriteWithGradient)}
     values = {path: variable.get_value() for path, variable in variables.items()}
-    # The paths tell which variables are one product's.
+    # The paths tell which variables belong to one product.
     cast = _max_grad({OVERWRITE_WITH_GRADIENT: traverse_util.unflatten_dict(values)})[OVERWRITE_WITH_GRADIENT]
     for path, value in traverse_util.flatten_dict(cast).items():
         variables[path].set_value(value)
@@ -83,22 +92,22 @@ def _variables(tree, kind):
 
 def _with_max_grad(f):
     if isinstance(getattr(f, "__self__", None), nnx.Module):
-        return f  # a bound method, which NNX refuses by name; wrapped, its module would be a constant
+        return f  # NNX refuses a bound method with a message; wrapped, the module of the method would be a constant
 
     @functools.wraps(f)
     def wrapped(*args, **kwargs):
         with named_errors("nnx.value_and_grad"), max_grad(*args, *kwargs.values()):
             out = f(*args, **kwargs)
-        # State may have been read on the way. The tree is made anew only then: maps exchange NNX objects for copies.
+        # The result may hold state. Only then is the tree made anew: maps exchange NNX objects for copies.
         return without_max(out) if any(map(_compat.is_max, jax.tree.leaves(out))) else out
 
     return wrapped
 
 
 def _with_state(argnums):
-    """Ints mean parameters to NNX; here they mean parameters and FP8 state."""
+    """Replace ints in `argnums`, which mean parameters in NNX, by filters of parameters and FP8 state."""
     if not (nnx.set_graph_mode.current_value() and nnx.set_graph_updates.current_value()):
-        return argnums  # tree mode: modules are pytrees, and all of them is differentiated
+        return argnums  # in tree mode modules are pytrees, of which all leaves are differentiated
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(map(_with_state, argnums))
@@ -108,14 +117,15 @@ def update_state(model: Any, grads: Any) -> None:
     """Store the next FP8 state in the model, as `jaxfp8.update_state` does for trees of arrays.
 
     State that was not used in this step, or whose gradient is not finite, stays as it is. Parameters are left alone,
-    so this goes beside any optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
+    so call this function beside any optimizer: `nnx.Optimizer(model, tx, wrt=nnx.Param).update(model, grads)`.
 
     Args:
         model: an NNX module; changed in place.
-        grads: what `value_and_grad` returned for it.
+        grads: the gradients that `value_and_grad` returned for `model`.
 
     Raises:
-        ValueError: `grads` has no state, or not what a step gives; see `jaxfp8.update_state`.
+        ValueError: `grads` holds no state, or state that was summed, averaged, clipped or unscaled; see
+            `jaxfp8.update_state`.
     """
     old, new = (nnx.state(tree, OverwriteWithGradient) for tree in (model, grads))
     nnx.update(model, _update_state(old, new))
@@ -123,17 +133,18 @@ def update_state(model: Any, grads: Any) -> None:
 
 @contextlib.contextmanager
 def step_if(finite, *tree):
-    """Run a step, and take back all of it unless `finite`: parameters, optimizer state and FP8 state together.
+    """Undo the step in the `with` block unless `finite`: parameters, optimizer state and FP8 state keep their values.
 
         finite = jaxfp8.mixed_precision.all_finite(grads)
         with jaxfp8.nnx.step_if(finite, model, optimizer):
             optimizer.update(model, grads)
 
-    By hand: `mixed_precision.select` of `nnx.as_pure(nnx.state(...))`; `nnx.state` alone is no copy, a step changes it.
+    To do the same by hand, apply `mixed_precision.select` to `nnx.as_pure(nnx.state(...))` from before and after the
+    step; `nnx.state` alone is no copy, so a step changes it.
 
     Args:
-        finite: bool[].
-        *tree: modules and optimizers, all that the step changes.
+        finite: bool[]; whether to keep the step.
+        *tree: all modules and optimizers that the step changes.
     """
     variables = list(_variables(tree, nnx.Variable))
     before = [variable.get_value() for variable in variables]
@@ -149,11 +160,12 @@ class Optimizer(nnx.Optimizer):
 
         optimizer = jaxfp8.nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
-    The same as `nnx.Optimizer(model, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable)`: see there for steps that
-    `tx` skips or accumulates. The gradients must be of parameters and state, as `value_and_grad` gives them.
+    It equals `nnx.Optimizer(model, jaxfp8.train.optimizer(tx), wrt=jaxfp8.nnx.trainable)`; see
+    `jaxfp8.train.optimizer` for steps that `tx` skips or accumulates. `update` needs the gradients of parameters and
+    state that `jaxfp8.nnx.value_and_grad` returns.
 
     Args:
-        model, tx, wrt: as in `nnx.Optimizer`; `wrt` says which parameters train.
+        model, tx, wrt: as in `nnx.Optimizer`; the filter `wrt` chooses the parameters that train.
         **options: as in `nnx.Optimizer`.
     """
 

@@ -1,4 +1,4 @@
-"""A warning for gradients whose parameters were used and whose FP8 state was dropped, as Flax's Optimizer does."""
+"""A warning for gradients of which only the parameters were used and the FP8 state was dropped, as in nnx.Optimizer."""
 
 import functools
 import weakref
@@ -14,16 +14,17 @@ from ._variables import OverwriteWithGradient
 def watch(tree, gradients) -> None:
     """Warn when `gradients` die, if the parameters of `tree` have changed by then and its FP8 state has not.
 
-    No hook sees what `nnx.Optimizer(wrt=nnx.Param)` leaves out, and `update_state` may come before or after it: only
-    the end of the gradients' life shows that nobody stored their state. It is the same while a step is traced.
+    No hook sees that `nnx.Optimizer(wrt=nnx.Param)` leaves state out, and `update_state` may come before or after the
+    optimizer: only the end of the gradients' life shows that their state was not stored. Objects live and die alike
+    while a step is traced.
 
     Args:
-        tree: what was differentiated, as `nnx.iter_graph` takes it.
-        gradients: with respect to `tree`.
+        tree: the arguments that were differentiated, as `nnx.iter_graph` takes them.
+        gradients: the gradients with respect to `tree`.
     """
     variables = [node for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Variable)]
     state = [(v, v.get_raw_value()) for v in variables if isinstance(v, OverwriteWithGradient)]
-    # An old parameter must not be kept alive.
+    # Keep the id of an old parameter only: the array must be free to die.
     params = [(v, id(v.get_raw_value())) for v in variables if isinstance(v, nnx.Param)]
     # Flax's optimizer takes the parameters out of this very object, so that its death is the end of the step.
     # The finalizer belongs to the object: it is gone as soon as it has run.
@@ -46,7 +47,7 @@ def _check(params, state, line) -> None:
 
 
 def watching(differentiate, argnums, gradients_of):
-    """Return `differentiate`, whose gradients are watched; `gradients_of` takes them out of its result."""
+    """Return `differentiate` with a watch on its gradients, which `gradients_of` takes out of its result."""
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     positions = [getattr(position, "argnum", position) for position in positions]
 

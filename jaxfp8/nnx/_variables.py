@@ -8,7 +8,7 @@ from ..recipes import OVERWRITE_WITH_GRADIENT
 class OverwriteWithGradient(nnx.Variable):
     """Quantizer state: one amax history f32 `(H,)` or one scale f32 `(1,)`. The forward pass only reads it.
 
-    Linen's name for it is the collection `_overwrite_with_gradient`; `nnx.bridge` translates in both directions.
+    `nnx.bridge` translates these variables to Linen's collection `_overwrite_with_gradient`, and back.
     """
 
 
@@ -17,5 +17,5 @@ OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
 # overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
 nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
 
-# The filter of all that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
+# The filter of the variables that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
 trainable = nnx.Any(nnx.Param, OverwriteWithGradient)

@@ -1,7 +1,7 @@
 """The codec in jnp: encode and decode FP8 by integer arithmetic.
 
-Right on every platform, whatever its casts and flush-to-zero modes do: XLA's casts to FP8 go through float16 on some
-platforms (two roundings), and its CPU threads read and write subnormal floats as zero.
+The results are right on every platform, whatever its casts and flush-to-zero modes do. XLA's casts to FP8 go through
+float16 on some platforms (two roundings), and XLA's CPU threads read and write subnormal floats as zero.
 """
 
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ def _shift_exponent(x, exponent):
 
 
 def _normalize(magnitude_bits):
-    """Return `(m, e)` with `|v| == m * 2**e` and m no subnormal, which flush-to-zero does not change.
+    """Return `(m, e)` with `|v| == m * 2**e`, where m is not subnormal, so that flush-to-zero does not change it.
 
     A subnormal v is an integer below 2**23 times 2**-149. m is that integer times 2**-64, so that a product with any
     other m overflows only where the true product does.
     """
     is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
     integer = magnitude_bits.astype(jnp.float32) * jnp.float32(2.0**-64)
-    exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))  # also where JAX's integers have 64 bits
+    exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))  # int32, also with `jax_enable_x64`
     return jnp.where(is_subnormal, integer, _float(magnitude_bits)), exponent
 
 
@@ -50,7 +50,7 @@ def _round_shift(x, shift):
 
 
 def _abs_product(x_bits, scale_bits):
-    """Compute `|x * scale|` in f32; a subnormal result is 0 or itself."""
+    """Compute `|x * scale|` in f32; the platform may flush a subnormal result to 0."""
     x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     x_power, scale_power = (_float((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
@@ -58,11 +58,15 @@ def _abs_product(x_bits, scale_bits):
 
 
 def is_saturated_or_flushed(x, scale, dtype):
-    """Return whether each product is above the largest number, and whether it rounds to zero without being zero."""
+    """Return `(saturated, flushed)`, bool arrays of the shape of x.
+
+    An element is saturated where `|x * scale|` is above the largest number of `dtype`, and flushed where x is not zero
+    and the code of `x * scale` is. NaN is neither.
+    """
     info = jnp.finfo(dtype)
     x_bits = _bits(x.astype(jnp.float32))
     product = _abs_product(x_bits, _bits(scale))
-    # Half of the smallest subnormal lies between it and 0, and rounds to the even one. A NaN is not in any order.
+    # Half of the smallest subnormal number is a tie, which rounds to 0, the even neighbour. NaN compares as false.
     is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
     return product > jnp.float32(info.max), is_small & (x_bits & _ABS_MASK != 0)
 
@@ -105,8 +109,8 @@ def decode(data, scale_inv, dtype):
     is_nan = jnp.isnan(product)
     bits = _bits(jnp.where(scale_exponent == 0, product, _shift_exponent(product, scale_exponent)))
 
-    # 2. Results around the smallest normal float, where platforms may flush: the exact product as an integer (4 by 24
-    # significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
+    # 2. Platforms may flush results around the smallest normal float. Compute those as integers: the exact product (4
+    # by 24 significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
     significand = significand * ((_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
     shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((_bits(scale_magnitude) >> 23) + scale_exponent)

@@ -1,4 +1,4 @@
-"""FP8 formats: which dtype goes forward, which backward, and the largest value of each."""
+"""FP8 formats: the dtypes of the forward and of the backward, and the largest value of a dtype."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,11 +13,12 @@ class Format:
     """An FP8 format, or a pair of them.
 
     Attributes:
-        name: as TransformerEngine names it.
-        dtype: of the operands `x` and `kernel`.
-        backward_dtype: of `grad`, the gradient of the output.
+        name: the name of the format in TransformerEngine.
+        dtype: the FP8 dtype of the operands `x` and `kernel`.
+        backward_dtype: the FP8 dtype of `grad`, the gradient of the output.
 
-    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names.
+    `Format.E4M3`, `Format.E5M2` and `Format.HYBRID` are the formats of those names. Source: Micikevicius et al., "FP8
+    Formats for Deep Learning", arXiv:2209.05433.
     """
 
     name: str
@@ -45,7 +46,7 @@ FP8_DTYPES = (_E4M3_DTYPE, _E5M2_DTYPE)
 E4M3 = Format("E4M3", _E4M3_DTYPE, _E4M3_DTYPE)
 # float8_e5m2 forward and backward: 2 bits of fraction, largest value 57344.
 E5M2 = Format("E5M2", _E5M2_DTYPE, _E5M2_DTYPE)
-# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, whose numbers span more.
+# float8_e4m3fn for `x` and `kernel`, float8_e5m2 for `grad`, because gradients span a wider range.
 HYBRID = Format("HYBRID", _E4M3_DTYPE, _E5M2_DTYPE)
 Format.E4M3, Format.E5M2, Format.HYBRID = E4M3, E5M2, HYBRID
 

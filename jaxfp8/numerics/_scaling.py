@@ -4,8 +4,8 @@ Two things differ between platforms and are avoided here. XLA's CPU threads trea
 compared and reduced as integers, because the bits of non-negative floats sort like the floats. XLA's GPU compiler emits
 a division that is off by up to 2 ulp (`div.full.f32`): quotients are rounded by integer arithmetic.
 
-Constants are written out in the shape of their operand: one operation each in the program, where jnp's promotion takes
-three, and XLA moves some of what it makes of those out of a loop, into launches of their own.
+A constant is written in the shape of its operand, which is one operation in the program. jnp's promotion takes three
+operations, and XLA moves some of them out of a loop, into launches of their own.
 """
 
 import math
@@ -35,20 +35,23 @@ def _float(bits):
 
 
 def _full(x, value, dtype):
-    """Return a constant of the shape of `x`: written out where it has few elements."""
+    """Return an array of the shape of `x` filled with `value`: a literal constant where it has few elements."""
     is_small = all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
     return np.full(x.shape, value, dtype) if is_small else lax.full_like(x, value, dtype)
 
 
 def positive_finite(x: jax.Array) -> jax.Array:
     """Return whether `0 < x < inf`, subnormals included."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)  # negative numbers and NaN are larger than inf
+    bits = lax.bitcast_convert_type(x, jnp.uint32)  # unsigned: negative numbers and NaN are above inf
     below_zero = bits - _full(bits, 1, np.uint32)  # 0 wraps around
     return lax.lt(below_zero, _full(bits, _INF_BITS - 1, np.uint32))
 
 
 def below_zero(x: jax.Array) -> jax.Array:
-    """Return whether `-inf <= x < 0`, subnormals included: state that no step makes, only an optimizer's step on it."""
+    """Return whether `-inf <= x < 0`, subnormals included.
+
+    No training step makes such state: an optimizer has stepped on it.
+    """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)  # -0 and negative NaN are just outside
     return lax.lt(bits - _full(bits, 0x80000001, np.uint32), _full(bits, _INF_BITS, np.uint32))
 
@@ -73,9 +76,9 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     """Divide x by y, correctly rounded, for positive normal f32 x and y with a normal quotient.
 
     `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
-    of 24 bits, up to rounding. With an estimate of it, the remainder is a small integer that 32 bits hold although the
-    products do not: they wrap around and the difference is exact. A quotient of two floats is never halfway between two
-    floats, so there are no ties.
+    of 24 bits, up to rounding. With an estimate of that integer the remainder is small. 32 bits hold the remainder and
+    not the products: these wrap around, and their difference is exact. A quotient of two floats is never halfway
+    between two floats, so there are no ties.
     """
 
     # 1. Split both numbers into significands, as integers, and exponents.
@@ -127,13 +130,13 @@ def scale_numerator(fp8_max: float, margin: float) -> np.float32:
 def amax_to_scale(
     amax: jax.Array, old_scale_inv: jax.Array, numerator: np.float32 | np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or that of `old_scale_inv`.
+    """Return `(scale, scale_inv)`: the scale that maps `amax` to `numerator`, or `1 / old_scale_inv`.
 
-    NaN if either is below zero; else `numerator / amax` if `0 < amax < inf`, else `1 / old_scale_inv` if that is
-    positive and finite, else 1; clamped to [2**-126, 2**126].
+    Both are NaN if `amax` or `old_scale_inv` is below zero. Else the scale is `numerator / amax` if `0 < amax < inf`,
+    else `1 / old_scale_inv` if `0 < old_scale_inv < inf`, else 1; it is clamped to [2**-126, 2**126].
     """
-    # Clamping the amax clamps the scale. It also keeps subnormals, which only a margin above 8 lets through the first
-    # bound, out of the division: they count as 2**-126.
+    # Clamping the amax clamps the scale. The second bound keeps subnormal amaxes, which pass the first bound only with
+    # a margin above 8, out of the division: they count as 2**-126.
     smallest = np.maximum(np.float64(numerator) / MAX_SCALE, np.finfo(np.float32).tiny).astype(np.float32)
     largest = np.minimum(np.float64(numerator) / MIN_SCALE, np.finfo(np.float32).max).astype(np.float32)
 
@@ -154,7 +157,7 @@ def amax_to_scale(
 
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round an f32 scale in [2**-126, 2**126] down to a power of two: `(scale, scale_inv)`."""
+    """Round an f32 scale in [2**-126, 2**126] down to a power of two; return `(scale, scale_inv)`."""
     bits = _bits(scale) & _INF_BITS
     inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
     return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)

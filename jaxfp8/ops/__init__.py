@@ -1,6 +1,9 @@
-"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each with a jnp reference of the same bits.
+"""FP8 operations: custom calls on NVIDIA GPUs and CPUs, each beside its definition in jnp, the reference.
 
-`scale` multiplies to quantize, `scale_inv = 1 / scale` multiplies to dequantize.
+Codes, scales and histories of all implementations have the same bits. Products, activations and norms agree within the
+bounds that their docstrings give.
+
+Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
 from ._amax import amax as amax

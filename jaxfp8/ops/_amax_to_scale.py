@@ -24,7 +24,7 @@ def amax_to_scale(
 
     Args:
         amax: f32[] or f32[1].
-        stored: f32[] or f32[1], a `scale_inv`; it decides where `amax` is 0 or not finite.
+        stored: f32[] or f32[1], the last `scale_inv`; its inverse is the scale where `amax` is 0 or not finite.
         fp8_max: largest value of the FP8 format, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
 

@@ -1,4 +1,4 @@
-"""What ops of several units share: a batching rule, and the order of their operands."""
+"""The batching rule of ops that compute several independent units, and the order of their operands."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,17 +11,19 @@ def apart(units: Callable) -> Callable:
 
     Args:
         units: `(operand_count, **static) -> [(operands, results)]`: the positions of the operands and results of each
-            unit, in order. A static argument that is a tuple has a value for each.
+            unit, in order. A static argument that is a tuple has a value for each unit.
 
     Returns:
         A `batch_first` of `tensor_op`.
     """
 
     def rule(run, operands, batch_dims, vmap_dims, **static):
+        # 1. Find the units that are batched.
         parts = units(len(operands), **static)
         is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in parts]
         if all(is_batched):
-            return None  # the rule of all ops does
+            return None  # the rule of all ops applies
+        # 2. Make one call for the units that are not batched, and one under `vmap` for those that are.
         results = {}
         for batched in (False, True):
             chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
@@ -33,6 +35,7 @@ def apart(units: Callable) -> Callable:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
             for position, output in zip(outs, call(*(operands[i] for i in ins)), strict=True):
                 results[position] = output, 0 if batched else None
+        # 3. Put the results, and their batch dimensions, in the order of the whole call.
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
 
     return rule

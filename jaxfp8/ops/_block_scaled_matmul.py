@@ -32,19 +32,19 @@ def block_scaled_matmul(
 ) -> jax.Array:
     """Multiply two FP8 matrices and scale each back block by block.
 
-    Equivalent to, in f32 and rounded once at the end, with the scale of its block for each element:
+    Equivalent to, in f32 and rounded once at the end, where each element has the scale of its block:
 
         ((a * a_scales) @ (b * b_scales).mT + bias).astype(out_dtype)
 
-    On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads such scales: float32 ones of `(1, None)` by `(1, None)`,
-    `(1, 128)` by `(1, 128)`, `(1, 128)` by `(128, 128)` or the other way round on compute capability 9.0; E8M0 ones of
-    `(1, 32)` by `(1, 32)` from 10.0 on, and there float32 ones as on 9.0 if `power_2_scale`: as E8M0 scales, exactly.
-    Not of two float8_e5m2. Elsewhere the reference runs, after one warning on such a GPU; `implementation("ffi")`
-    raises there.
+    On NVIDIA GPUs cuBLASLt multiplies in FP8 where it reads the scales. On compute capability 9.0 these are float32
+    scales of `(1, None)` by `(1, None)`, `(1, 128)` by `(1, 128)`, and `(1, 128)` by `(128, 128)` in either order. From
+    10.0 on these are E8M0 scales of `(1, 32)` by `(1, 32)`, and with `power_2_scale` the float32 scales of 9.0, which
+    are converted to E8M0 exactly. cuBLASLt does not multiply two float8_e5m2. For other operands the reference runs,
+    after one warning on a GPU with FP8; `implementation("ffi")` raises there.
 
     The reference multiplies codes by scales before one product with f32 accumulation: in bfloat16, where that is exact
-    (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, come after
-    it. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
+    (E8M0 scales), else in f32. Scales that are one number along the whole contraction, `(r, None)` or None, multiply
+    the product. Against the exact product of dequantized numbers, with `S = sum(|a_k b_k|)`:
     `|error| <= (K + 5) * 2**-24 * S` before the last rounding; numbers below 2**-126 may be lost. On a GPU the sum is
     that of its tensor cores, as for `scaled_matmul`; where scales differ along k, each block is a sum of its own.
 
@@ -52,17 +52,18 @@ def block_scaled_matmul(
         a: float8_e4m3fn or float8_e5m2 `[..., m, k]`.
         b: float8_e4m3fn or float8_e5m2 `[..., n, k]`.
         a_scale_inv: with `a_block=(r, c)` float32 or float8_e8m0fnu `[..., ceil(m / r), ceil(k / c)]`, as
-            `quantize_blocks` gives it; without, f32[] or f32[1].
+            `quantize_blocks` gives it; without `a_block` f32[] or f32[1].
         b_scale_inv: the same for b, with n in place of m.
-        a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
+        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands for all rows or columns. The
+            default None means one scale for the operand.
         bias: bfloat16, float16 or float32 `[..., n]`, added to every row.
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off, as in `scaled_matmul`; products with scales along k never have it.
-        power_2_scale: says that float32 scales of blocks are powers of two, as `quantize_blocks` makes them with the
-            same option. On a GPU that multiplies them as E8M0 any other scale is NaN.
-        batch: how many leading dimensions a and b share, where m and n may be any number of dimensions, counted merged;
-            by default m and n are one each.
-        contracting: how many dimensions `k` stands for.
+        power_2_scale: whether float32 scales of blocks are powers of two, as `quantize_blocks` makes them with the
+            same option. A GPU that converts them to E8M0 takes any other scale as NaN.
+        batch: the number of leading dimensions that a and b share. m and n are then any numbers of dimensions, and
+            blocks cut the merged matrix; by default m and n are one dimension each.
+        contracting: the number of dimensions that k stands for.
 
     Returns:
         `[..., m, n]` of `out_dtype`.
@@ -70,7 +71,7 @@ def block_scaled_matmul(
     Raises:
         RuntimeError: `implementation("ffi")` asks for a custom call that a GPU of the program does not have.
         TypeError: an argument has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, or a block is none.
+        ValueError: an argument has another shape, or a block is not a pair of positive ints or Nones.
     """
     op = "block_scaled_matmul"
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
@@ -92,8 +93,8 @@ class _Spec(ProductSpec):
 
     Attributes:
         power_2_scale: whether float32 scales of blocks are powers of two.
-        a_block, b_block: `(rows, columns)` of a block, or None: one scale.
-        as_mx: whether the GPUs multiply float32 scales as E8M0; known when a program is lowered.
+        a_block, b_block: `(rows, columns)` of a block; None for an operand with one scale.
+        as_mx: whether the GPUs multiply float32 scales as E8M0; this is known when a program is lowered.
     """
 
     power_2_scale: bool
@@ -104,7 +105,7 @@ class _Spec(ProductSpec):
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One operand of a product in jnp: data `[*leading, *rows, *k]`, its scales and their block."""
+    """One operand of a product in jnp: codes `[*leading, *rows, *k]`, their scales and the block of a scale."""
 
     codes: object
     scales: object
@@ -132,12 +133,12 @@ class _Side:
         return self.scales.dtype == _blocks.E8M0
 
     def widened(self, dtype):
-        """Widen the codes; multiply them by their scales, unless these come after the product."""
+        """Widen the codes, and multiply them by their scales unless the scales multiply the product."""
         values = self.codes.astype(dtype)
         return values if self.scales_rows else _blocks.scaled(values, self.scales, self.block, *self.matrix)
 
     def row_scales(self):
-        """Return the scale of each row, f32 `[*leading, *rows]` or `[*leading, 1, ...]`; None if codes have them."""
+        """Return the scale of each row, f32 `[*leading, *rows]` or `[*leading, 1, ...]`; None if `widened` uses it."""
         rows = self.codes.shape[self.leading : self.codes.ndim - self.contracting]
         if not self.scales_rows:
             return None
@@ -145,7 +146,7 @@ class _Side:
             vmapped = self.scales.shape[:-1]
             return self.scales.reshape(*vmapped, *[1] * (self.leading - len(vmapped) + len(rows)))
         spread = _blocks.spread(self.scales, (self.block[0], 1), self.matrix[0], self.scales.shape[-1])
-        # No column at all: an empty contraction, whose sum is zero whatever its scale.
+        # Without any column the contraction is empty, and its sum is zero whatever the scale.
         spread = spread[..., 0] if spread.shape[-1] else jnp.ones(spread.shape[:-1], jnp.float32)
         return spread.reshape(*self.codes.shape[: self.leading], *rows)
 
@@ -239,7 +240,7 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     # 3. Multiply, cut off the padding and add the bias.
     dtype = jnp.float32 if spec.has_bias else spec.out_dtype
     results = [((g, codes[0].shape[1], codes[1].shape[1]), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
-    # Fast accumulation would span blocks with scales of their own.
+    # Fast accumulation would span blocks, whose scales differ.
     precise = spec.precise or modes[0] != "rows"
     attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
     out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)

@@ -1,7 +1,7 @@
 """Blocks of a matrix that have a scale each: how they cut the matrix, and the arithmetic of E8M0 scales.
 
-A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all of them. The last block of a
-dimension may be smaller. Scales are `[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
+A block `(r, c)` is r rows by c columns of a matrix `[..., m, n]`; None stands for all rows or all columns. The last
+block of a dimension may be smaller. Scales are `[..., ceil(m / r), ceil(n / c)]`, float32 or float8_e8m0fnu.
 
 An E8M0 code means `2**(code - 127)`, or NaN where it is 255. Code 0 is a subnormal float, which XLA's CPU threads read
 as zero: codes are made and read as integers.
@@ -30,7 +30,7 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
 
 
 def checked_scale(op: str, name: str, scale, block, leading, rows, cols):
-    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one number, or one for each block."""
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one scale, or a scale for each block."""
     if block is None:
         return _checks.scale(op, name, scale)
     scale = _checks.array(op, name, scale)
@@ -46,7 +46,7 @@ def shape(block, m: int, n: int) -> tuple[int, int]:
 
 def count(block, m: int, n: int) -> tuple[int, int]:
     """Return how many blocks a matrix `[m, n]` has along its rows and columns."""
-    # Without floats and orders: a size of a program that is exported may be symbolic.
+    # No float arithmetic and no comparison by order: a size of a program to be exported may be symbolic.
     return tuple(int(size != 0) if b is None else -(-size // b) for b, size in zip(block, (m, n), strict=True))
 
 
@@ -94,7 +94,7 @@ def power_of_two(exponent, is_nan):
 
 
 def exponent_codes(scales):
-    """Return the E8M0 codes of float32 scales that are powers of two from 2**-126 to 2**127; NaN of all others."""
+    """Return the E8M0 codes of float32 scales that are powers of two from 2**-126 to 2**127, else NaN."""
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     exponent = bits >> 23
     # A power of two has no mantissa. Its exponent is neither 0 (zero, subnormals) nor 255 (Inf, NaN); the sign bit of a
@@ -107,14 +107,14 @@ def e8m0_factors(scales, dtype):
     """Return two normal numbers of `dtype` whose product is the scale: each is about its square root."""
     codes = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     exponent, is_nan = codes - _BIAS, codes == NAN_CODE
-    # A single factor would not do: 2**-127 is subnormal, which XLA's CPU threads read as zero. Its parts, 2**-64 and
+    # A single factor is not enough: 2**-127 is subnormal, which XLA's CPU threads read as zero. Its parts, 2**-64 and
     # 2**-63, are normal.
     first = exponent >> 1
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
 
 
 def aligned(axes, sizes, shards, followers):
-    """Cut scales as their blocks are cut; the `align` of a `tensor_op` with scales.
+    """Cut scales as their blocks are cut: the `align` of a `tensor_op` with scales of blocks.
 
     A matrix whose blocks would lie on two devices is not cut there.
 

@@ -69,7 +69,7 @@ def flag(op: str, name: str, value) -> bool:
 
 
 def history(op: str, name: str, x, *, batch: tuple[int, ...] | None = ()):
-    """Return an amax history, f32 `[*batch, H]` with at least one slot; any batch with None."""
+    """Return an amax history, f32 `[*batch, H]` with at least one slot; None for `batch` allows any batch."""
     x = array(op, name, x)
     form = ",".join([*(["..."] if batch is None else map(str, batch)), "H"])
     if x.dtype != np.float32:
@@ -116,11 +116,13 @@ def dtype(op: str, name: str, value, allowed) -> np.dtype:
 def product(op: str, a, b, batch: int | None, contracting: int):
     """Check a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, and return `(a, b, batch, m, n, k)`.
 
-    The operands are FP8 arrays, the others tuples of sizes.
+    a and b are FP8 arrays; batch, m, n and k are tuples of sizes.
 
     Args:
-        batch: how many leading dimensions a and b share; None where m and n are one each.
-        contracting: how many dimensions `k` stands for.
+        op: the op, for messages.
+        a, b: the operands.
+        batch: the number of leading dimensions that a and b share; None where m and n are one dimension each.
+        contracting: the number of dimensions that k stands for.
     """
     # Where m and n are one dimension each, the rank of a tells how many dimensions are left for the batch.
     a, is_matrix = fp8(op, "a", a), batch is None

@@ -15,18 +15,19 @@ _MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count
 def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Count the elements of `x * scale` that saturate in `dtype`, and those that become zero.
 
-    With `y = x.astype(f32) * scale` an element is saturated where `abs(y) > FP8_MAX`: an Inf is, a NaN is not. An
-    element is flushed where x is not zero and the code that `quantize` gives it is.
+    With `y = x.astype(f32) * scale` an element is saturated where `abs(y) > FP8_MAX`: an Inf is saturated, a NaN is
+    not. An element is flushed where x is not zero and its code, as of `quantize`, is zero.
 
     XLA computes the counts on every platform, in one read of `x`.
 
     Args:
         x: bfloat16, float16 or float32, any shape.
-        scale: f32[] or f32[1]; multiplies.
+        scale: f32[] or f32[1], the factor of x.
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        f32[2], saturated and flushed: whole numbers, exact up to 2**24. A device counts at most 2**32 elements.
+        f32[2], the numbers of saturated and of flushed elements, exact up to 2**24. A device counts at most 2**32
+        elements.
 
     Raises:
         TypeError: x, scale or dtype has another dtype; or the op is differentiated.
@@ -69,8 +70,8 @@ _count = tensor_op(
     names=lambda x, _, **__: ([dims("x", x), ONE], [_COUNTS]),
     dtypes=lambda *_, **__: [jnp.float32],
     reference=_reference,
-    # Another function than the reference, though it does the same: the reference itself is left to XLA on a mesh, which
-    # would add up the counts of all devices in 32 bits.
+    # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself, and
+    # add up the counts of all devices in 32 bits.
     cpu=_count_shards,
     sizes=lambda *_, **__: {_COUNTS[0]: 2},
 )

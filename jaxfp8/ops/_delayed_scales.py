@@ -58,7 +58,8 @@ def delayed_scales(
 
     Args:
         histories: k arrays f32 `[H]`; H may differ.
-        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step, which decide where there is no amax.
+        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step; their inverses are the scales of histories
+            without an amax.
         fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
         margin: headroom in powers of two, -64 to 64.
         algo: `"max"` or `"most_recent"`.
@@ -121,7 +122,7 @@ def _slots(count):
 
 
 def _quantizers(results, operand_count, **static):
-    """Return the positions of each quantizer's operands, and of its results, of which there are so many."""
+    """Return the positions of each quantizer's operands, and those of its results; `results` is their number."""
     del static
     count = operand_count // 2
     return [([i, count + i], range(i, results * count, count)) for i in range(count)]
@@ -144,7 +145,7 @@ def _scales_reference(*operands, vmap_dims, numerators, most_recent):
 
 def _scales_custom_call(*operands, vmap_dims, numerators, most_recent):
     histories, stored = _batching.halves(operands)
-    histories, stored = [_shapes.merge(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
+    histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
     shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
     attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
     results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
@@ -172,7 +173,7 @@ def _push_reference(*operands, vmap_dims):
 
 def _push_custom_call(*operands, vmap_dims):
     histories, amaxes = _batching.halves(operands)
-    flat = [_shapes.merge(h, vmap_dims) for h in histories]
+    flat = [_shapes.merge_groups(h, vmap_dims) for h in histories]
     aliases = {i: i for i in range(len(flat))}
     results = [(h.shape, jnp.float32) for h in flat]
     pushed = _ffi.call("push_amaxes", results, *flat, *(a.reshape(-1) for a in amaxes), aliases=aliases)

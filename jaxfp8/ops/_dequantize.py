@@ -13,11 +13,11 @@ from ._primitive import ONE, dims, tensor_op
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Compute the values of FP8 codes.
 
-    Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`: one multiplication in f32, one rounding.
+    Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`. A NaN result is the quiet NaN without sign.
 
     Args:
         data: float8_e4m3fn or float8_e5m2, any shape.
-        scale_inv: f32[] or f32[1]; multiplies.
+        scale_inv: f32[] or f32[1], the factor of the codes.
         dtype: bfloat16, float16 or float32.
 
     Returns:
@@ -38,7 +38,8 @@ def _reference(data, scale_inv, vmap_dims, dtype):
 
 
 def _custom_call(data, scale_inv, vmap_dims, dtype):
-    groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data  # one scale serves any groups
+    # Without vmapped dimensions one scale serves all groups, so the first dimension may count as groups.
+    groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
     (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, vmap_dims))
     return (out.reshape(data.shape),)
 
@@ -51,7 +52,7 @@ _dequantize = tensor_op("dequantize", _reference, _custom_call, **_RULES)
 
 
 def widening_on_cpu():
-    """Return a conversion of codes to bfloat16, for programs of other ops on CPUs: XLA would convert each by itself.
+    """Return a conversion of codes to bfloat16 by one custom call, for the programs of other ops on CPUs.
 
     bfloat16 has half of f32's bytes, and newer processors multiply it natively.
     """

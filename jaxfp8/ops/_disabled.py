@@ -11,7 +11,7 @@ def parsed(value: str) -> frozenset[str]:
     """Return the ops that a value of JAXFP8_DISABLE names, separated by commas.
 
     Raises:
-        ValueError: a name is no op. A typo would leave the bad kernel on without a word.
+        ValueError: a name is not that of an op: with a typo the bad kernel would stay on.
     """
     names = frozenset(name.strip() for name in value.split(",")) - {""}
     if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
@@ -25,11 +25,11 @@ _disabled = parsed(os.environ.get(VARIABLE, ""))
 
 
 def reason(op: str) -> str | None:
-    """Return why a user's wish keeps the custom call of `op` from running; None where it does not."""
+    """Return the reason if the user has switched off the custom call of `op`, a clause; else None."""
     return f"{VARIABLE} names {op}" if op in _disabled else None
 
 
 def missing(op: str) -> _support.Missing | None:
-    """Return `reason`, as lowering rules need it."""
+    """Return `reason` as a `Missing`, for lowering rules."""
     clause = reason(op)
     return clause and _support.Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")

@@ -12,9 +12,9 @@ _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 def fault(path: str) -> str:
-    """Return why the loader must not see the file, a clause; an empty string where the loader can decide.
+    """Return why the loader must not see the file, a clause; an empty string where the loader may see it.
 
-    A file that is no 64-bit little-endian ELF file is the loader's to refuse.
+    The loader itself refuses a file that is not a 64-bit little-endian ELF file.
     """
     with open(path, "rb") as file:
         size = file.seek(0, 2)
@@ -31,11 +31,11 @@ def fault(path: str) -> str:
             return f"the file is for another processor: its ELF machine is {machine}, that of this process {expected}"
         if segment_size != _SEGMENT.size:
             return f"the program headers have {segment_size} bytes each, expected {_SEGMENT.size}"
-        # 1. The tables of segments and sections. The linker puts that of the sections last.
+        # 1. Check that the tables of segments and sections fit. The linker puts the table of sections last.
         end = max(segments + segment_size * count, sections + section_size * section_count)
         if end > size:
             return _truncated(size, end)
-        # 2. The segments, which are what the loader maps.
+        # 2. Check that the segments fit, which the loader maps.
         file.seek(segments)
         for _, _, offset, _, _, length, _, _ in _SEGMENT.iter_unpack(file.read(segment_size * count)):
             end = max(end, offset + length)

@@ -1,4 +1,4 @@
-"""The custom calls of the compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`: which there are, and how to call one.
+"""The custom calls of the compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`: their names, registration and calls.
 
 The only code that sees these modules. Importing this file registers every custom-call target, so that exported programs
 and compile caches load after `import jaxfp8` alone.
@@ -28,14 +28,18 @@ _CUDA_ONLY = (
 _CPU_ONLY = ("decode_moment", "encode_moment")
 OPS = (*_ON_BOTH, *_CUDA_ONLY, *_CPU_ONLY)
 _TARGETS = {"cpu": (*_ON_BOTH, *_CPU_ONLY), "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
-# Versions of the contracts that have changed; the others are 1.
+# Versions of custom calls whose contracts have changed; the version of any other custom call is 1.
 _VERSIONS = {
+    "delayed_scales": 2,
+    "push_amaxes": 2,
     "quantize": 3,
     "quantize_activation": 2,
     "quantize_blocks_transpose": 2,
     "quantize_norm": 2,
     "quantize_transpose": 3,
+    "read_histories": 2,
     "scaled_matmul": 2,
+    "write_histories": 2,
 }
 _loaded = {}  # platform -> module
 _errors = {}  # platform -> why its module is not loaded
@@ -47,10 +51,10 @@ class Library(NamedTuple):
 
     Attributes:
         platform: `"cpu"` or `"cuda"`.
-        path: the module's file; None where the module was not built.
-        error: why the module is not loaded, a clause; else empty.
-        built_for: the CPU's instruction set in use, or the GPU architectures with code; empty where not known.
-        ops: the ops with a custom call.
+        path: the module's file; None where this installation has no such file.
+        error: why the module is not loaded, a clause; empty where the module is loaded.
+        built_for: the CPU's instruction set in use, or the GPU architectures with code; empty if not loaded.
+        ops: the ops that have a custom call on this platform.
     """
 
     platform: str
@@ -95,7 +99,7 @@ def _load(platform: str) -> bool:
 
 
 def libraries() -> list[Library]:
-    """Return what this installation has of each module, and why not more."""
+    """Return a `Library` for each platform, whether or not its module is loaded."""
     rows = []
     for platform, ops in _TARGETS.items():
         path = _modules.path(f"_{platform.lower()}")
@@ -116,7 +120,7 @@ def _built_for(platform: str) -> str:
 
 
 def cuda_architectures() -> list[str]:
-    """Return what the loaded CUDA module has code for, such as `"sm_90a"`; empty without one."""
+    """Return the GPU architectures that the CUDA module has code for, such as `"sm_90a"`; empty if it is not loaded."""
     return _built_for("CUDA").split()
 
 
@@ -137,11 +141,11 @@ def call(op: str, results, *operands, aliases=None, **attributes):
     """Make one custom call.
 
     Args:
-        op: name without prefix and version.
+        op: the name of the custom call, without prefix and version.
         results: `(shape, dtype)` of each result.
         *operands: arrays in the canonical form of common/README.md.
-        aliases: operand index -> result index of buffers updated in place.
-        **attributes: Python bools and strings, NumPy scalars or arrays of one dimension; handlers see an explicit type.
+        aliases: `{index of an operand: index of a result}` of buffers that are updated in place.
+        **attributes: Python bools and strings, NumPy scalars or arrays of one dimension, whose dtypes handlers check.
     """
     return jax.ffi.ffi_call(
         target_name(op),
@@ -156,20 +160,20 @@ def check_cublaslt() -> None:
 
 
 def gemm_platform(device: int) -> Platform:
-    """Return the device with that ordinal, and the version of cuBLASLt."""
+    """Return the platform of the GPU with this CUDA ordinal: its model and the version of cuBLASLt."""
     return Platform(*_loaded["CUDA"].gemm_platform(device))
 
 
 def set_gemm_plan(platform: Platform, gemm: Gemm, algorithm: str) -> None:
-    """Use `algorithm` for `gemm` on that platform from now on; it need not be this machine's."""
+    """Use `algorithm` for `gemm` on `platform` from now on; the platform need not be this machine's."""
     _loaded["CUDA"].set_gemm_plan(platform, gemm, algorithm)
 
 
 def count_gemm_plans() -> tuple[int, int]:
-    """Return how many plans products have used so far: measured ones, and cuBLASLt's first."""
+    """Return the numbers of measured plans, and of first choices of cuBLASLt, that products have used so far."""
     return _loaded["CUDA"].count_gemm_plans()
 
 
 def tune_gemm(device: int, gemm: Gemm) -> Plan:
-    """Time the algorithms for `gemm` on a device and set the fastest as its plan."""
+    """Time the algorithms for `gemm` on the GPU with this CUDA ordinal, and set and return the fastest as the plan."""
     return Plan(*_loaded["CUDA"].tune_gemm(device, gemm))

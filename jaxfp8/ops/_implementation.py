@@ -7,7 +7,7 @@ import jax
 from . import _ffi
 
 _CHOICES = ("ffi", "reference", "xla")
-# A context that is part of jit's cache key: changing it retraces.
+# The context is part of jit's cache key: a change of the implementation retraces.
 _context = jax.make_user_context(default_value=None)
 
 
@@ -18,9 +18,9 @@ def implementation(name: str):
     Outside of this context custom calls run where a native library serves the platform, the jnp reference elsewhere.
 
     Args:
-        name: `"ffi"` custom calls only, an error on platforms without them; `"reference"` plain jnp, bitwise equal;
-            `"xla"` as the reference, but the GEMM is the convert-multiply-dot pattern that XLA's compiler for GPUs
-            rewrites to FP8 (docs/xla.md).
+        name: `"ffi"` runs custom calls only, and raises on platforms without them. `"reference"` runs plain jnp.
+            `"xla"` runs the reference too, but with the GEMM as the convert-multiply-dot pattern that XLA's compiler
+            for GPUs rewrites to FP8 (docs/xla.md).
 
     Raises:
         ValueError: unknown `name`.
@@ -30,7 +30,7 @@ def implementation(name: str):
         raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
     # Refuse what no platform of this process can do. For one platform of several the lowering rule refuses.
     if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
-        raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; that for CPUs: {_ffi.error("cpu")}')
+        raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}')
     with using(name):
         yield
 

@@ -1,6 +1,6 @@
-"""The compiled modules of this installation: where they are, and why one is not there.
+"""The compiled modules of this installation: their files, and the reason where a module is missing.
 
-A build writes `_modules.txt` beside the modules: a line for each, which says how it was built or why it was not.
+A build writes `_modules.txt` beside the modules. Each line says how a module was built, or why it was not.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from types import ModuleType
 from . import _elf
 
 _PACKAGE = __package__.split(".")[0]
-# Beside the sources, where a Python that is started in a checkout imports them from.
+# This file lies beside the sources, which a Python that is started in a checkout imports.
 _SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
 
 
@@ -20,7 +20,7 @@ class Unavailable(Exception):
 
 
 def path(name: str) -> str | None:
-    """Return the file of the module `name`, such as `"_cpu"`; None where this installation has none for this Python."""
+    """Return the file of the module `name`, such as `"_cpu"`; None if there is no file for this Python."""
     spec = importlib.util.find_spec(f"{_PACKAGE}.{name}")
     return None if spec is None else spec.origin
 
@@ -55,7 +55,7 @@ def _why_missing(name: str) -> str:
 
 
 def _build_report() -> dict[str, str]:
-    """Return module -> what the build says of it. An editable install has two folders: sources and what was built."""
+    """Return `{module: line of the build}`. An editable install has two folders: the sources and the built modules."""
     files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
     lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     return dict(line.split(": ", 1) for line in lines if ": " in line)

@@ -2,12 +2,12 @@
 
 A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each block of 128 elements along an axis
 the largest finite magnitude a, f32, and the binary logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where
-`u = |x| / a`. This range expansion (COAT, arXiv:2410.19313) spends the format's range where the block has its numbers:
-halving a block's span in octaves allows to double k, which halves its errors. Each block has the largest k of 2, 1
+`u = |x| / a`. This range expansion (COAT, arXiv:2410.19313) spends the format's range on the numbers of the block: a
+block of half the span in octaves can have twice the k, which halves its errors. Each block has the largest k of 2, 1
 and 1/2 that its smallest element allows. These powers are products and square roots, which all platforms round alike.
 
-An element that is not finite has the code of NaN and does not count in the amax: as without FP8, it spoils itself
-alone. A subnormal element counts as zero: XLA's CPU threads compute with it as if it were.
+An element that is not finite has the code of NaN and does not count in the amax, so that it spoils no other element. A
+subnormal element counts as zero, because XLA's CPU threads compute with subnormals as if they were zero.
 """
 
 import math
@@ -43,7 +43,10 @@ def decode_moment(data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis
     Args:
         data: float8_e4m3fn `[..., n, ...]`.
         amax, exponent: f32 and int8 `[..., ceil(n / 128), ...]`.
-        axis: of the blocks.
+        axis: the axis that blocks cut.
+
+    Returns:
+        f32, in the shape of `data`.
     """
     return _decode(data, amax, exponent, axis=axis - data.ndim)[0]
 
@@ -63,12 +66,13 @@ def encode_moment(
     Args:
         data, amax, exponent, axis: the moment, as in `decode_moment`.
         after: f32 in the shape of `data`.
-        keys: u32 in the shape of `amax`, to round stochastically by the bits `mix(mix(keys ^ element))`, elements
-            numbered in their blocks; None: to nearest.
-        squared: whether these are squares: they round to zero only where they are zero, and have spans of their own.
+        keys: u32 in the shape of `amax`: rounds stochastically by the bits `mix(mix(keys ^ i))`, where i is the number
+            of an element in its block. None rounds to nearest.
+        squared: whether the elements are squares. Squares round to zero only where they are zero, and k depends on
+            other spans.
 
     Returns:
-        `(data, amax, exponent)`.
+        `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
     """
     keys = () if keys is None else (keys,)
     return tuple(_encode(data, amax, exponent, after, *keys, squared=squared, axis=axis - data.ndim))
@@ -116,13 +120,13 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
     u = _fraction(magnitude, top)
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
-    # 3. Round. The smallest code stands for what is not zero.
+    # 3. Round. Squares that are not zero have at least the smallest code.
     codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else _round_to_nearest(y)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
     codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
 
-    # 4. Keep the bits of blocks that are the same. As bytes: XLA's CPU compiler may move FP8 through float16.
+    # 4. Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler may move FP8 through float16.
     codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
     data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
     new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
@@ -130,11 +134,12 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
 
 
 def _block_numbers(codes, amax, exponent, blocks, axis):
-    """Return whether a block decodes to its bits, and the largest and the smallest of its numbers, in one reduction."""
+    """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
     changed = _bits(_decoded(codes.astype(jnp.float32), amax, exponent)) ^ _bits(blocks)
     bits = (_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
-    # Bits of floats without a sign sort as they do. Less those of Inf, what is no number is smallest, because numbers
-    # wrap around; less the smallest normal number, zeros and subnormal numbers are largest.
+    # Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
+    # larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
+    # numbers wrap around, which the min so skips.
     changed, top, bottom = lax.reduce(
         (changed, bits - _INF_BITS, bits - _MIN_NORMAL_BITS),
         (np.int32(0), np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS),
@@ -146,9 +151,10 @@ def _block_numbers(codes, amax, exponent, blocks, axis):
 
 
 def _magnitude(blocks):
-    """Return |x|, 0 of subnormal numbers.
+    """Return |x|, with 0 for subnormal numbers.
 
-    As integers: of comparisons with 0 and Inf XLA's CPU compiler makes tests of bits, which know subnormal numbers.
+    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0 and Inf into tests of bits,
+    which do not flush subnormal numbers.
     """
     bits = _bits(blocks) & 0x7FFFFFFF
     return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
@@ -182,7 +188,7 @@ def _bits(x):
 
 
 def _fraction(magnitude, amax):
-    """Divide by the amax: u in [0, 1], off by 1.5 ulp."""
+    """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
     # The inverse of an amax above 2**126 would be subnormal.
     unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
     inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
@@ -219,7 +225,7 @@ def _round_stochastically(y, exponent, random_bits):
     c = jnp.where(exponent > 0, 119, jnp.where(exponent < 0, 68, 102))
     probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
 
-    # 3. Throw the dice.
+    # 3. Round up with that probability.
     return code + ((probability + (random_bits & _FRACTION).astype(jnp.int32)) >> _DROPPED_BITS)
 
 
@@ -241,7 +247,7 @@ def _encode_call(*operands, vmap_dims, squared, axis):
 
 
 def _to_rows(x, axis):
-    """Return a matrix in whose rows the blocks lie."""
+    """Return a matrix whose rows the blocks cut."""
     x = jnp.moveaxis(x, axis, -1)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -265,7 +271,7 @@ def _names(data, axis):
 
 def _align(axes, sizes, shards, **_):
     """Cut amaxes and exponents where the codes are cut, and these between blocks."""
-    # More operands count blocks than elements: where a mesh axis cuts both, it has been given to the blocks.
+    # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
     if "blocks" in axes and "col0" not in axes:
         axes, shards = axes | {"col0": axes["blocks"]}, shards | {"col0": shards["blocks"]}
     return _blocks.aligned(axes, sizes, shards, {"col": {"blocks": BLOCK}})

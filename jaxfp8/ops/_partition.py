@@ -1,4 +1,4 @@
-"""Partition an op on a mesh: each device works on its shards, whatever the dimensions they are cut along.
+"""Partition an op on a mesh: each device works on its shards, whatever dimensions the mesh cuts.
 
 XLA knows nothing of a custom call and would gather its operands. `custom_partitioning` tells it two things: which
 dimensions belong together (a Shardy rule, from their names), and the program of one device. A dimension that a result
@@ -31,7 +31,8 @@ class Dimensions(NamedTuple):
 
     Attributes:
         operands, results: the names of the dimensions of each tensor.
-        second_layouts: position of an operand -> position of the same tensor in another order. These come last.
+        second_layouts: `{position of an operand: position of the same tensor in another order}`; second layouts are
+            the last operands.
         added: positions of the operands that are added to the first result.
         align: `(axes, sizes, shards) -> axes`, by the names of dimensions.
         on_shards: `(operands, cut) -> (operands, options)` of one device, or None.
@@ -49,15 +50,15 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     """Lower an op for the devices of its program: one device, a mesh, or one device of a `shard_map`.
 
     Args:
-        run: the op on the operands of one device.
-        jnp_program: the same in jnp, which XLA can partition by itself.
-        dimensions: of the op.
-        on_one_device_only: whether `jnp_program` runs anywhere but on one device.
-        as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather it as float16. Elsewhere
-            FP8 stays FP8, and XLA gathers a tensor once for several ops.
-        ctx, operands: of the lowering rule.
+        run: the program of the op on the operands of one device.
+        jnp_program: the op in jnp, which XLA can partition by itself.
+        dimensions: the `Dimensions` of the op.
+        on_one_device_only: whether `jnp_program` takes the place of `run` on a mesh and in a `shard_map`.
+        as_bytes: whether FP8 goes in and out as uint8, because XLA's CPU compiler would gather FP8 as float16. With
+            other compilers FP8 stays FP8, and XLA gathers a tensor once for several ops.
+        ctx, operands: the arguments of the lowering rule.
     """
-    # The rule lowers types without mesh axes: this is the inside of an op, whose own types say where its results are.
+    # The inside of an op has types without mesh axes: the types of the op itself say where its results are.
     plain = list(map(_mesh.plain, ctx.avals_in))
     devices, count = _compat.devices_of(ctx), len(operands) - len(dimensions.second_layouts)
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule below, which needs a known mesh.
@@ -68,7 +69,7 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
         if dimensions.on_shards is not None:
             operands = list(map(functools.partial(_whole, ctx), dimensions.operands, plain, operands))
     else:
-        # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: the second ones are left out.
+        # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
         run = _traced_once(run.func, tuple(run.keywords.items()))
     # Types without mesh axes are traced in a context without a mesh.
     with use_abstract_mesh(AbstractMesh((), ())):
@@ -78,12 +79,12 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
 
 @functools.lru_cache(maxsize=1024)
 def _traced_once(run, static):
-    """Return `run` with its static arguments such that JAX keeps its jaxpr: equal products are not traced again."""
+    """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so that equal ops are traced once."""
     return jax.jit(functools.partial(run, **dict(static)), inline=True)
 
 
 def combine_of(names) -> Callable:
-    """Return how shards of a result combine: amaxes by max; products and sums of columns by sum."""
+    """Return the function that combines the shards of a result: max for amaxes, sum for products and column sums."""
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
@@ -155,7 +156,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                 specs = (PartitionSpec(*(axes.get(name) for name in names)) for names in tensors)
                 return [NamedSharding(mesh, spec) for spec in specs]
 
-            # 4. Ask for operands that are cut so. Leave the layout that is not read where it is.
+            # 4. Ask for operands with these axes. The layout that is not read stays where it is.
             operand_shardings = shardings(operand_names)
             for i, j in second_layouts.items():
                 unread = i if i in gathered else j
@@ -196,7 +197,7 @@ def _entry_axes(entry) -> tuple[str, ...]:
 
 
 def _is_gathered(spec, names, axes) -> bool:
-    """Return whether a tensor of that sharding has to be gathered along a dimension."""
+    """Return whether a tensor with the sharding `spec` has to be gathered along a dimension to have `axes`."""
     return any(set(_entry_axes(entry)) - set(axes.get(name, ())) for entry, name in zip(spec, names, strict=False))
 
 
@@ -207,9 +208,9 @@ def _as_bytes(x):
 def _assign(mesh, tensors) -> dict:
     """Return the mesh axes of each dimension.
 
-    A mesh axis that cuts several dimensions serves the one that most tensors have it for: so a product keeps the shards
-    of a contracted dimension that both operands have, and gathers the FP8 codes of a kernel that is cut along another
-    one than the activations.
+    A mesh axis that cuts several dimensions serves the dimension that it cuts in most tensors. So a product keeps the
+    shards of a contracted dimension if both operands are cut along it, and gathers the FP8 codes of a kernel that is
+    cut along another dimension than the activations.
 
     Args:
         mesh: the mesh.
@@ -234,10 +235,10 @@ def _assign(mesh, tensors) -> dict:
 
 
 def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
-    """Return the mesh axes over which a result is combined: those of the dimensions it lacks.
+    """Return the mesh axes over which a result is combined: those of the dimensions that the result lacks.
 
-    For a max these are all axes but those of the dimensions it has: more devices change nothing, and reductions over
-    the same devices become one collective.
+    A max combines over all axes but those of the result's own dimensions: more devices do not change a max, and
+    reductions over the same devices become one collective.
     """
     kept = {axis for name in names for axis in axes.get(name, ())}
     lost = list(dict.fromkeys(axis for entry in axes.values() for axis in entry if axis not in kept))
@@ -248,5 +249,5 @@ def _reduced_over(mesh, axes, names, combine) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _manual(mesh):
-    """Return the mesh as a device's program sees it."""
+    """Return the mesh with manual axes, as the program of one device has it."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# By XLA's names, which cuda/tuner_bindings.cc reads.
+# The dtypes by XLA's names, which cuda/tuner_bindings.cc reads.
 DTYPES = ("bf16", "f16", "f32", "f8e4m3fn", "f8e5m2")
 
 

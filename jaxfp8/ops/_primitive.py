@@ -1,11 +1,11 @@
-"""Ops as JAX primitives: one set of rules for all of them, from the names of their dimensions.
+"""Ops as JAX primitives: all ops share one set of rules, made from the names of their dimensions.
 
 An op names the dimensions of its operands and results. The names give the batching rule, the types of results on a
 mesh, and the partitioning of the op (_partition.py). `vmap` adds vmapped dimensions: leading dimensions of every
 operand and result, each index with its own scale and amax.
 
-The lowering rule chooses by platform: a custom call where a native library is loaded and nobody has disabled it, the
-jnp reference elsewhere.
+The lowering rule chooses by platform: a custom call where a native library is loaded and the user has not disabled the
+call, the jnp reference elsewhere.
 """
 
 import functools
@@ -60,9 +60,9 @@ def tensor_op(
         name: the op's name in messages and programs.
         reference, cpu, cuda: `(*operands, vmap_dims, **static) -> sequence of arrays`, where `vmap_dims` counts the
             vmapped dimensions. `cuda` is `cpu` by default.
-        names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without the vmapped
-            ones. A name stands for one size. A dimension that a result lacks was reduced: by max for a result named
-            `ONE` (an amax), by sum for any other.
+        names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without vmapped
+            dimensions. A name stands for one size. A dimension that a result lacks was reduced: by max for a result
+            named `ONE` (an amax), by sum for any other result.
         dtypes: `(*operands, **static) -> dtypes of the results`.
         custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
         sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
@@ -72,20 +72,23 @@ def tensor_op(
         second_layouts: `(**static) -> {position: position}`: an operand, and the trailing operand that holds the same
             tensor with its dimensions in another order. A mesh may gather the second in place of the first; no
             implementation reads it.
-        added: `(**static) -> positions` of operands that are added to the first result: once, where a mesh sums parts
-            of it.
-        on_one_device_only: the platforms on which the reference runs on a mesh and in a `shard_map`.
-        by_xla: jnp as XLA's GPU compiler wants it, to call cuBLASLt itself. It runs where it is selected, and where a
-            GPU has FP8 but `cuda` finds no cuBLASLt. None where `cuda` needs no cuBLASLt.
+        added: `(**static) -> positions` of operands that are added to the first result. Where a mesh sums parts of the
+            result, one device adds them.
+        on_one_device_only: the platforms whose custom call runs on one device only. On a mesh and in a `shard_map` the
+            reference runs there.
+        by_xla: a program in jnp that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
+            `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
+            cuBLASLt.
         not_on: `(capabilities, *types, **static) -> reason` why `cuda` cannot take these operands on GPUs of these
             compute capabilities, so that the reference runs; or None.
-        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on such GPUs.
-        align: `(axes, sizes, shards, **static) -> axes`, by the names of dimensions: the last change to how they are
-            cut on a mesh, where not every cut is a cut of the op.
+        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
+            capabilities.
+        align: `(axes, sizes, shards, **static) -> axes`, by the names of dimensions: the last change to the mesh axes
+            of each dimension, for an op that some cuts would break.
         on_shards: `(operands, cut, *, vmap_dims, **static) -> (operands, options)`: the last change to the operands of
-            one device of a mesh, and keywords for its program; for an op whose part depends on where the device is.
-            `cut(name)` is the index of its shard of a dimension, and how many there are. XLA does not cut the
-            reference of such an op.
+            one device of a mesh, and keywords for the device's program; for an op whose part depends on the device's
+            place. `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA
+            does not cut the reference of such an op.
     """
     op = Primitive(f"jaxfp8_{name}")
     op.multiple_results = True
@@ -132,7 +135,7 @@ def tensor_op(
         # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not loaded():
             return reference, static
-        # The native library serves this platform. Find what keeps its kernel from running: the user's wish, ...
+        # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
         lacks, native_static = _disabled.missing(custom_call), static
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
@@ -150,7 +153,7 @@ def tensor_op(
         return reference if lacks.hardware else by_xla, native_static
 
     def lower(platform, native, loaded, ctx, *operands, implementation, vmap_dims, **static):
-        # The names and the reference go by `static`. `for_gpus` changes how a kernel runs, not what the op computes.
+        # The names and the reference use `static`: `for_gpus` changes how a kernel runs, and not the op's results.
         run, run_static = choose(platform, native, loaded, ctx, implementation, static)
         return lower_partitioned(
             functools.partial(run, vmap_dims=vmap_dims, **run_static),

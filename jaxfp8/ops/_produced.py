@@ -1,7 +1,7 @@
 """Fused producers: ops that compute f32 values and quantize them in the same custom call.
 
-Each producer is a function in jnp, from the operands to f32 `[..., m, *n]`. Where no kernel fuses the two, the function
-runs before the quantization.
+Each producer is a function in jnp, from the operands to f32 `[..., m, *n]`. Where no kernel fuses producer and
+quantization, this function runs before the quantization.
 """
 
 import math
@@ -16,12 +16,12 @@ from ._primitive import ONE, dims, tensor_op
 def producer_op(name: str, *, produce, names, canonical, columns=lambda **static: dims("col", 1)):
     """Make a primitive `(x, scale, *more, *amax_so_far, dtype=, transpose=, rows=, with_amax=, **static) -> results`.
 
-    The results are data, data_t if `transpose`, the amax if `with_amax`: at least `amax_so_far`, where that is given,
-    and, with `column_sums`, which needs `transpose`, the sums over rows. `m` is `rows` dimensions, `n` those of
-    `columns`. The custom call takes and returns the same, in its canonical form, with `static` as attributes.
+    The results are data; data_t if `transpose`; the amax if `with_amax`, at least `amax_so_far` where that is given;
+    and the sums over rows if `column_sums`, which needs `transpose`. `m` stands for `rows` dimensions, `n` for those of
+    `columns`. The custom call takes and returns the same arrays in its canonical form, with `static` as attributes.
 
     Args:
-        name: of the op and of its custom call.
+        name: the name of the op and of its custom call.
         produce: `(x, *more, vmap_dims, **static) -> f32 [..., m, n]`, in jnp.
         names: `(batch, row, col, **static) -> names of x and more`, given the names of the dimensions of the result;
             `batch` names the dimensions that x has beyond them.
@@ -97,10 +97,11 @@ def producer_op(name: str, *, produce, names, canonical, columns=lambda **static
 
 
 def produced(op, name, x, scale, more, amax, *, dtype, transpose, with_amax, **static):
-    """Check what all producers take and call the primitive.
+    """Check the arguments that all producers take, and call the primitive.
 
     Returns:
-        `(data, data_t, amax f32[1])`, None where not asked for; with `column_sums` also the sums.
+        `(data, data_t, amax)`, the amax f32[1]; None for data_t without `transpose` and for the amax without
+        `with_amax`. With `column_sums` also the sums.
     """
     scale, *amax_so_far = _checks.quantizer_operands(name, scale, amax)
     dtype, transpose = _checks.dtype(name, "dtype", dtype, FP8_DTYPES), bool(transpose)

@@ -1,4 +1,4 @@
-"""The dimensions of a dense product and its scales: what scaled_matmul, block_scaled_matmul and ragged_matmul share."""
+"""The dimensions and the scales of a product, for scaled_matmul, block_scaled_matmul and ragged_matmul."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class ProductSpec:
     """The static part of a product of a `[*batch, *m, *k]` and b `[*batch, *n, *k]`, kept as `[*batch, *m, *n]`.
 
     Attributes:
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
         precise: whether fast accumulation is off.
         has_bias: whether a bias `[*batch, *n]` is added.
-        batch, rows, contracting: how many dimensions of a are batch, m and k.
+        batch, rows, contracting: the numbers of dimensions of a that are batch, m and k.
     """
 
     out_dtype: np.dtype
@@ -42,7 +42,7 @@ class ProductSpec:
         return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
 
     def groups(self, a, b, vmap_dims):
-        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product, which has m and n."""
+        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product before the merge."""
         leading = vmap_dims + self.batch
         shape = (*a.shape[: a.ndim - self.contracting], *b.shape[leading : b.ndim - self.contracting])
         columns = b.ndim - leading - self.contracting
@@ -62,13 +62,13 @@ def rescaled(
 ) -> jax.Array:
     """Multiply f32 sums by both inverse scales, to the bit as common/scale_product.h does.
 
-    The product of the scales is one factor where it is a normal number. Where it flushes or overflows, the result need
-    not: there the scales multiply one after the other.
+    The product of the scales is one factor where that is a normal number. Where the factor flushes or overflows, the
+    result need not: there the scales multiply one after the other.
 
     Args:
         sums: f32.
         a_scale_inv, b_scale_inv: f32, of shapes that broadcast.
-        spread: broadcasts a factor of the scales' shape to that of sums.
+        spread: broadcasts a factor from the scales' shape to the shape of sums.
     """
     first, second = _factors(a_scale_inv, b_scale_inv)
     return sums * spread(first) * spread(second)
@@ -76,17 +76,18 @@ def rescaled(
 
 @jax.jit
 def _factors(a_scale_inv, b_scale_inv):
-    """Return the two factors; one function of a program for all of its products."""
+    """Return the two factors of `rescaled`; jitted, so that all products of a program share this function."""
     product, limits = a_scale_inv * b_scale_inv, np.finfo(np.float32)
     a_scale_inv, b_scale_inv = (jnp.broadcast_to(scale, product.shape) for scale in (a_scale_inv, b_scale_inv))
     size = jnp.abs(product)
     is_normal = lax.clamp(limits.tiny, size, limits.max) == size
-    # The 1 comes first: what XLA contracts with the last factor, such as a bias, is then as with the product alone.
-    return lax.select(is_normal, lax.full_like(product, 1), a_scale_inv), lax.select(is_normal, product, b_scale_inv)
+    # The 1 comes first: XLA may contract the last factor with a following addition, such as a bias, as with one factor.
+    unit = is_normal.astype(product.dtype)
+    return lax.select(is_normal, unit, a_scale_inv), lax.select(is_normal, product, b_scale_inv)
 
 
 def spec_fields(op: str, leading, m, n, contracting, bias, out_dtype, precise):
-    """Check what both ops take beside a, b and scales: `(operands of the bias, the fields of a ProductSpec)`."""
+    """Check the arguments beside a, b and scales; return `(operands of the bias, fields of a ProductSpec)`."""
     operands = []
     if bias is not None:
         operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))

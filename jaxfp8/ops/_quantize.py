@@ -12,22 +12,22 @@ from ._primitive import ONE, dims, tensor_op
 def quantize(
     x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Quantize `x` and raise an amax to that of `x`, with one read of `x`.
+    """Quantize `x` and compute its amax, with one read of `x`.
 
     Equivalent to, with `y = x.astype(f32) * scale`:
 
         data = jnp.clip(y, -FP8_MAX, FP8_MAX).astype(dtype)        # NaN where x is not finite
-        amax = jnp.maximum(amax, jnp.max(jnp.abs(x)))              # as ops.amax
+        amax = jnp.maximum(amax, jnp.max(jnp.abs(x)))              # NaN counts as inf
 
-    One multiplication in f32, one rounding to nearest even. Finite values saturate at FP8_MAX (448 for float8_e4m3fn,
+    y is rounded once, to nearest, ties to even. Finite values saturate at FP8_MAX (448 for float8_e4m3fn,
     57344 for float8_e5m2), also when the product overflows; an Inf or NaN in `x` gives a NaN code in both formats.
 
     Args:
         x: bfloat16, float16 or float32, any shape.
-        scale: f32[] or f32[1]; multiplies.
+        scale: f32[] or f32[1], the factor of x.
         dtype: float8_e4m3fn or float8_e5m2.
-        amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op raises it in place, so that a zero
-            out of another op (`ops.delayed_scales` gives one) makes this a single launch on a GPU.
+        amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op raises it in place, so that with a
+            zero out of another op, such as `ops.delayed_scales`, the quantization is a single launch on a GPU.
 
     Returns:
         `(data, amax)`: data of `dtype` with the shape of x, amax f32[].
@@ -41,7 +41,7 @@ def quantize(
 
 
 def quantize_with(x, scale, dtype, *, amax, with_amax):
-    """Quantize as `quantize` does, with the amax as f32[1]; None, and nothing but the kernel, without `with_amax`."""
+    """Quantize as `quantize` does, with the amax as f32[1]; without `with_amax` no amax is computed, and is None."""
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
@@ -63,7 +63,7 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     """Make one custom call that quantizes groups `[g, ...]` and raises amaxes in place.
 
     Args:
-        name: of the custom call.
+        name: the name of the custom call.
         groups: the tensor in canonical form.
         scale: f32 `[*vmapped, 1]`.
         amax_so_far: the amax to raise, f32 `[*vmapped, 1]`, in a list; empty where there is none.
@@ -71,18 +71,17 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
         vmapped: the sizes of the vmapped dimensions.
         with_amax: whether the amax is a result.
         data, after: `(shape, dtype)` of the results before and after the amax.
-        batch: how many groups each index of the vmapped dimensions has.
-        **attributes: of the custom call.
+        batch: the number of groups for each index of the vmapped dimensions.
+        **attributes: the attributes of the custom call.
 
     Returns:
         `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if `with_amax`.
     """
-    # The canonical form has f32 [0] where no amax comes in, or none is a result.
+    # In the canonical form f32 [0] stands for the amax that is no operand, or no result.
     operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
     result = ((groups.shape[0] if with_amax else 0,), jnp.float32)
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
-    # The amax is raised in the buffer it comes in. In a buffer of its own it would have to be copied there first, which
-    # is one launch more on a GPU.
+    # The amax is raised in the operand's buffer. Another buffer would need a copy first, one more launch on a GPU.
     aliases = {2: len(data)} if amax_so_far else None
     results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **attributes)
     amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []

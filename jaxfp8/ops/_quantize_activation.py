@@ -24,7 +24,7 @@ def _silu(x):
 
 
 def _relu(x):
-    return jnp.where(x <= 0, _full(x, 0), x)  # NaN stays; the derivative at 0 is 0
+    return jnp.where(x <= 0, _full(x, 0), x)  # keeps NaN; the derivative at 0 is 0
 
 
 def _full(x, value):
@@ -38,7 +38,7 @@ ACTIVATIONS = tuple(_FUNCTIONS)
 
 
 def is_gated(activation: str) -> bool:
-    """Return whether x holds the gate and the values that it multiplies: `[..., 2, n]`."""
+    """Return whether the x of an activation holds a gate and the values that the gate multiplies, `[..., 2, n]`."""
     return activation.endswith("_gated")
 
 
@@ -53,18 +53,20 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
         "silu_gated"  silu(x[..., 0, :]) * x[..., 1, :]    (SwiGLU)
         "gelu_gated"  gelu(x[..., 0, :]) * x[..., 1, :]    (GEGLU)
 
-    In f32, NaN stays NaN, +inf gives inf, and silu(-inf) and gelu(-inf), a product of infinity and 0, give NaN.
+    Sources: GELU is arXiv:1606.08415, SwiGLU and GEGLU are arXiv:2002.05202.
+
+    NaN stays NaN and +inf gives inf; silu(-inf) and gelu(-inf) are products of infinity and 0 in f32, which give NaN.
 
     Args:
-        x: bfloat16, float16 or float32 `[...]`, gated `[..., 2, n]`.
+        x: bfloat16, float16 or float32 `[...]`; for a gated activation `[..., 2, n]`.
         activation: one of the names above.
 
     Returns:
-        x's dtype, `[...]`, gated `[..., n]`.
+        An array of x's dtype, `[...]`; for a gated activation `[..., n]`.
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: another name, or x has another shape.
+        ValueError: `activation` is not one of the names, or x is not `[..., 2, n]` for a gated activation.
     """
     x = _checks.high_precision("activate", "x", x)
     check("activate", x, activation, 0)
@@ -97,25 +99,25 @@ def quantize_activation(
         h = activate(x.astype(f32), activation)
         data, data_t, amax = quantize_transpose(h, scale, dtype, rows=rows)
 
-    up to the rounding errors of h: about 6 units in its last place for h that matter, more (|z| units) for the tails
-    where h goes to zero. Where that decides between two codes, implementations may differ by one code. An h that is not
+    up to the rounding errors of h: about 6 units in the last place of h, and about |z| units in the tails where h goes
+    to zero. Where such an error decides between two codes, implementations may differ by one code. An h that is not
     finite gives a NaN code and an infinite amax.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., m, n]`, gated `[..., m, 2, n]`.
-        scale: f32[] or f32[1]; multiplies.
+        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation `[..., m, 2, n]`.
+        scale: f32[] or f32[1], the factor of h.
         dtype: float8_e4m3fn or float8_e5m2.
         activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative; the amax returned is at least this.
-        rows: how many dimensions m stands for.
+        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        rows: the number of dimensions that m stands for.
 
     Returns:
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h.
 
     Raises:
         TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, or `activation` is not known.
+        ValueError: an argument has another shape, or `activation` is not one of the names.
     """
     options = {"activation": activation, "transpose": transpose, "rows": rows}
     data, data_t, amax = quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
@@ -132,7 +134,7 @@ def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, row
 
 
 def check(op, x, activation, rows, name="x"):
-    """Raise unless `activation` is known and x, the argument `name`, has a shape for it."""
+    """Raise unless `activation` is known and x, the argument `name`, has a shape for that activation."""
     if activation not in _FUNCTIONS:
         raise ValueError(f"{op}: activation: expected one of {ACTIVATIONS}, got {activation!r}")
     _checks.rank(op, name, x, rows + (2 if is_gated(activation) else bool(rows)))

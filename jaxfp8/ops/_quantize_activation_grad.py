@@ -1,4 +1,4 @@
-"""quantize_activation_grad: the gradient of an activation and its quantization in one pass, without it in memory."""
+"""quantize_activation_grad: compute and quantize the gradient of an activation without the gradient in memory."""
 
 import functools
 
@@ -15,7 +15,7 @@ _OP = "quantize_activation_grad"
 
 
 def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
-    """Compute the gradient of `activate` in f32, not rounded to the dtype of x: f32, of the shape of x.
+    """Compute the gradient of `activate` with respect to x, in f32 and not rounded to the dtype of x.
 
     With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the derivative of `f`:
 
@@ -23,8 +23,11 @@ def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array
         "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and g * f(x[..., 0, :]), stacked as x is
 
     Args:
-        x, activation: of `activate`.
-        grad: bfloat16, float16 or float32, of the shape of its result.
+        x, activation: the arguments of `activate`.
+        grad: bfloat16, float16 or float32, of the shape of `activate(x, activation)`.
+
+    Returns:
+        f32, of the shape of x.
     """
     _, vjp = jax.vjp(functools.partial(_quantize_activation._activate, activation=activation), x.astype(jnp.float32))
     return vjp(grad.astype(jnp.float32))[0]
@@ -53,16 +56,16 @@ def quantize_activation_grad(
     infinite amax.
 
     Args:
-        x: bfloat16, float16 or float32 `[..., m, n]`, gated `[..., m, 2, n]`; the x of `quantize_activation`.
+        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation `[..., m, 2, n]`. The x of `activate`.
         grad: the gradient of `activate(x, activation)`, of x's dtype, `[..., m, n]`.
-        scale: f32[] or f32[1]; multiplies.
+        scale: f32[] or f32[1], the factor of dx.
         dtype: float8_e4m3fn or float8_e5m2.
-        activation: as of `quantize_activation`.
+        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative; the amax returned is at least this.
-        rows: how many dimensions m stands for.
-        column_sums: also give the sums of dx over its rows: the gradient of a bias that was added to x. They need
-            `transpose`.
+        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        rows: the number of dimensions that m stands for.
+        column_sums: whether to return the sums of dx over its rows too: the gradient of a bias that was added to x.
+            The sums need `transpose`.
 
     Returns:
         `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated `[..., 2, n, m]` (or None), of
@@ -70,7 +73,8 @@ def quantize_activation_grad(
 
     Raises:
         TypeError: x, grad, scale, dtype, amax or column_sums has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, `activation` is not known, or column_sums comes without transpose.
+        ValueError: an argument has another shape, `activation` is not one of the names, or column_sums comes without
+            transpose.
     """
     options = {"activation": activation, "transpose": transpose, "rows": rows, "column_sums": column_sums}
     data, data_t, amax, *sums = quantize_activation_grad_with(x, grad, scale, dtype, amax=amax, **options)
@@ -91,7 +95,7 @@ def quantize_activation_grad_with(
     if column_sums and not transpose:
         raise ValueError(f"{_OP}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
-    # Other producers have no sums, so only a program that wants them has the option.
+    # Other producers have no sums, so only a call with sums passes the option on.
     options |= {"column_sums": True} if column_sums else {}
     return produced(_quantize_activation_grad, _OP, x, scale, (grad,), amax, **options)
 

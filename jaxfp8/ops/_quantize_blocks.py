@@ -1,4 +1,4 @@
-"""quantize_blocks: FP8 codes with a scale for each block, from the amax of the block itself."""
+"""quantize_blocks: FP8 codes with a scale for each block, from the amax of the block."""
 
 import functools
 
@@ -32,30 +32,30 @@ def quantize_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """Quantize each block of a matrix with its own scale.
 
-    For each block, with `amax = max |x|` of it:
+    For each block, where amax is the largest `|x|` of the block:
 
         scale="f32"     sf = min(FP8_MAX / amax, 2**126), or 1 where amax is 0 or not finite; with power_2_scale
                         rounded down to a power of two. data = quantize(x, sf), scale_inv = 1 / sf
         scale="e8m0"    e = ceil(log2(amax / FP8_MAX)), or floor(log2(amax)) - floor(log2(FP8_MAX)) for
                         rounding="floor"; at least -127. data = quantize(x, 2**-e), scale_inv = 2**e
 
-    "ceil" is the smallest power of two with which nothing saturates. "floor" is the text of the OCP specification for
-    MX formats: the largest values of a block saturate where amax is above 1.75 times a power of two. A block of zeros
-    has the smallest E8M0 scale, 2**-127.
+    "ceil" is the smallest power of two with which nothing saturates. "floor" is the rule of the OCP Microscaling
+    Formats (MX) specification, version 1.0: the largest values of a block saturate where amax is above 1.75 times a
+    power of two. A block of zeros has the smallest E8M0 scale, 2**-127.
 
-    An Inf or NaN makes the E8M0 scale of its block NaN, and all its codes: no power of two fits, and a product
-    contracts over the block, so that the same results are lost as by that element alone. With f32 scales it becomes a
-    NaN code by itself and the rest of its block has scale 1, as for a whole tensor in current scaling.
+    With E8M0 scales an Inf or NaN makes the scale and all codes of its block NaN: no power of two fits, and a product
+    contracts over the block, so that it loses the same results as by that element alone. With f32 scales the element
+    alone becomes a NaN code, and the block has scale 1, as a whole tensor has in current scaling.
 
     Args:
         x: bfloat16, float16 or float32 `[..., *m, *n]`.
         dtype: float8_e4m3fn or float8_e5m2.
-        block: `(r, c)`: rows and columns of a block, None for all. (1, 32) is MX, (1, 128) and (128, 128) are block
-            scaling, (1, None) row-wise scaling. The last block of a dimension may be smaller.
+        block: `(r, c)`: rows and columns of a block, None for all of them. (1, 32) is MX, (1, 128) and (128, 128)
+            are block scaling, (1, None) is row-wise scaling. The last block of a dimension may be smaller.
         scale: "f32" or "e8m0", the kind of the scales.
         rounding: "ceil" or "floor", of E8M0 exponents.
-        power_2_scale: makes f32 scales powers of two.
-        rows, cols: how many dimensions m and n stand for; blocks count them merged.
+        power_2_scale: whether f32 scales are rounded down to powers of two.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
 
     Returns:
         `(data, scale_inv)`: data of `dtype` with the shape of x; scale_inv float32 or float8_e8m0fnu
@@ -63,8 +63,8 @@ def quantize_blocks(
 
     Raises:
         TypeError: x or dtype has another dtype, power_2_scale is no bool; or the op is differentiated.
-        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or an
-            option does not go with this kind of scale.
+        ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or
+            power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
     """
     x, options = checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
     data, scale_inv = _quantize_blocks[has_long_blocks(options["block"])](x, **options)
@@ -81,9 +81,9 @@ def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
             raise ValueError(f"{op}: {name}: expected one of {allowed}, got {value!r}")
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     if scale == "e8m0" and power_2_scale:
-        raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out with scale="e8m0"')
+        raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out for scale="e8m0"')
     if scale == "f32" and rounding != "ceil":
-        raise ValueError(f'{op}: rounding: goes with scale="e8m0" only, got {rounding!r} with scale="f32"')
+        raise ValueError(f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it goes with "e8m0"')
     scaling = {"scale": scale, "rounding": rounding, "power_2_scale": power_2_scale}
     dimensions = {"block": _blocks.checked(op, "block", block), "rows": int(rows), "cols": int(cols)}
     return x, {"dtype": dtype} | scaling | dimensions
@@ -100,7 +100,7 @@ def _e8m0_scales(amax, dtype, rounding):
 
     FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
     difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
-    amax is read as -127, and e is -127 whatever it is.
+    amax is read as -127, which does not matter: e is -127 for every subnormal amax.
     """
     largest = np.float32(fp8_max(dtype)).view(np.int32)
     bits = lax.bitcast_convert_type(amax, jnp.int32)
@@ -124,8 +124,8 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
         factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
     else:
         factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
-    # 2. Quantize each block, and put the matrix together again.
-    # As bytes: XLA's CPU compiler may move FP8 through float16, which changes the bits of NaNs.
+    # 2. Quantize each block, and put the matrix together again. Move the codes as bytes: XLA's CPU
+    # compiler may move FP8 through float16, which changes the bits of NaNs.
     data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], dtype), jnp.uint8)
     return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
 
@@ -142,7 +142,7 @@ def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_
         lines = m + n if transpose else m
     scales_shape = _blocks.count if on_cpu else _scale_layouts.stored_shape
     attribute = np.int64([b or 0 for b in block]) if on_cpu else _scale_layouts.NAMES[block]
-    # 3. The call gives (data, scale_inv) of each layout; on GPUs between them the amaxes of lines, which only it reads.
+    # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch for amaxes of lines between them.
     scales_dtype = jnp.uint8 if scale == "e8m0" else jnp.float32
     kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
     matrices = [(m, n), (n, m)][: 1 + transpose]
@@ -162,16 +162,15 @@ def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_
 def has_long_blocks(block) -> bool:
     """Return whether a block is as long as the matrix.
 
-    A mesh that cuts such a block reduces an amax, which XLA does with the reference. Each device quantizes the other
-    blocks that it has.
+    On a mesh that cuts such a block, devices have to reduce its amax, which XLA does with the reference. Other blocks
+    lie on one device each, which quantizes them by itself.
     """
     return None in block
 
 
 def _names(x, *, transpose, rows, cols, **_):
     leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    # Blocks along a dimension are counted by other names in the transpose: unless blocks are square, their numbers
-    # differ.
+    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
     results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
     results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
     return [leading + row + col], results + results_t * transpose
@@ -193,7 +192,7 @@ def _align(axes, sizes, shards, *, transpose, block, **_):
 
 
 def variants(name, reference, transpose):
-    """Make the op for blocks that are not long, and for blocks that are."""
+    """Return `[op, op for long blocks]`: see `has_long_blocks`."""
 
     def names(x, **static):
         return _names(x, transpose=transpose, **static)
@@ -210,7 +209,7 @@ def variants(name, reference, transpose):
             return reference(x, vmap_dims, **static)
         return custom_call(x, platform="cuda", transpose=transpose, **static)
 
-    # How an op runs on a mesh is said once for each primitive. Long blocks run there in another way: so there are two.
+    # A primitive runs in one way on a mesh. Long blocks run in another way, so they have a primitive of their own.
     return [
         tensor_op(
             name,

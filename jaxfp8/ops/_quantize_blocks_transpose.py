@@ -25,13 +25,13 @@ def quantize_blocks_transpose(
         data, scale_inv = quantize_blocks(x, dtype, block=block, ...)
         data_t, scale_inv_t = quantize_blocks(x.mT, dtype, block=block, ...)
 
-    Blocks of both lie along the last dimension: data_t has other codes than data, unless blocks are square.
+    In both layouts blocks lie along the last dimension, so data_t has other codes than data unless blocks are square.
 
     Args:
         x: bfloat16, float16 or float32 `[..., *m, *n]`.
         dtype: float8_e4m3fn or float8_e5m2.
         block, scale, rounding, power_2_scale: see `quantize_blocks`.
-        rows, cols: how many dimensions m and n stand for; blocks count them merged.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
 
     Returns:
         `(data, scale_inv, data_t, scale_inv_t)`: data `[..., *m, *n]` and data_t `[..., *n, *m]` of `dtype`; scale_inv
@@ -48,7 +48,7 @@ def quantize_blocks_transpose(
 def _reference(x, vmap_dims, block, rows, cols, **static):
     static |= {"vmap_dims": vmap_dims, "rows": rows, "cols": cols}
     data, scale_inv = reference(x, block=block, **static)
-    # Blocks of the transpose lie down the columns. Transposing codes moves half the bytes that x has, or less.
+    # Blocks of the transpose lie down the columns of x. Transpose codes and not x: they have half the bytes, or less.
     columnwise = (data, scale_inv) if block[0] == block[1] else reference(x, block=block[::-1], **static)
     return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
 

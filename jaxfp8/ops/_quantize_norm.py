@@ -1,4 +1,4 @@
-"""quantize_norm: RMSNorm or LayerNorm and its quantization in one pass, without its result in memory."""
+"""quantize_norm: RMSNorm or LayerNorm and its quantization in one pass, without the norm's result in memory."""
 
 import math
 
@@ -20,23 +20,24 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
         "rms"     x * (rsqrt(mean(x**2) + epsilon) * gamma)
         "layer"   (x - mean(x)) * (rsqrt(mean((x - mean(x))**2) + epsilon) * gamma) + beta
 
-    These are nn.RMSNorm and nn.LayerNorm. The variance is that of the centered values, which is Flax's
-    `use_fast_variance=False`; Flax's default, `max(0, mean(x**2) - mean(x)**2)`, is the same number with a larger
-    rounding error where the mean is large.
+    These are RMSNorm (arXiv:1910.07467) and LayerNorm (arXiv:1607.06450) as in Flax's nn.RMSNorm and nn.LayerNorm. The
+    variance is that of the centered values, as with `use_fast_variance=False`; Flax's default,
+    `max(0, mean(x**2) - mean(x)**2)`, is the same number with a larger rounding error where the mean is large.
 
     Args:
         x: bfloat16, float16 or float32 `[..., n]`.
         gamma: bfloat16, float16 or float32 `[n]`.
-        beta: like gamma, or None.
-        kind: "rms" (without beta) or "layer".
-        epsilon: added to the variance.
+        beta: like gamma, or None; "rms" takes no beta.
+        kind: "rms" or "layer".
+        epsilon: a finite number of at least 0; see the formulas.
 
     Returns:
         `[..., n]` of x's dtype.
 
     Raises:
         TypeError: x, gamma or beta has another dtype.
-        ValueError: an argument has another shape, `kind` is not known, or beta is given with "rms".
+        ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
+            negative or not finite.
     """
     x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon, 0)
     shape = (1,) * (x.ndim - 1) + gamma.shape
@@ -79,37 +80,38 @@ def quantize_norm(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
-    On a GPU XLA reads x for the statistics of its rows, where it can in the pass that writes x. The kernel reads x
-    once.
+    On a GPU XLA computes the statistics of the rows of x, if possible in the pass that writes x. The kernel then reads
+    x once.
 
     Equivalent to, without a rounding in between:
 
         y = normalize(x.astype(f32), gamma, beta, kind, epsilon)
         data, data_t, amax = quantize_transpose(y, scale, dtype, rows=rows)
 
-    up to the rounding errors of y, mostly those of the sums over n. Where they decide between two codes,
-    implementations may differ by one code. A y that is not finite gives a NaN code and an infinite amax: NaN anywhere
-    in a row makes all of its y NaN; so does an Inf, for "layer"; for "rms" an Inf does so for itself alone, the rest of
-    its row is 0, as Flax has it.
+    up to the rounding errors of y, mostly those of the sums over n. Where such an error decides between two codes,
+    implementations may differ by one code. A y that is not finite gives a NaN code and an infinite amax. A NaN in x
+    makes all y of its row NaN, and so does an Inf for "layer"; for "rms" an Inf makes its own y NaN and the rest of
+    its row 0, as in Flax.
 
     Args:
         x: bfloat16, float16 or float32 `[..., m, n]`.
         gamma: bfloat16, float16 or float32 `[n]`.
-        beta: like gamma, or None.
-        scale: f32[] or f32[1]; multiplies.
+        beta: like gamma, or None; "rms" takes no beta.
+        scale: f32[] or f32[1], the factor of y.
         dtype: float8_e4m3fn or float8_e5m2.
-        kind: "rms" (without beta) or "layer".
-        epsilon: added to the variance.
+        kind: "rms" or "layer"; see `normalize`.
+        epsilon: a finite number of at least 0; see `normalize`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative; the amax returned is at least this.
-        rows: how many dimensions m stands for.
+        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        rows: the number of dimensions that m stands for.
 
     Returns:
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y.
 
     Raises:
         TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, `kind` is not known, or beta is given with "rms".
+        ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
+            negative or not finite.
     """
     options = {"kind": kind, "epsilon": epsilon, "transpose": transpose, "rows": rows}
     data, data_t, amax = quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
@@ -120,8 +122,8 @@ def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose
     """Quantize as `quantize_norm` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
-    # The statistics of a row are known after all of it was read. XLA computes them, where it can in the pass that
-    # writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
+    # The statistics of a row are known only after the whole row was read. XLA computes them, if possible in the pass
+    # that writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "rows": rows}
@@ -129,7 +131,7 @@ def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
-    """Check the arguments: arrays, and an epsilon of f32. Messages call gamma and beta by `names`."""
+    """Check the arguments: arrays, and an epsilon of f32. `names` are those of gamma and beta in messages."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + 1)
@@ -138,7 +140,7 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
         if kind == "rms":
             raise ValueError(f'{op}: {names[1]}: expected None for kind "rms", got an array; "layer" takes one')
         beta = _checks.shape(op, names[1], _checks.high_precision(op, names[1], beta), x.shape[-1:])
-    # The program has epsilon in f32, so it is judged, and handed on, as the number that it is there.
+    # The program has epsilon in f32, so the check and the result take the f32 number.
     if not 0 <= np.float32(epsilon) < np.inf:
         raise ValueError(f"{op}: epsilon: expected a finite number of at least 0, got {epsilon!r}")
     return x, gamma, beta, float(np.float32(epsilon))

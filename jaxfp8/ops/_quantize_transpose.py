@@ -11,7 +11,7 @@ from . import _checks, _shapes
 from ._primitive import ONE, dims, tensor_op
 from ._quantize import call, reference
 
-# The custom call gives a sum for each so many rows (common/column_sums.h); XLA adds them up.
+# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA adds the sums up.
 _SUMMED_ROWS = 128
 
 
@@ -31,15 +31,16 @@ def quantize_transpose(
 
     Args:
         x: bfloat16, float16 or float32 `[..., m, n]`.
-        scale: f32[] or f32[1]; multiplies.
+        scale: f32[] or f32[1], the factor of x.
         dtype: float8_e4m3fn or float8_e5m2.
-        rows, cols: how many dimensions m and n stand for.
+        rows, cols: the numbers of dimensions that m and n stand for.
         amax: f32[] or f32[1], not negative: the amax so far, as for `quantize`.
-        column_sums: also give `jnp.sum(x.astype(f32), axis=-2)`: the gradient of a bias, where x is that of an output.
+        column_sums: whether to return `jnp.sum(x.astype(f32), axis=-2)` too: the gradient of a bias, if x is the
+            gradient of an output.
 
     Returns:
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`, amax f32[]. With `column_sums`
-        also the sums, f32 `[..., n]`: a NaN or Inf enters them as in any sum; every run gives the same bytes.
+        also the sums, f32 `[..., n]`, which a NaN or Inf enters as any sum; every run gives the same bytes.
 
     Raises:
         TypeError: x, scale, amax or dtype has another dtype; column_sums is no bool; or the op is differentiated.
@@ -92,7 +93,7 @@ def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax,
     options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch}
     options |= {"data": [((g, m, n), dtype), ((g, n, m), dtype)], "after": [sums_type(g, m, n)] * column_sums}
     (data, data_t), amax, sums = call("quantize_transpose", groups, scale, amax_so_far, **options)
-    if with_amax and amax_so_far and not batch:  # a batch of no groups keeps its amax
+    if with_amax and amax_so_far and not batch:  # without groups no amax was raised
         amax = amax_so_far
     sums = [jnp.sum(part, axis=1).reshape(*leading, *col) for part in sums]
     return [data.reshape(x.shape), data_t.reshape(*leading, *col, *row), *amax, *sums]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# How many rows the jnp program multiplies at once: about as many as a group has, within these.
+# The numbers of rows that the jnp program multiplies at once lie between these: about the rows of a group.
 _FEWEST_ROWS, _MOST_ROWS = 32, 512
 
 
@@ -19,10 +19,10 @@ class Chunks(NamedTuple):
     """Groups of rows, cut into chunks of at most `rows` for the loops. No chunk has rows of two groups.
 
     Attributes:
-        rows: how many a chunk has at most; the same for all, so that the loops' shapes are static.
-        m: how many rows there are.
-        sizes, ends: i32 `[g]`, rows of each group, and the row after its last.
-        chunks: i32 `[g]`, how many chunks the groups up to and with this one have.
+        rows: the largest number of rows of a chunk; the same for all chunks, so that the loops' shapes are static.
+        m: the number of all rows.
+        sizes, ends: i32 `[g]`, the number of rows of each group, and the row after its last row.
+        chunks: i32 `[g]`, the number of chunks of all groups up to and including each group.
     """
 
     rows: int
@@ -47,8 +47,8 @@ class Chunks(NamedTuple):
     def loop(self, body, out):
         """Run `out = body(out, group, begin, inside)` for every chunk.
 
-        `inside` is bool `[rows]`, which rows from `begin` on are of the chunk: near the end the window moves up instead
-        of reaching beyond the last row.
+        The window of a chunk is the `rows` rows from `begin` on. Near the end the window moves up so as not to reach
+        beyond the last row; `inside`, bool `[rows]`, says which rows of the window belong to the chunk.
         """
 
         def step(i, out):

@@ -1,4 +1,4 @@
-"""ragged_matmul: the FP8 GEMMs of several groups in one call. The sizes of the groups are known on the device alone."""
+"""ragged_matmul: the FP8 GEMMs of several groups in one call. Only the device knows the sizes of the groups."""
 
 import dataclasses
 import math
@@ -36,21 +36,22 @@ def ragged_matmul(
 ) -> jax.Array:
     """Multiply consecutive groups of rows, each by its own matrix, and scale back.
 
-    With `begin, end` the rows of group e, the first of which starts at row 0, and in f32 rounded once at the end:
+    Group e has the rows from `begin` to `end`; the first group begins at row 0. Equivalent to, in f32 and rounded once
+    at the end:
 
         out[begin:end] = a[begin:end] @ b[e].T * (a_scale_inv * b_scale_inv)             # ragged="rows"
         out[e] = a[:, begin:end] @ b[:, begin:end].T * (a_scale_inv * b_scale_inv)       # ragged="contraction"
 
-    Rows beyond the last group are zeros, or enter nothing, whatever they hold. So do the values of other groups, NaN
-    included. `group_sizes` are read on the device: no shape depends on them and nothing waits for them. A size below 0
-    counts as 0, and groups end at the last row.
+    Rows of a beyond the last group give zeros ("rows") or enter no sum ("contraction"), whatever their values, NaN
+    included. No group reads the rows of another. `group_sizes` are read on the device: no shape depends on them, and
+    the host does not wait. A size below 0 counts as 0, and groups end at the last row.
 
     With `a_block` or `b_block` each element of a or b is multiplied by the scale of its block. Blocks are those of the
-    whole of a, and of each matrix of b: a group may begin and end inside of a block, and reads its own elements of it.
+    whole of a, and of each matrix of b: a group may begin and end inside of a block, and reads only its own elements.
 
-    On NVIDIA GPUs it is one kernel on the FP8 tensor cores, for operands with one scale; elsewhere a loop over groups
-    that multiplies a few hundred rows at a time, so that neither work nor memory grow with the number of groups. On a
-    mesh m may be cut, and g: a device multiplies its rows by its matrices.
+    On NVIDIA GPUs one kernel multiplies operands with one scale on the FP8 tensor cores. For other operands, and on
+    other platforms, a loop over groups multiplies a few hundred rows at a time, so that neither work nor memory grow
+    with the number of groups. A mesh may cut m and g: a device multiplies its rows by its matrices.
 
     Args:
         a: float8_e4m3fn or float8_e5m2; `[m, k]`, or `[p, m]` for "contraction".
@@ -60,19 +61,22 @@ def ragged_matmul(
         b_scale_inv: f32[] or f32[1], one for all groups; with `b_block=(r, c)` float32 or float8_e8m0fnu
             `[g, ceil(n / r), ceil(k / c)]`, or `[ceil(n / r), ceil(m / c)]`.
         group_sizes: int32 `[g]`, of sum at most m.
-        ragged: what the groups cut: `"rows"` or `"contraction"`.
+        ragged: the dimension m that the groups cut: the `"rows"` of a, or the `"contraction"`.
         out_dtype: bfloat16, float16 or float32.
         precise: adds every 32 products to an f32 sum. It matters on Ada, whose tensor cores keep 13 bits; Hopper's,
             which multiply these codes as f16, and Blackwell's keep those of f32.
-        a_block, b_block: `(rows, columns)` of a block, None in it for all of them; or None: one scale.
-        b_t: b as `[g, k, n]`, or `[m, n]`, for a b that another product reads in that layout; as in `scaled_matmul`.
+        a_block, b_block: `(rows, columns)` of a block, where None in the pair stands for all rows or columns. The
+            default None means one scale for the operand.
+        b_t: b as `[g, k, n]`, or `[m, n]` for "contraction", if another product reads b in that layout; as `b_t` of
+            `scaled_matmul`.
 
     Returns:
         `[m, n]` of `out_dtype`, or `[g, p, n]` for "contraction".
 
     Raises:
         TypeError: an argument has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape.
+        ValueError: an argument has another shape, `ragged` is not one of these, or a block is not a pair of positive
+            ints or Nones.
     """
     op = "ragged_matmul"
     if ragged not in RAGGED:
@@ -121,10 +125,10 @@ def sizes_of_groups(op: str, group_sizes):
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """The static part of one product; the operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if it has.
+    """The static part of a product; the operands are a, b, a_scale_inv, b_scale_inv, group_sizes, and b_t if `has_b_t`.
 
     Attributes:
-        by_rows: whether the groups cut rows, else the contraction.
+        by_rows: whether the groups cut the rows of a; else they cut the contraction.
         out_dtype, precise, a_block, b_block: as `ragged_matmul` takes them.
         has_b_t: whether there is a second layout of b.
     """
@@ -141,7 +145,7 @@ class _Spec:
         return self.a_block is not None or self.b_block is not None
 
     def rows(self, a) -> int:
-        """Return how many rows the groups cut, of a or its shape."""
+        """Return the size of the dimension that the groups cut, of a or of its type."""
         return a.shape[-2 if self.by_rows else -1]
 
     def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
@@ -159,7 +163,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, wid
     if 0 in a.shape or 0 in b.shape:
         return (lax.full(shape, 0, spec.out_dtype),)
     first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
-    # 1. Widen the codes. Scales of blocks go with them: the product has then no scale of that operand.
+    # 1. Widen the codes. Scales of blocks multiply the codes: they are then no factor of the product.
     one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
     if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
         widen, precision = to_f32, lax.Precision.HIGHEST
@@ -172,7 +176,7 @@ def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, wid
     product = ragged_rows if spec.by_rows else ragged_contraction
     if vmap_dims == 0:
         out = product(a, b, group_sizes, first, precision)
-    else:  # one after the other: as one batch, each step of the loop would touch the product of every vmapped index
+    else:  # Run the loops one after the other: as a batch, each step would touch the product of every vmapped index.
         flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
         out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
     # 3. Apply the scales of whole operands.
@@ -191,7 +195,7 @@ def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, f
     a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
     scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
     result = (count, *shape[vmap_dims:]), spec.out_dtype
-    # The kernel has its first group at row 0: rows move there, and those of the result back.
+    # The kernel takes the first group at row 0: move the rows there, and the rows of the result back.
     if first is not None:
         first = first.reshape(count)
         a = _moved(a, -first, 0 if spec.by_rows else 1)
@@ -203,7 +207,7 @@ def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, f
 
 
 def _moved(x, shifts, axis: int):
-    """Move the matrices `[count, ...]` along an axis, round the end, by a shift each."""
+    """Move the matrices `[count, ...]` along an axis, round the end, each by its own shift."""
     return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
 
 
@@ -226,7 +230,8 @@ def _dims(spec):
 def _scales(operand: str, dims, block) -> tuple[str, ...]:
     """Return the names of the dimensions of scales.
 
-    Blocks of one row are rows. Others are cut where their matrix is, by `_align`, and not by XLA.
+    Scales of blocks of one row share the dimension of the rows. `_align`, and not XLA, cuts other scales as it cuts
+    their matrix.
     """
     if block is None:
         return ONE

@@ -1,7 +1,7 @@
 """read_histories and write_histories: the state of a model's quantizers, in one launch before a step and one after.
 
-The state may be that of many layers. Then the step needs no more of it than a reading, a few numbers of each quantizer,
-and gives as many back.
+The state may be that of many layers. Of this state a step needs only a reading, four numbers for each quantizer, and
+records as many.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling
-from . import _batching, _checks, _ffi
+from . import _batching, _checks, _ffi, _shapes
 from ._partition import WHOLE
 from ._primitive import dims, tensor_op
 
@@ -27,15 +27,16 @@ Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
     """Read the amax histories and the scales of products, each of k quantizers.
 
-    Of each quantizer the reading has the largest entry of its history, the newest one, the scale, and a 0 for kernels
-    to raise in place. Entries that are negative or not finite count as 0. An entry or a scale below zero, which no step
-    makes, is said by -1 in place of both amaxes.
+    For each quantizer the reading has four numbers: the largest entry of its history, the newest entry, the scale, and
+    a 0 that kernels raise in place. Entries that are not finite count as 0. Where an entry or the scale is below zero,
+    which no training step makes, both amaxes of the reading are -1.
 
     Products with equal batch dimensions are read by one custom call, up to 64 quantizers.
 
     Args:
-        products: for each its k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`: the `scale_inv`
-            of the last step. The batch dimensions, k and H may differ; slot 0 of a history is the newest entry.
+        products: for each product k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`, which is
+            the `scale_inv` of the last step. The batch dimensions, k and H may differ; slot 0 of a history is the
+            newest entry.
 
     Returns:
         For each product f32 `[*batch, 4 * k]`.
@@ -63,12 +64,12 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
         next_scale = scale_inv
 
     Args:
-        products: as of `read_histories`.
-        recorded: for each product f32 `[*batch, 4 * k]`, of each quantizer the amax, scale_inv and two numbers that
-            do not count. A scale_inv of 0 is that of a quantizer that was not used: the results are zeros.
+        products: the same argument as for `read_histories`.
+        recorded: for each product f32 `[*batch, 4 * k]`: for each quantizer the amax, the scale_inv and two numbers
+            that are not read. A scale_inv of 0 marks a quantizer that was not used: its results are zeros.
 
     Returns:
-        For each product its k pairs of a history and a scale, shaped as they were.
+        For each product its k pairs of a history and a scale, in the shapes of the arguments.
 
     Raises:
         TypeError: an array is not float32; or the op is differentiated.
@@ -133,7 +134,7 @@ def _slices(counts):
 
 
 def _names(ranks, counts):
-    """Name the dimensions of the histories, the scales, and the readings of products or what is recorded of them."""
+    """Name the dimensions of the histories, the scales, and the readings of products (or the recorded numbers)."""
     # A batch may be cut, by layers or experts; a window and the numbers of a product stay together.
     batch = dims("batch", ranks[0] - 1)
     histories, readings = (
@@ -147,8 +148,8 @@ def _sizes(counts):
     return {f"{WHOLE}_one": 1} | {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
 
 
-def _flat(arrays):
-    return [x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in arrays]
+def _groups(histories):
+    return [_shapes.merge_groups(history, history.ndim - 1) for history in histories]
 
 
 def _read_names(*ranks, counts):
@@ -180,7 +181,7 @@ def _read_custom_call(*operands, vmap_dims, counts):
     histories, scales = _batching.halves(operands)
     batch, groups = scales[0].shape[:-1], scales[0].size
     results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
-    readings = _ffi.call("read_histories", results, *_flat(histories), *(scale.reshape(-1) for scale in scales))
+    readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
     return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
 
@@ -210,7 +211,7 @@ def _write_units(operand_count, counts):
 
 def _write_reference(*operands, vmap_dims, counts):
     del vmap_dims
-    # As bits: XLA's CPU threads treat subnormal floats as zero, also where it slices and concatenates.
+    # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
     bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
     histories, columns = bits[: sum(counts)], []
     for reading in bits[sum(counts) :]:
@@ -221,7 +222,7 @@ def _write_reference(*operands, vmap_dims, counts):
 
 
 def _next_history(history, amax, scale_inv):
-    """Drop slot 1, the oldest, and record the amax in slot 0; all are bits."""
+    """Drop slot 1, the oldest, and record the amax in slot 0; all arrays are bits of f32."""
     moved = lax.concatenate([amax, history[..., 2:], history[..., :1]], history.ndim - 1)[..., : history.shape[-1]]
     is_positive_finite = moved - jnp.uint32(1) < jnp.uint32(0x7F800000 - 1)  # 0 wraps around
     return jnp.where(is_positive_finite & (scale_inv << 1 != 0), moved, jnp.uint32(0))
@@ -230,10 +231,11 @@ def _next_history(history, amax, scale_inv):
 def _write_custom_call(*operands, vmap_dims, counts):
     del vmap_dims
     histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
-    batch, flat = histories[0].shape[:-1], _flat(histories)
-    results = [(h.shape, jnp.float32) for h in flat] + [(flat[0].shape[:1], jnp.float32)] * len(flat)
-    aliases = {i: i for i in range(len(flat))}
-    written = _ffi.call("write_histories", results, *flat, *_flat(recorded), aliases=aliases)
+    batch, groups = histories[0].shape[:-1], _groups(histories)
+    scales = [((math.prod(batch),), jnp.float32)] * len(groups)
+    results, aliases = [(h.shape, jnp.float32) for h in groups] + scales, {i: i for i in range(len(groups))}
+    numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
+    written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
     histories, scales = _batching.halves(written)
     return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
 

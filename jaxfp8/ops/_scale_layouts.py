@@ -1,8 +1,8 @@
 """Scales of rows and blocks in the layouts that cuBLASLt reads, and the GPUs on which it multiplies them.
 
 The layouts are those of cuda/kernels/scale_mode.h, on groups: a matrix `[g, rows, k]` with scales `[g, R, C]`. The
-custom call that quantizes stores them so, and hands them on by `by_block`; the one that multiplies takes them by
-`to_stored`. Where both are in one program and sizes are whole tiles, XLA cancels the two: no launch lies between.
+custom call that quantizes writes them, and `by_block` orders them by blocks; `to_stored` orders them again for the
+custom call that multiplies. In a program with both and with sizes of whole tiles, XLA cancels the two reorderings.
 """
 
 import jax.numpy as jnp
@@ -28,16 +28,16 @@ def missing(modes, capabilities, power_2_scale: bool = False) -> str | None:
     """Return why cuBLASLt has no product of operands with these two modes on all of these GPUs; or None.
 
     Args:
-        modes: as `mode` gives them.
-        capabilities: `(major, minor)` of GPUs; empty where not known: GPUs that have the product are assumed.
+        modes: the results of `mode` for a and b.
+        capabilities: `(major, minor)` of the GPUs; if empty, GPUs that have the product are assumed.
         power_2_scale: whether all scales are powers of two.
     """
-    # Blackwell has no product of float32 scales. Powers of two are E8M0 scales as well, which it has: see `as_mx`.
+    # Blackwell has no product with float32 scales, but powers of two convert to E8M0 scales: see `as_mx`.
     if runs_as_mx(modes, capabilities, power_2_scale):
         return None
     hopper, blackwell = modes in _ON_HOPPER, modes in _ON_BLACKWELL
     if not (hopper or blackwell):
-        return "cuBLASLt has no product of operands that are scaled so"
+        return "cuBLASLt has no product of operands with these scales"
     # A program for GPUs of several kinds runs its kernel on all of them, or the reference on all of them.
     for capability in capabilities:
         if capability != (9, 0) if hopper else capability < (10, 0):
@@ -63,7 +63,7 @@ def depth(mode: str) -> int:
 def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
     """Return the shape of the scales of one matrix `[rows, k]` as custom calls write and read them.
 
-    They lie in tiles of 128 by 128 elements. The part of a tile beyond the matrix has scales too.
+    The scales lie in tiles of 128 by 128 elements. The part of a tile beyond the matrix has scales too.
     """
     row_tiles, tiles = -(-rows // 128), -(-k // 128)
     return {
@@ -75,7 +75,7 @@ def stored_shape(block, rows: int, k: int) -> tuple[int, ...]:
 
 
 def by_block(scales, block, rows: int, k: int):
-    """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off, XLA undoes it in `to_stored`."""
+    """Order scales `[g, *stored_shape]` as blocks, `[g, R, C]`; if nothing is cut off, XLA cancels `to_stored`."""
     if block == (1, 128):
         return jnp.swapaxes(scales, 1, 2)
     if block == (1, 32):
@@ -108,9 +108,9 @@ def to_stored(scales, mode: str, rows: int):
 def as_mx(scales, block, rows: int, k: int):
     """Convert scales of large blocks, powers of two, to E8M0 scales of blocks of 32, `[g, rows, ceil(k / 32)]`.
 
-    Every block here lies in one block of `block`, whose columns are a multiple of 32 or all of them, and takes its
-    scale. The codes stay. That is exact: an E8M0 code is the biased exponent of a float32, so a power of two from
-    2**-126 to 2**127 is the same number in both. `quantize_blocks` makes none but those. Its factor is
+    Every block of 32 lies in one block of `block`, whose columns are a multiple of 32 or all of them, and takes its
+    scale. The codes stay. The conversion is exact: an E8M0 code is the biased exponent of a float32, so a power of two
+    from 2**-126 to 2**127 is the same number in both, and `quantize_blocks` makes no other scales. Its factor is
     `FP8_MAX / amax` rounded down to a power of two, at most 2**126, at least 2**-120 (the amax is below 2**128, FP8_MAX
     is 448 or more), and 1 where the amax is 0 or not finite; scales are the inverse. Any other float32 becomes NaN, so
     that a product of scales that are no powers of two is not silently wrong.

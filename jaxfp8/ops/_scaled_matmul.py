@@ -14,8 +14,8 @@ from ._dequantize import widening_on_cpu
 from ._primitive import ONE, tensor_op
 from ._product import ProductSpec, rescaled, spec_fields
 
-# The workspace of cuBLASLt: its advice for Hopper, more than it asks for on Ada. XLA lends the memory to other steps of
-# the program.
+# The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs. XLA lends the memory to other
+# steps of the program.
 WORKSPACE_BYTES = 32 * 2**20
 # cuBLASLt wants 16-byte rows in FP8.
 ALIGNMENT = 16
@@ -44,7 +44,9 @@ def scaled_matmul(
 
         ((a @ b.mT) * (a_scale_inv * b_scale_inv) + bias + accumulator).astype(out_dtype)
 
-    Where `a_scale_inv * b_scale_inv` is no normal number, `(a @ b.mT) * a_scale_inv * b_scale_inv` in this order.
+    Where `a_scale_inv * b_scale_inv` is not a normal number, the scales multiply one after the other:
+    `(a @ b.mT) * a_scale_inv * b_scale_inv`.
+
     On NVIDIA GPUs cuBLASLt multiplies in FP8; elsewhere the codes are widened, which is exact, and multiplied with f32
     accumulation: with `K` products, `|error| <= K * 2**-24 * sum(|a_k b_k|)` before the last rounding. The tensor cores
     of Ada and Hopper add with 13 bits, in steps of 16 and 32 products (docs/numerics.md has the bound).
@@ -59,12 +61,12 @@ def scaled_matmul(
         out_dtype: bfloat16, float16 or float32.
         precise: turns fast accumulation off. On Ada and Hopper the tensor cores then hand their sums to f32 at
             intervals, in place of once at the end; bits that a step drops stay lost. Elsewhere it changes nothing.
-        batch: how many leading dimensions a and b share, where m and n may be any number of dimensions; by default m
-            and n are one each.
-        contracting: how many dimensions `k` stands for.
-        a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, for operands that another product reads in that layout. On
-            one device they are not read. On a mesh they are gathered instead of a and b, if these have to be, so that
-            one layout crosses devices.
+        batch: the number of leading dimensions that a and b share. m and n are then any numbers of dimensions; by
+            default m and n are one dimension each.
+        contracting: the number of dimensions that k stands for.
+        a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads the operands in that layout. On
+            one device a_t and b_t are not read. On a mesh, if a or b has to be gathered, a_t or b_t is gathered in its
+            place, so that only one layout crosses devices.
 
     Returns:
         `[..., m, n]` of `out_dtype`.
@@ -104,7 +106,7 @@ class _Spec(ProductSpec):
 
 
 def to_f32(codes):
-    """Widen by a cast, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
+    """Widen by a cast to f32, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
     return codes.astype(jnp.float32)
 
 
@@ -156,7 +158,7 @@ def _reference(*operands, vmap_dims, spec, widen=to_f32):
 
 
 def _finish(spec, out, bias, accumulator, vmap_dims):
-    """Add and round a scaled product of whole tensors."""
+    """Add the bias and the accumulator to a scaled product of whole tensors, and round it to `out_dtype`."""
     out = spec.add_bias(out, bias, vmap_dims)
     return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
 
@@ -169,9 +171,9 @@ def _on_cpu(*operands, vmap_dims, spec):
 def _by_xla(*operands, vmap_dims, spec):
     """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
 
-    The product is rewritten in the dtype of its operands. In float32 a bfloat16 result would be converted in another
-    pass over it, and a bias added there; so on GPUs the pattern is in bfloat16 where the result is. Elsewhere, where
-    operands in bfloat16 would round, it stays in float32.
+    XLA rewrites the product in the dtype of its operands. With float32 operands a bfloat16 result would take another
+    pass for its conversion and the bias; so on GPUs the pattern has the dtype bfloat16 if the result has. On other
+    platforms bfloat16 operands would be rounded, so the pattern stays in float32.
     """
     in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
     narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
@@ -187,6 +189,7 @@ def _is_rewritten(a, b, vmap_dims) -> bool:
 
 
 def _pattern(*operands, vmap_dims, spec, dtype):
+    """Multiply by the pattern of `_by_xla`, with operands of `dtype`."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     wide = a.astype(dtype), b.astype(dtype)
     scales_inside = _is_rewritten(a, b, vmap_dims)
@@ -196,7 +199,7 @@ def _pattern(*operands, vmap_dims, spec, dtype):
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
     out = spec.dot(*wide, vmap_dims, precision=precision, preferred_element_type=dtype)
     if not scales_inside:
-        # One factor: two would be launches of their own, and XLA's products have no rule for scales that flush.
+        # Multiply by one factor: two would be two launches, and XLA's products have no rule for scales that flush.
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
     return _finish(spec, out, bias, accumulator, vmap_dims)
 
@@ -204,8 +207,9 @@ def _pattern(*operands, vmap_dims, spec, dtype):
 def _scalar(scale, dtype):
     """Convert an f32[1] scale as XLA needs it in the pattern.
 
-    XLA hands cuBLASLt the f32 again that was converted to bfloat16 here, unrounded, if the two conversions meet. The
-    barrier keeps a reshape from coming between them. (`xla_allow_excess_precision`, which is on by default.)
+    If the conversion to bfloat16 here meets XLA's conversion back to f32, XLA drops both and hands cuBLASLt the f32
+    scale, not rounded (`xla_allow_excess_precision`, which is on by default). The barrier keeps a reshape from coming
+    between them.
     """
     return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
@@ -226,7 +230,7 @@ def _second_layouts(spec):
 
 def _batch(run, operands, batch_dims, vmap_dims, *, spec):
     """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
-    # 1. Find the operand that alone is batched, its second layout beside it.
+    # 1. Find the only operand that is batched, alone or with its second layout.
     batched = {i for i, d in enumerate(batch_dims) if d is not None}
     second = _second_layouts(spec)
     position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
@@ -246,6 +250,7 @@ def _batch(run, operands, batch_dims, vmap_dims, *, spec):
 
 
 def _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec):
+    """Make the batch a batch dimension of a, b and the operands that are added; all examples share the scales."""
     (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
 
     def batched(x, d):

@@ -10,11 +10,16 @@ from ..numerics import _scaling
 
 
 def merge(x, *counts):
-    """Merge consecutive dimensions of `x`: `counts` says how many go into each, the rest into the last.
+    """Merge consecutive dimensions of `x`: each count merges that many; the last dimension gets the rest.
 
     `merge(x, 2, 1)` of shape (a, b, c, d, e) has shape (a * b, c, d * e).
     """
     return x.reshape(merged(x.shape, *counts))
+
+
+def merge_groups(history, leading):
+    """Merge the leading dimensions of a history to groups `[g, H]`; without any the history stays `[H]`, one group."""
+    return merge(history, leading) if leading else history
 
 
 def merged(shape, *counts):
@@ -47,9 +52,9 @@ def group_scales(scale, vmap_dims, batch=1):
     """Return the scale of each group: f32 `[*vmapped, 1]` as `[1]`, one for all groups, or as `[g]`.
 
     Args:
-        scale: a scale for each index of the vmapped dimensions.
-        vmap_dims: how many vmapped dimensions there are.
-        batch: how many groups each of these indices has.
+        scale: f32 `[*vmapped, 1]`, a scale for each index of the vmapped dimensions.
+        vmap_dims: the number of vmapped dimensions.
+        batch: the number of groups of each index.
     """
     # Handlers take one scale for all groups, so it is not repeated for each of them.
     return scale if vmap_dims == 0 else group_amaxes(scale, batch)
@@ -76,7 +81,7 @@ def abs_max(x, vmap_dims):
 
 
 def raise_amax(amax, *amax_so_far):
-    """Return the largest of non-negative f32: as integers, because XLA's CPU threads flush subnormal floats."""
+    """Return the largest of non-negative f32 arrays, compared as integers: XLA's CPU threads flush subnormal floats."""
     bits = (lax.bitcast_convert_type(x, jnp.uint32) for x in (amax, *amax_so_far))
     return lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 

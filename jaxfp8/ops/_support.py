@@ -1,4 +1,4 @@
-"""The check of GPUs: a program uses the CUDA library only where the devices that it is lowered for can run it."""
+"""The check of GPUs: a program uses the CUDA library only if the GPUs that it is lowered for can run the library."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ import jax
 from .._jax import _compat, _warnings
 from . import _ffi
 
-# FP8 conversions and FP8 tensor cores.
+# The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
 _WITHOUT = "running without FP8 custom calls: same results within their bounds, slower"
 _warned = set()
@@ -21,9 +21,9 @@ class Missing(NamedTuple):
     """Why custom calls cannot run.
 
     Attributes:
-        reason: a clause.
-        hardware: whether nothing but the reference is left; else only cuBLASLt is missing.
-        instead: a clause: what runs, for the warning.
+        reason: a clause that says why.
+        hardware: whether only the reference can run; else only cuBLASLt is missing.
+        instead: a clause for the warning, which says what runs.
     """
 
     reason: str
@@ -40,7 +40,7 @@ def local_gpus() -> list:
 
 
 def backend() -> str:
-    """Return the platform of this process, as programs are lowered for it: JAX calls two of them "gpu"."""
+    """Return the platform of this process, as programs are lowered for it: JAX calls both CUDA and ROCm "gpu"."""
     name = jax.default_backend()
     if name != "gpu":
         return name
@@ -53,7 +53,7 @@ def gpus(ctx) -> list:
 
 
 def capability(gpu) -> tuple[int, ...]:
-    """`(major, minor)` of an NVIDIA GPU; empty where it is none, such as AMD's "gfx942", or not known."""
+    """Return `(major, minor)` of an NVIDIA GPU; `()` for another GPU, such as AMD's "gfx942", or an unknown one."""
     match = re.fullmatch(r"(\d+)\.(\d+)", getattr(gpu, "compute_capability", ""))
     return () if match is None else tuple(map(int, match.groups()))
 
@@ -61,11 +61,11 @@ def capability(gpu) -> tuple[int, ...]:
 def missing(ctx, *, cublaslt: bool) -> Missing | None:
     """Return what keeps a CUDA custom call from running where the program of a lowering rule will run.
 
-    Asks the devices that the program is for, else those of this machine. Where there are none, the program is compiled
-    ahead of time for GPUs that are assumed to have everything.
+    The GPUs that count are those of the program, else those of this machine. Without a GPU the program is compiled
+    ahead of time, for GPUs that are assumed to have everything.
 
     Args:
-        ctx: of the rule.
+        ctx: the context of the lowering rule.
         cublaslt: whether the call needs cuBLASLt.
     """
     return missing_on(gpus(ctx), cublaslt=cublaslt)
@@ -94,14 +94,14 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
 
 
 def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
-    """Tell whether code such as `sm_89` runs: on its generation, from its version on; with an `a` on that alone."""
+    """Tell whether code such as `sm_89` runs: on its generation from its version on, with an `a` on its version."""
     number, is_specific = architecture.removeprefix("sm_").rstrip("af"), architecture.endswith("a")
     major, minor = int(number[:-1]), int(number[-1])
     return capability[0] == major and (capability[1] == minor if is_specific else capability[1] >= minor)
 
 
 def warn(reason: str, instead: str = _WITHOUT) -> None:
-    """Says once for each reason that programs run without custom calls."""
+    """Warn once for each reason that programs run without custom calls."""
     if _listeners:
         _listeners[-1].append(reason)
     elif reason not in _warned:
@@ -111,7 +111,7 @@ def warn(reason: str, instead: str = _WITHOUT) -> None:
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect the reasons, once each, of programs lowered inside, in place of warnings."""
+    """Collect the reasons that programs lowered inside would warn of, each once, in place of the warnings."""
     reasons = []
     _listeners.append(reasons)
     try:

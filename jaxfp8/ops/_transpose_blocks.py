@@ -1,4 +1,4 @@
-"""transpose_blocks: blocks along the rows of FP8 codes become blocks along their columns, without quantizing again."""
+"""transpose_blocks: turn blocks along the rows of FP8 codes into blocks along the columns, without quantizing again."""
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,20 @@ def transpose_blocks(
 
     The ratio is a power of two, at most 1. The product is rounded to the nearest FP8 number, ties to even: it is exact
     unless it is below the smallest normal number (2**-6 in E4M3, 2**-14 in E5M2), where it loses bits, down to a zero
-    with the sign of the code. Codes of NaN and Inf stay. If a scale that a new block crosses is NaN or no power of two,
-    its scale is NaN and all its codes are NaN, as `quantize_blocks` gives them.
+    with the sign of the code. Codes of NaN and Inf stay. If a new block crosses a scale that is NaN or not a power of
+    two, the scale and all codes of the new block are NaN, as `quantize_blocks` makes them.
 
-    This differs from `quantize_blocks(x.mT)` in three ways. A scale comes from all columns of an old block, and may be
-    larger than the amax of its own column needs. Where the product is subnormal a number is rounded twice; all other
-    codes are those of x divided by the larger scale. And where the first scale saturated a number (rounding="floor",
-    or an Inf or NaN beside it in a block with float32 scales), it stays saturated.
+    The result differs from `quantize_blocks(x.mT)` in three ways. A scale comes from all columns of an old block, and
+    may be larger than the amax of its own column needs. A number is rounded twice if the product is subnormal; all
+    other codes are those of x divided by the larger scale. A number that the first scale saturated stays saturated
+    (with rounding="floor", or with float32 scales beside an Inf or NaN in the block).
 
     Args:
         data: float8_e4m3fn or float8_e5m2 `[..., *m, *n]`.
         scale_inv: float8_e8m0fnu, or float32 powers of two from 2**-126 to 2**127, `[..., m, ceil(n / c)]`: as
             `quantize_blocks` gives it with scale="e8m0" or power_2_scale=True.
-        block: `(1, c)`, of data and of data_t. The last block of a row may be smaller.
-        rows, cols: how many dimensions m and n stand for; blocks count them merged.
+        block: `(1, c)`, the block of data and of data_t. The last block of a row may be smaller.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
 
     Returns:
         `(data_t, scale_inv_t)`: data_t `[..., *n, *m]` with the dtype of data; scale_inv_t `[..., n, ceil(m / c)]` with
@@ -57,12 +57,12 @@ def transpose_blocks(
 
 
 def _shift_down(data, shift):
-    """Return the codes of `data / 2**shift`, int32 shifts of at least 0; those of NaN and Inf stay."""
+    """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of NaN and Inf stay."""
     info = jnp.finfo(data.dtype)
     codes = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.int32)
     magnitude, hidden = codes & 0x7F, 1 << info.nmant
     exponent = magnitude >> info.nmant
-    # A subnormal result is an integer, rounded; the smallest normal number follows the subnormal ones.
+    # A subnormal result is a rounded integer; the smallest normal number follows the subnormal numbers.
     significand = jnp.where(exponent == 0, magnitude, (magnitude & (hidden - 1)) | hidden)
     places = jnp.clip(shift - jnp.maximum(exponent, 1) + 1, 0, info.nmant + 2)
     half = (1 << jnp.maximum(places - 1, 0)) - 1 + ((significand >> places) & 1)
@@ -78,11 +78,11 @@ def _reference(data, scale_inv, vmap_dims, block, rows, cols):
     first, size = data.ndim - rows - cols, block[1]
     matrix = _shapes.merge(data, *[1] * first, rows)
     m, n = matrix.shape[-2:]
-    # 1. Find the scale of each new block: that of one column stands for all columns of an old block.
+    # 1. Find the scale of each new block; all columns of an old block have the same new scale.
     codes = _exponents(scale_inv).astype(jnp.int32)
     largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
     of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
-    # 2. Shift the codes of each old block, as bytes: XLA's CPU compiler may move FP8 through float16.
+    # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may move FP8 through float16.
     shift, of_elements = (_blocks.spread(x, block, m, n) for x in (of_rows - codes, of_rows))
     nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
     shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))

@@ -1,7 +1,7 @@
-"""Blocks of 128 elements along one axis of a moment, whatever divides what.
+"""Blocks of 128 elements along one axis of a moment, of which the last may be smaller.
 
-The shapes of a moment and of its amaxes tell the axis, so that state needs no static fields: it is a tuple of arrays to
-checkpoints, to `jax.vmap` and to shardings.
+The shape of a moment tells the axis, so a moment needs no static field: checkpoints, `jax.vmap` and shardings see a
+tuple of arrays.
 """
 
 import math
@@ -14,9 +14,9 @@ _NARROWEST = 64
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
-    """Return the axis along which blocks lie: the last with 64 elements or more, or else the last of the largest.
+    """Return the axis along which blocks lie: the last axis with at least 64 elements, else the last largest axis.
 
-    The last axis of a kernel or an embedding has the features of one input or one token, whose moments are alike.
+    The last axis of a kernel or an embedding has the features of one input or one token, whose moments are similar.
     """
     wide = [axis for axis, size in enumerate(shape) if size >= _NARROWEST]
     return wide[-1] if wide else max(range(len(shape)), key=lambda axis: (shape[axis], axis))
@@ -29,9 +29,13 @@ def amax_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def block_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return the sharding of an array, for one of `shape` that has a number for each block of it.
+    """Return the sharding of an array with one number for each block of a moment.
 
     Axes of the mesh that do not divide the number of blocks are left out.
+
+    Args:
+        sharding: the sharding of the moment.
+        shape: the `amax_shape` of the moment.
     """
 
     def divisible(size, axes):

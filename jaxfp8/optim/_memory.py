@@ -1,4 +1,4 @@
-"""memory: how many bytes a parameter the state of an optimizer takes."""
+"""memory: report the bytes of an optimizer's state, in total and for each parameter."""
 
 import dataclasses
 import math
@@ -14,11 +14,11 @@ from ._state import leaves
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Memory:
-    """The bytes of an optimizer's state; `str` and `repr` are a table of them.
+    """The bytes of an optimizer's state; `str` and `repr` give a table of `rows`.
 
     Attributes:
-        rows: a dict for each kind of leaf, the largest first, and one for all: `kind`, a class of moments in FP8 or a
-            dtype; `leaves`, `elements` and `bytes`, numbers; `bytes_per_parameter`.
+        rows: a dict for each kind of leaf, the largest kind first, then a dict for all leaves. `kind` is a class of
+            moments in FP8 or a dtype; `leaves`, `elements` and `bytes` are counts; `bytes_per_parameter` is a float.
     """
 
     rows: list[dict[str, Any]]
@@ -35,9 +35,9 @@ def memory(opt_state: Any, params: Any) -> Memory:
         print(jaxfp8.optim.memory(opt_state, params))
 
     Args:
-        opt_state: of any optax transformation: arrays, or the shapes and dtypes that `jax.eval_shape` returns. The
-            bytes are those of whole arrays, over all devices.
-        params: the parameters that it is the state of, whose elements are counted.
+        opt_state: the state of any optax transformation: arrays, or the shapes and dtypes that `jax.eval_shape`
+            returns. The bytes are those of whole arrays, over all devices.
+        params: the parameters of the optimizer, whose elements are counted.
 
     Returns:
         The `Memory`.
@@ -48,7 +48,7 @@ def memory(opt_state: Any, params: Any) -> Memory:
     parameters = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
     if not parameters:
         raise ValueError("jaxfp8.optim.memory: params: expected arrays with elements, got none; pass the parameters")
-    # A moment in FP8 is one leaf, of three arrays.
+    # A moment in FP8 counts as one leaf, which has three arrays.
     by_kind: dict[str, list] = {}
     for leaf in leaves(opt_state):
         kind = type(leaf).__name__ if isinstance(leaf, Moment) else jax.numpy.result_type(leaf).name

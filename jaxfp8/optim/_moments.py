@@ -1,4 +1,4 @@
-"""The moments of an optimizer in FP8, as parts of its state: `jaxfp8.ops` decodes and encodes them."""
+"""The moments of an optimizer in FP8: classes of its state, and functions that encode and decode moments."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,12 @@ from ._blocks import amax_shape, block_axis, block_sharding
 
 
 class Moment(NamedTuple):
-    """A moment in FP8; its class says how it is rounded.
+    """A moment in FP8, in one of two subclasses, which say how updates round the moment.
 
     Attributes:
         data: float8_e4m3fn codes, in the shape of the moment.
-        amax: f32, the largest finite magnitude of each block of 128 elements along one axis; 0 where all are 0.
-        exponent: int8, the binary logarithm of the k of each block: 1, 0 or -1.
+        amax: f32, the largest finite magnitude of each block of 128 elements along one axis; 0 for a block of zeros.
+        exponent: int8, the binary logarithm of k for each block: 1, 0 or -1; see `jaxfp8.ops.encode_moment`.
     """
 
     data: jax.Array
@@ -26,23 +26,19 @@ class Moment(NamedTuple):
 
 
 class SignedMoment(Moment):
-    """A moment of both signs, such as Adam's first: rounded to nearest."""
+    """A moment of both signs, such as Adam's first moment. An update rounds to nearest."""
 
 
 class SquaredMoment(Moment):
-    """A moment of squares, such as Adam's second: rounded stochastically, and to zero only where it is zero.
+    """A moment of squares, such as Adam's second moment. An update rounds stochastically, and only 0 becomes 0.
 
-    The steps of its slow average are smaller than half of the spacing of codes: to nearest, they would be lost. An
-    optimizer divides by its root: a zero in place of a small number would be an update without bounds.
+    The steps of a slow average are smaller than half of the spacing of codes, so rounding to nearest would lose them.
+    An optimizer divides by the root of the moment, so a small number that became 0 would make an update without bounds.
     """
 
 
 def encode(kind: type[Moment], x: jax.Array) -> Moment:
-    """Quantize a moment, in any float dtype, to nearest.
-
-    Returns:
-        The moment, in the class `kind`.
-    """
+    """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round to nearest."""
     sharding = jax.typeof(x).sharding
     of_blocks = block_sharding(sharding, amax_shape(x.shape))
 
@@ -63,14 +59,14 @@ def decode(moment: Moment) -> jax.Array:
 
 
 def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
-    """Quantize `after` where a block differs from what `moment` decodes to; keep the codes of other blocks.
+    """Quantize the blocks of `after` that differ from the decoded `moment`; keep the codes of the other blocks.
 
-    So a step that changes nothing, of `optax.MultiSteps` or `optax.apply_if_finite`, changes no bit.
+    So a step of `optax.MultiSteps` or `optax.apply_if_finite` that leaves the moment alone changes no bit of it.
 
     Args:
-        moment: of the step before.
-        after: in any float dtype; f32 is what it is computed in.
-        keys: of `block_keys`, to round stochastically; None: to nearest.
+        moment: the moment of the step before.
+        after: the next moment, in any float dtype; it is cast to f32.
+        keys: the result of `block_keys`, to round stochastically; None rounds to nearest.
     """
     squared, axis = isinstance(moment, SquaredMoment), block_axis(after.shape)
     return type(moment)(*ops.encode_moment(*moment, after.astype(jnp.float32), keys, squared=squared, axis=axis))

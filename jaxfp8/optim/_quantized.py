@@ -21,25 +21,25 @@ def quantized(
 
     `tx` sees its moments in float32. After the update each block of 128 elements is quantized with an amax of its own;
     a block that the update did not change keeps its bits. The rest of the state, and moments of less than `min_size`
-    elements, stay what they are.
+    elements, stay as they are.
 
-    Blocks lie along the last axis that has 64 elements, or else the largest, whatever the mesh is: the state and its
-    random bits do not depend on it. Inside of `jax.shard_map` they are those of each shard.
+    Blocks lie along the last axis with at least 64 elements, or else along the largest axis. State and random bits are
+    the same on every mesh. Inside of `jax.shard_map` each shard has blocks of its own.
 
     Args:
-        tx: an optax transformation, such as a chain. It may be inside of others (`optax.masked`,
-            `optax.multi_transform`, `jaxfp8.train.optimizer`) and they inside of it.
+        tx: an optax transformation, such as a chain. Other transformations (`optax.masked`, `optax.multi_transform`,
+            `jaxfp8.train.optimizer`) may wrap the result, or be part of `tx`.
         min_size: the number of elements from which on a moment is quantized.
-        moments: for states of your own, their NamedTuple -> field -> `SignedMoment` or `SquaredMoment`, in addition to
-            those of optax: `{MyState: {"momentum": jaxfp8.optim.SignedMoment}}`.
-        seed: of the random bits that round squared moments.
+        moments: the moments in states of your own, besides those of optax: for each NamedTuple class a dict from its
+            fields to `SignedMoment` or `SquaredMoment`: `{MyState: {"momentum": jaxfp8.optim.SignedMoment}}`.
+        seed: an int, the seed of the random bits that round squared moments.
 
     Returns:
         The transformation; its state is a `QuantizedState`.
 
     Raises:
-        ValueError: at `init`, `tx` has no state whose moments are known, or has moments in FP8; at `update`, the state
-            is not one of this transformation.
+        ValueError: in `init`, `tx` has no state whose moments are known, or already has moments in FP8; in `update`,
+            the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
@@ -48,7 +48,7 @@ def quantized(
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
 
     def update(grads, state, params=None, **extra_args):
-        # 1. Update as without FP8.
+        # 1. Update with moments in float32.
         check(state, table, min_size)
         updates, after = tx.update(grads, dequantize_moments(state.inner), params, **extra_args)
 

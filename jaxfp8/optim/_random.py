@@ -10,12 +10,12 @@ from ._blocks import amax_shape
 
 
 def leaf_key(seed: int, step: jax.Array, leaf: int) -> jax.Array:
-    """Return the u32 [] that the random bits of one moment in one update come from.
+    """Return the key u32[] from which the random bits of one moment in one update are made.
 
         key = mix(mix(mix(seed) ^ step) ^ leaf)
 
     Args:
-        seed: of the transformation.
+        seed: the seed of the transformation.
         step: i32 [], the number of updates before this one.
         leaf: the number of the moment among the leaves of the optimizer's state.
     """
@@ -24,7 +24,7 @@ def leaf_key(seed: int, step: jax.Array, leaf: int) -> jax.Array:
 
 
 def block_keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the u32 of each block of a moment of `shape` that the random bits of its elements come from.
+    """Return a key for each block of a moment of `shape`, u32 in the shape of its amaxes.
 
         keys = mix(key ^ block)
 

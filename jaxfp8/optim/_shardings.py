@@ -1,4 +1,4 @@
-"""shardings: how the state of an optimizer lies on a mesh."""
+"""shardings: place the state of an optimizer on the mesh of its parameters."""
 
 from typing import Any
 
@@ -10,31 +10,31 @@ from ._state import is_moment
 
 
 def shardings(opt_state: Any, params: Any) -> Any:
-    """Return shardings of an optimizer's state that are those of its parameters.
+    """Return shardings that place an optimizer's state like its parameters.
 
         shapes = jax.eval_shape(tx.init, params)
         opt_state = jax.jit(tx.init, out_shardings=jaxfp8.optim.shardings(shapes, params))(params)
 
-    A leaf of the state belongs to the parameter whose path ends its own, and whose shape it has; it lies as the
-    parameter does. Amaxes and exponents of a moment in FP8 lie as its codes, but for axes of the mesh that do not
-    divide the number of blocks. Everything else is on all devices.
+    A leaf of the state gets the sharding of the parameter that has the same shape and whose path is the end of the
+    leaf's path. Amaxes and exponents of a moment in FP8 get the sharding of its codes, without axes of the mesh that do
+    not divide the number of blocks. All other leaves are replicated.
 
     Args:
-        opt_state: the state, or its shapes, of any optax transformation.
+        opt_state: the state of any optax transformation, or its shapes.
         params: the parameters, arrays on one mesh with a `NamedSharding` each; or their shapes with such shardings.
 
     Returns:
         A tree in the structure of `opt_state`, for `out_shardings`, `jax.device_put` and checkpoints.
 
     Raises:
-        ValueError: a parameter has no NamedSharding.
+        ValueError: a parameter has no NamedSharding, or there are no parameters.
     """
-    # 1. Find the parameters by their paths, which end those of the state that belongs to them.
+    # 1. Collect the parameters by their paths; the path of a leaf of state ends with that of its parameter.
     by_path = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(
-                "jaxfp8.optim.shardings: params: expected a NamedSharding of each, got "
+                "jaxfp8.optim.shardings: params: expected a NamedSharding of each leaf, got "
                 f"{getattr(leaf, 'sharding', None)} of params{jax.tree_util.keystr(path)}; put them on a mesh first"
             )
         by_path[_names(path)] = leaf
@@ -42,7 +42,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
         raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
     mesh = next(iter(by_path.values())).sharding.mesh
 
-    # 2. Give each leaf the sharding of its parameter, and the numbers of blocks as much of it as divides them.
+    # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh axes that divide their shape.
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
         owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
@@ -58,5 +58,5 @@ def shardings(opt_state: Any, params: Any) -> Any:
 
 
 def _names(path) -> tuple[str, ...]:
-    """Return a path without the kinds of its keys: a state restored or boxed has others."""
+    """Return a path without the kinds of its keys, which differ in a state that was restored or boxed."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

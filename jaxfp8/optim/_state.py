@@ -1,4 +1,4 @@
-"""The state of an optimizer with its moments in FP8: from and to the state in float32, and what it must look like."""
+"""The state of an optimizer with its moments in FP8: convert it from and to float32, and check its classes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from ._moments import Moment, SignedMoment, SquaredMoment, decode, encode
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
 
-# The moments that optax keeps. Those of ScaleByRStdDevState are not here: a variance is a difference of moments, which
-# rounding can make negative.
+# The moments that optax keeps. ScaleByRStdDevState is not here: a variance is a difference of moments, which rounding
+# can make negative.
 MOMENTS: Table = {
     optax.ScaleByAdamState: {"mu": SignedMoment, "nu": SquaredMoment},
     optax.ScaleByAmsgradState: {"mu": SignedMoment, "nu": SquaredMoment, "nu_max": SquaredMoment},
@@ -23,7 +23,7 @@ MOMENTS: Table = {
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
     optax.ScaleByRmsState: {"nu": SquaredMoment},
-    # Its class has no public name. Without a computation: an import must not start JAX's backends.
+    # The class of this state has no public name. `eval_shape` computes nothing: an import must start no backend of JAX.
     type(jax.eval_shape(optax.scale_by_rms(bias_correction=True).init, ())): {"nu": SquaredMoment},
     optax.ScaleByRssState: {"sum_of_squares": SquaredMoment},
     optax.TraceState: {"trace": SignedMoment},
@@ -34,7 +34,7 @@ class QuantizedState(NamedTuple):
     """The state of `quantized(tx)`.
 
     Attributes:
-        count: i32 [], the number of updates; the random bits of the next one depend on it.
+        count: i32[], the number of updates so far, on which the random bits of the next update depend.
         inner: the state of `tx`, with a Moment in the place of each large moment.
     """
 
@@ -43,15 +43,15 @@ class QuantizedState(NamedTuple):
 
 
 def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | None = None) -> QuantizedState:
-    """Convert the float32 state of an optax transformation `tx` to that of `quantized(tx)`, to go on from there.
+    """Convert the float32 state of an optax transformation `tx` to the state of `quantized(tx)`.
 
     Args:
         opt_state: the state of `tx`.
-        min_size: the one of `quantized`.
-        moments: those of `quantized`.
+        min_size: the `min_size` of `quantized`.
+        moments: the `moments` of `quantized`.
 
     Returns:
-        The state, with a count of 0. All of its moments are rounded to nearest.
+        The state of `quantized(tx)`, with a count of 0. All of its moments are rounded to nearest.
 
     Raises:
         ValueError: no part of the state is of a class whose moments are known, or a moment is in FP8 already.
@@ -70,9 +70,9 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         (x,) = jax.tree.leaves(leaf)
         if not is_large(x, min_size):
             return leaf
-        # Moments of `init` are constants, and XLA would take its time to compute their codes while it compiles.
+        # Moments of `init` are constants, whose codes XLA would compute, slowly, while it compiles.
         moment = encode(kind, lax.optimization_barrier(x))
-        # A Variable for each array: `nnx.Optimizer` updates Variables, and takes a moment inside of one apart.
+        # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
         return kind(*(jax.tree.map(lambda _, part=part: part, leaf) for part in moment))
 
     return QuantizedState(jnp.zeros((), jnp.int32), map_moments(quantize, opt_state, table))
@@ -82,13 +82,13 @@ def dequantize_state(opt_state: Any) -> Any:
     """Convert the state of `quantized(tx)` to the float32 state of `tx`.
 
     Args:
-        opt_state: a QuantizedState, or a tree with some inside, such as the state of a chain.
+        opt_state: a QuantizedState, or a tree with QuantizedStates inside, such as the state of a chain.
 
     Returns:
         The tree, with the state of `tx` in the place of each QuantizedState.
     """
 
-    # An inner QuantizedState there is not: `quantized` refuses moments in FP8.
+    # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in FP8.
     def dequantize(node):
         return dequantize_moments(node.inner) if isinstance(node, QuantizedState) else node
 
@@ -115,7 +115,10 @@ def map_moments(function, tree, table: Table) -> Any:
 
 
 def check(state: Any, table: Table, min_size: int) -> None:
-    """Raise a ValueError where a state is not one of `quantized`: restored from a checkpoint of another, perhaps."""
+    """Raise a ValueError unless `state` is that of `quantized` with this table and `min_size`.
+
+    A state that was restored from the checkpoint of another transformation fails here.
+    """
     if not isinstance(state, QuantizedState):
         raise ValueError(
             f"jaxfp8.optim.quantized: update: state: expected a QuantizedState, got {type(state).__name__}; restore a "
@@ -140,7 +143,7 @@ def check(state: Any, table: Table, min_size: int) -> None:
 
 
 def leaves(tree: Any) -> list:
-    """Return the leaves of a tree, of which a Moment is one."""
+    """Return the leaves of a tree; a Moment is one leaf."""
     return jax.tree.leaves(tree, is_leaf=is_moment)
 
 

@@ -1,4 +1,4 @@
-"""Which scale a tensor gets and the state that takes; QTensor; which layer runs which recipe: autocast, rules.
+"""Recipes, their quantizers and state; QTensor; `autocast` and rules, which choose the recipe of a layer.
 
 A recipe is data; its quantizers are pure functions.
 """

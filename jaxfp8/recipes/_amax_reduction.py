@@ -1,4 +1,4 @@
-"""Which devices of a `shard_map` share a state, and so an amax: what types say, and a recipe's `pipeline_axes`."""
+"""Reduce an amax over the devices of a `shard_map` that share a state: types tell them, or `recipe.pipeline_axes`."""
 
 import dataclasses
 
@@ -11,7 +11,18 @@ from ._warning import FP8StateWarning
 
 
 class _NotSaid(tuple):
-    """`pipeline_axes` that nobody gave: in a program whose types do not tell, that is worth a warning."""
+    """Default of `pipeline_axes`: a program whose types do not tell the axes of a state warns of this default.
+
+    It differs from `()`, so that no cache takes a recipe with it for one whose user said that there are no stages.
+    """
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, axes):
+        return self is axes
+
+    def __ne__(self, axes):
+        return self is not axes
 
     def __reduce__(self):
         return "NOT_SAID"
@@ -25,9 +36,9 @@ class AmaxReduction:
     """The reduction of an amax over the devices of a `shard_map` that share a state.
 
     Attributes:
-        axes: the mesh axes, where types do not tell (`check_vma=False`); None where they do: those over which the amax
-            varies and its state does not.
-        pipeline_axes: `recipe.pipeline_axes`: stages keep their own.
+        axes: the mesh axes to reduce over with `check_vma=False`, where types do not tell them; else None: the call
+            finds the axes over which the amax varies and its state does not.
+        pipeline_axes: `recipe.pipeline_axes`, the axes along which each stage keeps its own state.
     """
 
     axes: tuple[str, ...] | None
@@ -35,7 +46,11 @@ class AmaxReduction:
 
     @staticmethod
     def for_recipe(recipe) -> "AmaxReduction":
-        """Return the reduction for products of a recipe, at this place in a program."""
+        """Return the reduction for products of a recipe, at this place in a program.
+
+        Raises:
+            ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the `shard_map` or `pmap` lacks.
+        """
         stages, manual = recipe.pipeline_axes, jax.sharding.get_abstract_mesh().manual_axes
         if not manual or varying(lax.axis_index(manual[0])):
             return AmaxReduction(None, stages)
@@ -53,13 +68,14 @@ class AmaxReduction:
         return AmaxReduction(axes, stages)
 
     def __call__(self, amax, state, combine=lax.pmax):
-        """Reduce `amax` by `combine` over the devices that share `state`; None: over those that hold the tensor.
+        """Reduce `amax` by `combine` over the devices that share `state`.
 
-        A reduction goes over all devices that share the state: more devices do not change a maximum, and reductions
-        over the same devices become one collective.
+        A reduction goes over all devices that share the state, also over axes along which `amax` does not vary: a
+        maximum stays the same, and reductions over the same devices become one collective. Without a state
+        (`state=None`) the reduction goes over the devices that hold parts of one tensor.
 
         Raises:
-            ValueError: an axis is called a pipeline axis, but the state is the same for all stages.
+            ValueError: the state is the same for all stages along a pipeline axis over which `amax` varies.
         """
         if self.axes is not None:
             return combine(amax, self.axes) if self.axes else amax

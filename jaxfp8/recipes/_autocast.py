@@ -17,7 +17,7 @@ class _Region(NamedTuple):
     enabled: bool
 
 
-# A context that is part of jit's cache key: another recipe is another program. Each thread has its own.
+# This context is part of jit's cache key: another recipe is another program. Each thread has its own region.
 _region = jax.make_user_context(default_value=None)
 # The region of the task that runs: tasks of asyncio share a thread, which JAX cannot tell apart.
 _region_of_task = contextvars.ContextVar("region", default=None)
@@ -30,18 +30,21 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         with jaxfp8.autocast(jaxfp8.MXFP8BlockScaling()):
             loss, grads = train_step(state, batch)  # jitted: traced anew for another recipe
 
-    Regions nest, the innermost wins; each thread has its own. Do not await inside of a region: jit's cache knows
-    threads, and no tasks. What another task then opens, or traces, raises; a program that it has compiled before runs
-    with this region's recipe. A warning says where a region awaits. The backward of what was traced inside belongs to
-    it, wherever it runs. A model is initialized in the region it is used in: a layer has the state of its recipe.
+    Regions nest, the innermost wins; each thread has its own. The backward of a product has the recipe of its forward,
+    also where the backward runs after the region. Initialize a model in the region in which it is used, because a
+    layer has the state of its recipe.
+
+    Do not await inside of a region: jit's cache tells threads apart, but not tasks. While a region awaits, another
+    task of the thread that traces, or opens a region, gets an error, and a program that it compiled before runs with
+    this region's recipe. A warning says where a region awaits.
 
     Args:
-        recipe: of layers that name none; None is `DelayedScaling()`, what these layers have outside of any region.
+        recipe: the recipe of layers that name no recipe; None is `DelayedScaling()`, the default outside of regions.
         enabled: False computes in high precision all that is traced inside, layers with a recipe of their own too.
-            They create no state, and what they have is left alone.
+            These layers create no state, and state that they have is left alone.
 
     Raises:
-        TypeError: recipe is none, or enabled no bool.
+        TypeError: `recipe` is neither a Recipe nor None, or `enabled` is not a bool.
         RuntimeError: the region of another asyncio task is open on this thread.
     """
     if recipe is not None:
@@ -60,7 +63,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
 
 @contextlib.contextmanager
 def _warning_of_awaits():
-    """Warn where the event loop goes on inside: no hook sees what another task runs then."""
+    """Warn where the event loop goes on inside a region: no hook sees the programs that another task then runs."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:  # no loop
@@ -99,11 +102,11 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     """Return the recipe of a layer, here in the program; None is high precision.
 
     Args:
-        recipe: what the layer names, or None.
-        default: gives the recipe of a layer that names none, outside of `autocast`.
+        recipe: the recipe that the layer names, or None.
+        default: a function without arguments; it returns the recipe of a layer that names none, outside of `autocast`.
 
     Raises:
-        TypeError: it names something else.
+        TypeError: `recipe`, or the result of `default`, is not a Recipe.
     """
     if is_off():
         return None

@@ -1,4 +1,4 @@
-"""Recipes and quantizers with a scale for each block: of a row, of 32 or 128 elements of it, or of 128 by 128."""
+"""Recipes and quantizers with a scale for each block: a row, 32 or 128 elements of a row, or 128 by 128 elements."""
 
 import dataclasses
 from typing import Any
@@ -20,8 +20,8 @@ class BlockwiseQuantizer(Quantizer):
     A product along the first dimension reads other codes than a product along the last, because its blocks differ.
 
     Attributes:
-        fp8_dtype: of the codes.
-        block: `(r, c)`: the rows and columns that share a scale; None is all of them.
+        fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
+        block: `(r, c)`, the rows and columns that share a scale; `c = None` stands for all columns.
     """
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class BlockwiseQuantizer(Quantizer):
         else:
             data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **blocks)
             data_t = scale_inv_t = None
-        # The product has to know: newer GPUs multiply float32 scales only where these are powers of two
-        # (`ops._scale_layouts`).
+        # The product has to know whether scales are powers of two: newer GPUs multiply no other float32 scales of
+        # blocks (`ops._scale_layouts`).
         is_power = scaling.get("scale") == "e8m0" or scaling.get("power_2_scale", False)
         layout = {"block": self.block, "cols": options.cols, "power_2_scale": is_power}
         return QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **layout), options.sum_rows(x)
@@ -55,18 +55,18 @@ class BlockwiseQuantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class Float8RowwiseScaling(Recipe):
-    """A scale for each row of what a product contracts, from its own amax; no state.
+    """A scale for each row of an operand, from the amax of the row; a row lies along the contraction. No state.
 
         y[i, j] = (sum over k of q(x)[i, k] * q(kernel)[k, j]) * x_scale_inv[i] * kernel_scale_inv[j]
 
-    An outlier costs its own row and column precision, not the tensor. Each operand is quantized once for each product
-    that reads it, because rows of `x` are not those of `x.T`.
+    An outlier costs precision in its own row and column, not in the whole tensor. Each operand is quantized once for
+    each product that reads it, because the rows of `x` are not the rows of `x.T`.
 
     Source: torchao's rowwise scaling.
 
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        power_2_scale: round scales down to a power of two; as of `Float8BlockScaling`, for Blackwell.
+        power_2_scale: round scales down to a power of two; Blackwell needs that, see `Float8BlockScaling`.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -83,7 +83,7 @@ class Float8RowwiseScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class Float8RowwiseQuantizer(BlockwiseQuantizer):
-    """One f32 scale for each row of what a product contracts.
+    """Quantize with one f32 scale for each row; the columns are the contraction.
 
     Attributes:
         fp8_dtype: float8_e4m3fn or float8_e5m2.
@@ -99,15 +99,16 @@ class Float8RowwiseQuantizer(BlockwiseQuantizer):
 class Float8BlockScaling(Recipe):
     """A scale for each tile of 1x128 of `x` and `grad`, and for each 128x128 of the kernel; no state.
 
-    Tiles lie along what a product contracts, so that `x` and `grad` are quantized once for each product that reads
-    them; the codes of the kernel serve both. Sizes need not be multiples of 128: the last block is smaller.
+    Tiles lie along the contraction, so `x` and `grad` are quantized once for each product that reads them. The kernel
+    is quantized once: fprop and dgrad read the same codes. Sizes need not be multiples of 128: the last block is
+    smaller.
 
     Source: TransformerEngine's Float8BlockScaling, DeepSeek-V3. There scales are powers of two unless told otherwise.
 
     Attributes:
-        fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
-        power_2_scale: round scales down to a power of two. NVIDIA's Blackwell multiplies no others in FP8: there such a
-            scale is that of blocks of 32, as MXFP8 has them.
+        fp8_format: `E4M3`, the usual choice, for x, kernel and `grad`; `HYBRID` has e5m2 for `grad`; or `E5M2`.
+        power_2_scale: round scales down to a power of two. NVIDIA's Blackwell multiplies no other scales of blocks in
+            FP8; there the product repeats each scale for blocks of 32, which MXFP8 has.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -125,7 +126,7 @@ class Float8BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(BlockwiseQuantizer):
-    """One f32 scale for 128 elements along what a product contracts, or for 128 by 128.
+    """Quantize with one f32 scale for each tile of 1x128 along the contraction, or for each block of 128x128.
 
     Attributes:
         fp8_dtype: float8_e4m3fn or float8_e5m2.
@@ -133,7 +134,8 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
         power_2_scale: round scales down to a power of two.
 
     Raises:
-        ValueError: another block_scaling_dim.
+        ValueError: `block_scaling_dim` is neither 1 nor 2.
+        TypeError: `fp8_dtype` is not an FP8 dtype.
     """
 
     fp8_dtype: np.dtype = E4M3.dtype
@@ -147,25 +149,26 @@ class Float8BlockQuantizer(BlockwiseQuantizer):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Return the rows and columns that share a scale."""
+        """The rows and columns that share a scale, `(1, 128)` or `(128, 128)`."""
         return (1, 128) if self.block_scaling_dim == 1 else (128, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """A scale `2**e`, stored as float8_e8m0fnu, for each 32 elements along what a product contracts; no state.
+    """A `scale_inv` `2**e`, stored as float8_e8m0fnu, for each 32 elements along the contraction; no state.
 
         e = ceil(log2(amax / FP8_MAX))              # "ceil": nothing saturates
             floor(log2(amax)) - floor(log2(FP8_MAX))    # "floor": the text of the OCP specification
         q = quantize(x, 2**-e)                      # e within [-127, 127]
 
-    Every operand is quantized once for each product that reads it. Sizes need not be multiples of 32.
+    Every operand is quantized once for each product that reads it. Sizes need not be multiples of 32: the last block
+    is smaller.
 
     Source: OCP Microscaling Formats (MX) v1.0; TransformerEngine's MXFP8BlockScaling.
 
     Attributes:
-        fp8_format: `E4M3`, as is the custom, for all three; `HYBRID` has e5m2 for `grad`; or `E5M2`.
-        rounding: of the exponent, `"ceil"` or `"floor"`.
+        fp8_format: `E4M3`, the usual choice, for x, kernel and `grad`; `HYBRID` has e5m2 for `grad`; or `E5M2`.
+        rounding: how `e` is rounded, `"ceil"` or `"floor"`.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -186,14 +189,15 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8Quantizer(BlockwiseQuantizer):
-    """One power of two, as float8_e8m0fnu, for 32 elements along what a product contracts.
+    """Quantize with one power of two, stored as float8_e8m0fnu, for each 32 elements along the contraction.
 
     Attributes:
         fp8_dtype: float8_e4m3fn or float8_e5m2.
-        rounding: of the exponent, `"ceil"` or `"floor"`; see `MXFP8BlockScaling`.
+        rounding: how the exponent is rounded, `"ceil"` or `"floor"`; see `MXFP8BlockScaling`.
 
     Raises:
-        ValueError: another rounding.
+        ValueError: `rounding` is neither `"ceil"` nor `"floor"`.
+        TypeError: `fp8_dtype` is not an FP8 dtype.
     """
 
     fp8_dtype: np.dtype = E4M3.dtype

@@ -24,24 +24,26 @@ class CustomRecipe(Recipe):
 
         recipe = jaxfp8.CustomRecipe(qfactory)
 
-    Where both operands of a product are FP8 in a way that a kernel exists for, it runs; a quantizer may bring its own
+    An FP8 kernel multiplies two operands where one exists for their dtypes and scales; a quantizer may bring its own
     product (`Quantizer.qgemm`); otherwise operands are dequantized to float32 and multiplied.
 
-    State of a quantizer is in the variables `<role>_<name of the leaf>` of the collection
-    `_overwrite_with_gradient`: of delayed scaling `linear_input_amax_history` and `linear_input_scale`.
+    The state of a quantizer is in the variables `<role>_<name of the leaf>` of the collection
+    `_overwrite_with_gradient`; delayed scaling of x has `linear_input_amax_history` and `linear_input_scale`.
 
     Source: TransformerEngine's custom recipes, which exist in PyTorch only.
 
     Attributes:
-        qfactory: `role -> Quantizer or None`; pure, is asked once for each role. Roles: `linear_input` (x),
+        qfactory: a pure function `role -> Quantizer or None`, called once for each role. Roles: `linear_input` (x),
             `linear_weight` (kernel), `linear_grad_output` (the gradient of y); and `linear_output` (y) and
-            `linear_grad_input` (the gradient of x), whose codes are dequantized at once: nothing reads them as codes.
-            None keeps that tensor in high precision.
+            `linear_grad_input` (the gradient of x), which are dequantized at once, because no product reads their
+            codes. A tensor whose role gets None stays in high precision.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
-        ValueError, TypeError: an option has a value it cannot have; qfactory is not a function, or returns something
-            else.
+        ValueError: an option has a value it cannot have.
+        TypeError: an option has a type it cannot have; qfactory is not a function that hashes.
+
+    `quantizers()` raises a TypeError where qfactory returns something else than a Quantizer that hashes, or None.
     """
 
     qfactory: Callable[[str], Quantizer | None]

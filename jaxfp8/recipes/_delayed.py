@@ -34,20 +34,21 @@ class DelayedScaling(Recipe):
         sf = FP8_MAX / a / 2**margin                   # 1 / s while h is empty; at most 2**126
         q  = quantize(x, sf);  s' = 1 / sf;  h' = roll(h, -1) with h'[0] = amax(x), or 0 if that is not finite
 
-    so that the amax of step t first acts at step t + 1, and one bad step never enters the window. An entry of h or an s
-    below zero, which no step makes and an optimizer's step on the state does, makes sf NaN.
+    so that the amax of step t first acts at step t + 1, and an amax that is not finite never enters the window. A
+    negative number in h or s makes sf NaN: only an optimizer that stepped on the state leaves such numbers.
 
     Attributes:
         margin: headroom in powers of two.
         amax_history_len: `H`, the length of the window in steps. 16 to 32 adapts faster than 1024.
         amax_compute_algo: `"max"` over the window, `"most_recent"`, or a function of the history f32 `(H,)` that
-            returns an amax f32[]. Entries that were not finite arrive as 0. It may close over constants,
-            not over traced values. A floor acts from the first amax on.
+            returns an amax f32[]. Entries that were not finite arrive as 0. The function may close over constants,
+            not over traced values. A lower bound in the function acts once the history holds an amax.
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        first_step: the scale while the history is empty: `"unit"` is 1 (as Flax and TransformerEngine), `"current"`
-            is the tensor's own, at the cost of one more read then and of a conditional always.
-        reduce_amax: keyword-only; of TransformerEngine's recipe, and always True here: an amax is that of the whole
-            tensor.
+        first_step: the scale while the history is empty: `"unit"` is 1, as in Flax and TransformerEngine; `"current"`
+            is the scale of the tensor's own amax. It costs one more read of the tensor in these steps, and a
+            conditional in all steps.
+        reduce_amax: keyword-only, an option of TransformerEngine's recipe. Only True is legal: an amax is always that
+            of the whole tensor, on all devices.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:
@@ -155,7 +156,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         step: QuantizerStep | None,
         reduce: Callable[..., Any] = no_reduction,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the scale of the state; without a state that of the amax of the tensor."""
+        """Return the scale of the state, or without a state the scale of the tensor's own amax."""
         if step is None:
             return super().choose_scale(current_amax, step, reduce)
         scales = step.scale, step.scale_inv
@@ -176,15 +177,18 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
 
 def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
-    """Read the states of quantizers that run in one product; one op reads those of equal delayed scaling.
+    """Read the states of quantizers that run in one product; one op reads the states of equal delayed scaling.
 
     Args:
-        quantizers: of any kind.
-        states: a state for each quantizer, or None.
-        reading: of the product, where its state was read before a loop.
+        quantizers: the quantizers of the product, of any kind.
+        states: a state for each quantizer; None for a quantizer without state.
+        reading: the reading `[4 * k]` of the product, where its state was read before a loop; else None.
 
     Returns:
-        The `step` that each `quantize_operand` takes: a QuantizerStep for delayed scaling, else the state.
+        For each quantizer the `step` of its `quantize_operand`: a QuantizerStep for delayed scaling, else the state.
+
+    Raises:
+        TypeError: there is a reading, and a quantizer that it covers is not of delayed scaling.
     """
     if reading is not None:
         return _read_again(quantizers, states, reading)
@@ -222,7 +226,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
 
 
 def _read_again(quantizers, states, reading):
-    """Return the steps of quantizers whose states were read before a loop, which has only the reading.
+    """Return the steps of quantizers whose states were read before a loop: inside, only the reading is at hand.
 
     The scales of all of them are one vector, so that XLA computes them in one kernel.
     """
@@ -251,14 +255,14 @@ def _read_again(quantizers, states, reading):
 
 
 def says_all(quantizers: Sequence[Quantizer]) -> bool:
-    """Tell whether the reading of a product gives the scales of all its steps, without a history or a tensor."""
+    """Tell whether the reading of a product suffices for its scales: no quantizer needs a history or the tensor."""
     return all(isinstance(q.amax_compute_algo, str) and q.first_step == "unit" for q in quantizers[:3])
 
 
 def _window(algo, history) -> jax.Array:
-    """Call a user's function for the amax of a window, f32 `(1,)`; 0, so that the stored scale counts, if it is empty.
+    """Call a user's function for the amax of a window, f32 `(1,)`.
 
-    While the history is empty the stored scale counts also where the function has a floor.
+    An empty history gives 0, so that the stored scale counts also where the function has a lower bound.
     """
     history = _scaling.clean(history)
     window = jnp.asarray(algo(history), jnp.float32).reshape(1)
@@ -276,8 +280,9 @@ def next_states(
 
     Args:
         quantized: QTensors with the steps of their quantizers; None for a tensor that was not quantized.
-        reduce: see `Quantizer.quantize_operand`.
-        reading: of the product; the state of the last quantizer then gets the cotangent of the reading.
+        reduce: see `OperandOptions.reduce`.
+        reading: the reading of the product, or None. With a reading the states of input and kernel are None, and the
+            scale of `output_grad` holds the cotangent of the reading.
     """
     states = [None if q is None else q.step for q in quantized]
     if reading is not None:
@@ -295,7 +300,7 @@ def next_states(
 
 
 def _counters(step: QuantizerStep, reduce):
-    """Return the next counters. Shards have one size, so the fraction of the whole tensor is the mean of theirs."""
+    """Return the next counters. Shards have one size, so the fraction of the whole tensor is the mean over shards."""
     if step.counting is None:
         return None
     fractions = reduce(step.counting.fractions, step.history, jax.lax.pmean)

@@ -1,4 +1,4 @@
-"""Fixed scales: of a tensor in inference, whose scale was found before."""
+"""Fixed scales, for tensors in inference whose scale was found before."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,10 @@ from ._tensorwise import TensorwiseQuantizer
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FixedScale:
-    """A scale that stays; both f32 `(1,)`. It has its inverse beside it, as 1 / (1 / scale) may be another number."""
+    """A scale that no step updates, and its inverse; both f32 `(1,)`.
+
+    The inverse is stored because 1 / (1 / scale) may be another number than the scale.
+    """
 
     scale: jax.Array
     scale_inv: jax.Array

@@ -17,7 +17,7 @@ class HighPrecisionQuantizer(Quantizer):
     def check_state(self, name: str, state: Any) -> None:
         """Raise a ValueError unless `state` is None; `name` names the argument in the message."""
         if jax.tree.leaves(state):
-            raise ValueError(f"{name}: the recipe has no quantizer there that keeps state, got {state!r}")
+            raise ValueError(f"{name}: expected no state, as the recipe keeps this tensor unquantized, got {state!r}")
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Return `(QTensor, state)` of a matrix."""
@@ -32,7 +32,7 @@ class HighPrecisionQuantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(Recipe):
-    """No FP8: a layer with this recipe computes as it would without one, whatever `autocast` says, and keeps no state.
+    """Compute without FP8: a layer with this recipe computes as without jaxfp8, also in `autocast`; it has no state.
 
     None in a rule (`jaxfp8.linen.quantize`) means this recipe; a layer whose own recipe is None has the default one.
     """

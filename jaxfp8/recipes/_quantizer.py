@@ -1,4 +1,4 @@
-"""Quantizer: turns one tensor of a product into codes; users write their own."""
+"""Quantizer, the base class of all quantizers, those of users included: turns one tensor of a product into codes."""
 
 import dataclasses
 import enum
@@ -23,17 +23,17 @@ class GEMMType(enum.StrEnum):
 
 
 def no_reduction(amax: jax.Array, leaf: Any, combine: Any = None) -> jax.Array:
-    """Return `amax`: without a mesh it is that of the whole tensor."""
+    """Return `amax` unchanged: without a mesh it is the amax of the whole tensor."""
     return amax
 
 
 class OperandOptions(NamedTuple):
-    """The part of an operand in its product, for `Quantizer.quantize_operand`.
+    """The use of one operand by its products, for `Quantizer.quantize_operand`.
 
     Attributes:
-        rows, cols: how many dimensions are rows and columns.
+        rows, cols: how many dimensions of the operand are rows, and how many are columns.
         columnwise: whether a product reads `data_t`.
-        column_sums: whether the sums over rows, f32 `[*batch, *cols]`, are wanted too.
+        column_sums: whether `quantize_operand` also returns the sums over rows, f32 `[*batch, *cols]`.
         reduce: `(amax, state leaf or None, combine=lax.pmax) -> amax`, over the devices that share the state.
         contract_first: whether the first product contracts the rows, so that it reads `data_t`.
     """
@@ -46,7 +46,7 @@ class OperandOptions(NamedTuple):
     contract_first: bool = False
 
     def sum_rows(self, x: jax.typing.ArrayLike) -> jax.Array | None:
-        """Sum x `[*batch, *rows, *cols]` over its rows, in f32; None where `column_sums` does not ask for it."""
+        """Sum x `[*batch, *rows, *cols]` over its rows, to f32 `[*batch, *cols]`; None unless `column_sums` is set."""
         if not self.column_sums:
             return None
         first = x.ndim - self.rows - self.cols
@@ -57,7 +57,7 @@ DEFAULT = OperandOptions()
 
 
 class Quantizer:
-    """Turn one tensor of a product into codes. A quantizer is pure and hashable: equal quantizers do the same.
+    """Base class: turns one tensor of a product into codes. It is pure and hashable: equal quantizers do the same.
 
         class Int8(jaxfp8.Quantizer):
             def quantize(self, x, state):
@@ -80,24 +80,25 @@ class Quantizer:
     has_one_scale = False
     # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
     block = None
-    # Whether the state, if there is one, has a next state; a product warns where a gradient leaves that out.
+    # Whether a step updates the state, if there is one; a product warns where a gradient leaves such a state out.
     updates_state = True
-    # A method, where a quantizer brings its own product:
+    # A quantizer that brings its own product defines this method:
     #
     #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
     #
     # `qx` codes `[m, k]` and `qw` codes `[n, k]`, both with the contracting dimension last; `sx`, `sw` their scale_inv
-    # (None beside an operand in high precision); `gemm_type` a GEMMType, so also `"fprop"`, `"dgrad"`, `"wgrad"`;
-    # `qresult_x`, `qresult_w` the whole QTensors. It returns `[m, n]` of `out_dtype`; a bias is added afterwards. The
-    # quantizer of x has the qgemm of fprop and wgrad, that of grad the qgemm of dgrad; if it has none, the quantizer
-    # of the other operand has it.
+    # (None for an operand in high precision); `gemm_type` a GEMMType, so also `"fprop"`, `"dgrad"`, `"wgrad"`;
+    # `qresult_x`, `qresult_w` the whole QTensors. qgemm returns `[m, n]` of `out_dtype`; a bias is added afterwards.
+    # fprop and wgrad call the qgemm of the quantizer of x, dgrad calls the qgemm of the quantizer of grad; where that
+    # quantizer has no qgemm, they call the qgemm of the other operand's quantizer.
     qgemm = None
 
     def init(self) -> Any:
-        """Return the first state, a pytree of float32 arrays; None keeps no state.
+        """Return the first state, a pytree of float32 arrays, or None for a quantizer without state.
 
-        States are not negative, and uses of one combine by the elementwise maximum: two calls of a layer, microbatches,
-        devices. 0 means that the quantizer did not run: so a counter counts up and an amax is an amax.
+        Numbers in a state are finite and not negative. The uses of one state (two calls of a layer, microbatches,
+        devices) combine by the elementwise maximum, in which 0 means that the quantizer did not run. So a state can
+        hold an amax, or a counter that only counts up.
         """
         return None
 
@@ -105,20 +106,23 @@ class Quantizer:
         """Quantize a matrix; return `(QTensor, next state)`.
 
         Args:
-            x: bfloat16, float16 or float32 `[rows, cols]`; on a mesh in `jit` the whole tensor, inside `shard_map` that
-                of one device.
-            state: the result of `init` or of the last step.
+            x: bfloat16, float16 or float32 `[rows, cols]`; on a mesh in `jit` the whole tensor, inside `shard_map` the
+                part of one device.
+            state: the result of `init`, or the next state of the last step.
+
+        Raises:
+            NotImplementedError: the subclass does not define `quantize`.
         """
         raise NotImplementedError(f"{type(self).__name__}: quantize(x, state) -> (QTensor, state)")
 
     # Products call the methods below. --------------------------------------------------------------------------------
 
     def check_init(self) -> None:
-        """Raise unless `init` returns a state.
+        """Raise unless `init` returns a legal state.
 
         Raises:
-            TypeError: it has a leaf that is no float32 array.
-            ValueError: a number in it is negative or not finite.
+            TypeError: a leaf of the state is not a float32 array.
+            ValueError: a number in the state is negative or not finite.
         """
         where = f"{type(self).__name__}.init"
         with jax.ensure_compile_time_eval():
@@ -136,7 +140,8 @@ class Quantizer:
         """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
 
         Raises:
-            TypeError, ValueError: `state` has another structure, or a leaf another shape.
+            TypeError: `state` has another structure than the result of `init`.
+            ValueError: a leaf has another shape.
         """
         expected = jax.eval_shape(self.init)
         if state is None:
@@ -151,7 +156,7 @@ class Quantizer:
         """Return the `FixedScale` that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
 
         Raises:
-            ValueError: only the author of this quantizer knows which scale its state stands for.
+            ValueError: `step` has leaves: only the author of this quantizer knows which scale its state stands for.
         """
         if jax.tree.leaves(step):
             raise ValueError(f"expected delayed scaling, or a quantizer without state, got {self!r}")
@@ -167,7 +172,11 @@ class Quantizer:
             options: the part of the operand in its product.
 
         Returns:
-            `(q, column sums or None)`; the step of q has recorded the amax of x.
+            `(q, column sums f32 [*batch, *cols] or None)`; `q.step` is the step after x, from which `next_states`
+            makes the next state.
+
+        Raises:
+            TypeError, ValueError: a user's `quantize` returned no `(QTensor, state)` for the matrix that it got.
         """
         rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
@@ -198,10 +207,10 @@ class Quantizer:
 
 
 def fp8_dtype(where: str, dtype) -> np.dtype:
-    """Return an FP8 dtype, given as a dtype or as `jaxfp8.E4M3` or `E5M2`.
+    """Return the FP8 dtype that `dtype` stands for: a dtype itself, or `jaxfp8.E4M3` or `E5M2`.
 
     Raises:
-        TypeError: `dtype` is something else.
+        TypeError: `dtype` is something else; `where` begins the message.
     """
     if isinstance(dtype, Format):  # HYBRID has two dtypes
         checked = dtype.dtype if dtype.dtype == dtype.backward_dtype else None
@@ -216,7 +225,7 @@ def fp8_dtype(where: str, dtype) -> np.dtype:
 
 
 def _checked(quantizer, result, shape) -> tuple:
-    """Check the result of `quantize` for a matrix of this shape, and return it."""
+    """Check the result of `quantize` for a matrix of this shape; return it, with scales f32[] as f32[1]."""
     where = f"{type(quantizer).__name__}.quantize"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")
@@ -243,7 +252,7 @@ def _check_scales(where, scales, shape, block) -> None:
             scales.ndim == 2
             and all(count and size % count == 0 for size, count in zip(shape, scales.shape, strict=True))
         )
-        needed = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says how many share one"
+        needed = f"f32[1], or as many scales as divide {shape} evenly; block=(rows, cols) says which share a scale"
     else:
         needed = _blocks.count(block, *shape)
         is_right = scales.shape == needed

@@ -1,9 +1,9 @@
 """The state of stacked layers, read before the loop over them and written after it.
 
-A loop slices what it runs over and puts its results together, a launch for each leaf and iteration. A quantizer needs
-four numbers of its state, and gives two: so `max_grad` makes a *reading* of the histories and scales of all layers, the
-loop runs over it, and the histories move once, where the reading is transposed. It takes the place of the scale of the
-product's last quantizer, `output_grad`.
+A loop slices its inputs and writes its results in each iteration, one launch for each leaf. A quantizer needs four
+numbers of its state and records two. So `max_grad` makes a *reading* of the histories and scales of all layers, the
+loop runs over the reading, and the histories are written once, in the backward of `read`. The reading of a product is
+stored in place of the scale of its last quantizer, `output_grad`.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _OPERANDS = ("input", "kernel", "output_grad")
 
 
 def _usable(ct):
-    """Return a cotangent with 0 in place of amaxes that are not finite: those of other uses count."""
+    """Return a cotangent with 0 in place of amaxes that are not finite, so that the amaxes of other uses count."""
     is_amax = lax.broadcasted_iota(jnp.int32, ct.shape, ct.ndim - 1) % ops.READING_NUMBERS == 0
     return jnp.where(is_amax, _scaling.clean(ct), ct)
 
@@ -32,8 +32,8 @@ def _combine(a, b):
     return jnp.maximum(_usable(a), _usable(b))
 
 
-# A cotangent of this dtype holds the amax that a quantizer recorded, finite or not, and its scale_inv; zeros without
-# a use.
+# A cotangent of this dtype holds the amax that each quantizer recorded, finite or not, and its scale_inv; zeros for a
+# quantizer that did not run.
 READING = _compat.max_dtype("float32_max_reading", _combine)
 
 
@@ -43,13 +43,13 @@ def is_reading(x: Any) -> bool:
 
 
 def reading_of(state: DotGeneralState) -> jax.Array | None:
-    """Get the reading of the state of a product, `[..., 12]`; None where the state itself is at hand."""
+    """Get the reading of the state of a product, `[..., 12]`; None where no reading was made of the state."""
     scale = getattr(state.output_grad, "scale", None)
     return scale if is_reading(scale) else None
 
 
 def without_max(tree: Any) -> Any:
-    """Return `tree` with float32 in place of the dtypes of shared state; in place of a reading, the stored scale."""
+    """Return `tree` with plain float32 state: each reading becomes the stored scale, the max dtype float32."""
 
     def plain(leaf):
         if is_reading(leaf):
@@ -67,9 +67,9 @@ def largest(ct: jax.Array) -> jax.Array:
 
 
 def stacked_products(flat: StateTree) -> list[list]:
-    """Find the products in a tree whose state is that of many layers, as lists of their three quantizers.
+    """Find the products in a tree whose state is stacked over layers; return the three quantizers of each.
 
-    Quantizers with counters stay as they are, and products whose result has a quantizer with a history too.
+    Products with counters are left out, and products that have other quantizers with a history than these three.
     """
     products = {}
     for quantizer in flat.quantizers:
@@ -87,7 +87,7 @@ def _is_stacked(flat, quantizers) -> bool:
     for leaf in sum(pairs, ()):
         if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
             return False
-    # A loop over another axis than the first ones may have put the slots elsewhere.
+    # A loop over another axis than the leading ones may have moved the slots from the last axis.
     axes = {slot_axis("max_grad: tree", *pair) % pair[0].ndim - pair[0].ndim for pair in pairs}
     return axes == {-1} and len({history.shape[:-1] for history, _ in pairs}) == 1
 
@@ -97,11 +97,11 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
     """Read the state of products, each of k quantizers.
 
     Args:
-        products: for each its k pairs of a history `[..., H]` and a scale `[..., 1]`, in the max dtype. The H may
-            differ.
+        products: for each product, k pairs of a history `[..., H]` and a scale `[..., 1]`, in the max dtype. H may
+            differ between pairs.
 
     Returns:
-        For each product its reading `[..., 4 * k]`. Their transposes give the next states.
+        For each product its reading `[..., 4 * k]`. The backward turns cotangents of readings into next states.
     """
     plain = jax.tree.map(_compat.from_max, products)
     return [_compat.to_max(reading, READING) for reading in ops.read_histories(plain)]
@@ -112,7 +112,7 @@ def _read_forward(products):
 
 
 def _read_backward(products, cotangents):
-    """Return the next histories and scales; zeros, as without a use, where nothing was recorded."""
+    """Return the next histories and scales; zeros for a quantizer that recorded nothing, which keeps its state."""
     plain, recorded = (jax.tree.map(_compat.from_max, tree) for tree in (products, cotangents))
     written = map(_compat.to_max, jax.tree.leaves(ops.write_histories(plain, recorded)))
     return (jax.tree.unflatten(jax.tree.structure(products), written),)
@@ -122,7 +122,7 @@ read.defvjp(_read_forward, _read_backward)
 
 
 def columns(reading: jax.Array) -> list[jax.Array]:
-    """Return what a reading `[4 * k]` says of each quantizer, f32 `[k]`: window, newest, stored scale, zero."""
+    """Return the four columns of a reading `[4 * k]`, each f32 `[k]`: window amax, newest amax, stored scale, zero."""
     table = lax.stop_gradient(_compat.from_max(reading)).reshape(-1, ops.READING_NUMBERS)
     return [lax.index_in_dim(table, i, axis=1, keepdims=False) for i in range(ops.READING_NUMBERS)]
 
@@ -131,9 +131,9 @@ def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array)
     """Return the cotangent of a reading `[4 * k]`.
 
     Args:
-        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None where it was not used.
+        recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a quantizer that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
-        reading: the reading.
+        reading: the reading, in whose dtype the cotangent is.
     """
     zero = jnp.zeros((1,), jnp.float32)
     *operands, (amax, scale_inv) = [(zero, zero) if pair is None else pair for pair in recorded]

@@ -16,7 +16,7 @@ PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Say how the operands of a product become FP8. Recipes are frozen dataclasses: data that hashes and compares.
+    """Base class: says how the operands of a product become FP8. Recipes are frozen dataclasses that hash and compare.
 
     In a pytree a recipe is a static node without leaves: another recipe is another structure.
 
@@ -25,17 +25,19 @@ class Recipe:
     Attributes:
         precise: the products, of `"fprop"`, `"dgrad"`, `"wgrad"`, that accumulate precisely. On Ada and Hopper the
             others stay in accumulators of 13 bits along their whole contraction: ten times as far off with 4096 terms
-            of mixed signs, a hundred times where all signs are alike (docs/numerics.md). Elsewhere it changes nothing.
+            of mixed signs, a hundred times where all signs are alike (docs/numerics.md). Elsewhere `precise` changes
+            nothing.
         min_size: products `[m, k] @ [k, n]` with `m * n * k < min_size**3` stay in high precision: below some size the
             launches of quantization cost more than FP8 saves (docs/performance.md). With 0 no product is too small.
-            Small products keep their state, untouched. Sizes are those of one call: under `vmap` of one example, in
-            `shard_map` of one device.
-        pipeline_axes: mesh axes over which stages differ, so that amaxes are not reduced over them. Only
-            `shard_map(check_vma=False)` needs it: elsewhere types tell over which axes a state varies. Where it is
-            needed and left out, amaxes are reduced over all axes, with a warning; `()` says that there are none.
+            Small products leave their state as it is. Sizes are those of one call: of one example under `vmap`, of
+            one device in `shard_map`.
+        pipeline_axes: mesh axes along which the stages of a pipeline lie; amaxes are not reduced over these axes. Only
+            `shard_map(check_vma=False)` and `pmap` need this option: elsewhere types tell over which axes a state
+            varies. Where it is needed and left out, amaxes are reduced over all axes, with a warning; `()` says that
+            there are no such axes.
         fp8_residuals: whether the input of an activation or norm that a product is fused with (`GatedMLP`, `NormDense`,
             `jaxfp8.activated`, `normalized`) is kept for the backward in FP8, a byte an element, with a power of two
-            for the whole tensor as its scale. Values stay what they are; gradients are a few percent off.
+            for the whole tensor as its scale. The forward gives the same values; gradients are a few percent off.
     """
 
     precise: tuple[str, ...] = ("dgrad", "wgrad")
@@ -49,15 +51,15 @@ class Recipe:
         jax.tree_util.register_static(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to be the product of a layer, which calls what it is given.
+        """Refuse to be the product of a layer: a layer calls the object in its field `dot_general`.
 
         Raises:
             TypeError: always.
         """
         name = type(self).__name__
         raise TypeError(
-            f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected what makes or is a "
-            f"product: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
+            f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected a product, or a "
+            f"factory of products: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
             f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
         )
 
@@ -65,7 +67,11 @@ class Recipe:
     operands = ("input", "kernel", "output_grad")
 
     def quantizers(self) -> tuple[Quantizer, ...]:
-        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y and of the gradient of x."""
+        """Return the quantizers of x, kernel and grad; a `CustomRecipe` adds those of y and of the gradient of x.
+
+        Raises:
+            NotImplementedError: the subclass does not define `quantizers`.
+        """
         raise NotImplementedError(f"{type(self).__name__}: quantizers")
 
     def for_formats(self, quantizer: Callable[[np.dtype], Quantizer]) -> tuple[Quantizer, ...]:
@@ -74,12 +80,12 @@ class Recipe:
         return forward, forward, quantizer(self.fp8_format.backward_dtype)
 
     def expect(self, condition: bool, name: str, needed: str, error: type[Exception] = ValueError) -> None:
-        """Raise unless the condition on the option `name` holds."""
+        """Raise `error` unless the condition on the option `name` holds; `needed` says what the option has to be."""
         if not condition:
             raise error(f"{type(self).__name__}: {name}: expected {needed}, got {getattr(self, name)!r}")
 
     def __post_init__(self) -> None:
-        """Check the options that recipes share, and make tuples of lists.
+        """Check the options that all recipes share, and turn iterables of names into tuples.
 
         Raises:
             ValueError, TypeError: an option has a value it cannot have.
@@ -102,7 +108,7 @@ class Recipe:
 
 
 def checked(where: str, recipe: Any) -> Recipe:
-    """Return `recipe`; `where` names the argument in the message.
+    """Return `recipe` if it is a Recipe; `where` names the argument in the message.
 
     Raises:
         TypeError: `recipe` is not a Recipe.

@@ -14,7 +14,7 @@ class Rule(NamedTuple):
     Attributes:
         path: a regex for `re.fullmatch` on the path of a layer, its parts joined by `/`.
         recipe: how operands become FP8; None for high precision.
-        op_names: the products it holds for, `"dot_general"` and `"einsum"`; all where it is empty.
+        op_names: the products that the rule is for, of `"dot_general"`, `"einsum"`; an empty tuple means all.
     """
 
     path: str
@@ -22,24 +22,25 @@ class Rule(NamedTuple):
     op_names: tuple[str, ...] = ()
 
     def matches(self, paths, op: str) -> bool:
+        """Tell whether the rule is for products `op` and matches one of `paths`, all names of one layer."""
         return (not self.op_names or op in self.op_names) and any(re.fullmatch(self.path, path) for path in paths)
 
     @property
     def layer_recipe(self):
-        """The recipe as a layer takes it."""
+        """The recipe for the field of a layer, in which `HighPrecision()` stands for None."""
         return HighPrecision() if self.recipe is None else self.recipe
 
 
-# What `quantize` takes.
+# The type of the argument `rules` of `linen.quantize` and `nnx.quantize`.
 Rules = Sequence[Rule | tuple[str, Recipe | None]]
 
 
 def checked_rules(op: str, rules) -> tuple[Rule, ...]:
-    """Return the rules of a list of `(path_regex, recipe or None)`, an argument of `op`.
+    """Return the rules of a list of `(path_regex, recipe or None)`, the argument `rules` of the function `op`.
 
     Raises:
-        TypeError: not a list of pairs; a path that is not a string; a recipe that is not one or does not hash.
-        ValueError: a regex that does not compile.
+        TypeError: `rules` is not a list of pairs, a path is not a string, or a recipe is not a Recipe or does not hash.
+        ValueError: a regex does not compile.
     """
     if isinstance(rules, (str, dict)) or not hasattr(rules, "__iter__"):
         raise TypeError(f"{op}: rules: expected a list of (path_regex, recipe or None), got {rules!r}")
@@ -78,5 +79,5 @@ def first_match(rules, paths, op: str) -> int | None:
 
 
 def relative(path: tuple, root: tuple) -> str | None:
-    """`path` below `root`, as rules see it; None where it is elsewhere."""
+    """Return the part of `path` below `root`, joined by `/`, as rules see it; None where `path` is not below `root`."""
     return "/".join(map(str, path[len(root) :])) if path[: len(root)] == root else None

@@ -1,4 +1,4 @@
-"""Quantizer state: explicit pytrees, one leaf an array."""
+"""Quantizer state: explicit pytrees whose leaves are arrays."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class QuantizerState:
         amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
         scale: f32 `(1,)`, in Flax's sense: `amax / FP8_MAX`, the `scale_inv` of the step that ran last.
         counters: None; or f32 `(3,)`, of the step that ran last: the fraction of elements that saturated, the fraction
-            that was not zero and became zero, and for how many steps the scale has not changed. Where the state was
-            used several times in the step, the largest. `jaxfp8.inspect.with_counters` makes them.
+            that was not zero and became zero, and for how many steps the scale has not changed. Several uses of the
+            state in one step give the largest of each. `jaxfp8.inspect.with_counters` makes them.
     """
 
     amax_history: jax.Array
@@ -35,8 +35,8 @@ class Counting:
 
     Attributes:
         steps: f32 `(1,)`, for how many steps the scale has not changed; `after` counts the step that runs.
-        last_scale_inv: f32 `(1,)`, of the step before; None after the tensor was quantized.
-        fractions: f32 `(2,)`, of elements that saturated and that became zero; None before.
+        last_scale_inv: f32 `(1,)`, the scale_inv of the step before; None after the tensor was quantized.
+        fractions: f32 `(2,)`, of elements that saturated and that became zero; None before the tensor was quantized.
     """
 
     steps: jax.Array
@@ -63,9 +63,10 @@ class QuantizerStep:
         history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax; None where the state
             was read before a loop.
         amax: f32 `(1,)`; 0 before the tensor is quantized.
-        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, as the QTensor has them.
-        is_empty: bool[], whether the history was empty; None where `first_step` does not ask for it, and afterwards.
-        counting: of a state that has counters, else None.
+        scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
+        is_empty: bool[], whether the history was empty; None where `first_step="unit"`, and after the tensor is
+            quantized.
+        counting: the counters of a state that has counters, else None.
     """
 
     history: jax.Array | None
@@ -87,9 +88,9 @@ class DotGeneralState:
     """The state of one FP8 product, by quantizer; None for a quantizer without state.
 
     Attributes:
-        input, kernel, output_grad: of x, the kernel and the gradient of the output. Delayed scaling has a
-            QuantizerState for each, a user's quantizer the result of its `init`.
-        output, input_grad: of the output and the gradient of x, which only a `CustomRecipe` quantizes.
+        input, kernel, output_grad: the states of the quantizers of x, the kernel and the gradient of the output: a
+            QuantizerState for delayed scaling, the result of `init` for a user's quantizer.
+        output, input_grad: the states for the output and for the gradient of x, which only a `CustomRecipe` quantizes.
     """
 
     input: Any
@@ -119,11 +120,11 @@ def init_state(recipe: Recipe) -> DotGeneralState:
 def map_variables(
     recipe: Recipe, function: Callable[..., Any], has: Callable[[str], bool] = lambda name: False
 ) -> DotGeneralState:
-    """Return `init_state(recipe)` with `function(name, leaf)` in place of each leaf, under the names of Flax variables.
+    """Return `init_state(recipe)` with `function(name, leaf)` in place of each leaf; `name` is that of a Flax variable.
 
-    A leaf of the quantizer of `input` is called `input_<its name>`, in a custom recipe `linear_input_<its name>`; a
-    state that is an array alone is called `input_state`. A state of delayed scaling has counters where `has(name)`
-    says so.
+    The name of a leaf begins with the role in `recipe.operands`: `input_amax_history`, in a custom recipe
+    `linear_input_amax_history`. A state that is an array itself is called `input_state`. A state of delayed scaling
+    gets counters where `has("input_counters")` is true.
     """
     initial = init_state(recipe)
     fields = [field.name for field in dataclasses.fields(initial)]

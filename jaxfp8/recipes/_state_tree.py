@@ -1,10 +1,10 @@
-"""Which leaves of a tree are quantizer state, whatever holds them: dicts, Flax and NNX variables, dataclasses.
+"""Find the leaves of a tree that are quantizer state, in dicts, Flax and NNX variables, or dataclasses.
 
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
 (`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. There may be `{p}counters` beside them.
-A `scale` on its own, as normalization layers have it, is a parameter. What else lies below the key
-`_overwrite_with_gradient`, in an NNX variable of that name, or in a `DotGeneralState`, is state of a user's own
-quantizer. Plain dicts of arrays say nothing but names, and a name alone makes no state: `marked` says it of them.
+A `scale` on its own, which normalization layers have, is a parameter. All other leaves below the key
+`_overwrite_with_gradient`, in an NNX variable of that name, or in a `DotGeneralState`, are state of a user's own
+quantizer. In a plain dict of arrays no type tells such state from parameters: `marked` marks it there.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ _HISTORY, _SCALE, _COUNTERS = "amax_history", "scale", "counters"
 
 
 class Quantizer(NamedTuple):
-    """Where the leaves of one quantizer are.
+    """The positions of the leaves of one quantizer.
 
     Attributes:
-        name: its path, for messages: `Dense_0/Fp8DotGeneral_0/input`.
+        name: the path of the quantizer, for messages: `Dense_0/Fp8DotGeneral_0/input`.
         amax_history, scale: positions in `StateTree.leaves`.
-        counters: likewise; None where it has none.
+        counters: the position of the counters; None for a quantizer without counters.
     """
 
     name: str
@@ -43,12 +43,13 @@ class StateTree(NamedTuple):
     """A flat tree with its quantizers found.
 
     Attributes:
-        treedef: of the whole tree.
+        treedef: the structure of the whole tree.
         leaves: all leaves, parameters included, in the order of `jax.tree.leaves`.
         paths: a tuple of strings for each leaf, the same whether NNX variables are boxed or pure.
-        quantizers: every pair, in the order of its history.
-        unpaired: positions of the state leaves that belong to no pair.
-        in_variables: paths of those that only their NNX variable says to be state; `marked` takes them.
+        quantizers: all quantizers, in the order of their histories in `leaves`.
+        unpaired: positions of the state leaves that belong to none of `quantizers`.
+        in_variables: paths of those unpaired leaves that only the type of their NNX variable tells to be state; the
+            argument `paths` of `marked`.
     """
 
     treedef: Any
@@ -104,7 +105,7 @@ def partition(tree):
 
 
 def prefix_of(name: str) -> str | None:
-    """Return the prefix of the names of a quantizer's leaves, if `name` is that of its history; else None."""
+    """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the name of a history."""
     prefix = name.removesuffix(_HISTORY)
     return None if prefix == name or (prefix and not prefix.endswith("_")) else prefix
 
@@ -114,7 +115,7 @@ def slot_axis(where: str, history, scale) -> int:
 
     Args:
         where: the function, the argument and the quantizer, for the message.
-        history, scale: its arrays.
+        history, scale: the arrays of the quantizer.
 
     Raises:
         ValueError: the two shapes do not fit.
@@ -136,7 +137,7 @@ class _Marked:
     """A leaf of state in a tree of plain dicts.
 
     Attributes:
-        value: the leaf; `_names` leaves this name out, as that of the box of an NNX variable.
+        value: the leaf. `_names` leaves `value` out of paths, like the name in the box of an NNX variable.
     """
 
     value: Any

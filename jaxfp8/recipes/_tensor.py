@@ -29,10 +29,10 @@ class QTensor:
         scale_inv_t: the scales of `data_t`, where it has its own: blocks along the rows are other blocks. Without
             them `data_t` holds the codes of `data`.
         source: the tensor that was quantized, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
-        step: of the quantizer, for the next state that a product returns; or None.
-        block: `(r, c)`, the rows and columns that share a scale, in `data` and, where that has scales of its own, in
-            `data_t`; None in place of a number means all of them. Without `block` scales are f32[1], or divide the
-            codes evenly.
+        step: the step of the quantizer, from which a product makes the next state; or None.
+        block: `(r, c)`, the rows and columns that share a scale, in `data` and, with `scale_inv_t`, in `data_t`; None
+            in place of r or c means all rows or columns. Without `block` the tensor has one scale f32[1], or the
+            scales `[R, C]` divide the codes evenly.
         power_2_scale: whether scales for blocks are powers of two, whatever their dtype.
         cols: how many of the last dimensions of `data` are its columns; all dimensions between them and the batch
             dimensions are its rows.
@@ -49,7 +49,7 @@ class QTensor:
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def is_all_of(self, operand: jax.Array) -> bool:
-        """Tell whether `operand`, of a product that was given this QTensor, is its codes and not its source."""
+        """Tell whether `operand`, the array that a product took from this QTensor, is its codes and not its source."""
         return self.source is None and self.data is not None and self.data.dtype == operand.dtype
 
     @property
@@ -91,7 +91,7 @@ class QTensor:
         return dataclasses.replace(self, **turned)
 
     def for_next_state(self) -> "QTensor":
-        """Return the QTensor without codes: the next state of its quantizer needs the step and, of one scale, that."""
+        """Return the QTensor without codes: `next_states` needs the step and, for one scale, the `scale_inv`."""
         scale_inv = self.scale_inv if self.has_one_scale and self.step is not None else None
         return QTensor(None, scale_inv, step=self.step, cols=self.cols)
 
@@ -99,8 +99,8 @@ class QTensor:
         """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay as they are.
 
         Args:
-            shape: of all dimensions.
-            batch, cols: how many of them come before the rows and after.
+            shape: the whole shape, `(*batch, *rows, *cols)`.
+            batch, cols: how many dimensions come before the rows, and how many after the rows.
         """
         shape_t = (*shape[:batch], *shape[len(shape) - cols :], *shape[batch : len(shape) - cols])
         data_t = None if self.data_t is None else self.data_t.reshape(shape_t)
@@ -120,15 +120,15 @@ class QTensor:
             kernel.map(lambda a: jax.lax.all_gather(a, "fsdp", axis=0, tiled=True))  # gradient: reduce-scattered
 
         Args:
-            function: array -> array, of uint8 codes as well as of the source. It may move elements, not change them.
-                Scales of square blocks go through it too: it has to move whole blocks.
+            function: array -> array; called with the codes as uint8, and with the source. The function may move
+                elements, not change them. Scales of square blocks go through it too, so it has to move whole blocks.
 
         Returns:
             A QTensor without `data_t`.
 
         Raises:
-            ValueError: the tensor has a scale for each block, and these are not square, so that `data_t` has codes of
-                its own; or what `function` gives of codes and of scales does not fit.
+            ValueError: the tensor has a scale for each block, and the blocks are not square, so that `data_t` has
+                codes of its own; or `function` gives codes and scales whose shapes do not fit.
         """
         scale_inv = self.scale_inv
         if not self.has_one_code:
@@ -153,10 +153,10 @@ class QTensor:
     def dequantize(self, dtype: Any) -> jax.Array:
         """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding.
 
-        The gradient goes straight through to `source`.
+        The gradient of the result is, unchanged, the gradient of `source`.
 
         Raises:
-            TypeError: codes without a source are differentiated.
+            TypeError: a gradient is taken through codes that have no source.
         """
         if self.scale_inv is None:
             return self.data.astype(dtype)
@@ -193,12 +193,16 @@ def _(primals, tangents):
 
 
 def value_of(operand: jax.Array, codes: QTensor | None, dtype: Any) -> jax.Array:
-    """Return an operand of a product in high precision, dequantized where it has codes and no source."""
+    """Return an operand of a product in `dtype`, dequantized where the operand is codes without a source."""
     return codes.dequantize(dtype) if codes is not None and codes.is_all_of(operand) else operand.astype(dtype)
 
 
 def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:
-    """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its columns."""
+    """Return `data * scale_inv` in f32; the last `cols` dimensions of data are its columns.
+
+    Raises:
+        ValueError: the shape of `scale_inv` is not one scale for each block of `data`.
+    """
     if scale_inv.ndim <= 1:
         return data.astype(jnp.float32) * scale_inv.astype(jnp.float32).reshape(())
     batch, first = scale_inv.ndim - 2, data.ndim - cols
@@ -209,6 +213,6 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
     if _blocks.count(block, m, n) != counts or scale_inv.shape[:batch] != data.shape[:batch]:
         raise ValueError(
             f"QTensor: scale_inv: expected a scale for each block {block} of {data.shape}, got shape "
-            f"{scale_inv.shape}; block=(rows, cols) says how many elements share one"
+            f"{scale_inv.shape}; block=(rows, cols) says how many elements share a scale"
         )
     return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)

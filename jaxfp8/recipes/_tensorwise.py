@@ -1,4 +1,4 @@
-"""Quantizers with one scale for the whole tensor, and current scaling: the scale comes from the tensor in hand."""
+"""Quantizers with one scale for the whole tensor, and current scaling: the scale comes from the tensor at hand."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ class TensorwiseQuantizer(Quantizer):
     """Quantize with one scale for the whole tensor; one pass writes the codes in both layouts.
 
     Attributes:
-        fp8_dtype: of the codes.
+        fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
         margin: headroom in powers of two.
         power_2_scale: whether the scale of the tensor at hand is rounded down to a power of two.
     """
@@ -42,18 +42,18 @@ class TensorwiseQuantizer(Quantizer):
         self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
     ) -> tuple[QTensor, jax.Array | None]:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        # 1. Choose the scale. Current scaling reads x for it; delayed scaling has it from the state, and gives an amax
-        # to raise.
+        # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
+        # amax so far, which the next pass raises.
         scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
         recording = {"amax": amax, "with_amax": amax is not None}
-        # 2. Quantize: one pass over x writes all that products read of it, and raises the amax.
+        # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
         if options.columnwise:
             layout = {"rows": options.rows, "cols": options.cols, "column_sums": options.column_sums}
             data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **recording, **layout)
         else:
             data, amax = quantize_with(x, scale, self.fp8_dtype, **recording)
             data_t, sums = None, [options.sum_rows(x)]
-        # 3. Count, where the state has counters: that reads x once more.
+        # 3. Count, where the state has counters: counting reads x once more.
         counts = fractions(x, scale, self.fp8_dtype) if has_counters(step) else None
         step = self.record(step, scale_inv, amax, counts)
         return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
@@ -64,9 +64,10 @@ class TensorwiseQuantizer(Quantizer):
         """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
 
         Args:
-            current_amax: gives the amax of the tensor; called, and inside a conditional, only where the scale may need
-                it.
-            step, reduce: see `quantize_operand`.
+            current_amax: returns the amax of the tensor, f32[]. A quantizer calls it only where the scale may depend on
+                the amax, and then inside a conditional if the state decides.
+            step: see `quantize_operand`.
+            reduce: see `OperandOptions`.
         """
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
         options = {"fp8_max": fp8_max(self.fp8_dtype), "margin": self.margin}
@@ -80,10 +81,10 @@ class TensorwiseQuantizer(Quantizer):
         """Return the step after a tensor was quantized.
 
         Args:
-            step: before it.
-            scale_inv: that the tensor was quantized with.
-            amax: of the tensor; None where `choose_scale` gave None.
-            fractions: of saturated and flushed elements, where the step has counters.
+            step: the step before the tensor was quantized.
+            scale_inv: f32[1], the inverse of the scale that the tensor was quantized with.
+            amax: f32[1], the amax of the tensor; None where `choose_scale` gave None.
+            fractions: f32[2], of saturated and flushed elements, where the step has counters; else None.
         """
         return step
 
@@ -95,14 +96,14 @@ class Float8CurrentScaling(Recipe):
         sf = FP8_MAX / amax(x)           # at most 2**126; 1 for a tensor of zeros, or one that is not finite
         q  = quantize(x, sf)
 
-    On a mesh the amax is that of the whole tensor: where delayed scaling reduces amaxes once a step, each product here
-    waits for its own. `ops.amax` reads the tensor once more.
+    On a mesh the amax is that of the whole tensor, so each product waits for a reduction of its amax; delayed scaling
+    reduces amaxes once a step. `ops.amax` reads the tensor once more.
 
     Source: TransformerEngine's FP8 current scaling.
 
     Attributes:
         fp8_format: `HYBRID` (e4m3 forward, e5m2 for `grad`), `E4M3` or `E5M2`.
-        power_2_scale: round scales down to a power of two; then quantizing is exact but for the mantissa's rounding.
+        power_2_scale: round scales down to a power of two, so that scaling itself does not round.
         precise, min_size, pipeline_axes, fp8_residuals: keyword-only, see `Recipe`.
 
     Raises:

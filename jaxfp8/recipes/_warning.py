@@ -2,4 +2,4 @@
 
 
 class FP8StateWarning(UserWarning):
-    """FP8 state that this gradient can never update, or of which a program hides what it belongs to."""
+    """The category of warnings about FP8 state that is not updated or not read, or whose mesh axes are not known."""

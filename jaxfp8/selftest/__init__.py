@@ -1,1 +1,1 @@
-"""`python -m jaxfp8.selftest`: whether every op is right on this machine, and how fast; one file for a bug report."""
+"""`python -m jaxfp8.selftest`: check and measure every op on this machine, and write one file for a bug report."""

@@ -19,7 +19,7 @@ _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of c
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    """Read the command line; the program ends with a message where it makes no sense."""
+    """Read the command line; an option that makes no sense ends the program with a message."""
     parser = argparse.ArgumentParser(prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write everything here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
@@ -35,14 +35,15 @@ def parse_arguments(argv=None) -> argparse.Namespace:
 
 
 def environment() -> dict:
-    """Return what `python -m jaxfp8 --json` says, in a process of its own as well."""
-    # Here the GPU would stay in use while workers need it, and a driver that crashes would end the command.
+    """Return the output of `python -m jaxfp8 --json`, or `{"error": reason}`."""
+    # This needs a process of its own: the GPU would stay in use while workers need it, and a driver that crashes would
+    # end the command.
     done = subprocess.run([sys.executable, "-m", "jaxfp8", "--json"], capture_output=True, text=True)
     return json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-4000:] or str(done.returncode)}
 
 
 def machine(about: dict) -> dict:
-    """Return the row that says what this machine is."""
+    """Return the row of the check "machine", with its devices and versions."""
 
     def part(name, text):
         section = about.get(name, {})
@@ -56,18 +57,18 @@ def machine(about: dict) -> dict:
 
 
 def checks(ops: list[str], on_gpu: bool) -> tuple[list[list[str]], list[str]]:
-    """Return the jobs that may run side by side, and the checks that need the machine for themselves.
+    """Return the jobs that may run side by side, and the checks that must run alone.
 
-    On a GPU each check has a process: the first launch is only one where nothing has run before.
+    On a GPU each check has a process of its own, so that its launch is the first in the process.
     """
     names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
-    # On a CPU two processes share the checks; one that dies costs no more than its check (`_workers.finish`).
+    # On a CPU two processes share the checks; a process that dies fails one check only (`_workers.finish`).
     jobs = [[name] for name in names] if on_gpu else [names[::2], names[1::2]]
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
 
 def table(rows: list[dict]) -> str:
-    """Return the rows for people: a line for each op, then what failed."""
+    """Return the rows as a table for people: a line for each op, then the checks of the machine and the failures."""
     by_name = {row["check"]: row for row in rows}
 
     def status(name):
@@ -75,7 +76,7 @@ def table(rows: list[dict]) -> str:
 
     def figures(op):
         row = by_name.get(f"speed:{op}", {})
-        # A product is compared with one in bfloat16, everything else with the copy of an array.
+        # A product is compared with a product in bfloat16, every other op with the copy of an array.
         key, bound = ("tflops", "bf16 product") if "tflops" in row else ("gb_per_s", "copy")
         ratio = f"{row[key] / best:.0%}" if (best := by_name.get(f"speed:{bound}", {}).get(key)) and key in row else "-"
         return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
@@ -87,7 +88,7 @@ def table(rows: list[dict]) -> str:
         row = by_name.get(f"values:{op}", {})
         runs = "-" if "custom_calls" not in row else "custom call" if row["custom_calls"] else "jnp"
         lines.append((op, runs, status(f"values:{op}"), status(f"graph:{op}"), *figures(op)))
-    # A check without an op in its name is one of the machine.
+    # A check without an op in its name checks the machine.
     machine_rows = [f"{name}: {row['status']}, {row['detail']}" for name, row in by_name.items() if ":" not in name]
     whys = [f"{row['check'].partition(':')[2]} runs in jnp: {row['why']}" for row in rows if row.get("why")]
     failed = [f"FAILED {row['check']}: {row['detail']}" for row in rows if row["status"] == "failed"]
@@ -95,7 +96,7 @@ def table(rows: list[dict]) -> str:
 
 
 def remedy(rows: list[dict]) -> str:
-    """Return what switches off the ops that failed, beside those that are off; "" where that would not help."""
+    """Return the setting that switches off the ops that failed and those that are off; "" where it would not help."""
     failed = [row["check"] for row in rows if row["status"] == "failed"]
     # Without a device or a library no op runs, so switching off some of them would not help.
     if "machine" in failed or "library" in failed:

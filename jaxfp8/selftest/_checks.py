@@ -1,4 +1,4 @@
-"""The checks, each of one op: values, the first launch in a graph, speed; and a few training steps."""
+"""The checks: the native library, a few training steps, and for each op values, a recorded launch and speed."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ from ..numerics import E4M3
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
 
-# XLA records custom calls that allow it into CUDA graphs, also when there is only one; and writes down what it records.
+# With these options XLA records custom calls that allow it into CUDA graphs, also a single custom call.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 _BF16 = np.dtype(jnp.bfloat16)
 # The bounds of the speed of ops: a function, how many arguments it has, and their dtype.
@@ -42,7 +42,8 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
         with _support.listening() as why:
             lowered = jax.jit(case.function).lower(*case.arguments)
         calls, reasons, count = calls + _has_call(lowered, op), reasons + why, count + 1
-        # Compare with the reference, with numpy where it has the op, and refuse a wrong answer made of the right one.
+        # Compare with the reference and, where the case has numpy's answer, with that. Then the comparison must refuse
+        # a wrong answer made from the right answer.
         got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
         problem = comparison.problem(got, _reference(case, comparison))
         if not problem and case.expected is not None:
@@ -63,7 +64,7 @@ def graph(op: str) -> dict[str, Any]:
         return _row(None, "no kernel to record")
     case = _cases.case(op, _kind(op, 256, index))
     compiled, recorded = record(case.function, case.arguments)
-    runs = [compiled(*case.arguments) for _ in range(3)]  # into buffers of their own, which the graph is told of
+    runs = [compiled(*case.arguments) for _ in range(3)]  # each run has its own buffers, which update the graph
     comparison = case.comparison(_on_tensor_cores())
     expected = _reference(case, comparison)
     problems = [problem for got in runs if (problem := comparison.problem(_numpy(got), expected))]
@@ -71,7 +72,10 @@ def graph(op: str) -> dict[str, Any]:
 
 
 def record(function, arguments):
-    """Compile with graphs; also return whether every custom call is in one, as the thunks that XLA dumps say."""
+    """Return the function compiled with graphs, and whether every custom call is in a graph.
+
+    The thunks that XLA dumps tell the second.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = _GRAPHS | {"xla_dump_to": folder}
         compiled = jax.jit(function, compiler_options=options).lower(*arguments).compile()
@@ -80,7 +84,7 @@ def record(function, arguments):
 
 
 def training() -> dict[str, Any]:
-    """Check that the state of a layer after some steps is the reference's, to the bit."""
+    """Check that the state of a layer after six steps equals the reference's state to the bit."""
 
     def run():
         @jax.jit
@@ -102,7 +106,7 @@ def training() -> dict[str, Any]:
     out, state = run()
     with ops.implementation("reference"):
         right, expected = run()
-    # A product may add up in another order. State is made of maxima and has to be equal.
+    # A product may add up in another order than the reference. State is made of maxima and has to be equal.
     error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
     problem = _comparisons.BITS.problem(state, expected)
     return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
@@ -119,7 +123,7 @@ def speed(op: str) -> dict[str, Any]:
     sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
     seconds = _seconds(run, sets) / len(sets)
-    # No kernel does with less: each operand is read once, each result written once.
+    # The bytes that any kernel moves at least: each operand is read once, each result is written once.
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
     row = _row(None, f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
@@ -127,7 +131,7 @@ def speed(op: str) -> dict[str, Any]:
 
 
 def _seconds(run, sets) -> float:
-    """Return how long a call takes: the median of five rounds of calls that do not wait for each other."""
+    """Return the seconds of a call: the median of five rounds of calls that do not wait for each other."""
     # The first call compiles; the second tells how many fit into a tenth of a second.
     jax.block_until_ready(run(sets))
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checks in processes of their own: one that crashes, hangs or breaks a GPU's context is a row; the others go on."""
+"""Run checks in processes of their own: a check that crashes, hangs or breaks a GPU's context fails alone."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _checks
 
-# How a worker is started.
+# The command that starts a worker.
 COMMAND = [sys.executable, "-m", "jaxfp8.selftest"]
 _START = 60  # seconds until a process has imported everything
 
@@ -20,9 +20,9 @@ _START = 60  # seconds until a process has imported everything
 def work(names: list[str], limit: int, quick: bool) -> None:
     """Run checks in this process and print a row of JSON for each.
 
-    A check named "values:amax" is `_checks.values("amax")`. One that takes longer than `limit` seconds ends the
-    process, by SIGALRM, wherever it hangs. So does one that raises, after its row: what a failed launch leaves behind
-    on a GPU would fail every check after it.
+    A check named "values:amax" is `_checks.values("amax")`. A check that takes longer than `limit` seconds ends the
+    process, by SIGALRM, wherever it hangs. A check that raises ends the process too, after its row: a failed launch on
+    a GPU would fail every later check in the process.
     """
     for name in names:
         start = time.perf_counter()
@@ -64,13 +64,13 @@ def _finish(names, limit, options):
 
 
 def _start(names, limit, options):
-    """Return the rows of one process, and what it died of, or ""."""
+    """Return the rows of one process, and why the process died; "" or 0 for a process that ended well."""
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # many processes share a GPU, and each needs one
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes out of it is not written down as it is compiled
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # XLA dumps no thunks of a program from the cache
     }
-    # Files and no pipes: a worker that writes more than a pipe holds would wait for a reader for ever.
+    # The output goes to files: a worker that writes more than a pipe holds would wait for a reader for ever.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen([*COMMAND, *options, "--worker", *names], env=environment, stdout=out, stderr=errors)
         try:
@@ -80,7 +80,7 @@ def _start(names, limit, options):
             code = -signal.SIGALRM
         # The worker has moved the position in the files, which both processes share, to their ends.
         lines, last = ((file.seek(0), file.read().decode(errors="replace").splitlines())[1] for file in (out, errors))
-    # Libraries print too: only lines that begin as a row does are rows.
+    # Libraries print too: only lines that begin like a row are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
     message = next((line for line in reversed(last) if line.strip()), "")[:500]
     if code == -signal.SIGALRM:

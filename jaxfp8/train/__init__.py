@@ -1,4 +1,4 @@
-"""State between steps: combined by max, stored exactly, out of the reach of optimizers, and checked on the way."""
+"""Carry state from step to step: uses combine by max, optimizers do not see state, `update_state` checks and stores."""
 
 from ._accumulate import accumulate_gradients as accumulate_gradients
 from ._optimizer import apply_updates as apply_updates, optimizer as optimizer

@@ -14,26 +14,26 @@ from ..recipes import _state_tree
 def accumulate_gradients(acc: Tree, grads: Tree, *, weight: ArrayLike | None = None) -> Tree:
     """Add the gradients of one more microbatch.
 
-        acc = jaxfp8.accumulate_gradients(acc, grads)                # None or zeros at the start
+        acc = jaxfp8.accumulate_gradients(acc, grads)                # acc is None or zeros at the start
         acc = jaxfp8.accumulate_gradients(acc, grads, weight=1 / n)  # the mean of n microbatches
 
-    Gradients of parameters add. State combines by elementwise max: 0 is neutral, all microbatches ran on the same old
-    state, so the result is one step of it with the amax of them all. Never divide the sum as a whole: that would
-    divide the state too; `weight` multiplies the gradients of parameters alone.
+    Gradients of parameters add. State combines by the elementwise maximum, in which 0 is neutral. All microbatches run
+    on the same old state, so the result is one step of that state, with the largest amax of all microbatches. Never
+    divide the sum as a whole, which would divide the state too: `weight` multiplies the gradients of parameters alone.
 
     Args:
         acc: the sum so far, in the structure of `grads`; at the start None, or zeros (`jax.tree.map(jnp.zeros_like,
-            ...)`) to carry through `lax.scan`. Its dtypes are kept.
+            ...)`) to carry through `lax.scan`. The sum keeps the dtypes of `acc`.
         grads: gradients of one microbatch: a dict with `params` and `_overwrite_with_gradient`, an NNX state, or any
             tree that mixes parameters with `DotGeneralState`. State entries that are negative or not finite count as 0.
-        weight: a number or scalar array.
+        weight: a real number or scalar array, the factor of parameter gradients; None means 1.
 
     Returns:
         The sum, in the structure of `grads`.
 
     Raises:
-        TypeError: weight is not a number.
-        ValueError: the structures differ; weight has a dimension.
+        TypeError: `weight` is not a real number.
+        ValueError: the structures of `acc` and `grads` differ, or `weight` has a dimension.
     """
     if weight is not None:
         weight = _checks.array("accumulate_gradients", "weight", weight)
@@ -69,7 +69,7 @@ def _add(acc, grad, weight):
 
 
 def maximum(acc, grad):
-    """Return the elementwise max of non-negative floats; as integers, because XLA's CPU threads flush subnormals."""
+    """Return the elementwise max of non-negative floats, by their bits: XLA's CPU threads flush subnormal floats."""
     if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
         return jnp.maximum(acc, grad)
     dtype = jnp.result_type(acc)

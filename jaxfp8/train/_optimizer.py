@@ -24,29 +24,29 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         updates, opt_state = tx.update(grads, opt_state, variables)
         variables = optax.apply_updates(variables, updates)
 
-    `tx` sees the parameters alone: norms, weight decay and moments are those without state, and its own state has no
-    entries for it. `optax.apply_updates`, and any `params + update`, puts `update_state(params, grads)` in place of
-    the state, bit by bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and is stored in
-    the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
+    `tx` sees the parameters alone: norms, weight decay and moments leave FP8 state out, and the optimizer state has no
+    entries for FP8 state. `optax.apply_updates`, and any `params + update`, puts `update_state(params, grads)` in place
+    of the FP8 state, exact to the bit. With `optax.MultiSteps` in `tx` the state of the mini-steps combines by max and
+    is stored in the step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
 
     Wrap last: transformations around this one, `chain(clip, optimizer(tx))`, see the state. `update_state` finds and
     undoes a factor that a transformation before this one puts on state, as `clip_by_global_norm` does; it cannot see
     `clip`, `sign`, or an average over other steps (`ema`, `trace`, `MultiSteps(optimizer(tx))`). A transformation after
-    it must not change the updates of state: `apply_updates` raises where one did, or makes the state negative, where
-    updates of two optimizers were added up; an update of all zeros leaves the state as it was. Log norms of
-    `updates["params"]`.
+    this one must not change the updates of state: `apply_updates` raises where one did. Where updates of two optimizers
+    were added up it makes the state negative, and the next `update_state` raises. An update of all zeros leaves the
+    state as it was. Log norms of `updates["params"]`.
 
-    `tx` may need more than gradients: what `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an
-    opaque `optax.contrib.sam`) is given to `tx` as trees, or functions of trees, without state; it keeps no gradient of
-    state, so `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both sets of parameters get the
-    next state of the fast ones.
+    Extra arguments that `update` takes by name (`grad`, `value_fn` of `optax.lbfgs`, `grad_fn` of an opaque
+    `optax.contrib.sam`) reach `tx` as trees, or functions of trees, without state. `tx` keeps no gradient of state, so
+    `optax.value_and_grad_from_state` cannot be used. With `optax.lookahead` both the fast and the slow parameters get
+    the next state of the fast parameters.
 
     Args:
         tx: an optax transformation or an `optax.MultiSteps` object.
 
     Returns:
         A transformation for any tree that mixes parameters with state: variables dicts, NNX states, pytrees with
-        `DotGeneralState`. Its `update` needs `params`.
+        `DotGeneralState`. Its `update` raises a ValueError without `params`, and where `grads` holds none of the state.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -85,11 +85,11 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 def apply_updates(params: Tree, updates: Any) -> Tree:
     """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
 
-    It stands for `eqx.apply_updates`, which adds and so raises: state is overwritten.
+    Use this function in place of `eqx.apply_updates`, which cannot overwrite state and raises.
 
     Args:
-        params: any tree, with leaves that are not arrays.
-        updates: what `optimizer(tx).update` returned, None where `params` does not train.
+        params: any tree; leaves whose update is None need not be arrays.
+        updates: the updates that `optimizer(tx).update` returned, None where `params` does not train.
 
     Returns:
         `params + updates`, in the dtypes of `params`.
@@ -108,7 +108,7 @@ class _InVariables:
 
     Attributes:
         inner: the optimizer state.
-        paths: of these leaves.
+        paths: the paths of the leaves that were state in NNX variables.
     """
 
     inner: Any
@@ -120,13 +120,13 @@ class _InVariables:
 class NeedsJaxfp8ApplyUpdates:
     """An update that replaces: `leaf + by(value)` is `value`, where `leaf + (value - leaf)` would round.
 
-    JAX's error shows the name when Equinox's `apply_updates` meets an update. Zeroed updates, from `MultiSteps` and
-    code that skips steps, leave the leaf as it is. Any other arithmetic shows: with floats in the dtype; with
-    integers in arrays that no longer belong together, which make the leaf -1.
+    The name of the class is an instruction: JAX's error shows the name where Equinox's `apply_updates` meets an update.
+    Zeroed updates, from `MultiSteps` and code that skips steps, leave the leaf as it is. Any other arithmetic on an
+    update is found: floats change the dtype of `bits`; integers make `bits` and `check` differ, so that the leaf is -1.
 
     Attributes:
         bits: the value's bits as unsigned integers.
-        check: the same, each with some bits flipped.
+        check: the bits of `bits`, with a fixed pattern of them flipped.
         dtype: the dtype of the value.
     """
 
@@ -164,7 +164,7 @@ def _unsigned(dtype) -> np.dtype:
 
 
 def _checked(bits):
-    # No sum or multiple of pairs `(b, b ^ pattern)` is such a pair, but for an accident.
+    # A sum or multiple of pairs `(b, b ^ pattern)` is such a pair only by accident.
     return bits ^ np.asarray(0x5B5B5B5B5B5B5B5B >> (64 - 8 * bits.dtype.itemsize), bits.dtype)
 
 
@@ -176,8 +176,8 @@ def _trained(params):
 class NoState(optax.MaskedNode):
     """The place of a leaf of state in the trees that `tx` sees: a node without leaves.
 
-    Averages of parameters with it, `(y - (1 - b) * NoState()) / b`, are the parameters: what
-    `optax.contrib.schedule_free_eval_params` computes of all variables.
+    `(y - (1 - b) * NoState()) / b` is y, so that `optax.contrib.schedule_free_eval_params`, which computes this
+    average for all leaves, returns state as it is.
     """
 
     __array_ufunc__ = None
@@ -191,7 +191,7 @@ class NoState(optax.MaskedNode):
 
 @dataclasses.dataclass(frozen=True)
 class _Average:
-    """The average of `leaf` and nothing, before its division by the weight of `leaf`."""
+    """`leaf - weight * NoState()`, which a division by any weight makes `leaf`."""
 
     leaf: jax.Array
 
@@ -206,7 +206,7 @@ def _without_state(tree) -> Any:
 
 
 def _with_state(tree, source, function) -> Any:
-    """Return `tree`, which has no state, with `function` of each leaf of state in `source`."""
+    """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the empty node of that leaf."""
     flat = _state_tree.flatten(source)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     for i in flat.positions():
@@ -217,7 +217,7 @@ def _with_state(tree, source, function) -> Any:
 def _argument_without_state(argument, params):
     """Return an extra argument of `update` for `tx`: a tree, or a function of parameters, without state.
 
-    The function gets the state of `params`, of which it takes no gradient, with the parameters that `tx` gives it.
+    A function is called with the parameters from `tx` and the state of `params`, through which no gradient goes.
     """
     if not callable(argument) or _state_tree.flatten(argument).positions():  # Equinox modules are trees and callable
         return _without_state(argument)
@@ -227,7 +227,7 @@ def _argument_without_state(argument, params):
         return _with_state(arg, params, lax.stop_gradient) if jax.tree.structure(arg) == structure else arg
 
     def function(*args, **kwargs):
-        # A gradient of parameters alone is meant here.
+        # `tx` differentiates by parameters alone on purpose, so the warning about that would mislead.
         with warnings.catch_warnings(action="ignore", category=FP8StateWarning):
             return _without_state(argument(*map(filled, args), **kwargs))
 

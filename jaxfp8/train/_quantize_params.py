@@ -11,31 +11,34 @@ from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree
 
 
 def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = None) -> Any:
-    """Quantize the kernels of `params` once: `dot_general`, `ragged_dot` and our layers take the codes as they are.
+    """Quantize the kernels of `params` once; `dot_general`, `ragged_dot` and the layers of jaxfp8 reuse the codes.
 
     A kernel that is used by several microbatches, again in a rematerialized block, or in every tick of a pipeline, is
-    quantized once. The gradient still arrives for the kernel in its own dtype, and the next state at the state:
+    quantized once. The gradient still belongs to the kernel, in its own dtype, and the cotangent of the state is still
+    the next state:
 
         def loss(variables, microbatches):
             params = jaxfp8.quantize_params(variables["params"], variables["_overwrite_with_gradient"], recipe)
             ...  # a scan over microbatches, with params and state
 
-    Recipes without state are told which parameters are kernels. Each leaf has one scale, or those of its blocks; for
-    kernels of stacked layers with a scale each, `vmap` the call:
+    With a recipe that keeps no state, `where` says which parameters are kernels:
 
         params = jaxfp8.quantize_params(params, None, Float8BlockScaling(), where=".*/(up|down)")
 
-    Differentiate with respect to the parameters, as here, or with respect to what this returns: that gradient is a tree
-    of QTensors in which `source` is the gradient of the kernel.
+    Each leaf has one scale, or a scale for each of its blocks. A leaf that stacks the kernels of several layers needs a
+    scale for each layer: `vmap` the call.
+
+    Differentiate with respect to the parameters, as in the first example, or with respect to the result: that gradient
+    is a tree of QTensors in which `source` is the gradient of the kernel.
 
     Args:
         params: a pytree of parameters.
-        state: the state of the products that use them: a `_overwrite_with_gradient` collection, a tree of
-            `DotGeneralState` with the structure of params, or a module that holds both. None where the recipe keeps no
-            state, or for delayed scaling with the scale of each kernel as it is.
-        recipe: of these products.
-        where: a regex for `re.fullmatch` on the path of a kernel in params, its parts joined by `/`. With state it may
-            be left out: each kernel is one that state belongs to.
+        state: the state of the products that use the kernels: a `_overwrite_with_gradient` collection, a tree of
+            `DotGeneralState` with the structure of params, or a module that holds parameters and state. None where the
+            recipe keeps no state; delayed scaling then takes the scale of each kernel from its current amax.
+        recipe: the recipe of these products.
+        where: a regex for `re.fullmatch` on the path of a kernel in params, its parts joined by `/`. With state `where`
+            may be None: the kernels are then the parameters that state belongs to.
 
     Returns:
         `params` with a QTensor for each kernel: codes `[..., k, n]`, for a matrix and for blocks also `[..., n, k]`,
@@ -44,8 +47,9 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
         count matrices, as the experts of `ragged_dot`.
 
     Raises:
-        ValueError: no kernel of `params` matches `where`, or none has state; a state does not fit the recipe; there is
-            no state and `where` is missing; the recipe keeps kernels in high precision.
+        TypeError: `recipe` is not a Recipe.
+        ValueError: no kernel of `params` matches `where`, or none has state; a state does not fit the recipe; `state`
+            and `where` are both None; the recipe keeps kernels in high precision.
     """
     tree, recipe = _state_tree.flatten(params), checked("quantize_params: recipe", recipe)
     quantizer, reduce = recipe.quantizers()[1], AmaxReduction.for_recipe(recipe)
@@ -71,7 +75,7 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
         )
     if not states:
         raise ValueError(
-            "quantize_params: state: expected the state of kernels in params, found none that belongs to one; pass the "
+            "quantize_params: state: expected the state of kernels in params, found no state of a kernel; pass the "
             "`_overwrite_with_gradient` collection, or a tree of DotGeneralState with the structure of params"
             if state is not None
             else f"quantize_params: where: no path in params matches {where!r}; paths are such as {tree.name(0)!r}"
@@ -85,7 +89,7 @@ def _quantized(quantizer, kernel, state, reduce):
     # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
     x, state = jax.lax.stop_gradient((kernel, shared(state)))
     (step,) = read_states([quantizer], [state])
-    # One scale is that of all columns, however many dimensions they are; blocks are those of matrices.
+    # One scale holds for the whole kernel, whose columns may be several dimensions; blocks lie in matrices.
     layout = {"cols": x.ndim - 1, "columnwise": x.ndim == 2} if quantizer.has_one_scale else {}
     q, _ = quantizer.quantize_operand(x, step, OperandOptions(**layout, reduce=reduce))
     return dataclasses.replace(q, source=kernel)
@@ -104,7 +108,7 @@ def _states_of_kernels(tree, state, quantizer):
 
 
 def _kernel_paths(history_path):
-    """Yield the paths where the kernel of a history may be, best first; nothing for other quantizers."""
+    """Yield the paths where the kernel of a history may be, best first; for other operands' histories, no path."""
     *parent, leaf = history_path
     if leaf == "amax_history":  # a field of a QuantizerState
         if not parent or parent.pop() != "kernel":

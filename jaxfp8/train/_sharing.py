@@ -30,15 +30,16 @@ def max_grad(tree: Tree) -> Tree:
     over a few numbers of each, and their histories move after it.
 
     Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX
-    cannot differentiate all of its own functions in such a dtype: take `jax.lax.stop_gradient` before the cast, after
-    it is ignored; take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`, a slice raises.
+    cannot differentiate all of its own functions in such a dtype. Take `jax.lax.stop_gradient` before the cast: after
+    the cast it has no effect. Take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`: a slice
+    raises.
 
     Args:
         tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
             inside. Other leaves, and state that is not being differentiated, stay as they are.
 
     Returns:
-        The same tree.
+        `tree`, with the leaves of differentiated state cast.
 
     Raises:
         NotImplementedError: this JAX version lacks the dtype hook; use `jaxfp8.fork` and the carry.
@@ -52,7 +53,7 @@ def max_grad(tree: Tree) -> Tree:
     # 1. Cast all state. A second cast of a leaf gives the same array, so that all its uses meet there.
     def cast(leaf):
         if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return leaf  # or is cast already
+            return leaf  # not differentiated, or already cast
         return _compat.to_max(leaf)
 
     flat = _state_tree.flatten(tree)
@@ -88,8 +89,12 @@ def value_and_grad(
         has_aux, allow_int: as JAX's.
 
     Returns:
-        A function of the same arguments that returns `(value, gradients)`, the gradient of FP8 state being its next
-        state in float32.
+        A function of the same arguments that returns `(value, gradients)`. The gradient of FP8 state is its next state,
+        in float32.
+
+    Raises:
+        TypeError: when called, `loss_fn` computes with FP8 state outside of products.
+        NotImplementedError: when called, this JAX version lacks the dtype hook; see `max_grad`.
     """
 
     @functools.wraps(loss_fn)
@@ -111,7 +116,7 @@ def value_and_grad(
 
 @contextlib.contextmanager
 def named_errors(function: str):
-    """Say what an error about the dtype of FP8 state means, in a loss that `function` differentiates."""
+    """Explain errors about the dtype of FP8 state in a loss that `function` differentiates, as a TypeError."""
     try:
         yield
     except Exception as error:
@@ -159,8 +164,8 @@ def fork(state: Any) -> Any:
             state, used = jaxfp8.fork(state)
             return (state, total + f(x, used)), None
 
-    Loops with a backward of their own need it, as Equinox's `while_loop(kind="checkpointed")`: under `jax.grad`.
-    `fork` needs only public JAX, and works where `max_grad` does not.
+    Loops with a backward of their own, such as Equinox's `while_loop(kind="checkpointed")`, need `fork`, together with
+    `jax.grad`. `fork` needs only public JAX, so it also works where `max_grad` raises NotImplementedError.
 
     Args:
         state: a tree of float arrays.

@@ -1,4 +1,4 @@
-"""Follow the wrapped optimizer: state is stored, skipped or accumulated in the steps in which parameters are."""
+"""Follow the wrapped optimizer: store, skip or accumulate FP8 state in the steps in which it does so to parameters."""
 
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def finish(old, grads, before, after, updates):
         old: the tree that holds the state of this step; parameters in it are left alone.
         grads: the gradient with respect to `old`.
         before: the optimizer state before the step, as `begin` or `finish` gave it.
-        after: the state of the wrapped transformation after it.
+        after: the state of the wrapped transformation after the step.
         updates: the updates of the parameters that the transformation gave.
 
     Returns:
@@ -68,7 +68,7 @@ def finish(old, grads, before, after, updates):
     positions, gradient = tree.positions(), _state_tree.flatten(grads).by_path()
     pairs = zip(positions, before.state, strict=True)
     totals = [maximum(so_far, gradient.get(tree.paths[i], jnp.zeros_like(so_far))) for i, so_far in pairs]
-    # 4. Store the max in a step that emits an update; carry it on in a mini-step; forget a step that did not count.
+    # 4. Store the max in a step that emits an update; else carry the max on, without a step that did not count.
     new = tree.replace(dict(zip(positions, totals, strict=True)))
     state = _where(emitted & ~rejected, tree, update_state(old, new))
     pending = (

@@ -1,8 +1,7 @@
-"""update_state: the next state from the old state and its cotangent, with a check of what happened to that.
+"""update_state: the next state from the old state and its cotangent, with a check that nothing scaled the cotangent.
 
 Only one number per quantizer is new in a step, the amax in slot 0. The rest of the history is the old history, rolled;
-so whatever multiplied the state on its way (a sum over uses, a mean, clipping, unscaling) shows there and can be
-undone.
+a factor on the cotangent (from a sum over uses, a mean, clipping, unscaling) shows there and can be undone.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from ..recipes import _state_tree
 
 # A cast to bfloat16 and back changes a number by 0.4 % at most; two uses that were summed change it by 100 %.
 _TOLERANCE = 0.01
-_EXACT = 1e-4  # of a quotient of two floats, or of its logarithm, with room for fast approximations
+_EXACT = 1e-4  # the tolerance of a quotient of two floats, or its logarithm, with room for fast approximations
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -30,22 +29,23 @@ def update_state(old: Tree, new: Any) -> Tree:
         h' = [amax, h[2], ..., h[H - 1], h[0]]    # roll(h, -1) of the old history; amax is slot 0 of `new`
         s' = the scale of `new`
 
-    A row that was not touched (its new scale is 0) or is not finite keeps its old value. Where `old` has stored a
-    gradient of this very step already, as of a second optimizer, the two combine: slot 0 is the larger amax. The
-    returned state is clean: old history entries that are not finite become 0, an old scale that is 0 or not finite
-    becomes 1. Old state below zero, which only an optimizer that stepped on it makes, is an error and stays as it is:
-    its scale is NaN.
+    A row that was not touched (its new scale is 0) or whose new numbers are not finite keeps its old value. Where `old`
+    already holds a gradient of the same step, from a second optimizer for example, the two combine: slot 0 is the
+    larger amax. The returned state is clean: old history entries that are not finite become 0, an old scale that is 0
+    or not finite becomes 1. Old state below zero, which only an optimizer that stepped on the state makes, is an error;
+    in a trace it stays as it is, and its scale is NaN.
 
-    The old history tells what the tail of the new one must be. If it is c times that, with c off from 1 by more than
-    1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of `jit` that
-    raises. Under a trace it is made safe instead: slot 0 becomes `amax / min(c, 1)`, which is no less than the true
-    amax, and the scale `s' / c`; `jax.experimental.checkify.checkify` around the step reports it with the message of
-    the error. While a history is empty only its scale can tell: a sum is seen then, and unscaling by a power of two;
-    other factors show one step later. A history of length 1 has no tail and cannot be checked once it holds an amax.
+    The old history tells what the tail of the new history must be. If the new tail is c times that, with c off from 1
+    by more than 1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of
+    `jit` this raises. Under a trace the factor is undone instead: slot 0 becomes `amax / min(c, 1)`, which is no less
+    than the true amax, and the scale `s' / c`; `jax.experimental.checkify.checkify` around the step reports the factor
+    with the message of the error. While a history is empty, only the scale shows a factor: a sum, or unscaling by a
+    power of two; other factors show one step later. A history of length 1 has no tail and cannot be checked once it
+    holds an amax.
 
     Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
-    microbatches that include the state. Add microbatches by `accumulate_gradients`, and keep everything else away by
-    `jaxfp8.train.optimizer`.
+    microbatches that include the state. Add microbatches by `accumulate_gradients`, and wrap the optimizer in
+    `jaxfp8.train.optimizer`, which keeps state out of all other transformations.
 
     Counters, where a quantizer has them, are those of `new`, divided by c.
 
@@ -58,8 +58,8 @@ def update_state(old: Tree, new: Any) -> Tree:
         `old` with its quantizer state replaced and in the dtypes of `old`; all other leaves are those of `old`.
 
     Raises:
-        ValueError: state was summed, averaged, clipped or unscaled, or is below zero (outside of `jit`); shapes differ;
-            `new` holds no state.
+        ValueError: outside of `jit`: state was summed, averaged, clipped or unscaled, or is below zero. Always: the
+            shapes of `old` and `new` differ, or `new` holds none of the state.
     """
     before, gradient = _state_tree.flatten(old), _state_tree.flatten(new).by_path()
     expect_state(before, gradient)
@@ -86,7 +86,7 @@ def update_state(old: Tree, new: Any) -> Tree:
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             values[i] = _next_other(before.leaves[i], leaf)
             new_least[before.name(i)] = jnp.minimum(*(jnp.min(x, initial=0) for x in (before.leaves[i], leaf)))
-    # 4. Report whatever has changed the state on its way.
+    # 4. Report factors on the state, and numbers below zero.
     _check_not_negative(old_least, _STEPPED_ON)
     _check_factors(factors)
     _check_not_negative(new_least, _NEGATIVE)
@@ -94,7 +94,7 @@ def update_state(old: Tree, new: Any) -> Tree:
 
 
 def expect_state(before: _state_tree.StateTree, gradient) -> None:
-    """Raise where a gradient, by path, has nothing of the state that `before` has."""
+    """Raise a ValueError where `gradient`, leaves by path, holds none of the state leaves of `before`."""
     positions = before.positions()
     if positions and not any(before.paths[i] in gradient for i in positions):
         raise ValueError(
@@ -117,12 +117,12 @@ def _check_shapes(name, old, new):
 
 @jax.jit
 def _next_quantizers(quantizers):
-    """Return `(history, scale, factors, lowest)` of each quantizer, counters before the factors; types are the same.
+    """Return the results of `_next_quantizer` for each quantizer; all quantizers have leaves of the same types.
 
     The quantizers are stacked, so that the arithmetic on a whole model's state takes the launches of one quantizer.
 
     Args:
-        quantizers: for each the old leaves, in the order of `QuantizerState`, then the new ones.
+        quantizers: for each its old leaves, in the order of `QuantizerState`, then its new leaves.
     """
     if len(quantizers) == 1:
         return [_next_quantizer(*quantizers[0])]
@@ -134,8 +134,8 @@ def _next_quantizer(*leaves):
     """Return the next state of all rows of one quantizer.
 
     Returns:
-        `(history, scale, factors, lowest)`, counters before the factors. The factors are the numbers by which each row
-        was multiplied on its way, `lowest` the smallest number of each row of the old state.
+        `(history, scale, factors, lowest)`, or with counters `(history, scale, counters, factors, lowest)`. `factors`
+        holds for each row the factor on its cotangent, `lowest` the smallest number of the row's old state.
     """
     # 1. Move the slots of history and scale to the last axis, clean the old state and roll it. A row with a number
     # below zero keeps it, so that it stays visible.
@@ -151,13 +151,13 @@ def _next_quantizer(*leaves):
     rolled = jnp.roll(history, -1, axis=-1)
     amax = new_history[..., :1]
 
-    # 2. Find the factor of each row: from the tail of the history, which must be the old one rolled, or while the
+    # 2. Find the factor of each row: from the tail of the history, which must be the old history rolled, or while the
     # history is empty from the scale. The two reductions have one shape; all else fuses into one kernel.
     expected, tail = (_scaling.abs_max(h[..., 1:], axis=-1)[..., None] for h in (rolled, new_history))
     touched = jnp.isfinite(tail) & jnp.isfinite(amax) & jnp.isfinite(new_scale) & (new_scale != 0)
     touched &= ~_scaling.below_zero(lowest)
     amax = _scaling.clean(amax)
-    # A second optimizer, or a second gradient of one point, finds the step stored: tail and scale are the old ones.
+    # A second optimizer, or a second gradient at one point, finds the step stored: tail and scale equal those of old.
     from_old, from_rolled = (_difference(h[..., 1:], new_history[..., 1:]) for h in (history, rolled))
     is_done = touched & (from_old < from_rolled) & (_difference(old_scale, new_scale) < 2)
     touched &= ~is_done
@@ -176,7 +176,7 @@ def _next_quantizer(*leaves):
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
 
-    # 4. Keep the old state of a row that was not touched, or that cannot be used; a stored step takes one more amax.
+    # 4. Keep the old state of a row that was not touched or cannot be used; a stored step takes the larger amax.
     newest = history[..., :1]
     larger = jnp.maximum(newest, _scaling.clean(new_history[..., :1]))
     kept = history.at[..., :1].set(jnp.where(is_done, larger, newest))
@@ -189,18 +189,18 @@ def _next_quantizer(*leaves):
 
 
 def _difference(a, b):
-    """Return for each row 0 where two arrays are equal, 1 where a cast to bfloat16 may explain it, else 2."""
+    """Return for each row 0 if a and b are equal, 1 if a cast to bfloat16 may explain their difference, else 2."""
     difference = jnp.where(jnp.abs(a - b) > _TOLERANCE * a, 2, (a != b).astype(jnp.int32))
     return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
 
 def _factor_of_scale(old, new, amax):
-    """Return the factor in the scale of a quantizer with an empty history, where it is beyond doubt; else 1.
+    """Return the factor on the scale of a quantizer with an empty history, where the factor is beyond doubt; else 1.
 
-    Beyond doubt are whole numbers (uses that were summed) and small powers of two (loss scaling that was undone). The
-    recipe may have meant any other scale: `first_step="current"` takes it from the tensor. A current scale may look
-    like one of these factors too, but then `amax / new` is an FP8_MAX over `2**margin`: 7 times a power of two, or of
-    its root.
+    Whole numbers (uses that were summed) and small powers of two (loss scaling that was undone) are beyond doubt. Any
+    other ratio may be a scale that the recipe chose: `first_step="current"` takes the scale from the tensor. A current
+    scale may look like such a factor too, but then `amax / new` is `FP8_MAX / 2**margin`: 7 times a power of two, or,
+    with a margin of halves, 7 times the root of a power of two.
     """
     ratio = new / old
     doublings, halves = jnp.log2(ratio), 2 * jnp.log2(amax / (7 * new))
@@ -211,20 +211,23 @@ def _factor_of_scale(old, new, amax):
 
 
 def _next_other(old, new):
-    """Overwrite the state of a user's own quantizer, unless the gradient is all zero or cannot be a state."""
+    """Overwrite the state of a user's own quantizer, unless the gradient is all zero, negative or not finite."""
     is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
     return jnp.where(is_touched, _cast(new, jnp.asarray(old).dtype), old)
 
 
 def _cast(x, dtype):
-    """Cast `x` to a dtype of state; numbers that a narrow dtype cannot hold become its largest."""
+    """Cast `x` to a dtype of state; numbers above the range of a narrow dtype become its largest number."""
     if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
         return x.astype(dtype)
     return jnp.minimum(x, jnp.asarray(jnp.finfo(dtype).max, x.dtype)).astype(dtype)
 
 
 def _on_host(values):
-    """Return the values that this process can see, by one transfer. One process must not raise alone."""
+    """Return the values that this process can see, by one transfer.
+
+    Values that other processes cannot see are left out, because one process must not raise alone.
+    """
     concrete = {name: x for name, x in values.items() if not isinstance(x, jax.core.Tracer)}
     concrete = {name: x for name, x in concrete.items() if x.is_fully_addressable or x.is_fully_replicated}
     return jax.device_get(concrete)
@@ -249,7 +252,7 @@ def _check_factors(factors):
     for name, factor in factors.items():
         if isinstance(factor, jax.core.Tracer):
             most, least = jnp.max(factor), jnp.min(factor)
-            worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # the most telling
+            worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # a sum is reported before any other factor
             cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
             message = _FOUND.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
             checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
@@ -269,7 +272,7 @@ _STEPPED_ON = (
 )
 _NEGATIVE = (
     "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
-    "Keep an offset, or the parts above and below zero; and keep the state out of whatever changes gradients"
+    "Keep an offset, or the parts above and below zero; and keep the state out of code that changes gradients"
 )
 
 
@@ -277,8 +280,8 @@ def _check_not_negative(least, message):
     """Raise for state with negative numbers; under a trace, leave a check for checkify.
 
     Args:
-        least: for each name the smallest number, or those of its rows.
-        message: of the error, with a `name` and a `least`.
+        least: for each name the smallest number of the state, or the smallest number of each row.
+        message: the text of the error, with the fields `{name}` and `{least}`.
     """
     for name, value in least.items():
         if isinstance(value, jax.core.Tracer):

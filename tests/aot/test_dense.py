@@ -73,7 +73,7 @@ def test_reads(counts, case, name, reads):
 
 @pytest.mark.parametrize("name", OURS)
 def test_operations(counts, name):
-    assert counts["dense"][name]["operations"] <= 60
+    assert counts["dense"][name]["operations"] <= 30
 
 
 @pytest.mark.parametrize("case", DENSES)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from ops import answers, cases, targets
+from ops import answers, bad_calls, cases, targets
 
 import jaxfp8
 
@@ -30,9 +30,10 @@ def bad_buffers(library):
         calls = [
             (call, rf"\b{call.target}: {name}: expected")
             for name in targets.names(op)
-            for call in targets.bad_buffers(op, name)
+            for call in bad_calls.bad_buffers(op, name)
         ]
-        calls += [(call, rf"\b{call.target}: ") for call in targets.bad_counts(op)] + list(targets.bad_attributes(op))
+        calls += [(call, rf"\b{call.target}: ") for call in bad_calls.bad_counts(op)]
+        calls += bad_calls.bad_attributes(op)
         for call, message in calls:
             refused(lambda call=call: cases.run_target(call), tally, str(call), message or "INVALID_ARGUMENT")
         good = targets.filled(targets.good(op))

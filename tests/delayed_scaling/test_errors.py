@@ -31,7 +31,6 @@ def test_recipes_compare_and_hash_by_value():
         amax_compute_algo="max",
         fp8_format=jaxfp8.HYBRID,
         first_step="unit",
-        pipeline_axes=(),
         reduce_amax=True,
     )
     assert dataclasses.replace(make(), margin=1).margin == 1

@@ -167,7 +167,7 @@ def test_errors():
 
     with pytest.raises(ValueError, match="compare: model: expected FP8 products, got none; is autocast off"):
         inspect.compare(lambda x: 2 * x, x)
-    with pytest.raises(ValueError, match="compare: loss: expected one whose gradient reaches an FP8 product"):
+    with pytest.raises(ValueError, match="compare: loss: expected a loss whose gradient reaches an FP8 product"):
         inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
     with pytest.raises(TypeError, match="compare: model: expected a result with floating-point arrays, got none; pass"):
         inspect.compare(lambda x: jnp.argmax(fp8(x)), x)

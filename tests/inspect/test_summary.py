@@ -165,8 +165,45 @@ def test_measure_is_one_small_array_and_waits_for_nothing():
     tree = state(np.ones((3, 1024)), np.ones(3))
     jaxpr = jax.make_jaxpr(inspect.measure)(tree)
     (out,) = jaxpr.out_avals
-    assert out.shape == (12,)
+    assert out.shape == (18,)
     assert not any("callback" in eqn.primitive.name for eqn in jaxpr.eqns)
+
+
+def test_figures_by_hand():
+    """Each figure of a stack of three quantizers, and of a gradient in e5m2, against numpy in double precision."""
+    histories = np.array([[12, 0, 3, 6], [2, 0, 0, 0], [0, 5, 1, 2]], np.float32)
+    scale_inv = np.array([6 / 448, 1, 5 / 448], np.float32)
+    counters = np.array([[0.25, 0.5, 3], [0, 1, 0], [0.125, 0, 7]], np.float32)
+    tree = state(histories, scale_inv, counters)
+    tree[OWG]["layer"] |= state([3, 9, 4], 9 / 57344, operand="output_grad")[OWG]["layer"]
+    measured = jax.jit(inspect.measure)(tree)
+    found = inspect.scalars(measured, prefix="")
+    lags = [np.log2(12 / np.float64(scale_inv[0]) / 448), np.log2(2 / 448), np.nan]
+    for i, (growth, lag) in enumerate(zip([2, np.nan, np.nan], lags, strict=True)):
+        row = {name.rpartition("/")[2]: value for name, value in found.items() if name.startswith(f"layer/input[{i}]/")}
+        assert list(row)[:4] == ["scale", "amax", "amax_max", "peak"] and len(row) == 9
+        np.testing.assert_array_equal(row["growth"], growth)
+        # The quotients are rounded three times, the logarithm once.
+        np.testing.assert_allclose(row["scale_lag"], lag, rtol=4 * 2**-24, atol=4 * 2**-24)
+        assert [row[name] for name in ("saturated", "flushed", "steps_since_change")] == counters[i].tolist()
+    growth = np.float32(3) / np.float32(9)
+    assert found["layer/output_grad/growth"] == growth
+    np.testing.assert_allclose(found["layer/output_grad/scale_lag"], np.log2(growth), rtol=4 * 2**-24)
+    # State does not record its format: in e4m3 the same peak is 2**7 too large, as 57344 is 2**7 * 448.
+    forward = inspect.scalars(inspect.measure(tree, jaxfp8.E4M3), prefix="")
+    difference = forward["layer/output_grad/scale_lag"] - found["layer/output_grad/scale_lag"]
+    assert abs(difference - 7) < 1e-6 and forward["layer/input[0]/scale_lag"] == found["layer/input[0]/scale_lag"]
+    assert np.isnan(inspect.scalars(state([4], 1))["fp8/layer/input/growth"])
+
+
+def test_figures_of_two_steps():
+    """The figures of a step by numpy: from the amax of its input, and the state before it."""
+    train_state, measured, xs = train(3)
+    amaxes = [np.abs(x).max() for x in xs]
+    found = inspect.scalars(measured, prefix="")
+    name = "Fp8DotGeneral_0/input"
+    assert found[f"{name}/growth"] == amaxes[2] / max(amaxes[:2])
+    np.testing.assert_allclose(found[f"{name}/scale_lag"], np.log2(amaxes[2] / max(amaxes[:2])), rtol=1e-6)
 
 
 def test_errors():

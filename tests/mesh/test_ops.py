@@ -141,8 +141,8 @@ def test_amaxes_are_pushed_by_xla_on_a_mesh():
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
-    assert [f"jaxfp8_{op}_v1" in cut for op in ("delayed_scales", "push_amaxes")] == [True, False]
-    assert [f"jaxfp8_{op}_v1" in alone for op in ("delayed_scales", "push_amaxes")] == [True, True]
+    assert [f"jaxfp8_{op}_v2" in cut for op in ("delayed_scales", "push_amaxes")] == [True, False]
+    assert [f"jaxfp8_{op}_v2" in alone for op in ("delayed_scales", "push_amaxes")] == [True, True]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -198,6 +198,6 @@ def test_state_of_layers(spec):
                 got = (np.asarray(x[j]) for x in written[i][q])
                 assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
     text = compiled.as_text()
-    assert text.count('custom_call_target="jaxfp8_read_histories_v1"') == 2  # one for each batch
-    assert text.count('custom_call_target="jaxfp8_write_histories_v1"') == 2
+    assert text.count('custom_call_target="jaxfp8_read_histories_v2"') == 2  # one for each batch
+    assert text.count('custom_call_target="jaxfp8_write_histories_v2"') == 2
     assert is_cut or not hlo.collectives(text)

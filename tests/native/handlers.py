@@ -22,7 +22,7 @@ sys.modules["jaxfp8"] = types.ModuleType("jaxfp8")  # which the fuzzer imports t
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from fuzz.targets import good_call  # noqa: E402
-from ops import answers, cases, targets  # noqa: E402
+from ops import answers, bad_calls, cases, targets  # noqa: E402
 from ops.targets import BF16, E4M3, E5M2, F32, Call  # noqa: E402
 
 CALLS = 80  # random ones of each op
@@ -88,12 +88,12 @@ def concurrent_calls():
             report("concurrent calls", done.exception())
 
 
-def bad_calls():
+def every_bad_call():
     for op in targets.SPECS:
         for name in targets.names(op):
-            yield from targets.bad_buffers(op, name)
-        yield from targets.bad_counts(op)
-        yield from (call for call, _ in targets.bad_attributes(op))
+            yield from bad_calls.bad_buffers(op, name)
+        yield from bad_calls.bad_counts(op)
+        yield from (call for call, _ in bad_calls.bad_attributes(op))
     yield from (targets.with_quantizers(op, most + 1) for op, most in targets.LARGEST_K.items())
 
 
@@ -112,7 +112,7 @@ def main():
     for call in large_calls():
         compare(call)
     concurrent_calls()
-    for call in bad_calls():
+    for call in every_bad_call():
         try:
             cases.run_target(call)
             report(str(call), "was accepted")

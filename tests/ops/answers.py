@@ -5,7 +5,7 @@ import oracle
 import oracle_blocks
 import oracle_moments
 
-from .targets import ATTRIBUTES, F32, Call, fault, quantizers
+from .targets import ATTRIBUTES, F32, Call, fault, quantizers, with_groups
 
 FORMAT_OF = {fmt.dtype: fmt for fmt in oracle.FORMATS.values()}
 SUMMED_ROWS = 128
@@ -15,7 +15,11 @@ def answer(call: Call) -> list | None:
     """The results; None where the call must be refused. A result that is None may be anything."""
     if fault(call) is not None or not _attributes_are_good(call):
         return None
-    return _ANSWERS[call.target](*call.operands, results=call.results, **call.attributes)
+    whole = with_groups(call)
+    results = _ANSWERS[call.target](*whole.operands, results=whole.results, **call.attributes)
+    # A result without the side of its one group has the elements of one with it.
+    lacks_g = [given != grouped for given, grouped in zip(call.results, whole.results, strict=True)]
+    return [out[0] if lacks else out for out, lacks in zip(results, lacks_g, strict=True)]
 
 
 def _attributes_are_good(call: Call) -> bool:

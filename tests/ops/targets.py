@@ -1,4 +1,4 @@
-"""The custom calls as data: the buffers and attributes of each, a good call, and every way a call can be bad.
+"""The custom calls as data: the buffers and attributes of each, and good calls.
 
 CPU handlers, emulated CUDA handlers, the fuzzer and the sanitizers all read this table; numpy alone.
 """
@@ -19,7 +19,8 @@ KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint3
 
 # `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
 # one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
-# `*` are any sides, `?` is any side; `name?` may be absent; buffers with `#` are there once for each of k quantizers.
+# `*` are any sides, `?` is any side; a `g?` of 1 may be left out, in all buffers of a call or in none; `name?` may be
+# absent; buffers with `#` are there once for each of k quantizers.
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
     "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
@@ -35,11 +36,11 @@ SPECS = {
     "encode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], keys u32[0/g n/128] -> "
     "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
-    "delayed_scales": "history # f32[g H#], stored # f32[g] -> "
-    "next history # f32[g H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
-    "push_amaxes": "history # f32[g H#], amax # f32[g] -> next history # f32[g H#]",
-    "read_histories": "history # f32[g H#], stored # f32[g] -> reading 0 f32[g 4k]",
-    "write_histories": "history # f32[g H#], recorded 0 f32[g 4k] -> next history # f32[g H#], next scale # f32[g]",
+    "delayed_scales": "history # f32[g? H#], stored # f32[g] -> "
+    "next history # f32[g? H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
+    "push_amaxes": "history # f32[g? H#], amax # f32[g] -> next history # f32[g? H#]",
+    "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 4k]",
+    "write_histories": "history # f32[g? H#], recorded 0 f32[g 4k] -> next history # f32[g? H#], next scale # f32[g]",
 }
 NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "encode_moment")
 CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
@@ -96,6 +97,11 @@ class Buffer:
     dtypes: str
     shapes: tuple
     is_optional: bool
+
+    @property
+    def may_lack_g(self) -> bool:
+        """Whether the side of the groups may be left out where it is 1."""
+        return self.shapes[0][:1] == (("g?",),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,25 +160,26 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
 
 
 def side_of(side: str, sizes: dict) -> int:
-    name, _, part = side.partition("/")
+    name, _, part = side.replace("g?", "g").partition("/")
     size = int(name) if name.isdigit() else sizes[name]
     return -(-size // int(part)) if part else size
 
 
 def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: options[-1 if last else 0]) -> Call:
     """A good call; `choose(options, last)` takes one of shapes or sides (the last), or of the dtypes (the first)."""
-    dtypes = {}
+    dtypes, (operands, results) = {}, table(op, k)
+    # A call with one group may lack its side.
+    lacks_g = sizes["g"] == 1 and any(b.may_lack_g for b in operands) and choose((True, False))
 
     def make(buffer):
         kind = buffer.dtypes
         dtypes[buffer.name] = dtypes[kind[1:]] if kind[0] == "=" else choose(KINDS[kind], last=False)
         shape = []
-        for options in choose(buffer.shapes):
+        for options in choose(buffer.shapes)[lacks_g and buffer.may_lack_g :]:
             side = choose(options)
             shape += sizes["*"] if side == "*" else [side_of(side, sizes)]
         return tuple(shape), dtypes[buffer.name]
 
-    operands, results = table(op, k)
     return Call(op, [make(b) for b in operands], [make(b) for b in results], ATTRIBUTES.get(op, {}))
 
 
@@ -183,11 +190,25 @@ def good(op: str) -> Call:
 def every_choice(op: str, sizes: dict):
     """Good calls with every combination of alternative shapes and sides."""
     calls = {}
-    for picks in itertools.product((0, -1), repeat=3):
+    for picks in itertools.product((0, -1), repeat=4):
         rest = iter(picks)
         call = build(op, sizes, choose=lambda o, last=True, r=rest: o[next(r, -1) if last and len(o) > 1 else -last])
         calls[str(call)] = call
     return calls.values()
+
+
+def with_groups(call: Call) -> Call:
+    """A good call with the side of its one group in all buffers that may lack it."""
+
+    def grouped(given, buffer):
+        shape, dtype = spec(given)
+        if not buffer.may_lack_g or len(shape) == len(buffer.shapes[0]):
+            return given
+        return ((1, *shape), dtype) if isinstance(given, tuple) else given[None]
+
+    parts = zip((call.operands, call.results), table(call.op, quantizers(call)), strict=True)
+    operands, results = ([grouped(*pair) for pair in zip(part, buffers, strict=False)] for part, buffers in parts)
+    return dataclasses.replace(call, operands=operands, results=results)
 
 
 def with_quantizers(op: str, k: int) -> Call:
@@ -227,6 +248,10 @@ def fault(call: Call) -> str | None:
 
 def fits(shape, sides, sizes: dict) -> bool:
     """Whether a shape is one of the table; sides that come for the first time are put into `sizes`."""
+    if sides[:1] == (("g?",),):
+        # The first of the buffers that may lack the side says whether all of them do.
+        lacks_g = sizes.setdefault("g?", len(shape) + 1 == len(sides))
+        shape, sides = (1, *shape) if lacks_g else shape, (("g",), *sides[1:])
     if ("*",) in sides:
         if len(shape) < 2 or sizes.setdefault("*", shape[1:]) != shape[1:]:
             return False
@@ -244,111 +269,5 @@ def fits(shape, sides, sizes: dict) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------- the ways to be bad
-
-STRANGE_DTYPES = (F32, BF16, E4M3, E5M2, S32, np.dtype(np.uint32), np.dtype(np.complex64), np.dtype(bool))
-
-
-def variants(call: Call, place: str, index: int):
-    """Another dtype of each kind, another rank, and each side longer or shorter by one."""
-    shape, dtype = getattr(call, place)[index]
-    for other in STRANGE_DTYPES:
-        yield call.changed(place, index, (shape, other))
-    shapes = [(), (0,), (1,), shape[1:], (*shape, 1), (1, *shape), (int(np.prod(shape)),), shape[::-1], (0, *shape)]
-    for axis, by in itertools.product(range(len(shape)), (-1, 1)):
-        shapes.append((*shape[:axis], max(0, shape[axis] + by), *shape[axis + 1 :]))
-    for other in dict.fromkeys(shapes):
-        yield call.changed(place, index, (other, dtype))
-
-
-def bad_buffers(op: str, name: str):
-    """Calls in which a buffer is not as in the table, and is the first that is not."""
-    call, parts = good(op), table(op)
-    for place, buffers in zip(("operands", "results"), parts, strict=True):
-        for index, buffer in enumerate(buffers):
-            if buffer.name == name:
-                bad = [bad for bad in variants(call, place, index) if fault(bad) == name]
-                # XLA removes a call whose results have no elements.
-                yield from (bad for bad in bad if any(np.prod(shape) for shape, _ in bad.results))
-    for place, index, other in RELATED.get((op, name), []):
-        yield call.changed(place, index, other)
-
-
-# What the table does not say: `(op, buffer that is named) -> (place, index, buffer)`s.
-RELATED = {
-    ("quantize_norm", "beta"): [("operands", 3, ((2, 3, 1), F32))],  # there is a beta, and no mean
-    ("ragged_matmul", "b"): [("operands", 1, ((2, 3, 5, 6), E5M2))],  # as many experts as group sizes
-}
-
-
 def names(op: str) -> list[str]:
     return list(dict.fromkeys(buffer.name for part in table(op) for buffer in part))
-
-
-def bad_counts(op: str):
-    """Calls with a buffer too many or too few."""
-    call, one = good(op), ((1,), F32)
-    for place, part in (("operands", call.operands), ("results", call.results)):
-        for changed in ([*part, one], part[:-1]):
-            bad = dataclasses.replace(call, **{place: changed})
-            if changed and fault(bad) == "":  # XLA removes a call without results before it can be refused
-                yield bad
-
-
-BAD_NUMERATORS = np.float32([0, -0.0, -1, 2.0**-127, np.inf, -np.inf, np.nan])
-# `(attributes, message)`: what the error says after the op's name, or None where it is XLA's own without one. Numbers
-# of another type are others than in good calls, because jit's cache takes 1.0 of one type for 1.0 of another.
-BAD_ATTRIBUTES = {
-    "amax_to_scale": [
-        *(({"numerator": value}, "numerator: expected a positive normal F32") for value in BAD_NUMERATORS),
-        *(({"numerator": value}, None) for value in (np.float64(5), np.int32(6), np.float16(7))),
-    ],
-    "delayed_scales": [
-        *(
-            ({"numerators": np.float32([1, value])}, "numerator 1: expected a positive normal F32")
-            for value in BAD_NUMERATORS
-        ),
-        *(
-            ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 4 results and a numer")
-            for n in (0, 1, 3, 17)
-        ),
-        *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
-        ({"most_recent": np.int32(1)}, None),
-    ],
-    "scaled_matmul": [
-        ({"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)}, r"expected [45] operands .*, got 6")
-        for bias, sum_ in ((False, True), (True, False), (False, False))
-    ],
-    # Also two that cuBLASLt does not multiply.
-    "block_scaled_matmul": [
-        ({"a_scales": a, "b_scales": b}, f"a_scales, .* got {a} by {b}")
-        for a, b in (("128x128", "128x128"), ("rows", "1x128"), ("1x32", "1x128"), ("", "rows"))
-    ],
-    # Also one that does not go with x.
-    **{
-        op: [
-            ({"activation": name}, f"{'x' if name == other else 'activation'}: expected .*got")
-            for name in ("tanh", "", other)
-        ]
-        for op, other in (("quantize_activation", "gelu"), ("quantize_activation_grad", "silu_gated"))
-    },
-    "quantize_blocks_transpose": [
-        *(({"block": np.int64(b)}, "block: expected .*got") for b in ([], [1], [1, -1], [-128, 1], [1, 1, 128])),
-        *(({"block": block}, None) for block in ("1x128", np.int32([1, 128]), np.int64(128))),
-        ({"scaling": "e8m0"}, "scaling: expected .*got"),
-        ({"scaling": "e8m0_floor"}, "scale_inv: expected .*got"),
-    ],
-    "transpose_blocks": [({"block": np.int64(b)}, "block: expected .*got") for b in (0, -1)],
-    "quantize_blocks_transpose, stored": [({name: "1x64"}, f"{name}: expected .*got") for name in ("block", "scaling")],
-}
-
-
-def bad_attributes(op: str):
-    """`(call, message)`, a pattern: values, each attribute missing, and one that nobody knows."""
-    call = good(op)
-    for change, message in [*BAD_ATTRIBUTES.get(op, []), ({"surprise": np.int32(1)}, "")]:
-        message = "" if message is None else rf"\b{call.target}: {message}"
-        yield dataclasses.replace(call, attributes=call.attributes | change), message
-    for name in call.attributes:
-        rest = {other: value for other, value in call.attributes.items() if other != name}
-        yield dataclasses.replace(call, attributes=rest), rf"\b{call.target}: "

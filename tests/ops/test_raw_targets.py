@@ -16,7 +16,7 @@ from fuzz import values
 from cuda import emulated
 from jaxfp8 import ops
 
-from . import answers, cases, targets
+from . import answers, bad_calls, cases, targets
 
 CUDA = "emulated_cuda_"
 OPS = pytest.mark.parametrize("op", targets.SPECS)
@@ -64,10 +64,13 @@ def assert_refused(call: targets.Call, message: str, prefix: str = "") -> None:
         pytest.fail(f"{call} is accepted")
 
 
-@pytest.mark.parametrize("sizes", [{}, {"g": 0}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}, {"g": 3}], ids=str)
+SIZES = ({}, {"g": 0}, {"g": 1}, {"g": 3}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)})
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @OPS
 def test_good_calls(op, sizes):
-    """Scales and amaxes of each group, of all, none; sides that are 0; the amax in place of that so far."""
+    """Scales and amaxes of each group, of all, none; one group without a side; sides that are 0; the amax in place."""
     rng = np.random.default_rng(0)
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
@@ -83,7 +86,7 @@ def test_good_calls(op, sizes):
 @ALL
 def test_bad_buffer_is_named(op, prefix):
     for name in targets.names(op):
-        calls = list(targets.bad_buffers(op, name))
+        calls = list(bad_calls.bad_buffers(op, name))
         assert len(calls) >= 8, "the table has its ways to be bad"
         for call in calls:
             assert_refused(call, rf"\b{call.target}: {name}: expected .*got", prefix)
@@ -92,7 +95,7 @@ def test_bad_buffer_is_named(op, prefix):
 
 @ALL
 def test_wrong_number_of_operands_and_results(op, prefix):
-    for call in targets.bad_counts(op):
+    for call in bad_calls.bad_counts(op):
         assert_refused(call, "" if prefix else rf"\b{call.target}: ", prefix)
     assert_alive(op, prefix)
 
@@ -100,7 +103,7 @@ def test_wrong_number_of_operands_and_results(op, prefix):
 @ALL
 def test_bad_attribute_is_refused(op, prefix):
     """A program that asks for something this handler does not know must not get something else in silence."""
-    for call, message in targets.bad_attributes(op):
+    for call, message in bad_calls.bad_attributes(op):
         # XLA's own errors have no name of a CUDA handler.
         assert_refused(call, message.removesuffix(rf"\b{call.target}: ") if prefix else message, prefix)
     assert_alive(op, prefix)

@@ -91,7 +91,8 @@ def test_shardings_are_those_of_parameters():
     assert adam.count.spec == P()
     plain = optim.shardings(jax.eval_shape(optax.adam(1e-2).init, variables), variables)[0]
     assert plain.nu["layer"]["odd"].spec == P(None, "d")
-    with pytest.raises(ValueError, match=r"params: expected a NamedSharding of each, got .* of params\['layers'\]"):
+    message = r"params: expected a NamedSharding of each leaf, got .* of params\['layers'\]"
+    with pytest.raises(ValueError, match=message):
         optim.shardings(state, params())
     with pytest.raises(ValueError, match="params: expected arrays on a mesh, got none"):
         optim.shardings(state, {})

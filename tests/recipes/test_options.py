@@ -1,6 +1,8 @@
 """Wrong recipes, options and operands: errors that name the argument and say what to do."""
 
+import copy
 import dataclasses
+import pickle
 
 import flax.linen as nn
 import jax
@@ -140,3 +142,12 @@ def test_recipes_are_values():
         again = dataclasses.replace(recipe)
         assert again == recipe and hash(again) == hash(recipe) and again is not recipe
     assert len({recipe for recipe, _ in RECIPES.values()}) == len(RECIPES)
+
+
+def test_no_stages_and_nothing_said_are_two_recipes():
+    """A warning names `pipeline_axes=()` as its cure, so no cache may take the one recipe for the other."""
+    unsaid, said = jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling(pipeline_axes=())
+    assert unsaid != said and unsaid == jaxfp8.DelayedScaling() and said == jaxfp8.DelayedScaling(pipeline_axes=[])
+    assert jaxfp8.make_dot_general_cls(said) is not jaxfp8.make_dot_general_cls(unsaid)
+    for again in (pickle.loads(pickle.dumps(unsaid)), copy.deepcopy(unsaid), dataclasses.replace(unsaid)):
+        assert again == unsaid != said and not again.pipeline_axes
