@@ -1,7 +1,7 @@
 """The cases of the GPU benchmark.
 
-A case takes `Options` and returns `(rows, errors)`: rows by name of the candidate, with `us` and whatever the goals
-(_gpu_goals.py) are made of; why a peer is missing.
+A case takes `Options` and returns `(rows, errors)`: a row for each candidate by name, with `us` and the figures that
+the goals (_gpu_goals.py) read; and for each missing peer the reason.
 """
 
 import dataclasses
@@ -17,13 +17,14 @@ from kernels import KERNELS, kernels
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is built, checked and timed together, in a process of its own.
+    """Candidates that are built, checked and timed together, in a process of their own.
 
     Attributes:
-        run: `(options) -> (rows, errors)`.
-        seconds: what the case may take on a GPU.
-        xla_flags: of its process.
-        parts: names. With them it is `run(options, part)` for each; after one that fails a new process goes on.
+        run: `(options) -> (rows, errors)`; with parts `(options, part) -> (rows, errors)`.
+        seconds: the seconds that the case may take on a GPU.
+        xla_flags: XLA's flags of the process.
+        parts: the names of the parts, for each of which `run` is called; after a part that fails, a new process goes
+            on with the rest.
     """
 
     run: Callable
@@ -33,7 +34,7 @@ class Case:
 
 
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
-# In order of importance: a budget that runs out takes the last ones.
+# The order is that of importance: if the budget runs out, the last cases are left out.
 CASES = {
     "ceilings": Case(ceilings, 60),
     "kernels": Case(kernels, 120, parts=tuple(KERNELS)),

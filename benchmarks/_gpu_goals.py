@@ -1,11 +1,11 @@
-"""What the GPU benchmark is measured against: goals from results, and the table."""
+"""The goals of the GPU benchmark: their values from results, and the table."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """One line of the table; `value` is None where something it takes was not measured, `why` says what."""
+    """One line of the table; `value` is None where a row that it needs was not measured, and `why` names the row."""
 
     what: str
     case: str
@@ -23,7 +23,7 @@ class Goal:
 
 
 class Missing(Exception):
-    """What a goal needs and the results lack."""
+    """The results lack a row that a goal needs."""
 
 
 class Results:
@@ -33,7 +33,10 @@ class Results:
         self._cases, self._dry_run = cases, dry_run
 
     def best(self, case: str, prefix: str, key: str = "us", fp8: bool = False) -> float:
-        """The best of the candidates whose names begin so; with `fp8`, of those that multiplied in FP8."""
+        """Return the best figure of the candidates whose names begin with `prefix`.
+
+        With `fp8` only candidates that multiplied in FP8 count.
+        """
         rows = self._cases.get(case, {}).get("rows", {})
         named = [row for name, row in rows.items() if name.startswith(prefix) and key in row]
         if not named:
@@ -45,7 +48,7 @@ class Results:
         return min(values) if key in ("us", "memory_mib") else max(values)
 
     def worst(self, case: str, prefix: str, key: str) -> float:
-        """The lowest rate of the rows whose names begin so: what holds at every shape."""
+        """Return the lowest rate of the rows whose names begin with `prefix`, which holds at every shape."""
         rows = self._cases.get(case, {}).get("rows", {})
         values = [row[key] for name, row in rows.items() if name.startswith(prefix) and key in row]
         if not values:
@@ -56,13 +59,13 @@ class Results:
         return self.best(case, peer, fp8=fp8) / self.best(case, ours)
 
 
-# Part of a copy of as many bytes: goal and stretch goal.
+# Goal and stretch goal of these ops, in % of the rate of a copy of as many bytes.
 OF_COPY = {"quantize": (88, 92), "quantize_transpose": (80, 88)}
 FAST_GEMM = (1300, 1400)  # TFLOP/s
 
 
 def kernel_goal(kernel: str) -> str:
-    """The goal of one line of the case `kernels`, for a table; empty where there is none."""
+    """Return the goal of one line of the case `kernels`, for a table; "" for a kernel without a goal."""
     op, *variant = kernel.split()
     if kernel == "scaled_matmul fast":
         return f"{FAST_GEMM[0]} TFLOP/s"
@@ -82,7 +85,7 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
         return of(what, case, "x", goal, stretch, lambda: results.faster(case, *names, **options))
 
     def of_copy(case):
-        # The better of this run's copy of as many bytes and the day's, which is of gigabytes.
+        # Compare with the faster of two copies: that of as many bytes in this case, and that of gigabytes.
         copies = [results.best(case, "copy", "gb_s")]
         if "ceilings" in cases:
             copies.append(results.best("ceilings", "copy", "gb_s"))
@@ -90,7 +93,7 @@ def goals(cases: dict, dry_run: bool) -> list[Goal]:
 
     bf16, flax, own, drop_in = "bf16", "flax", "jaxfp8 own", "jaxfp8 drop-in"
     quantized = [(op, dtype, limits) for op, limits in OF_COPY.items() for dtype in ("bf16", "f32")]
-    # At both shapes; the comma ends the kernel's name.
+    # These hold at both shapes; the comma ends the kernel's name.
     table = [
         of(
             f"kernel {op} {dtype}",

@@ -1,4 +1,4 @@
-"""What every case of the GPU benchmark starts from: its options, and random numbers."""
+"""The inputs of every case of the GPU benchmark: options and random numbers."""
 
 import dataclasses
 
@@ -11,7 +11,12 @@ E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """`tiny`: a dry run, at sizes for a CPU and with one of several like peers. `turns` of each candidate are timed."""
+    """The options of a run.
+
+    Attributes:
+        tiny: whether this is a dry run, at sizes for a CPU, and with the first of several similar peers.
+        turns: how many turns of each candidate are timed.
+    """
 
     tiny: bool
     turns: int
@@ -20,11 +25,11 @@ class Options:
         return tiny if self.tiny else full
 
     def compilers(self, name: str = "") -> dict:
-        """XLA's options that a candidate is compiled with, by the suffix of its name."""
+        """Return XLA's options to compile a candidate with, by the suffix that each adds to its name."""
         all_of_them = models.is_peer(name) and not self.tiny
         return models.COMPILERS if all_of_them else {"": None}
 
 
 def normal(seed, shape, dtype=BF16):
-    """Random numbers; zeros would run faster than what people train with."""
+    """Return normal random numbers; on zeros a GPU would run faster than in training."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)

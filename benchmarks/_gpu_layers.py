@@ -1,4 +1,4 @@
-"""Layers, forward and backward, and a training step of one: ours, Flax's FP8, bfloat16, PyTorch's."""
+"""Layers, forward and backward, and the training step of a layer: jaxfp8, Flax's FP8, bfloat16, PyTorch."""
 
 import functools
 
@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 
 def _layer(options, make, names, m, k, n, sets):
-    """Forward and backward of one layer, by all its peers. `make(name)` is a module; x is `[m, k]`, y `[m, n]`."""
+    """Time forward and backward of `make(name)`, a module with x `[m, k]` and y `[m, n]`, for each of `names`."""
     inputs = [(normal(2 * i, (m, k)), normal(2 * i + 1, (m, n))) for i in range(sets)]
     candidates, errors, gradients = {}, {}, {}
 
@@ -32,13 +32,13 @@ def _layer(options, make, names, m, k, n, sets):
             attempt(candidates, errors, name + suffix, functools.partial(build, name, compiler))
 
     def check(name):
-        """Layers with other parameters (a fused MLP) start from other numbers: their gradient has to be finite."""
+        """Raise an AssertionError unless the gradient of x is finite and, with equal parameters, near bfloat16's."""
         dx = gradients[name]
         if dx.shape != inputs[0][0].shape or not bool(jnp.all(jnp.isfinite(dx))):
             raise AssertionError(f"{name}: the gradient of x is not finite")
         if _same_parameters(make, name.split(",")[0], k):
             # e5m2 keeps two bits of the gradient, e4m3 three: errors of up to 2**-3 and 2**-4 of an element, a third of
-            # that in the root mean square, and several products one after the other in an MLP.
+            # these in the root mean square. An MLP has several products in a row.
             expect_close(f"{name}: gradient of x", dx, gradients[models.BF16], 0.25)
 
     _drop_wrong(candidates, errors, check)
@@ -47,7 +47,7 @@ def _layer(options, make, names, m, k, n, sets):
 
 
 def _drop_wrong(candidates, errors, check):
-    """Takes out what `check(name)` raises for: a wrong answer has no time."""
+    """Remove candidates for which `check(name)` raises: a wrong answer is not timed."""
     for name in list(candidates):
         try:
             check(name)
@@ -68,7 +68,7 @@ LAYERS = (models.OWN, models.DROP_IN, models.FLAX, models.BF16)
 
 
 def dense(options):
-    """A Dense layer of 8192 x 8192 on 8192 rows, forward and backward, delayed scaling."""
+    """Time a Dense layer of 8192 x 8192 on 8192 rows, forward and backward, with delayed scaling."""
     n = options.size(8192)
     rows, errors = _layer(options, lambda name: models.dense(name, n), LAYERS, n, n, n, sets=2)
     for row in rows.values():
@@ -77,13 +77,13 @@ def dense(options):
 
 
 def small_dense(options):
-    """A Dense layer of 1024 x 1024 on 2048 rows, where launches decide."""
+    """Time a Dense layer of 1024 x 1024 on 2048 rows, where the cost of launches decides."""
     m, n = options.size(2048), options.size(1024)
     return _layer(options, lambda name: models.dense(name, n), LAYERS, m, n, n, sets=options.size(8, 2))
 
 
 def gated_mlp(options):
-    """SwiGLU of 4096 by 14336 on 8192 rows. Ours is the fused layer."""
+    """Time SwiGLU of 4096 by 14336 on 8192 rows; "jaxfp8 own" is the fused layer."""
     m, width, hidden = options.size(8192), options.size(4096), options.size(14336, 128)
     rows, errors = _layer(options, lambda name: models.gated_mlp(name, hidden), LAYERS, m, width, width, sets=1)
     for row in rows.values():
@@ -92,7 +92,7 @@ def gated_mlp(options):
 
 
 def torch_linear(options):
-    """The Dense layer beside torch.compile's linear layer in FP8 and in bfloat16."""
+    """Time the Dense layer beside torch.compile's linear layer in FP8 and in bfloat16."""
     n = options.size(8192)
     rows, errors = _layer(options, lambda name: models.dense(name, n), (models.OWN, models.BF16), n, n, n, sets=1)
     if not _gpu_torch.is_there():
@@ -104,7 +104,7 @@ def torch_linear(options):
 
 
 def transformer_layer(options):
-    """A layer of Llama 8B with Adam: a training step on two sequences of 4096."""
+    """Time a training step of a layer of Llama 8B with Adam, on two sequences of 4096."""
     length, width = options.size(4096), options.size(4096)
     heads, key_heads, hidden = options.size(32, 4), options.size(8, 2), options.size(14336, 128)
     x, target = normal(0, (2, length, width)), normal(1, (2, length, width))
@@ -149,13 +149,13 @@ def transformer_layer(options):
     _drop_wrong(candidates, errors, check)
     rows = measure(candidates, options.turns)
     stats = jax.devices()[0].memory_stats() or {}
-    for row in rows.values():  # of all candidates together; `memory_mib` is each one's own
+    for row in rows.values():  # the peak is that of all candidates together; `memory_mib` is that of one candidate
         row["peak_of_the_process_mib"] = stats.get("peak_bytes_in_use", 0) / 2**20
     return rows, errors
 
 
 def memory_mib(compiled) -> float:
-    """What the program needs at once: arguments, results that are not arguments, temporaries."""
+    """Return the MiB that the program needs at once: arguments, results that reuse no argument, temporaries."""
     memory = compiled.memory_analysis()
     names = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     return (sum(getattr(memory, name) for name in names) - memory.alias_size_in_bytes) / 2**20

@@ -1,4 +1,4 @@
-"""The layers that the GPU benchmark times, each as ours, as Flax's FP8 class has it, and in bfloat16."""
+"""The layers that the GPU benchmark times, each of jaxfp8, with Flax's FP8 class, and in bfloat16."""
 
 import functools
 from typing import Any
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 import jaxfp8
 
-# XLA's own choice, and without Triton's GEMMs, which are slower for some shapes: the faster one is the peer.
+# Peers are compiled as XLA chooses, and without Triton's GEMMs, which are slower for some shapes; the faster counts.
 COMPILERS = {"": None, ", no triton": {"xla_gpu_enable_triton_gemm": False}}
-# What a user writes: how many of the peers' variants there are follows from it.
+# The names of candidates; peers also get the suffixes of `COMPILERS`.
 DROP_IN, FLAX, BF16 = "jaxfp8 drop-in", "flax", "bf16"
 OWN = "jaxfp8 own"
 CLASSES = {DROP_IN: jaxfp8.Fp8DotGeneral, FLAX: nn.Fp8DotGeneral, BF16: None}
@@ -40,14 +40,14 @@ class UnfusedGatedMLP(nn.Module):
 
 
 def gated_mlp(name: str, hidden: int) -> nn.Module:
-    """Ours is the fused layer."""
+    """Return the gated MLP of a candidate; "jaxfp8 own" is the fused layer."""
     if name == OWN:
         return jaxfp8.linen.GatedMLP(hidden, dtype=jnp.bfloat16)
     return UnfusedGatedMLP(name, hidden)
 
 
 class TransformerLayer(nn.Module):
-    """A layer as in Llama: RMSNorm, grouped-query attention, SwiGLU. Without positions, which cost no GEMM."""
+    """A layer of Llama: RMSNorm, grouped-query attention, SwiGLU; without positions, which need no GEMM."""
 
     name_of_dense: str
     heads: int
@@ -69,7 +69,7 @@ class TransformerLayer(nn.Module):
 
 
 def forward_and_backward(model):
-    """`(variables, x, grad) -> (y, gradients of variables and x)`."""
+    """Return a function `(variables, x, grad) -> (y, gradients of variables and x)`."""
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(model.apply, variables, x)

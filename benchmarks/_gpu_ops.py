@@ -17,7 +17,7 @@ from jaxfp8 import ops
 
 
 def gemm(options):
-    """The FP8 product of random codes, by accumulation."""
+    """Time the FP8 product of random codes, with fast and with precise accumulation."""
     m = n = k = options.size(8192)
     scale = jnp.float32(2.0**-5)
     pairs = [tuple(ops.quantize(normal(10 * i + j, (n, k)), 1 / scale, E4M3)[0] for j in (1, 2)) for i in range(3)]
@@ -52,7 +52,7 @@ def gemm(options):
 
 
 def quantize(options, op="quantize", dtype=BF16):
-    """An op of memory traffic alone, against a copy and against what XLA makes of jnp."""
+    """Time an op that is bound by memory, beside a copy and beside XLA's programs of the same in jnp."""
     n = options.size(8192)
     scale = jnp.float32(448 / 6.3)
     arrays = [(normal(i, (n, n), dtype), scale) for i in range(4)]
@@ -75,7 +75,7 @@ def quantize(options, op="quantize", dtype=BF16):
     for name, peer in list(_xla_peers.EXACT[op].items())[: options.size(100, 1)]:
         attempt(candidates, errors, f"XLA: {name}", lambda peer=peer: program(lambda x, s: peer(x, s, E4M3), arrays))
     words = arrays[0][0].size * (jnp.dtype(dtype).itemsize + (1 if op == "quantize" else 2)) // 8
-    # As many bytes as the op moves, half of them read.
+    # The copy moves as many bytes as the op; half of them are read.
     candidates["copy"] = program(lambda x: x ^ 1, [(jnp.arange(i, i + words, dtype=jnp.int32),) for i in range(4)])
     rows = measure(candidates, options.turns)
     for row in rows.values():

@@ -1,7 +1,7 @@
-"""A case of the GPU benchmark in a process of its own: a kernel that fails takes down its case, or its part, only.
+"""A case of the GPU benchmark in a process of its own: a kernel that fails ends only its case, or its part.
 
-The process writes what it has after each part: rows, errors, and the parts that are done or running. After a part that
-breaks it, another one goes on with the rest.
+After each part the process writes its rows, its errors, and the parts that are done or running. After a part that
+breaks the process, another process goes on with the rest.
 """
 
 import faulthandler
@@ -18,14 +18,14 @@ PART_SECONDS = 30  # a part that takes longer hangs
 
 
 def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | None = None) -> dict:
-    """Rows and errors of one case, here.
+    """Run one case in this process; return its rows, its errors, its seconds and its parts.
 
     Args:
-        name: of the case.
-        case: `Case`.
-        options: `Options`.
-        parts: those to run, of a case that has any.
-        path: where to write what there is after each part. A process that writes ends when the device may be lost.
+        name: the name of the case.
+        case: the `Case`.
+        options: the `Options`.
+        parts: the parts to run, for a case that has parts.
+        path: the file to write after each part, or None. With a path the run ends once the device may be lost.
     """
     import jax
 
@@ -61,7 +61,7 @@ def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | No
 
 
 def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: list[str], seconds: float) -> dict:
-    """The same in processes with these flags, for at most `seconds`; `arguments` are those of gpu.py."""
+    """Run one case in processes with `xla_flags`, for at most `seconds`; `arguments` are further ones of gpu.py."""
     deadline = time.monotonic() + seconds
     environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()}
     joined = {"rows": {}, "errors": {}, "seconds": 0.0}
@@ -84,7 +84,7 @@ def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: lis
 
 
 def _run_once(name, arguments, environment, deadline) -> tuple[dict, str]:
-    """What the process wrote, and why it failed, if it did."""
+    """Run one process; return the record that it wrote, and why it failed, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "case.json")
         program = pathlib.Path(__file__).with_name("gpu.py")

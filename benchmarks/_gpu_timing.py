@@ -1,9 +1,10 @@
 """Timing on a device: programs of several repetitions, dispatched many times without waiting, waited for once.
 
-A program holds `repetitions` of a step, each on inputs of its own, so that together they are larger than the L2 cache.
-Barriers chain them: each waits for the results of the one before, and all results are returned, so none is shared, run
-beside another one or left out. Dispatching several programs before waiting keeps the host out of the time, unless
-dispatch itself is slower than the device, which is what a user would see as well. Candidates take turns (_timing.py).
+A program holds `repetitions` of a step, each on inputs of its own, so that all inputs are larger than the L2 cache.
+Barriers chain the repetitions: each waits for the results of the one before, and all results are returned, so that XLA
+shares none, runs no two side by side, and drops none. Dispatching several programs before waiting keeps the host out
+of the time, unless dispatch itself is slower than the device, which a user would see as well. Candidates take turns
+(_timing.py).
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ _TARGET = 'custom_call_target="jaxfp8_'
 
 @dataclasses.dataclass
 class Candidate:
-    """One thing to time.
+    """A program to time.
 
     Attributes:
-        call: starts the steps.
-        repetitions: steps of one call.
-        facts: what to know beside the time: GEMMs by kind, custom calls of ours, memory, options.
-        wait: for what `call` returned, and so for all calls before.
+        call: a function that starts the steps.
+        repetitions: the number of steps in one call.
+        facts: facts for the row beside the time: GEMMs by kind, jaxfp8's custom calls, memory, options.
+        wait: a function that waits for a result of `call`, and so for all calls before.
     """
 
     call: Callable
@@ -39,11 +40,11 @@ class Candidate:
 
 
 def program(step, argument_sets, options=None) -> Candidate:
-    """`step` on each of the argument sets, as one compiled program.
+    """Compile `step` on each of the argument sets as one program.
 
     Args:
-        step: function of arrays.
-        argument_sets: list of tuples of arrays, all of the same shapes.
+        step: a function of arrays.
+        argument_sets: a list of tuples of arrays, all of the same shapes.
         options: XLA's compiler options, as `jax.jit(compiler_options=)` takes them.
     """
 
@@ -64,7 +65,11 @@ def program(step, argument_sets, options=None) -> Candidate:
 
 
 def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = TURN_SECONDS) -> dict[str, dict]:
-    """name -> `us` of one step, `spread`, how often it ran, and its facts; a candidate's turn takes `turn_seconds`."""
+    """Time candidates in turns of about `turn_seconds`.
+
+    Returns:
+        For each candidate `us` of a step, `spread`, `steps_a_turn`, and its facts.
+    """
     loops = {}
     for name, candidate in candidates.items():
         for _ in range(2):
@@ -96,8 +101,8 @@ def measure(candidates: dict[str, Candidate], turns: int, turn_seconds: float = 
 
 
 def attempt(candidates: dict, errors: dict, name: str, make) -> None:
-    """Adds a candidate, or notes why there is none: a peer that does not run must not end the benchmark."""
+    """Add a candidate, or its error: a peer that does not run must not end the benchmark."""
     try:
         candidates[name] = make()
-    except Exception as error:  # whatever a peer raises
+    except Exception as error:  # a peer may raise anything
         errors[name] = f"{type(error).__name__}: {error}"[:500]

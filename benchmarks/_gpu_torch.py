@@ -27,7 +27,7 @@ def _wait(result):
 
 
 def _codes(array):
-    """An FP8 array of JAX as a tensor, through its bytes."""
+    """Return an FP8 array of JAX as a tensor of PyTorch, through its bytes."""
     import torch
 
     formats = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
@@ -36,7 +36,7 @@ def _codes(array):
 
 
 def scaled_mm(pairs, scale_a, scale_b, fast: bool):
-    """`a @ b.T` of FP8 matrices, both K-major, to bfloat16; the pairs of one call follow each other.
+    """Make the candidate of `a @ b.T` for pairs of FP8 matrices, both K-major, to bfloat16.
 
     Returns:
         The candidate, and its first result as a numpy array.
@@ -55,7 +55,10 @@ def scaled_mm(pairs, scale_a, scale_b, fast: bool):
 
 
 def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
-    """Forward and backward of `y = x @ w.T` through torch.compile; f32 weight, bfloat16 x, scales of the tensors."""
+    """Make the candidate of forward and backward of `y = x @ w.T` through torch.compile.
+
+    The weight is f32, x is bfloat16, and with `fp8` each tensor has one scale, from its own amax.
+    """
     import torch
 
     fast_max, wide_max = 448.0, 57344.0
@@ -65,7 +68,7 @@ def linear(m: int, k: int, n: int, fp8: bool) -> Candidate:
         return (x.float() * scale).clamp(-top, top).to(dtype), 1 / scale
 
     def product(a, b_t, fast):
-        """`a @ b_t.T` of two (codes, scale_inv), both K-major."""
+        """Return `a @ b_t.T` of two pairs (codes, scale_inv), both K-major."""
         return torch._scaled_mm(a[0], b_t[0].t(), a[1], b_t[1], out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     def turned(q):

@@ -1,4 +1,4 @@
-"""Which GEMMs a compiled program holds: by library or kernel, in FP8 or not."""
+"""Count the GEMMs of a compiled program by dtype, and by library or kernel."""
 
 import re
 from collections import Counter
@@ -11,9 +11,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 
 
 def gemms(text: str, repetitions: int = 1) -> dict[str, float]:
-    """`{"fp8 cublaslt": 1, "bf16 triton": 2, ...}` for each of the repetitions.
+    """Return the GEMMs of one repetition, such as `{"fp8 cublaslt": 1, "bf16 triton": 2}`.
 
-    A dot whose operands were converted from FP8 to something wider is no FP8 GEMM.
+    A dot whose operands were converted from FP8 to a wider dtype is not an FP8 GEMM.
     """
     types, triton = {}, set()
     lines = text.splitlines()
@@ -54,7 +54,7 @@ def _of_custom_call(target, found, types):
 
 
 def _dtype(found, types) -> str:
-    """The dtype of the operands; the wider one where they differ, `fp8` where both are."""
+    """Return the dtype of the operands, "fp8" if both are FP8; the wider dtype where they differ."""
     # Operands may be written with their types in front.
     written = re.findall(r"([a-z0-9]+)\[[^\]]*\](?:\{[^}]*\})? %?[\w.-]+", found["operands"])[:2]
     names = re.findall(r"%?([\w.-]+)(?:,|$)", found["operands"])[:2]

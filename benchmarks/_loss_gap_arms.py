@@ -22,18 +22,22 @@ class Arm(NamedTuple):
     """One way to train the model.
 
     Attributes:
+        title: the row of a table.
         recipe: of the projections that are `Fp8DotGeneral` or jaxfp8's own layer; None has no FP8 of jaxfp8.
         dense: the layer.
         dtype: of everything that is not FP8.
         rules: of `jaxfp8.linen.quantize`, for layers that differ from the others.
         reference: the arm whose loss is subtracted.
+        evaluated_in: the arm whose precision the validation loss is computed in; the empty one is this arm.
     """
 
+    title: str
     recipe: jaxfp8.recipes.Recipe | None = None
     dense: Callable[..., nn.Module] = DENSE
     dtype: Any = jnp.bfloat16
     rules: tuple = ()
     reference: str = "bf16"
+    evaluated_in: str = ""
 
     @property
     def precision(self) -> Precision:
@@ -82,6 +86,26 @@ class InputQuantizer(jaxfp8.Quantizer):
         return jaxfp8.QTensor(x, one, q.data.T, q.scale_inv), state
 
 
+@dataclasses.dataclass(frozen=True)
+class MantissaQuantizer(jaxfp8.Quantizer):
+    """Rounding to as many bits of mantissa, with the exponents of bfloat16: nothing saturates, nothing is flushed.
+
+    It needs no scale, so that no recipe of scales can be better than it with as many bits.
+    """
+
+    bits: int
+
+    def quantize(self, x, state):
+        rounded, one = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=self.bits), jnp.ones((1,), jnp.float32)
+        return jaxfp8.QTensor(rounded, one, rounded.T, one), state
+
+
+def mantissa(bits: int) -> jaxfp8.CustomRecipe:
+    """Make the recipe that rounds input and kernel to `bits` of mantissa, and the gradient to one less, as e5m2 has."""
+    counts = dict(zip(OPERANDS, (bits, bits, bits - 1), strict=True))
+    return jaxfp8.CustomRecipe(lambda role: MantissaQuantizer(counts[role]) if role in counts else None)
+
+
 def only(role: str, quantizer: jaxfp8.Quantizer):
     """A recipe that quantizes one tensor of the product."""
     return jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
@@ -103,37 +127,47 @@ delayed = jaxfp8.DelayedScaling()
 
 # Recipes, and Flax's FP8.
 RECIPES = {
-    "bf16": Arm(),
-    "delayed": Arm(delayed),
-    "own_layer": Arm(delayed, jaxfp8.linen.Dense),
-    "flax": Arm(dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp)),
-    "current": Arm(jaxfp8.Float8CurrentScaling()),
-    "rowwise": Arm(jaxfp8.Float8RowwiseScaling()),
-    "block": Arm(jaxfp8.Float8BlockScaling()),
-    "mxfp8": Arm(jaxfp8.MXFP8BlockScaling()),
+    "bf16": Arm("bf16"),
+    "delayed": Arm("delayed scaling, drop-in product", delayed),
+    "own_layer": Arm("delayed scaling, `linen.Dense`", delayed, jaxfp8.linen.Dense),
+    "flax": Arm(
+        "Flax, `Fp8DirectDotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    ),
+    # Flax's other FP8 product: it dequantizes before the product, where "flax" multiplies codes.
+    "flax_dequantized": Arm(
+        "Flax, `Fp8DotGeneralOp`", dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp)
+    ),
+    "current": Arm("current scaling", jaxfp8.Float8CurrentScaling()),
+    "rowwise": Arm("row-wise scaling", jaxfp8.Float8RowwiseScaling()),
+    "block": Arm("block scaling", jaxfp8.Float8BlockScaling()),
+    "mxfp8": Arm("MXFP8", jaxfp8.MXFP8BlockScaling()),
 }
 
 # One change to "delayed" each. Precise accumulation is none of them: it changes nothing where products accumulate in
 # float32 anyway, as on CPUs.
 ABLATION = {
     # The path of custom recipes without a quantizer: what a change of the program alone does to the loss.
-    "no_quantizer": Arm(jaxfp8.CustomRecipe(lambda role: None)),
-    "only_input": Arm(only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3))),
-    "only_kernel": Arm(only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))),
-    "only_grad": Arm(only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2))),
-    "all_but_input": Arm(jaxfp8.CustomRecipe(kernel_and_grad)),
-    "input_in_fprop": Arm(only("linear_input", InputQuantizer("fprop"))),
-    "input_in_wgrad": Arm(only("linear_input", InputQuantizer("wgrad"))),
-    "e4m3_grad": Arm(jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)),
-    "history_1": Arm(jaxfp8.DelayedScaling(amax_history_len=1)),
-    "history_16": Arm(jaxfp8.DelayedScaling(amax_history_len=16)),
-    "ends_in_bf16": Arm(delayed, rules=((r"block0/qkv", None), (r"block1/down", None))),
+    "no_quantizer": Arm("no tensor in FP8 (control)", jaxfp8.CustomRecipe(lambda role: None)),
+    "only_input": Arm("the input alone in FP8", only("linear_input", jaxfp8.DelayedScalingQuantizer(E4M3))),
+    "input_in_fprop": Arm("the input alone, of fprop", only("linear_input", InputQuantizer("fprop"))),
+    "input_in_wgrad": Arm("the input alone, of wgrad", only("linear_input", InputQuantizer("wgrad"))),
+    "only_kernel": Arm("the kernel alone", only("linear_weight", jaxfp8.DelayedScalingQuantizer(E4M3))),
+    "only_grad": Arm("the output's gradient alone", only("linear_grad_output", jaxfp8.DelayedScalingQuantizer(E5M2))),
+    "all_but_input": Arm("kernel and gradient", jaxfp8.CustomRecipe(kernel_and_grad)),
+    "e4m3_grad": Arm("gradients in e4m3", jaxfp8.DelayedScaling(fp8_format=jaxfp8.E4M3)),
+    "history_1": Arm("a history of 1 step", jaxfp8.DelayedScaling(amax_history_len=1)),
+    "history_16": Arm("a history of 16 steps", jaxfp8.DelayedScaling(amax_history_len=16)),
+    "ends_in_bf16": Arm("first and last layer in bf16", delayed, rules=((r"block0/qkv", None), (r"block1/down", None))),
     # Beside "current", which rounds to nearest.
-    "stochastic_grad": Arm(jaxfp8.CustomRecipe(stochastic)),
+    "stochastic_grad": Arm("current scaling, gradients rounded at random", jaxfp8.CustomRecipe(stochastic)),
     # Without bfloat16, neither before the quantizers nor after the products.
-    "f32": Arm(dtype=jnp.float32, reference="f32"),
-    "delayed_f32": Arm(delayed, dtype=jnp.float32, reference="f32"),
-    # Flax's other FP8 product: it dequantizes before the product, where "flax" multiplies codes.
-    "flax_dequantized": Arm(dense=functools.partial(nn.Dense, dot_general_cls=nn.Fp8DotGeneralOp)),
+    "f32": Arm("float32", dtype=jnp.float32, reference="f32"),
+    "delayed_f32": Arm("float32 around FP8, above float32", delayed, dtype=jnp.float32, reference="f32"),
+    # Rounding alone, without the limits of FP8's exponents; e4m3 has 3 bits, and no FP8 of GPUs has 4.
+    "mantissa_3": Arm("3 bits of mantissa, any exponent", mantissa(3)),
+    "mantissa_4": Arm("4 bits of mantissa, any exponent", mantissa(4)),
+    # The weights that FP8 trained, in a bf16 model; and bf16's weights in an FP8 model.
+    "evaluated_in_bf16": Arm("trained in FP8, evaluated in bf16", delayed, evaluated_in="bf16"),
+    "evaluated_in_fp8": Arm("trained in bf16, evaluated in FP8", evaluated_in="current"),
 }
 ARMS = RECIPES | ABLATION

@@ -1,4 +1,4 @@
-"""The ceiling of an operation that only moves bytes: the C library's memcpy, on every CPU."""
+"""The ceiling of an operation that only moves bytes: the C library's memcpy, on all CPUs at once."""
 
 import concurrent.futures
 import ctypes
@@ -14,7 +14,7 @@ _memcpy.restype = ctypes.c_void_p
 class Memcpy:
     """Moves `total` bytes: reads half of them and writes half of them.
 
-    One contiguous slice for each CPU, from and to buffers whose pages have been touched before: no page faults.
+    Each CPU copies one contiguous slice, between buffers whose pages were touched before, so without page faults.
     """
 
     def __init__(self, total: int):

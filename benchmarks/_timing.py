@@ -2,9 +2,9 @@
 
 Turns make drift of the machine (clock, neighbours) hit all candidates alike, so ratios of one run can be trusted where
 times of two runs cannot. A turn is two calls, of which the second is timed: XLA gives a program's temporary memory back
-only after its results are ready, and that should slow nobody but the candidate itself. A call is timed until its
-results are ready, and they are freed before the next call, so that the allocator can hand out the same pages again
-("warm heap"). Above 32 MiB glibc returns them to the system instead, and every call pays for fresh pages.
+only after its results are ready, and that should slow only the candidate itself. A call is timed until its results are
+ready. The results are freed before the next call, so that the allocator can hand out the same pages again ("warm
+heap"). Above 32 MiB glibc returns pages to the system instead, and every call pays for fresh pages.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of the calls of one candidate: elapsed, and of all CPUs together (what neighbours disturb less)."""
+    """Seconds of the calls of one candidate: elapsed, and CPU time of all threads, which neighbours disturb less."""
 
     seconds: tuple[float, ...]
     cpu_seconds: tuple[float, ...] = ()
@@ -27,12 +27,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles, relative to the median."""
+        """The distance of the quartiles, relative to the median."""
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return (high - low) / self.median
 
     def times_faster(self, peer: "Timing") -> float:
-        """The median over turns of what the peer took over what this one took right beside it."""
+        """Return the median over turns of the peer's time divided by this candidate's time in the same turn."""
         return statistics.median(theirs / ours for theirs, ours in zip(peer.seconds, self.seconds, strict=True))
 
 
@@ -44,15 +44,15 @@ def _turn(call) -> tuple[float, float]:
 
 
 def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, Timing]:
-    """Times candidates in turns.
+    """Time candidates in turns.
 
     Args:
-        candidates: name -> function without arguments; what it returns is waited for.
-        turns: timed calls of each.
-        warmups: calls of each before the first timed one (compilation, first touch of pages).
+        candidates: a dict name -> function without arguments, whose result is waited for.
+        turns: the number of timed calls of each candidate.
+        warmups: the number of calls of each before the first timed call (compilation, first touch of pages).
 
     Returns:
-        name -> Timing.
+        A dict name -> Timing.
     """
     for call in candidates.values():
         for _ in range(warmups):
@@ -65,10 +65,10 @@ def interleaved(candidates, *, turns: int = 15, warmups: int = 2) -> dict[str, T
 
 
 def shortlist(candidates, *, keep: int, turns: int = 3):
-    """A short first round, so that the long one spends no time on slow candidates.
+    """Time candidates in a short first round, so that the long round spends no time on slow candidates.
 
     Returns:
-        The `keep` fastest candidates, and name -> seconds of the best turn of each.
+        The `keep` fastest candidates, and a dict name -> seconds of the best turn, of all candidates.
     """
     timings = interleaved(candidates, turns=turns, warmups=1)
     best = {name: min(timing.seconds) for name, timing in timings.items()}

@@ -1,8 +1,8 @@
-"""The peers of the ops benchmark: what one would write in jnp, in several ways; the fastest on the day counts.
+"""The peers of the ops benchmark: each op in jnp, written in several ways, of which the fastest in the run counts.
 
-Every function has the signature of the op it stands for. Those in `EXACT` give the bits of ours on finite input. Those
-in `INEXACT` round once more on the way, which gives other codes near ties; some are faster, so they are shown, but a
-ratio to another answer is no ratio.
+Every function has the signature of its op. Functions in `EXACT` give the bits of the op on finite input. Functions in
+`INEXACT` round once more on the way, which gives other codes near ties; some are faster, so the table shows them, but
+no ratio is taken to a function with another answer.
 """
 
 import jax
@@ -152,5 +152,5 @@ INEXACT = {
 
 
 def jitted(functions, *dtype):
-    """name -> compiled function of the arrays; `dtype` is the op's static last argument, if it has one."""
+    """Return a dict name -> jitted function of arrays; `dtype` is the op's static last argument, if it has one."""
     return {name: jax.jit(lambda *arrays, run=run: run(*arrays, *dtype)) for name, run in functions.items()}

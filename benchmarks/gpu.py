@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--only CASE ...] [--parts PART ...] [--budget SECONDS] [--json PATH] [--turns N]
     python benchmarks/gpu.py --tiny --platform cpu          every case at a small size: does it run at all?
 
-Every answer is checked before it is timed; how it is timed is said in _gpu_timing.py. Each case has a process of its
-own (_gpu_process.py), also because XLA's flags are per process. The JSON is written after each.
+Every answer is checked before it is timed, by the protocol in _gpu_timing.py. Each case has a process of its own
+(_gpu_process.py), also because XLA's flags are per process. The JSON is written after each case.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse_arguments():
 
 
 def describe(args) -> dict:
-    """The machine and the versions; the device is asked in a process, so that this one holds no memory of it."""
+    """Return the machine and the versions; a child asks the device, so that this process holds none of its memory."""
     script = "import jax; d = jax.devices()[0]; print(d.device_kind); print(getattr(d.client, 'platform_version', ''))"
     asked = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     if asked.returncode != 0:
@@ -59,7 +59,7 @@ def describe(args) -> dict:
 
 
 def facts(row: dict) -> str:
-    """Rates and GEMMs of a row, in one line."""
+    """Return the rates and GEMMs of a row as one line."""
     gemms = ", ".join(f"{count:g} {kind}" for kind, count in row.get("gemms", {}).items())
     units = (
         ("tflops", "TFLOP/s"),
@@ -87,7 +87,7 @@ def show(name: str, result: dict) -> None:
 def main():
     args = parse_arguments()
     os.environ["JAX_PLATFORMS"] = args.platform
-    # Room for PyTorch beside JAX.
+    # Leave memory for PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.70")
     from _gpu_cases import CASES
     from _gpu_goals import goals, table
@@ -103,7 +103,7 @@ def main():
     for key, value in described.items():
         print(f"{key}: {value}")
     chosen = [name for name in CASES if not args.only or any(name.startswith(only) for only in args.only)]
-    if args.tiny:  # in one process XLA's flags are those of all cases: the others would be the same again
+    if args.tiny:  # one process cannot have the XLA flags of these cases, so they would repeat others
         chosen = [name for name in chosen if not CASES[name].xla_flags]
     if not chosen:
         sys.exit(f"gpu.py: --only: no case begins with {args.only}; there are {', '.join(CASES)}")

@@ -3,10 +3,12 @@
     python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N] [--runs FOLDER] [--report]
 
 All arms of a seed start from the same weights and see the same batches. A run is one JSON file in `--runs`; what is
-there is not run again, and `--report` runs nothing. The figures of an arm, over the seeds that it and its reference
-have:
+there is not run again, and `--report` runs nothing. Bits differ from processor to processor, so that two runs are a
+pair where one kind of processor made both. The figures of an arm are means over its pairs, with 95 % confidence
+intervals (Student's t):
 
-- difference: its loss at the end less that of its reference, the mean and its 95 % confidence interval (Student's t).
+- nat above bf16: its loss at the end less that of its reference, which is "f32" in float32 and else "bf16".
+- less delayed: its loss less that of delayed scaling's run, the same way.
 - lag: how many steps earlier the reference was where the arm is at its end, as a fraction of the run: its validation
   curve, between its points a straight line, first gets down to the arm's final loss there. Where the arm ends below its
   reference, roles are exchanged and the lag is negative. It is defined for runs that end above, and it is no measure
@@ -19,7 +21,6 @@ import argparse
 import itertools
 import json
 import pathlib
-import statistics
 import sys
 import time
 
@@ -31,7 +32,7 @@ from jaxfp8.compare._training import create_state, make_optimizer, mean_loss, tr
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
 from _environment import environment  # noqa: E402
-from _loss_gap_arms import ARMS, RECIPES  # noqa: E402
+from _loss_gap_arms import ABLATION, ARMS, RECIPES  # noqa: E402
 from _runs import TEXTS, corpora, found_runs, run_missing  # noqa: E402
 
 RUNS = pathlib.Path(__file__).parent / "results" / "loss_gap"
@@ -52,11 +53,13 @@ class Training:
         model = self.models.setdefault((text, arm), ARMS[arm].model(len(corpus.vocabulary), LENGTH, WIDTH, LAYERS))
         validation, curve = jnp.asarray(corpus.validation_batches(BATCH, LENGTH)), []
         state = create_state(ARMS[arm].precision, model, seed, self.optimizer)
+        evaluated = ARMS[ARMS[arm].evaluated_in or arm].precision
         with ARMS[arm].precision.region():
             for i, batch in enumerate(corpus.random_batches(seed, self.steps, BATCH, LENGTH), start=1):
                 state, loss, _ = jax.block_until_ready(train_step(state, jnp.asarray(batch)))
                 if i % max(1, self.steps // POINTS) == 0 or i == self.steps:
-                    curve.append([i, float(mean_loss(state, validation))])
+                    with evaluated.region():
+                        curve.append([i, float(mean_loss(state, validation))])
         seconds = round(time.perf_counter() - start, 1)
         return {"validation": curve[-1][1], "curve": curve, "train": float(loss), "seconds": seconds}
 
@@ -84,61 +87,62 @@ def lag(curve, reference) -> float:
     return (1 if loss >= best else -1) * (steps - behind) / steps
 
 
+def processor(run: dict) -> str:
+    return run["environment"]["cpu"]
+
+
+def pairs(found: dict, text: str, name: str, other: str) -> dict:
+    """Return `(run, run of the other arm)` by seed, of the seeds that both have from one kind of processor."""
+    exact = {seed: run for (t, arm, seed), run in sorted(found.items()) if (t, arm) == (text, other)}
+    runs = {seed: found[text, name, seed] for seed in exact if (text, name, seed) in found}
+    return {seed: (run, exact[seed]) for seed, run in runs.items() if processor(run) == processor(exact[seed])}
+
+
 def figures(found: dict) -> dict:
-    """For each text and arm the figures over the seeds that the arm and its reference have."""
+    """Return for each text and arm the figures over the pairs of the arm and its reference."""
     results = {}
     for text, name in itertools.product(TEXTS, ARMS):
         reference = ARMS[name].reference
-        seeds = sorted(seed for t, arm, seed in found if (t, arm) == (text, name) and (text, reference, seed) in found)
-        if not seeds:
+        both = pairs(found, text, name, reference)
+        if not both:
             continue
-        pairs = [(found[text, name, seed], found[text, reference, seed]) for seed in seeds]
-        row = {"seeds": seeds, "validation": [run["validation"] for run, _ in pairs], "reference": reference}
+        row = {"seeds": list(both), "validation": [run["validation"] for run, _ in both.values()]}
+        row |= {"reference": reference}
         if name != reference:
-            row["difference"] = interval([run["validation"] - exact["validation"] for run, exact in pairs])
-            row["differences"] = [run["validation"] - exact["validation"] for run, exact in pairs]
-            row["lag"] = interval([lag(run["curve"], exact["curve"]) for run, exact in pairs])
+            row["differences"] = [run["validation"] - exact["validation"] for run, exact in both.values()]
+            row["difference"] = interval(row["differences"])
+            row["lag"] = interval([lag(run["curve"], exact["curve"]) for run, exact in both.values()])
+        with_delayed = pairs(found, text, name, "delayed")
+        if with_delayed and name not in ("delayed", reference):
+            row["to_delayed"] = interval([a["validation"] - b["validation"] for a, b in with_delayed.values()])
         results.setdefault(text, {})[name] = row
     return results
 
 
-def table(results: dict) -> str:
-    """A line for each text and arm."""
+def table(results: dict, arms=RECIPES) -> str:
+    """A line for each of `arms` that has a result; the lag of recipes alone."""
 
-    def cell(row, form):
-        bounds = "-" if row["low"] is None else f"{row['low']:{form}} to {row['high']:{form}}"
-        return f"{row['mean']:{form}} | {bounds}"
+    def cell(row, name, form):
+        if name not in row:
+            return "-"
+        mean, high = row[name]["mean"], row[name]["high"]
+        return f"{mean:+{form}}" + ("" if high is None else f" ± {high - mean:{form}}")
 
-    lines = [
-        "| text | arm | seeds | loss | nat above reference | 95 % | lag | 95 % |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for text, rows in results.items():
-        for name, row in rows.items():
-            line = f"| {text} | {name} | {len(row['seeds'])} | {statistics.fmean(row['validation']):.4f} | "
-            cells = f"{cell(row['difference'], '+.4f')} | {cell(row['lag'], '+.1%')}" if "lag" in row else "- | | - |"
-            lines.append(line + cells + " |")
+    columns = {"difference": ("nat above bf16", ".4f"), "to_delayed": ("less delayed", ".4f")}
+    if arms is RECIPES:
+        columns["lag"] = ("lag", ".1%")
+    heads = [f"{text}: {head}" for text in results for head in ("pairs", *(head for head, _ in columns.values()))]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name, arm in arms.items():
+        rows = [rows.get(name, {}) for rows in results.values()]
+        cells = [
+            text
+            for row in rows
+            for text in (str(len(row.get("seeds", ()))), *(cell(row, key, form) for key, (_, form) in columns.items()))
+        ]
+        if any("difference" in row for row in rows):
+            lines.append(f"| {arm.title} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def plot(path: pathlib.Path, results: dict) -> None:
-    """Draw the differences with their intervals, and each seed as a point, a panel a text."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * len(results), 1.2 + 0.35 * max(map(len, results.values()))), layout="constrained")
-    for axis, (text, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        names = [name for name in rows if "difference" in rows[name]]
-        for y, name in enumerate(names):
-            row = rows[name]["difference"]
-            half = None if row["low"] is None else row["high"] - row["mean"]
-            axis.errorbar(row["mean"], y, xerr=half, fmt="o", color="#0b6fd6", capsize=4)
-            axis.plot(rows[name]["differences"], [y + 0.25] * row["seeds"], ".", color="#999999", markersize=4)
-        axis.set_yticks(range(len(names)), [f"{name} ({len(rows[name]['seeds'])})" for name in names])
-        axis.axvline(0, color="#444444", linewidth=1)
-        axis.invert_yaxis()
-        axis.set(title=text, xlabel="nat above the reference; mean, 95 % interval, seeds")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
 
 
 def main(argv=None) -> int:
@@ -146,23 +150,22 @@ def main(argv=None) -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(RECIPES), metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=RUNS, help="(default: benchmarks/results/loss_gap)")
     parser.add_argument("--report", action="store_true", help="run nothing: figures of all runs that are there")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
-    parser.add_argument("--picture", type=pathlib.Path, help="draw the figures here")
     args = parser.parse_args(argv)
     if args.report:
         found = found_runs(args.runs, args.steps)
     else:
-        keys = [(text, arm, seed) for seed in range(args.seeds) for text in args.texts for arm in args.arms]
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
+        keys = [(text, arm, seed) for seed in seeds for text in args.texts for arm in args.arms]
         found = run_missing(args.runs, keys, args.steps, Training(args.steps).run)
     results = figures(found)
-    print(table(results))
+    print(f"{table(results, RECIPES)}\n\n{table(results, ABLATION)}")
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
-    if args.picture:
-        plot(args.picture, results)
     return 0
 
 

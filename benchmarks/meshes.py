@@ -1,13 +1,13 @@
-"""What the devices of a mesh tell each other in a training step: the collectives of the compiled program.
+"""Counts what the devices of a mesh send each other in a training step: the collectives of the compiled program.
 
     python benchmarks/meshes.py [--kinds fsdp tp] [--json FILE]
 
 Four transformer blocks (2048 tokens, width 256) on eight CPU devices, forward, backward and update, on meshes of each
 kind: in bf16, with Flax's `nn.Fp8DirectDotGeneralOp` and with jaxfp8. Programs are compiled and read, not run.
 
-Bytes are those of a collective's results on one device; of the operands for a reduce-scatter. Dtypes are those of the
-compiled program. XLA's CPU compiler widens before a collective, bf16 to f32 and FP8 to f16, and has no reduce-scatter:
-a GPU moves a half of what was widened.
+Bytes are those of a collective's results on one device, for a reduce-scatter those of its operands. Dtypes are those of
+the compiled program. XLA's CPU compiler widens before a collective, bf16 to f32 and FP8 to f16, and has no
+reduce-scatter: of widened arrays a GPU moves half the bytes.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Blocks(nn.Module):
 
 
 def compiled_step(dot_general_cls, layout) -> str:
-    """The program of a training step that every device runs."""
+    """Return the compiled program of a training step, which every device runs."""
     mesh = jax.make_mesh(layout.mesh, ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
     model = Blocks(dot_general_cls, layout)
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, layout.x))
@@ -116,7 +116,7 @@ def compiled_step(dot_general_cls, layout) -> str:
 
 
 def collectives(program) -> list:
-    """`(kind, dtype, bytes)` of each collective of a program, dtypes apart; an all-reduce by maximum is an "amax"."""
+    """List `(kind, dtype, bytes)` for each collective and dtype of a program; an all-reduce by maximum is "amax"."""
     program = re.sub(r"/\*.*?\*/", "", program)
     maxima = set(
         re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(?:  [^\n]*\n)*?  ROOT \S+ = \S+ maximum\(", program, re.MULTILINE)
@@ -138,7 +138,7 @@ def collectives(program) -> list:
 
 
 def summarize(found) -> dict:
-    """`{kind: {dtype: {"count": ..., "bytes": ...}}}`."""
+    """Sum collectives up as `{kind: {dtype: {"count": ..., "bytes": ...}}}`."""
     summary = {}
     for kind, dtype, size in found:
         row = summary.setdefault(kind, {}).setdefault(dtype, {"count": 0, "bytes": 0})
@@ -148,7 +148,7 @@ def summarize(found) -> dict:
 
 
 def cell(by_dtype) -> str:
-    """`"16 u8, 3.00 MiB"`, for each dtype."""
+    """Return a text such as `"16 u8, 3.00 MiB"` for each dtype."""
     return "; ".join(f"{row['count']} {dtype}, {row['bytes'] / 2**20:.2f} MiB" for dtype, row in by_dtype.items())
 
 

@@ -1,9 +1,9 @@
-"""Speed of the quantization ops on this machine's CPU, beside the best that XLA makes of jnp and beside memcpy.
+"""Times the quantization ops on this machine's CPU, beside the fastest program in jnp and beside memcpy.
 
     python benchmarks/ops.py [--json PATH] [--heap warm] [--sizes 1024x1024 4096x4096 4096x14336] [--ops quantize ...]
 
-Each answer is checked, bit for bit, before it is timed. Each row comes from a process of its own: what a malloc costs
-depends on all that was freed before. See README.md for how to read the table.
+Each answer is checked, bit for bit, before it is timed. Each row comes from a process of its own, because the cost of a
+malloc depends on all that was freed before. README.md says how to read the table.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from _memcpy import Memcpy  # noqa: E402
 from jaxfp8 import ops  # noqa: E402
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# For glibc: nothing is mapped apart, and nothing goes back to the system, so that results reuse touched pages.
+# With these settings glibc takes all memory from its heap and returns none of it, so results reuse touched pages.
 WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 SIZES = ("1024x1024", "4096x4096", "4096x14336")
-SMALL = 2**21  # elements; below, starting the threads counts and goals are lower
+SMALL = 2**21  # elements; for smaller arrays the start of threads takes a part of the time, and goals are lower
 SCALE = np.float32(448 / 6.3)
 
 
@@ -63,7 +63,7 @@ CASES = [
 
 
 def inputs(case: Case, m: int, n: int):
-    """Arrays for the op: normal numbers, of which the largest reach the format's limit."""
+    """Make arrays for the op: normal numbers, of which the largest reach the format's limit."""
     x = np.random.default_rng(0).standard_normal((m, n), np.float32)
     if case.op == "amax":
         return (jnp.asarray(x, DTYPES[case.dtype]),)
@@ -73,14 +73,14 @@ def inputs(case: Case, m: int, n: int):
 
 
 def ours(case: Case):
-    """The op in a jit, as programs use it, and its static argument."""
+    """Return the op in `jax.jit`, as programs use it, and its static argument."""
     name = {"amax": "", "dequantize": case.dtype}.get(case.op, case.format)
     dtype = (DTYPES[name],) if name else ()
     return jax.jit(lambda *arrays: getattr(ops, case.op)(*arrays, *dtype)), dtype
 
 
 def expected(case: Case, arrays):
-    """The answer by numpy and ml_dtypes, which share no code with the library."""
+    """Compute the answer by numpy and ml_dtypes, which share no code with jaxfp8."""
     x = np.asarray(arrays[0]).astype(np.float32)
     if case.op == "amax":
         return (np.max(np.abs(x)),)
@@ -94,7 +94,7 @@ def expected(case: Case, arrays):
 
 
 def check(name: str, got, want):
-    """Raises unless `got` has the bits of `want`."""
+    """Raise an AssertionError unless `got` has the bits of `want`."""
     for index, (g, w) in enumerate(zip(jax.tree.leaves(got), want, strict=True)):
         g, w = np.ascontiguousarray(g), np.ascontiguousarray(w)
         if g.dtype != w.dtype or not np.array_equal(g.view(np.uint8), w.view(np.uint8)):
@@ -102,7 +102,7 @@ def check(name: str, got, want):
 
 
 def measure(case: Case, m: int, n: int, turns: int) -> dict:
-    """One row: checks, then times ours, the fastest peers and memcpy in turns."""
+    """Measure one row: check, then time the op, the fastest peers and memcpy in turns."""
     arrays = inputs(case, m, n)
     run, dtype = ours(case)
     want = expected(case, arrays)

@@ -1,4 +1,4 @@
-"""Adam with its moments in FP8 beside float32 Adam: losses over paired seeds, sizes of updates, bytes, time.
+"""Compares Adam with moments in FP8 to float32 Adam: losses over paired seeds, sizes of updates, bytes, time.
 
     python benchmarks/optimizer_states.py [--only losses updates memory time] [--seeds N] [--runs FOLDER] [--json PATH]
 
@@ -39,7 +39,7 @@ from _runs import TEXTS, corpora, run_missing  # noqa: E402
 from _timing import interleaved  # noqa: E402
 
 STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
-# What has to hold: the interval of the losses in nat, the size of updates less 1, their error, bytes a parameter.
+# The limits of the verdict: the interval of losses in nat, the size of updates less 1, their error, bytes a parameter.
 LIMITS = {"loss": 0.003, "size": 0.08, "error": 0.3, "bytes": 2.2}
 
 
@@ -67,7 +67,7 @@ def linear(tx):
 
 
 def make_optimizer(steps: int):
-    """AdamW with its default averages after clipping; warm-up over a tenth, then a cosine to a tenth of the peak."""
+    """Make AdamW with default averages after clipping; warm-up over a tenth, then a cosine to a tenth of the peak."""
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
 
@@ -84,7 +84,7 @@ class Losses:
         self.programs = {}
 
     def program(self, arm: str):
-        """The optimizer and the step of an arm."""
+        """Return the optimizer and the training step of an arm."""
         if arm not in self.programs:
             tx = ARMS[arm](make_optimizer(self.steps))
 
@@ -102,7 +102,7 @@ class Losses:
         return jax.lax.map(functools.partial(loss_fn, variables, self.model.apply), batches).mean()
 
     def init(self, seed: int):
-        with jaxfp8.autocast(enabled=False):  # the model's layers have FP8 products; here they are float32's
+        with jaxfp8.autocast(enabled=False):  # the layers of the model have FP8 products, which here run in float32
             return jax.jit(self.model.init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
 
     def run(self, arm: str, seed: int) -> dict:
@@ -118,7 +118,7 @@ class Losses:
 
 
 def measure_losses(names: list[str], seeds: int, folder: pathlib.Path, steps: int) -> dict:
-    """Run what is missing in `folder`, seed by seed; return the figures of what is there."""
+    """Run the runs that `folder` lacks, seed by seed; return the figures of all runs in `folder`."""
     texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
     keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in ARMS]
     found = run_missing(folder, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
@@ -133,7 +133,7 @@ def measure_losses(names: list[str], seeds: int, folder: pathlib.Path, steps: in
 
 
 def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
-    """Sizes and errors of the update after `steps` steps, by distribution of the gradients and arm."""
+    """Measure size and error of the update after `steps` steps, by distribution of the gradients and arm."""
     results = {}
     for name, sigma in {"alike": 0.0, "mixed": 2.0}.items():
         scale_key, mean_key, noise_key = jax.random.split(jax.random.key(0), 3)
@@ -164,7 +164,7 @@ def measure_updates(steps: int = 2000, shape=(128, 1024)) -> dict:
 
 
 def measure_memory() -> dict:
-    """Bytes a parameter of the live arrays of a transformer's optimizer."""
+    """Measure the bytes a parameter of the live arrays of a transformer's optimizer."""
     runs = Losses(Corpus(), STEPS)
     variables = runs.init(0)
     results = {}
@@ -175,7 +175,7 @@ def measure_memory() -> dict:
 
 
 def measure_time(turns: int = 15) -> dict:
-    """Median ms of an update in place, and the paired ratio."""
+    """Measure the median ms of an update in place, and the paired ratio."""
     params = {f"kernel{i}": jax.random.normal(jax.random.key(i), (1024, 1024)) for i in range(4)}
     grads = jax.tree.map(lambda x: 0.1 * x, params)
 
@@ -204,7 +204,7 @@ def measure_time(turns: int = 15) -> dict:
 
 
 def verdicts(results: dict) -> dict[str, bool]:
-    """What has to hold, of what was measured."""
+    """Return for each limit whether the results keep it, for the figures that were measured."""
     found = {}
     for text, arms in results.get("losses", {}).items():
         low, high = (arms["fp8"]["difference"][end] for end in ("low", "high"))
@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="(default: all)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"), help="(default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Draws what gpu.py measured: ratios against their goals, and GEMMs and quantization under the roofline of the day.
+"""Draws the results of gpu.py: ratios against their goals, and GEMMs under the roofline of the day.
 
 python benchmarks/plot.py benchmarks/results/gpu.json [--out docs/images/gpu.png]
 """
@@ -20,7 +20,7 @@ INTENSITY = {"fp8": 2 * GEMM_SIDE / (1 + 1 + 2), "bf16": 2 * GEMM_SIDE / (2 + 2 
 
 
 def bars(axes, goals):
-    """Every measured goal as a part of it: 1 is the goal, the tick is the stretch goal."""
+    """Draw the value of every measured goal relative to the goal: the line is the goal, the tick the stretch goal."""
     measured = [goal for goal in goals if goal["value"] is not None][::-1]
     for y, goal in enumerate(measured):
         part = goal["value"] / goal["goal"]
@@ -35,7 +35,7 @@ def bars(axes, goals):
 
 
 def roofline(axes, cases):
-    """TFLOP/s over operations a byte: the copy's slope, the fastest product's roof, and where the GEMMs are."""
+    """Draw TFLOP/s over operations a byte: the slope of the copy, the roof of the fastest product, and the GEMMs."""
     ceilings = cases["ceilings"]["rows"].values()
     terabytes = max(row["gb_s"] for row in ceilings if "gb_s" in row) * 1e-3
     points = {name: row["tflops"] for name, row in cases.get("gemm", {}).get("rows", {}).items()}
@@ -59,7 +59,7 @@ def roofline(axes, cases):
 
 
 def draw(record: dict):
-    """The figure of one JSON of gpu.py."""
+    """Return the figure of one JSON of gpu.py."""
     environment, cases = record["environment"], record["cases"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(3, 2), layout="constrained")
     bars(left, record["goals"])

@@ -1,4 +1,4 @@
-"""What a model of FP8 layers costs before and while it runs: operations, tracing, lowering, compilation, a step.
+"""Measures the cost of a model of FP8 layers: operations, tracing, lowering, compilation, a step.
 
     python benchmarks/programs.py [--json FILE]
 
@@ -41,7 +41,7 @@ class Layers(nn.Module):
 
 
 def step_of(model):
-    """A function that JAX has not seen: forward and backward of the model."""
+    """Return forward and backward of the model as a new function, of which JAX has cached nothing."""
 
     def step(variables, x, grad):
         y, vjp = jax.vjp(model.apply, variables, x)
@@ -100,7 +100,7 @@ def steps(width: int, turns: int) -> dict:
     kernels = {name: np.asarray(jax.tree.leaves(call()[1][0]["params"])[0]) for name, call in calls.items()}
     for name, kernel in kernels.items():
         # e5m2 keeps two bits of the gradient, e4m3 three of the input: errors of up to 2**-3 and 2**-4 of an element,
-        # a third of that in the root mean square.
+        # a third of these in the root mean square.
         error = np.linalg.norm(kernel - kernels["bf16"]) / np.linalg.norm(kernels["bf16"])
         assert error < 0.1, f"{name}: the kernel's gradient is off by {error:.3f}"
     timings = _timing.interleaved(calls, turns=turns)

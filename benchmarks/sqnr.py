@@ -1,12 +1,12 @@
-"""How much of a tensor, and of a product, is left after quantization: SQNR of every recipe on the same tensors.
+"""Measures the error of quantizing a tensor, and of a product: SQNR of every recipe on the same tensors.
 
     python benchmarks/sqnr.py [--json PATH]
 
     SQNR = 10 log10(sum x**2 / sum (x - q(x))**2) dB, against float64
 
-One row a recipe: of the tensor itself, quantized along its rows; of the half of its elements that are the smallest,
-which hardly count in the first number; and of `y = x @ kernel` with K = 1024 and a normal kernel, quantized by the same
-recipe. Codes are the same on every platform, and so are these numbers.
+Each recipe has three numbers: for the tensor itself, quantized along its rows; for the half of its elements that are
+the smallest, which hardly count in the first number; and for `y = x @ kernel` with K = 1024 and a normal kernel,
+quantized by the same recipe. Codes are the same on every platform, and so are these numbers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "sqnr.json"
 
 
 def tensors() -> dict:
-    """f32 `[ROWS, K]`, by name."""
+    """Make the tensors, f32 `[ROWS, K]`, by name."""
     rng = np.random.default_rng(0)
     shape = (ROWS, K)
     normal = rng.standard_normal(shape)
@@ -48,7 +48,10 @@ def tensors() -> dict:
 
 
 def recipes(fp8_format) -> dict:
-    """`name -> (recipe, staleness)`: delayed scaling's history holds the amax of the tensor, times the staleness."""
+    """Return a dict name -> `(recipe, staleness)`.
+
+    The history of delayed scaling holds the amax of the tensor, times the staleness, which is None for other recipes.
+    """
     delayed = jaxfp8.DelayedScaling(amax_history_len=1, fp8_format=fp8_format)
     current = jaxfp8.Float8CurrentScaling(fp8_format)
     block, mx = jaxfp8.Float8BlockScaling(fp8_format), jaxfp8.MXFP8BlockScaling(fp8_format)
@@ -67,7 +70,7 @@ def recipes(fp8_format) -> dict:
 
 
 def state_of(recipe, staleness, *arrays):
-    """The state of a product whose histories hold the amaxes of these operands, times the staleness."""
+    """Return the state of a product whose histories hold the amaxes of `arrays`, times the staleness."""
     if staleness is None:
         return None
 
@@ -79,14 +82,14 @@ def state_of(recipe, staleness, *arrays):
 
 
 def sqnr(exact, got) -> float | None:
-    """dB, to a tenth; None where nothing is lost."""
+    """Return the SQNR in dB, to a tenth; None where `got` is exact."""
     exact, got = np.asarray(exact, np.float64), np.asarray(got).astype(np.float64)
     noise = np.sum((exact - got) ** 2)
     return None if noise == 0 else round(float(10 * np.log10(np.sum(exact**2) / noise)), 1)
 
 
 def quantized(recipe, staleness, x):
-    """x as the recipe's quantizer of x leaves it, f32."""
+    """Return x, f32, after quantizing and dequantizing by the recipe's quantizer of x."""
     quantizer = recipe.quantizers()[0]
     if staleness is None:
         return quantizer.quantize(x, quantizer.init())[0].dequantize(jnp.float32)
@@ -97,12 +100,12 @@ def quantized(recipe, staleness, x):
 
 
 def smallest(x):
-    """Which elements are in the smaller half by magnitude."""
+    """Return a mask of the elements in the smaller half by magnitude."""
     return np.abs(x) <= np.median(np.abs(x))
 
 
 def measure(names=None, formats=("e4m3", "e5m2")) -> list[dict]:
-    """One row a format, recipe and tensor, of these or of all."""
+    """Return a row for each format, recipe and tensor, of the tensors `names`, or of all where it is None."""
     kernel = np.random.default_rng(1).standard_normal((K, COLS)).astype(np.float32) / np.float32(K**0.5)
     rows = []
     chosen = {name: x for name, x in tensors().items() if names is None or name in names}
@@ -131,12 +134,12 @@ def measure(names=None, formats=("e4m3", "e5m2")) -> list[dict]:
 
 
 def decibels(value) -> str:
-    """To a decibel: differences below it are those of the draw."""
+    """Write dB without decimals: smaller differences come from the random numbers."""
     return "exact" if value is None else f"{value:.0f}"
 
 
 def table(rows) -> str:
-    """Markdown: recipes by tensors, `tensor / its small half / product` in dB; one table a format."""
+    """Return Markdown with a table for each format: recipes by tensors, `tensor / its small half / product` in dB."""
     parts = []
     for format_name in dict.fromkeys(row["format"] for row in rows):
         mine = [row for row in rows if row["format"] == format_name]

@@ -1,10 +1,10 @@
-"""Keeps what was measured on GPUs, and writes it into the docs.
+"""Keeps the results of GPU benchmarks, and writes them into the docs.
 
     python benchmarks/tables.py [FOLDER ...]
 
-Each FOLDER is what a call of tools/gpu_session.sh wrote. Its JSON becomes `results/DEVICE_NAME.json`, for example
+Each FOLDER is the output of a call of tools/gpu_session.sh. Its JSON becomes `results/DEVICE_NAME.json`, for example
 `results/h200_kernels.json`. Cases that an earlier call measured with the same commit and versions stay beside the new
-ones. Then the tables of the docs are written again, from what `results` has; without a FOLDER, that is all.
+cases. Then the tables of the docs are written again from `results`; without a FOLDER only this is done.
 """
 
 import argparse
@@ -23,11 +23,15 @@ NOT_MEASURED = "Not measured yet."
 
 
 class NoResult(Exception):
-    """Why a file is no result of a GPU."""
+    """A folder holds no result of a GPU; the message says why."""
 
 
 def keep(folder: pathlib.Path, results: pathlib.Path = RESULTS) -> list[pathlib.Path]:
-    """Copies the JSON of one call to `results`; returns what was written."""
+    """Copy the JSON of one call to `results`; return the paths that were written.
+
+    Raises:
+        NoResult: the folder has no JSON of a GPU, or that of a dry run, or of no commit.
+    """
     records = {name: json.loads(path.read_text()) for name in NAMES if (path := folder / f"{name}.json").exists()}
     measured = [record["environment"] for record in records.values() if "cases" in record]
     if not measured:
@@ -52,7 +56,7 @@ def _slug(device: str) -> str:
 
 
 def _join(old: dict, new: dict) -> dict:
-    """The new record with what else the old one has, if both are of the same commit, versions and device."""
+    """Return the new record, with further cases and rows of the old record if commit, versions and device are equal."""
 
     def but_the_call(record):
         return {key: value for key, value in record["environment"].items() if key != "command"}
@@ -73,7 +77,7 @@ def _join_case(old: dict | None, new: dict) -> dict:
 
 
 def _has_row(name, rows, new) -> bool:
-    """Whether what `name` stands for, a candidate or a kernel, has rows and did not fail just now."""
+    """Tell whether `name`, a candidate or a kernel, has rows and did not fail in the new record."""
     return name not in new["errors"] and any(row == name or row.startswith(f"{name}, ") for row in rows)
 
 
@@ -89,7 +93,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def kernels_table(record: dict) -> str:
-    """A line for each kernel and shape; one that failed says why it has none."""
+    """Return a table with a line for each kernel and shape; the line of a kernel that failed has the error."""
     case, rows = record["cases"]["kernels"], []
     for name, row in case["rows"].items():
         kernel, shape = name.rsplit(", ", 1)
@@ -120,7 +124,7 @@ TABLES = {"kernels": kernels_table, "gpu": goals_table}
 
 
 def section(name: str, results: pathlib.Path = RESULTS) -> str:
-    """What the docs say between their markers: a table for each device."""
+    """Return the text for the docs between the markers of `name`: a table for each device."""
     parts = []
     for path in sorted(results.glob(f"*_{name}.json")):
         record = json.loads(path.read_text())
@@ -129,7 +133,7 @@ def section(name: str, results: pathlib.Path = RESULTS) -> str:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """`text` with another table between the markers of `name`."""
+    """Return `text` with another table between the markers of `name`."""
     begin, end = f"<!-- gpu: {name} -->", f"<!-- /gpu: {name} -->"
     before, rest = text.split(begin)
     return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"

@@ -1,10 +1,10 @@
-"""Measures cuBLASLt's algorithms for the products of common layers; with --ship, into the package.
+"""Measures cuBLASLt's algorithms for the products of common layers; --ship stores the plans in the package.
 
     python benchmarks/tune.py [--ship]
 
-Needs a GPU with nothing else on it. Layers are those of the benchmarks: forward and backward, f32 kernels, e5m2
-gradients. Without --ship, the plans go where `jaxfp8.autotune` keeps them. Products that a table already has are not
-measured again.
+The program needs a GPU that runs nothing else. The layers are those of the benchmarks: forward and backward, f32
+kernels, e5m2 gradients. Without --ship, the plans go where `jaxfp8.autotune` keeps them. Products that a table already
+has are not measured again.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jaxfp8
 from jaxfp8.autotune import _plan_files
 
-# Rows of x, then features in and out: square, tall, small, and the layers of Llama 8B at 8192 tokens.
+# The rows of x, the features in and the features out of each layer: small and square ones, and those of Llama 8B.
 LAYERS = [
     (2048, 1024, 1024),
     (4096, 4096, 4096),
@@ -31,7 +31,7 @@ RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 
 
 def step(x, kernel, grad, state):
-    """fprop, dgrad and wgrad of one layer."""
+    """Compute fprop, dgrad and wgrad of one layer."""
 
     def product(x, kernel, state):
         dims = (((1,), (0,)), ((), ()))
@@ -42,7 +42,7 @@ def step(x, kernel, grad, state):
 
 
 def steps(layers):
-    """All layers as one program, and its arguments."""
+    """Return all layers as one program, and its arguments."""
 
     def of_shape(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -62,7 +62,7 @@ def main():
     report = jaxfp8.autotune(program, arguments)
     print(report)
     if options.ship:
-        # This run's products alone, whatever else this machine has measured.
+        # Ship the plans of this run's products only, not others that this machine has measured.
         path = _plan_files.SHIPPED / _plan_files.file_name(report.platform)
         known = _plan_files.store.of(report.platform)
         plans = {row["gemm"]: known[row["gemm"]] for row in report.rows}

@@ -1,3 +1,3 @@
-"""A real text that needs no download, Python's own reference manual: the one of `python -m jaxfp8.compare`."""
+"""The text of `python -m jaxfp8.compare`, which needs no download: Python's own reference manual."""
 
 from jaxfp8.compare import Corpus as Corpus

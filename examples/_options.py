@@ -4,13 +4,13 @@ import argparse
 
 
 def parse(description, arms, *, steps, batch, tiny_batch, length):
-    """The options of a comparison of `arms`; the program ends with a message where they make no sense."""
+    """Read the options of a comparison of `arms`; options that make no sense end the program with a message."""
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=steps, help="training steps (default: %(default)s)")
     parser.add_argument(
         "--batch", type=int, default=batch, help=f"windows of {length} characters a step (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms), help="(default: all)")
     parser.add_argument("--tiny", action="store_true", help=f"4 steps on {tiny_batch} windows: does it run at all?")
     args = parser.parse_args()

@@ -1,8 +1,9 @@
 """The language model in Equinox: the same small transformer on the same text, trained in bf16 and in FP8.
 
-jaxfp8 has no Equinox layer, and none is needed: `Linear` below holds its FP8 state in a field, next to the kernel. The
-gradient then holds the next state, `jaxfp8.train.optimizer` keeps optax away from it, and `jaxfp8.train.apply_updates`
-stores it. Layers see one vector, as is the custom in Equinox; under `jax.vmap` each is still one matrix product.
+jaxfp8 has no Equinox layer and needs none: `Linear` below holds its FP8 state in a field, next to the kernel. The
+gradient then holds the next state, `jaxfp8.train.optimizer` keeps optax away from the state, and
+`jaxfp8.train.apply_updates` stores it. Layers see one vector, as usual in Equinox; under `jax.vmap` a layer is still
+one matrix product.
 """
 
 import time
@@ -25,7 +26,7 @@ WIDTH, HEADS, LAYERS = 128, 4, 2
 class Linear(eqx.Module):
     """`x @ kernel` for a vector x; in FP8 if there is a recipe, else in the dtype of x.
 
-    FP8 quantizes the f32 kernel as it is, and its gradient comes in f32: there is no bf16 copy of it.
+    FP8 quantizes the f32 kernel itself, without a bf16 copy, and gives the kernel's gradient in f32.
     """
 
     kernel: jax.Array  # f32 (inputs, outputs)
@@ -65,7 +66,7 @@ class Block(eqx.Module):
         self.down = Linear(4 * WIDTH, WIDTH, recipe, keys[3])
 
     def __call__(self, x):
-        """`x` bf16 `(length, WIDTH)`."""
+        """Compute the block of x, bf16 `(length, WIDTH)`."""
         qkv = jax.vmap(self.qkv)(jax.vmap(self.norm1)(x)).reshape(len(x), 3, HEADS, WIDTH // HEADS)
         query, key, value = jnp.unstack(qkv, axis=1)
         attended = jax.nn.dot_product_attention(query, key, value, is_causal=True).reshape(x.shape)
@@ -74,7 +75,7 @@ class Block(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """Embedding, norms and logits stay in bf16, as is the custom in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8 training."""
 
     embed: jax.Array
     position: jax.Array
@@ -91,7 +92,7 @@ class LanguageModel(eqx.Module):
         self.logits = Linear(WIDTH, vocabulary, None, logits)
 
     def __call__(self, tokens):
-        """`tokens` int `(length,)` to f32 `(length, vocabulary)`."""
+        """Compute logits f32 `(length, vocabulary)` of tokens, int `(length,)`."""
         x = (self.embed[tokens] + self.position[: len(tokens)]).astype(jnp.bfloat16)
         for block in self.blocks:
             x = block(x)
@@ -102,7 +103,7 @@ RECIPES = {"bf16": None, "jaxfp8": jaxfp8.DelayedScaling()}
 
 
 def loss_fn(model, batch):
-    """Mean cross entropy of the next character, in nat."""
+    """Return the mean cross entropy of the next character, in nat."""
     return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch[:, :-1]), batch[:, 1:]).mean()
 
 
@@ -119,7 +120,7 @@ def mean_loss(model, batches):
 
 
 def make_optimizer(steps):
-    """AdamW after clipping. The wrapper shows it the parameters and overwrites the FP8 state."""
+    """Make AdamW after clipping; the wrapper shows parameters only to optax, and overwrites the FP8 state."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps, 3e-4)
     return jaxfp8.train.optimizer(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))

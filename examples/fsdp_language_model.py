@@ -1,10 +1,10 @@
 """The language model on a mesh: weights, gradients and optimizer state cut over all devices (FSDP), in bf16 and in FP8.
 
-Nothing here is about FP8: the code says where arrays lie (`sharding`, and one line of `LanguageModel`), and XLA cuts
-the program. An FP8 layer quantizes its shard of a kernel and sends the codes; its scales are the same on every device.
-A checkpoint restores onto any mesh, with its FP8 state.
+FP8 needs no code of its own on a mesh: the code says where arrays lie (`sharding`, and one line of `LanguageModel`),
+and XLA cuts the program. An FP8 layer quantizes its shard of a kernel and sends the codes; its scales are the same on
+every device. A checkpoint restores onto any mesh, with its FP8 state.
 
-On a CPU the program makes itself eight devices; with GPUs it takes those there are.
+On a CPU the program makes eight devices; with GPUs it uses all GPUs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ARMS = {"bf16": None, "jaxfp8": jaxfp8.Fp8DotGeneral}
 
 
 class LanguageModel(nn.Module):
-    """That of language_model.py and one line more."""
+    """The model of language_model.py, with one more line, which cuts activations along the batch."""
 
     vocabulary: int
     dot_general_cls: Any
@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=jnp.bfloat16)
         x = embed(self.vocabulary, name="embed")(tokens)
         x = x + embed(LENGTH, name="position")(jnp.arange(tokens.shape[1]))
-        # Activations are cut along the batch. Unsaid, XLA may cut them like the embedding, along the features.
+        # Cut activations along the batch. Without this line XLA may cut them like the embedding, along the features.
         x = jax.lax.with_sharding_constraint(x, self.batch_sharding)
         for i in range(LAYERS):
             x = Block(self.dot_general_cls, name=f"block{i}")(x)
@@ -55,7 +55,7 @@ class LanguageModel(nn.Module):
 
 
 def make_mesh(shape):
-    """Copies of the model along `data`, one copy cut along `fsdp`; all devices are `fsdp` where no shape is given."""
+    """Make a mesh: copies of the model along `data`, each cut along `fsdp`; by default one copy on all devices."""
     return jax.make_mesh(shape or (1, jax.device_count()), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -64,7 +64,7 @@ def batch_sharding(mesh):
 
 
 def sharding(mesh, x):
-    """An array is cut along its largest dimension that the devices divide. Small ones, as all FP8 state, are copied."""
+    """Cut an array along its largest dimension that `fsdp` divides; copy small arrays, such as all FP8 state."""
     spec = [None] * x.ndim
     divisible = [d for d in range(x.ndim) if x.shape[d] % mesh.shape["fsdp"] == 0]
     if x.size >= 2**14 and divisible:
@@ -73,7 +73,7 @@ def sharding(mesh, x):
 
 
 def create(arm, vocabulary, seed, steps, mesh):
-    """A training state whose arrays are born where they belong. Parameters are the same for every arm and mesh."""
+    """Make a training state in the shardings of `sharding`; parameters are the same for every arm and mesh."""
     model, optimizer = LanguageModel(vocabulary, ARMS[arm], batch_sharding(mesh)), make_optimizer(steps)
 
     def init():
@@ -86,7 +86,7 @@ def create(arm, vocabulary, seed, steps, mesh):
 
 
 def make_step(train, mesh):
-    """The training step, compiled for the arrays of `train` and a batch cut over all devices."""
+    """Return the jitted training step, whose results have the shardings of `train`."""
 
     def step(train, batch):
         loss, grads = jax.value_and_grad(loss_fn)(train.params, train.apply_fn, batch)
@@ -108,7 +108,7 @@ def save(checkpointer, folder, trains):
 
 
 def restore(checkpointer, folder, trains):
-    """What was saved, from whatever mesh, on the mesh of `trains`."""
+    """Restore the saved states, which may be from another mesh, to the shardings of `trains`."""
     return {
         name: checkpointer.restore(folder / name, jax.tree.map(ocp.utils.to_shape_dtype_struct, train))
         for name, train in trains.items()
@@ -116,7 +116,7 @@ def restore(checkpointer, folder, trains):
 
 
 def digest(train):
-    """Eight letters that stand for all bits of a training state."""
+    """Return eight letters of a hash of all bits of a training state."""
     sha = hashlib.sha256()
     for leaf in jax.tree.leaves(jax.device_get(train)):
         sha.update(np.ascontiguousarray(leaf).tobytes())
@@ -128,7 +128,7 @@ def show(what, trains):
 
 
 def collectives(program):
-    """Bytes that the collectives of a compiled program give to each device, by kind and dtype."""
+    """Count the bytes that the collectives of a compiled program give to each device, by kind and dtype."""
     moved = collections.Counter()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     for types, kind in re.findall(rf" = (\S+|\(.*?\)) ({kinds})(?:-done)?\(", re.sub(r"/\*.*?\*/", "", program)):
@@ -142,7 +142,7 @@ def parse_arguments():
     parser.add_argument("--mesh", metavar="DATAxFSDP", help="4x2, 2x4, 8; by default one copy cut over all devices")
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help=f"windows of {LENGTH} characters a step (default: 16)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(default: all)")
     parser.add_argument("--checkpoint", default="fsdp_checkpoint", help="saved halfway, here (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, on this mesh")

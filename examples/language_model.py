@@ -1,11 +1,11 @@
 """Trains a small character-level transformer on real text: in bf16, in FP8 with jaxfp8 and in FP8 with Flax.
 
 Switching to FP8 is one argument of `nn.Dense`, `dot_general_cls` (see `Block`); model, optimizer and training step stay
-as they were. The scales live in a variable collection of their own, and their gradient *is* their next value; Flax's
-`TrainState` stores it and shows the optimizer, its clipping and its weight decay, the parameters only.
+as they were. The scales live in a variable collection of their own, and their gradient *is* their next value. Flax's
+`TrainState` stores that value, and shows the optimizer, its clipping and its weight decay, the parameters only.
 
 All arms of a seed start from the same weights, see the same batches and take turns step by step, so differences in loss
-are due to the arithmetic alone and a busy machine slows all of them alike.
+are due to the arithmetic alone and a busy machine slows all arms alike.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, norms and logits stay in bf16 in every arm, as is the custom in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16 in every arm, as usual in FP8 training."""
 
     vocabulary: int
     dot_general_cls: Any = None
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
 
 
 class UnscaledFp8DotGeneral(nn.Module):
-    """The control: FP8 products whose scales are 1 and stay 1. It has to fail, or the proof proves nothing."""
+    """The control: FP8 products whose scales are 1 and stay 1. The control has to fail, or the proof proves nothing."""
 
     @nn.compact
     def __call__(self, x, kernel, dimension_numbers, precision=None):
@@ -84,7 +84,7 @@ CONTROL = {"control": UnscaledFp8DotGeneral}
 
 
 def loss_fn(variables, apply_fn, batch):
-    """Mean cross entropy of the next character, in nat."""
+    """Return the mean cross entropy of the next character, in nat."""
     logits = apply_fn(variables, batch[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
@@ -97,19 +97,19 @@ def train_step(state, batch):
 
 @jax.jit
 def mean_loss(state, batches):
-    """`batches` is `(batches, batch, length + 1)`; one batch at a time, to keep the memory small."""
+    """Return the mean loss of batches `(batches, batch, length + 1)`; one batch at a time, to keep the memory small."""
     return jax.lax.map(functools.partial(loss_fn, state.params, state.apply_fn), batches).mean()
 
 
 def make_optimizer(steps):
-    """AdamW after clipping; warm-up over the first tenth of the run, then a cosine down to a tenth of the peak."""
+    """Make AdamW after clipping; warm-up over the first tenth of the run, then a cosine down to a tenth of the peak."""
     rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(model, seed):
-    """Parameters, the same in every arm, and in the FP8 arms the collection of scales and amax histories."""
+    """Make the parameters, the same in every arm, and in FP8 arms the collection of scales and amax histories."""
     return model.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))
 
 
@@ -118,7 +118,7 @@ def create_state(model, seed, optimizer):
 
 
 def train(models, optimizer, seed, batches, validation, steps, bar):
-    """Trains all arms on the same batches, turn by turn; returns a `_report.Run` for each."""
+    """Train all arms on the same batches, turn by turn; return a `_report.Run` for each arm."""
     states = {name: create_state(model, seed, optimizer) for name, model in models.items()}
     runs = {name: _report.Run() for name in models}
     for i, batch in enumerate(batches, start=1):
@@ -166,7 +166,7 @@ def main():
     args = parse_arguments()
     corpus = Corpus()
     arms = {name: ARMS[name] for name in args.arms} | (CONTROL if args.control else {})
-    if args.control:  # its state is not updated, that is the point
+    if args.control:  # the control never updates its state, of which jaxfp8 warns
         warnings.simplefilter("ignore", jaxfp8.FP8StateWarning)
     models = {name: LanguageModel(len(corpus.vocabulary), cls) for name, cls in arms.items()}
     optimizer = make_optimizer(args.steps)

@@ -1,10 +1,10 @@
 """A mixture of experts on eight devices, two experts on each: in bf16, and in FP8 from dispatch to combine.
 
 A router sends each token to one expert. In FP8 the tokens cross the network as codes, the experts multiply these codes,
-and the gradients go back in the same way: what changes is the lines of `experts` that have a recipe. Attention, router,
+and the gradients go back in the same way: only the lines of `experts` that have a recipe differ. Attention, router,
 embedding and logits stay in bf16.
 
-On a CPU the program makes itself eight devices, and XLA sends bf16 there as f32; with GPUs it takes those there are.
+On a CPU the program makes eight devices, between which XLA sends bf16 as f32; with GPUs it uses all GPUs.
 """
 
 import functools
@@ -28,7 +28,7 @@ import jaxfp8
 LENGTH = 64  # characters of context
 WIDTH, HEADS, LAYERS = 128, 4, 2
 EXPERTS, HIDDEN = 16, 256
-SPARE = 2  # an expert has room for so many times the tokens that it would get if all got the same; others are dropped
+SPARE = 2  # an expert has room for twice the mean number of tokens of an expert; further tokens are dropped
 BALANCE = 0.01  # the weight of the loss that keeps the experts equally busy
 AXIS = "expert"
 PICTURE = "moe_language_model.png"
@@ -42,14 +42,14 @@ def _gradient_alone(role):
     )
 
 
-# What experts return is added up, so it travels in bf16; its gradient travels as codes.
+# The results of experts are added up, so they travel in bf16; their gradients travel as codes.
 COMBINE = jaxfp8.CustomRecipe(_gradient_alone)
 RECIPES = {"dispatch": RECIPE, "up": RECIPE, "down": RECIPE, "combine": COMBINE}
 ARMS = {"bf16": dict.fromkeys(RECIPES), "jaxfp8": RECIPES}
 
 
 def init(seed, vocabulary):
-    """Parameters, the same in every arm."""
+    """Make the parameters, which are the same in every arm."""
 
     def normal(name, *shape, fan_in=WIDTH):
         key = jax.random.fold_in(jax.random.key(seed), sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
@@ -69,7 +69,7 @@ def init(seed, vocabulary):
 
 
 def init_state(recipes):
-    """The FP8 state of every block: of what is sent, and of both products."""
+    """Make the FP8 state of every block: of both transfers and both products."""
     return {
         f"block{i}": {name: recipe and jaxfp8.init_state(recipe) for name, recipe in recipes.items()}
         for i in range(LAYERS)
@@ -77,7 +77,7 @@ def init_state(recipes):
 
 
 def specs(params):
-    """Experts lie on devices of their own, everything else on all of them."""
+    """Return the specs of parameters: kernels of experts are cut over devices, all others are copied."""
     of_experts = ("up", "down")
     return jax.tree.map_with_path(
         lambda path, _: PartitionSpec(AXIS) if path[-1].key in of_experts else PartitionSpec(), params
@@ -107,26 +107,26 @@ def product(x, kernel, recipe, state):
     numbers = (((2,), (1,)), ((0,), (0,)))
     if recipe is None:
         return lax.dot_general(x, kernel.astype(x.dtype), numbers)
-    # x may be codes, as they arrived.
+    # x may be a QTensor with the codes that arrived.
     return jaxfp8.dot_general(x, kernel, numbers, recipe=recipe, state=state, preferred_element_type=jnp.bfloat16)
 
 
 def experts(params, state, recipes, x):
-    """Send tokens `[tokens, WIDTH]` to their experts and add up what comes back; also the loss of the balance."""
-    # 1. Choose an expert for each token, and a slot there; tokens that find no slot are left out.
+    """Send tokens `[tokens, WIDTH]` to their experts; return the experts' weighted results, and the loss of balance."""
+    # 1. Choose an expert for each token, and a slot of the expert; tokens that find no slot are left out.
     probabilities = jax.nn.softmax((x @ params["router"].astype(x.dtype)).astype(jnp.float32))
     expert, weight = jnp.argmax(probabilities, axis=-1), jnp.max(probabilities, axis=-1)
     chosen = jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32)
     position = jnp.sum((jnp.cumsum(chosen, axis=0) - 1) * chosen, axis=-1)
     slots = x.shape[0] * SPARE // EXPERTS
     place = jnp.where(position < slots, expert * slots + position, EXPERTS * slots)
-    # 2. Dispatch: `[expert, slot, WIDTH]` here, `[expert of this device, slot of every device, WIDTH]` there.
+    # 2. Dispatch: `[expert, slot, WIDTH]` becomes `[expert of this device, slot of every device, WIDTH]`.
     sent = jnp.zeros((EXPERTS * slots, WIDTH), x.dtype).at[place].set(x, mode="drop").reshape(EXPERTS, slots, WIDTH)
     arrived = send(sent, 0, 1, recipes["dispatch"], state["dispatch"])
-    # 3. Both products of the experts.
+    # 3. Compute both products of the experts.
     hidden = jax.nn.gelu(product(arrived, params["up"], recipes["up"], state["up"]))
     y = product(hidden, params["down"], recipes["down"], state["down"])
-    # 4. Combine: back to where the tokens came from.
+    # 4. Combine: send the results back to the devices of the tokens.
     back = send(y, 1, 0, recipes["combine"], state["combine"])
     back = back if recipes["combine"] is None else back.dequantize(x.dtype)
     y = back.reshape(-1, WIDTH).at[place].get(mode="fill", fill_value=0)
@@ -136,7 +136,7 @@ def experts(params, state, recipes, x):
 
 
 def loss_fn(params, state, recipes, batch):
-    """Mean cross entropy of the next character over all devices, in nat; and the loss of the balance."""
+    """Return the mean cross entropy of the next character over all devices, in nat, and the loss of balance."""
     x = (params["embed"][batch[:, :-1]] + params["position"]).astype(jnp.bfloat16)
     balance = 0
     for name, block in params.items():
@@ -150,7 +150,7 @@ def loss_fn(params, state, recipes, batch):
 
 
 def make_step(recipes, params, optimizer, mesh):
-    """The training step, and the loss of a batch; a batch is cut over all devices."""
+    """Return the training step, and a function for the mean loss of batches; a batch is cut over all devices."""
     cut, everywhere = PartitionSpec(AXIS), PartitionSpec()
     places = specs(params)
 
@@ -176,10 +176,10 @@ def make_step(recipes, params, optimizer, mesh):
 
 
 def plot(runs, moved, path):
-    """Losses, and below them what one step sends from device to device."""
+    """Plot training losses, and beside them the bytes that one step sends between devices."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.25), layout="constrained")
     for name, run in runs.items():
-        style = {"linewidth": 7, "alpha": 0.35} if name == "bf16" else {}  # arms that agree lie on each other
+        style = {"linewidth": 7, "alpha": 0.35} if name == "bf16" else {}  # the lines of arms that agree overlap
         left.plot(*_report.smooth(run.train_losses), color=_report.COLORS[name], label=name, **style)
     left.set(title="Training loss", xlabel="step", ylabel="cross entropy (nat per character)")
     left.legend(frameon=False)

@@ -48,7 +48,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Embedding, norms and logits stay in bf16, as is the custom in FP8 training."""
+    """A small transformer. Embedding, norms and logits stay in bf16, as usual in FP8 training."""
 
     def __init__(self, vocabulary, make_dot_general, rngs):
         self.embed = nnx.Embed(vocabulary, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
@@ -68,7 +68,7 @@ ARMS = {"bf16": lambda: jax.lax.dot_general, "jaxfp8": jaxfp8.nnx.Fp8DotGeneral}
 
 
 def loss_fn(model, batch):
-    """Mean cross entropy of the next character, in nat."""
+    """Return the mean cross entropy of the next character, in nat."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch[:, :-1]), batch[:, 1:]).mean()
 
 

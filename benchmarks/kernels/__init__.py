@@ -26,7 +26,7 @@ PROGRAM_BYTES = 800e6
 
 
 def kernels(options, part):
-    """Rows of one kernel at its shapes; `(rows, errors)` as of every case."""
+    """Check and time one kernel at its shapes; return `(rows, errors)`, as every case does."""
     make, shapes = KERNELS[part]
     if options.tiny and shapes is SHAPES:
         shapes = TINY_SHAPES

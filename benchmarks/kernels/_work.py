@@ -23,7 +23,7 @@ class Work:
         arguments: seed -> arrays for `step`.
         check: `(results, *arguments)`; raises for a wrong answer.
         reads: how often the first argument is read.
-        operations: of a product, which has a rate of its own.
+        operations: the number of operations of a product, for its TFLOP/s; None for other kernels.
         chain: `(results, arguments)` -> arguments of the next launch, where a launch is all that a kernel costs.
     """
 

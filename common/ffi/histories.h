@@ -1,39 +1,48 @@
-// jaxfp8_delayed_scales_v1: k histories f32 [g, H], k stored f32 [g] -> k histories, scales, scale_invs, amaxes.
-// jaxfp8_push_amaxes_v1: k histories f32 [g, H], k amaxes f32 [g] -> k histories, in place where XLA aliases them.
+// jaxfp8_delayed_scales_v2: k histories f32 [g, H], k stored f32 [g] -> k histories, scales, scale_invs, amaxes.
+// jaxfp8_push_amaxes_v2: k histories f32 [g, H], k amaxes f32 [g] -> k histories, in place where XLA aliases them.
 //
 // k quantizers: their count is that of the buffers. All histories come first, then all of the next operand; results
-// likewise.
+// likewise. Histories [H] are those of one group.
 #ifndef JAXFP8_COMMON_FFI_HISTORIES_H_
 #define JAXFP8_COMMON_FFI_HISTORIES_H_
 
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "common/ffi/checks.h"
 #include "common/histories.h"
 
 namespace jaxfp8 {
 
+inline std::vector<int64_t> Dims(ffi::AnyBuffer buffer) {
+  return {buffer.dimensions().begin(), buffer.dimensions().end()};
+}
+
 // f32 of the shape `dims`; `name` is numbered by the quantizer in messages.
 inline ffi::Error CheckState(const char* op, const char* name, int64_t quantizer, ffi::AnyBuffer buffer,
-                             std::initializer_list<int64_t> dims) {
+                             const std::vector<int64_t>& dims) {
   const std::string numbered = std::string(name) + " " + std::to_string(quantizer);
   const Operand operand{op, numbered.c_str(), buffer};
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
   return CheckShape(operand, dims);
 }
 
-// f32 [g, length] with at least one slot. The history of the first quantizer says how many groups all have.
-inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, int64_t* groups) {
+// f32 [g, length], or [length], with at least one slot. The history of the first quantizer says which, and how many
+// groups all have.
+inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer history, ffi::AnyBuffer first,
+                               int64_t* groups) {
   const std::string numbered = "history " + std::to_string(quantizer);
   const Operand operand{op, numbered.c_str(), history};
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(operand, 2));
-  const int64_t length = history.dimensions()[1];
-  if (length == 0) return Mismatch(operand, "at least one slot");
-  if (quantizer == 0) *groups = history.dimensions()[0];
-  return CheckShape(operand, {*groups, length});
+  std::vector<int64_t> dims = Dims(first);
+  const bool is_one_group = dims.size() == 1;
+  JAXFP8_RETURN_IF_ERROR(CheckInput(operand, is_one_group ? 1 : 2));
+  dims.back() = history.dimensions().back();
+  if (dims.back() == 0) return Mismatch(operand, "at least one slot");
+  *groups = is_one_group ? 1 : dims[0];
+  return CheckShape(operand, dims);
 }
 
 inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count,
@@ -63,19 +72,19 @@ struct DelayedScalesOp {
                          static_cast<int64_t>(results.size()) == 4 * count;
     JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands, 4 results and a numerator", matches, count));
     params->count = count;
-    params->groups = 0;
+    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     params->most_recent = most_recent;
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions()[1];
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
       const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
       const ffi::AnyBuffer scale = **results.get<ffi::AnyBuffer>(count + i);
       const ffi::AnyBuffer scale_inv = **results.get<ffi::AnyBuffer>(2 * count + i);
       const ffi::AnyBuffer amax = **results.get<ffi::AnyBuffer>(3 * count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale", i, scale, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
@@ -115,15 +124,15 @@ struct PushAmaxesOp {
     const bool matches = static_cast<int64_t>(operands.size()) == 2 * count;
     JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands and a result", matches, count));
     params->count = count;
-    params->groups = 0;
+    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions()[1];
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
       const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
 
       PushAmaxesQuantizer& quantizer = params->quantizers[i];
       quantizer.history = Data<float>(history);

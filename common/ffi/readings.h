@@ -1,8 +1,9 @@
-// jaxfp8_read_histories_v1: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 4 q] of each product.
-// jaxfp8_write_histories_v1: k histories f32 [g, H], what is recorded, f32 [g, 4 q] of each product
+// jaxfp8_read_histories_v2: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 4 q] of each product.
+// jaxfp8_write_histories_v2: k histories f32 [g, H], what is recorded, f32 [g, 4 q] of each product
 //     -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
 //
-// The k quantizers are those of the products, in order: q of each, which the shapes say.
+// The k quantizers are those of the products, in order: q of each, which the shapes say. Histories [H] are those of one
+// group.
 #ifndef JAXFP8_COMMON_FFI_READINGS_H_
 #define JAXFP8_COMMON_FFI_READINGS_H_
 
@@ -63,11 +64,11 @@ struct ReadHistoriesOp {
     const bool matches = operands.size() % 2 == 0;
     JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands", matches, count, kMaxReadQuantizers));
     params->count = count;
-    params->groups = 0;
+    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions()[1];
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
 
@@ -107,13 +108,13 @@ struct WriteHistoriesOp {
     JAXFP8_RETURN_IF_ERROR(
         CheckQuantizerCount(kName, "an operand, 4 recorded numbers and 2 results", matches, count, kMaxReadQuantizers));
     params->count = count;
-    params->groups = 0;
+    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
       const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions()[1];
+      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
+      const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, {groups, length}));
+      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
       const ffi::AnyBuffer next_scale = **results.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next scale", i, next_scale, {groups}));
 

@@ -34,7 +34,7 @@ def program(monkeypatch):
 
 
 @pytest.mark.slow
-def test_runs_are_paired_kept_and_drawn(program, tmp_path, monkeypatch, capsys):
+def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     arms = ["bf16", "own_layer", "flax", "ends_in_bf16", "stochastic_grad"]
     corpus = program.corpora()["source"]
     corpus.validation = corpus.validation[:200]
@@ -50,15 +50,14 @@ def test_runs_are_paired_kept_and_drawn(program, tmp_path, monkeypatch, capsys):
     # What is there is not run again: the report has the same table.
     monkeypatch.setattr(program.Training, "run", lambda *_: pytest.fail("run again"))
     first = capsys.readouterr().out
-    written, picture = tmp_path / "all.json", tmp_path / "all.png"
-    assert program.main([*options, "--json", str(written), "--picture", str(picture)]) == 0
+    written = tmp_path / "all.json"
+    assert program.main([*options, "--json", str(written)]) == 0
     assert program.main([*options, "--report"]) == 0
     assert capsys.readouterr().out == 2 * first
     rows = json.loads(written.read_text())["results"]["source"]
     assert list(rows) == arms and rows["flax"]["difference"]["seeds"] == 2
     losses = [row["validation"] for row in rows.values()]
     assert len({loss for pair in losses for loss in pair}) == 10, "no two arms, and no two seeds, are the same run"
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -111,16 +110,41 @@ def test_lag(program, loss, expected):
     assert program.lag(curve, reference) == pytest.approx(expected, nan_ok=True)
 
 
-def test_figures_are_of_seeds_that_both_have(program):
-    def run(loss):
-        return {"validation": loss, "curve": [[1, 3.0], [2, loss]]}
+def test_figures_are_of_pairs(program):
+    def run(loss, cpu="x86"):
+        return {"validation": loss, "curve": [[1, 3.0], [2, loss]], "environment": {"cpu": cpu}}
 
-    found = {("manual", "bf16", seed): run(1.0 + seed) for seed in (0, 2)}
+    found = {("manual", "bf16", seed): run(1.0 + seed) for seed in (0, 2, 3)}
     found |= {("manual", "flax", seed): run(1.25 + seed) for seed in (0, 1, 2)} | {("source", "flax", 0): run(1.0)}
+    found["manual", "flax", 3] = run(9.0, "another processor")
     results = program.figures(found)
     assert list(results) == ["manual"] and results["manual"]["flax"]["seeds"] == [0, 2]
     assert results["manual"]["flax"]["differences"] == [0.25, 0.25]
-    assert "| manual | flax | 2 | 2.2500 | +0.2500 | +0.2500 to +0.2500 |" in program.table(results)
+    assert "to_delayed" not in results["manual"]["flax"]
+    title = program.ARMS["flax"].title
+    assert f"| {title} | 2 | +0.2500 ± 0.0000 | - | +2" in program.table(results)
+    found |= {("manual", "delayed", seed): run(1.5 + seed) for seed in (1, 2)}
+    assert program.figures(found)["manual"]["flax"]["to_delayed"] == {
+        "mean": -0.25,
+        "low": -0.25,
+        "high": -0.25,
+        "seeds": 2,
+    }
+
+
+def test_the_docs_have_the_figures(program):
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "benchmarks" / "results" / "loss_gap.json").read_text())["results"]
+    page = (root / "docs" / "recipes.md").read_text()
+    assert program.table(results, program.RECIPES) in page and program.table(results, program.ABLATION) in page
+    # The figures are those of the runs.
+    again = program.figures(program.found_runs(program.RUNS, program.STEPS))
+    assert json.loads(json.dumps(again)) == results
+
+
+def test_results_name_no_folder_of_the_machine(program, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks/loss_gap.py", "--runs", "/home/me/runs", "--seeds", "2"])
+    assert program.environment()["command"] == "python benchmarks/loss_gap.py --runs runs --seeds 2"
 
 
 def test_stochastic_rounding_is_right_on_average(program):
