@@ -8,7 +8,8 @@ _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 # `import oracle` works from every folder of tests and under every pytest import mode.
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+TESTS = pathlib.Path(__file__).parent
+sys.path.insert(0, str(TESTS))
 
 import compile_cache  # noqa: E402
 import jax  # noqa: E402  (the flag above must come first)
@@ -82,9 +83,16 @@ def nothing_stays_traced():
     jax.clear_caches()
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import what `make test` leaves to CI: each of its processes would take seconds for it."""
+    path = collection_path.relative_to(TESTS) if collection_path.is_relative_to(TESTS) else None
+    is_left_out = "not ci" in config.option.markexpr and path and path.parts and tiers.is_in_ci(path)
+    return True if is_left_out else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    tiers.mark(items, pathlib.Path(__file__).parent)
+    tiers.mark(items, TESTS)
 
 
 def pytest_runtest_setup(item):

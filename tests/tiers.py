@@ -16,12 +16,16 @@ CI = {
     *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
     *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
     *("test_native_xla.py", "test_plan_files.py", "test_reference.py", "test_messages.py"),
-    *("transforms/test_programs.py", "recipes/test_transforms.py", "fused"),
+    *("transforms/test_programs.py", "transforms/test_readings.py", "recipes/test_transforms.py", "fused"),
+    *("linen/test_quantize_transforms.py", "linen/test_scan.py", "nnx/test_fused_layers.py", "nnx/test_quantize.py"),
+    *("ops/test_moments.py", "ops/test_ragged_matmul.py", "ops/test_raw_targets.py", "ops/test_support.py"),
+    *("optim/test_moments.py", "test_min_size.py", "train/test_train_state.py"),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
-    *("bad_days", "mesh", "ops/test_block_scaled_matmul.py"),
-    *("recipes/test_meshes.py", "test_einsum.py"),
+    *("bad_days", "mesh", "ops/test_activation_grad.py", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
+    *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "test_einsum.py"),
+    *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
 
 
@@ -32,17 +36,26 @@ def mark(items, tests: pathlib.Path) -> None:
         functions[item.nodeid.partition("[")[0]].append(item)
     for cases in functions.values():
         path = cases[0].path.relative_to(tests)
-        where = {path.parts[0], path.as_posix()}
-        in_ci, one_case = bool(CI & where) or "mutant" in path.name, bool(ONE_CASE & where)
+        in_ci, one_case = is_in_ci(path), bool(ONE_CASE & _where(path))
         values = collections.defaultdict(dict)
         positions = [_positions(case, values) for case in cases]
         sizes = {names: len(keys) for names, keys in values.items()}
         for case, position in zip(cases, positions, strict=True):
-            in_fast = not in_ci and (case is cases[0] if one_case else _is_diagonal(position, sizes))
-            if case.get_closest_marker("varied") and _differences(case, position) > 1 and not in_fast:
+            on_diagonal = _is_diagonal(position, sizes)
+            in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
+            if case.get_closest_marker("varied") and _differences(case, position) > 1 and not on_diagonal:
                 case.add_marker("slow")
             elif not in_fast:
                 case.add_marker("ci")
+
+
+def is_in_ci(path: pathlib.Path) -> bool:
+    """Whether `make test` leaves a module, or a folder, below `tests` to CI."""
+    return bool(CI & _where(path)) or "mutant" in path.name
+
+
+def _where(path: pathlib.Path) -> set[str]:
+    return {path.parts[0], path.as_posix()}
 
 
 def _positions(case, values) -> dict:
