@@ -126,22 +126,19 @@ def table(results: dict, arms=RECIPES) -> str:
         if name not in row:
             return "-"
         mean, high = row[name]["mean"], row[name]["high"]
-        return f"{mean:+{form}}" + ("" if high is None else f" ± {high - mean:{form}}")
+        return f"{mean:+{form}}" + ("" if high is None else f"±{high - mean:{form}}")
 
-    columns = {"difference": ("nat above bf16", ".4f"), "to_delayed": ("less delayed", ".4f")}
+    columns = [("above bf16", "difference", ".4f"), ("less delayed", "to_delayed", ".4f")]
     if arms is RECIPES:
-        columns["lag"] = ("lag", ".1%")
-    heads = [f"{text}: {head}" for text in results for head in ("pairs", *(head for head, _ in columns.values()))]
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        columns += [("lag", "lag", ".1%")]
+    heads = [f"{head}: {text}" for head, _, _ in columns for text in results]
+    lines = [f"| | pairs | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, arm in arms.items():
         rows = [rows.get(name, {}) for rows in results.values()]
-        cells = [
-            text
-            for row in rows
-            for text in (str(len(row.get("seeds", ()))), *(cell(row, key, form) for key, (_, form) in columns.items()))
-        ]
         if any("difference" in row for row in rows):
-            lines.append(f"| {arm.title} | {' | '.join(cells)} |")
+            pairs = ", ".join(str(len(row.get("seeds", ()))) for row in rows)
+            cells = [cell(row, key, form) for _, key, form in columns for row in rows]
+            lines.append(f"| {arm.title} | {pairs} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
