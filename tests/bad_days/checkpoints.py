@@ -196,12 +196,12 @@ def changed_length(library):
 
     def newest_first(variables):
         history = np.asarray(variables[OWG]["Dense_0"][library.module]["input_amax_history"])
-        return [history[0], *history[:0:-1]]
+        return [float(amax) for amax in (history[0], *history[:0:-1])]
 
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
         entries, expected = newest_first(variables), [*newest_first(saved), *[0] * length][:length]
-        tally(entries == expected, f"the model asks for {length} entries and has {entries}, expected {expected}")
+        tally(entries == expected, f"the model asks for {length} entries and has {len(entries)}: {entries} for {expected}")
         goes_on(tally, library, variables, "the step after", history=length)
     return tally.verdict()
 
