@@ -22,13 +22,6 @@ def _float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _shift_exponent(x, exponent):
-    """Return `x * 2**exponent` for x = 0, inf or a positive normal float; 0 where the result would be subnormal."""
-    bits = _bits(x) + (exponent << 23)
-    shifted = jnp.where(bits < _MIN_NORMAL_BITS, jnp.float32(0), _float(bits))
-    return jnp.where((x == 0) | jnp.isinf(x), x, shifted)
-
-
 def _normalize(magnitude_bits):
     """Return `(m, e)` with `|v| == m * 2**e`, where m is not subnormal, so that flush-to-zero does not change it.
 
@@ -102,15 +95,13 @@ def encode(x, scale, dtype):
 def decode(data, scale_inv, dtype):
     """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
     # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
-    value = data.astype(jnp.float32)
-    value_bits, scale_bits = _bits(value), _bits(scale_inv)
-    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    product = jnp.abs(value) * scale_magnitude
-    is_nan = jnp.isnan(product)
-    bits = _bits(jnp.where(scale_exponent == 0, product, _shift_exponent(product, scale_exponent)))
+    value_bits, scale_bits = _bits(data.astype(jnp.float32)), _bits(scale_inv)
+    product = _abs_product(value_bits, scale_bits)
+    is_nan, bits = jnp.isnan(product), _bits(product)
 
     # 2. Platforms may flush results around the smallest normal float. Compute those as integers: the exact product (4
     # by 24 significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
+    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
     significand = significand * ((_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
     shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((_bits(scale_magnitude) >> 23) + scale_exponent)

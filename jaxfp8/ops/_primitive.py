@@ -47,7 +47,7 @@ def tensor_op(
     batch_first: Callable | None = None,
     second_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
-    on_one_device_only: tuple[str, ...] = (),
+    on_one_device_only: Callable = lambda **static: False,
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
     for_gpus: Callable = lambda capabilities, *types, **static: static,
@@ -74,8 +74,8 @@ def tensor_op(
             implementation reads it.
         added: `(**static) -> positions` of operands that are added to the first result. Where a mesh sums parts of the
             result, one device adds them.
-        on_one_device_only: the platforms whose custom call runs on one device only. On a mesh and in a `shard_map` the
-            reference runs there.
+        on_one_device_only: `(**static) -> bool`: whether custom calls run on one device only. On a mesh and in a
+            `shard_map` the reference runs.
         by_xla: a program in jnp that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
             `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
             cuBLASLt.
@@ -139,8 +139,9 @@ def tensor_op(
         lacks, native_static = _disabled.missing(custom_call), static
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
-            lacks = _support.missing(ctx, cublaslt=by_xla is not None)
-            capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
+            gpus = _support.gpus(ctx)
+            lacks = _support.missing_on(gpus, cublaslt=by_xla is not None)
+            capabilities = set(map(_support.capability, gpus)) - {()}
             reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
             lacks = lacks if reason is None else _support.Missing(reason, True)
             native_static = for_gpus(capabilities, *ctx.avals_in, **static)
@@ -165,7 +166,7 @@ def tensor_op(
                 functools.partial(align, **static),
                 None if on_shards is None else functools.partial(on_shards, vmap_dims=vmap_dims, **static),
             ),
-            on_one_device_only=platform in on_one_device_only,
+            on_one_device_only=on_one_device_only(**static),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..numerics import encode
 from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import dims, tensor_op
 
@@ -58,19 +59,12 @@ def transpose_blocks(
 
 def _shift_down(data, shift):
     """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of NaN and Inf stay."""
-    info = jnp.finfo(data.dtype)
-    codes = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.int32)
-    magnitude, hidden = codes & 0x7F, 1 << info.nmant
-    exponent = magnitude >> info.nmant
-    # A subnormal result is a rounded integer; the smallest normal number follows the subnormal numbers.
-    significand = jnp.where(exponent == 0, magnitude, (magnitude & (hidden - 1)) | hidden)
-    places = jnp.clip(shift - jnp.maximum(exponent, 1) + 1, 0, info.nmant + 2)
-    half = (1 << jnp.maximum(places - 1, 0)) - 1 + ((significand >> places) & 1)
-    rounded = jnp.where(places == 0, significand, (significand + half) >> places)
-    shifted = jnp.where(exponent > shift, magnitude - (shift << info.nmant), rounded)
-    largest = int(np.array(info.max, data.dtype).view(np.uint8))
-    stays = (magnitude > largest) | (shift == 0)
-    return jnp.where(stays, codes, (codes & 0x80) | shifted).astype(jnp.uint8)
+    codes = lax.bitcast_convert_type(data, jnp.uint8)
+    # A larger shift gives the same zeros, and its factor would not be a normal number.
+    factor = _blocks.power_of_two(-jnp.minimum(shift, 64), False)
+    shifted = lax.bitcast_convert_type(encode(data, factor, data.dtype), jnp.uint8)
+    largest = int(np.array(jnp.finfo(data.dtype).max, data.dtype).view(np.uint8))
+    return jnp.where(codes & 0x7F > largest, codes, shifted)
 
 
 def _reference(data, scale_inv, vmap_dims, block, rows, cols):
