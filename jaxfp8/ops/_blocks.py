@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks
+from . import _checks, _shapes
 from ._primitive import dims
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -29,14 +29,18 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     return tuple(None if b is None else int(b) for b in block)
 
 
-def checked_scale(op: str, name: str, scale, block, leading, rows, cols):
-    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one scale, or a scale for each block."""
+def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for each block, and the block.
+
+    `prefix` is that of the arguments `scale_inv` and `block` in messages.
+    """
+    name = f"{prefix}scale_inv"
     if block is None:
-        return _checks.scale(op, name, scale)
-    scale = _checks.array(op, name, scale)
+        return _checks.scale(op, name, scale), None
+    block, scale = checked(op, f"{prefix}block", block), _checks.array(op, name, scale)
     if scale.dtype not in (jnp.float32, E8M0):
         raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
-    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols))))
+    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))), block
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
@@ -55,9 +59,7 @@ def cut(x, block):
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
     # Zeros do not change the amax of a block, and `uncut` removes them.
-    widths = [(0, 0)] * len(leading) + [(0, rows * r - m), (0, cols * c - n)]
-    if (rows * r, cols * c) != (m, n):
-        x = jnp.pad(x, widths)
+    x = _shapes.pad(x, *[0] * len(leading), rows * r - m, cols * c - n)
     return x.reshape(*leading, rows, r, cols, c)
 
 

@@ -123,7 +123,6 @@ def _slots(count):
 
 def _quantizers(results, operand_count, **static):
     """Return the positions of each quantizer's operands, and those of its results; `results` is their number."""
-    del static
     count = operand_count // 2
     return [([i, count + i], range(i, results * count, count)) for i in range(count)]
 

@@ -94,9 +94,8 @@ def quantize_activation_grad_with(
     column_sums = _checks.flag(_OP, "column_sums", column_sums)
     if column_sums and not transpose:
         raise ValueError(f"{_OP}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
-    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
-    # Other producers have no sums, so only a call with sums passes the option on.
-    options |= {"column_sums": True} if column_sums else {}
+    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "column_sums": column_sums}
+    options |= {"activation": activation, "rows": rows}
     return produced(_quantize_activation_grad, _OP, x, scale, (grad,), amax, **options)
 
 

@@ -52,7 +52,7 @@ def transpose_blocks(
     if block[0] != 1 or block[1] is None:
         raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
     leading, row, col = _shapes.parts(data.shape, rows, cols)
-    scale_inv = _blocks.checked_scale(op, "scale_inv", scale_inv, block, leading, row, col)
+    scale_inv, _ = _blocks.checked_scale(op, "", scale_inv, block, leading, row, col)
     data_t, scale_inv_t = _transpose_blocks(data, scale_inv, block=block, rows=int(rows), cols=int(cols))
     return data_t, scale_inv_t
 
