@@ -40,7 +40,7 @@ def tensor_op(
     cpu: Callable,
     *,
     names: Callable,
-    dtypes: Callable,
+    dtypes: Callable | None = None,
     cuda: Callable | None = None,
     custom_call: str | None = None,
     sizes: Callable = lambda *shapes, **static: {},
@@ -63,7 +63,7 @@ def tensor_op(
         names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without vmapped
             dimensions. A name stands for one size. A dimension that a result lacks was reduced: by max for a result
             named `ONE` (an amax), by sum for any other result.
-        dtypes: `(*operands, **static) -> dtypes of the results`.
+        dtypes: `(*operands, **static) -> dtypes of the results`; float32 by default.
         custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
         sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
             without the vmapped dimensions.
@@ -107,7 +107,8 @@ def tensor_op(
         operand_names, result_names = all_names(operands, vmap_dims, static)
         # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
         new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
-        return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
+        result_dtypes = dtypes(*operands, **static) if dtypes else [jnp.float32] * len(result_names)
+        return _mesh.types(operands, operand_names, result_names, result_dtypes, new)
 
     def batch(operands, batch_dims, *, implementation, vmap_dims, **static):
         run = functools.partial(op.bind, implementation=implementation, **static)

@@ -183,7 +183,6 @@ _read = tensor_op(
     "read_histories",
     names=_read_names,
     sizes=lambda *shapes, counts: {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)},
-    dtypes=lambda *operands, counts: [jnp.float32] * len(counts),
     reference=_read_reference,
     cpu=_read_custom_call,
     batch_first=_batching.apart(_read_units),
@@ -235,7 +234,6 @@ def _write_custom_call(*operands, vmap_dims, counts):
 _write = tensor_op(
     "write_histories",
     names=_write_names,
-    dtypes=lambda *operands, counts: [jnp.float32] * (2 * sum(counts)),
     reference=_write_reference,
     cpu=_write_custom_call,
     batch_first=_batching.apart(_write_units),
