@@ -9,7 +9,6 @@ operations, and XLA moves some of them out of a loop, into launches of their own
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,10 +73,10 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
     return from_bits(jnp.max(bits, axis=axis, initial=0))
 
 
-def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] = lax.div) -> jax.Array:
+def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """Divide x by y, correctly rounded, for positive normal f32 x and y with a normal quotient.
 
-    `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
+    The division of the platform may be off by a few ulp, in [1, 2). The quotient of the significands is an integer
     of 24 bits, up to rounding. With an estimate of that integer the remainder is small. 32 bits hold the remainder and
     not the products: these wrap around, and their difference is exact. A quotient of two floats is never halfway
     between two floats, so there are no ties.
@@ -96,7 +95,7 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     # 2. Estimate the quotient of the significands, 24 bits, and correct it by its remainder.
     x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
     unit = lax.select(is_smaller, number(2.0**24, np.float32), number(2.0**23, np.float32))
-    quotient = (approximate(x_float, y_float) * unit).astype(jnp.int32)
+    quotient = (lax.div(x_float, y_float) * unit).astype(jnp.int32)
     remainder = (x_int << shift) - quotient * y_int  # wraps around; below 2**28 in magnitude
     step = jnp.round(remainder.astype(jnp.float32) / y_float).astype(jnp.int32)
     quotient, remainder = quotient + step, remainder - step * y_int

@@ -123,12 +123,13 @@ def aligned(axes, sizes, shards, followers):
     Args:
         axes, sizes, shards: by the names of dimensions, as `align` gets them.
         followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
-            that count its blocks, and the size of a block; None means one block, which has no cut.
+            that count its blocks, and the size of a block; None means one block, which has no cut. An op may lack some.
     """
     # 1. Forget how the scales are cut: they follow the matrix.
     counts = {name for sizes_of_blocks in followers.values() for name in sizes_of_blocks}
     axes = {name: entry for name, entry in axes.items() if name not in counts}
     for kind, sizes_of_blocks in followers.items():
+        sizes_of_blocks = {name: b for name, b in sizes_of_blocks.items() if name in sizes}
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
         cut = [name for name in names if name in axes]
         if not cut:
@@ -136,8 +137,30 @@ def aligned(axes, sizes, shards, followers):
         # 2. Scales count merged dimensions: only a cut of the first dimension is a cut of the scales.
         size = math.prod(sizes[name] for name in names) // shards[cut[0]]
         if cut == names[:1] and all(b is None or size % b == 0 for b in sizes_of_blocks.values()):
-            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None and name in sizes}
+            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None}
         else:
             # 3. A block would lie on two devices: do not cut here.
             axes = {name: entry for name, entry in axes.items() if name not in cut}
     return axes
+
+
+def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
+    """Return the names of the dimensions of codes, their scales, transposed codes and their scales."""
+    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
+    leading, row, col = dims("batch", rank - rows - cols), dims("row", rows), dims("col", cols)
+    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
+    return [leading + row + col, scales, leading + col + row, scales_t]
+
+
+def sizes_of_layouts(codes, *_, block, rows, cols, **__) -> dict[str, int]:
+    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of a `tensor_op`."""
+    m, n = _shapes.merged(codes[len(codes) - rows - cols :], rows)
+    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
+    return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
+
+
+def aligned_layouts(axes, sizes, shards, *, block, **_):
+    """Cut the scales of each layout together with its blocks: the `align` of a `tensor_op`."""
+    down, across = block
+    rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
+    return aligned(axes, sizes, shards, {"row": rows, "col": cols})

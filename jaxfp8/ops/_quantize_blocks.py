@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, _scaling, encode, fp8_max
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
-from ._primitive import dims, tensor_op
+from ._primitive import tensor_op
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
@@ -159,31 +159,12 @@ def custom_call(x, vmap_dims, platform, transpose, dtype, block, scale, rounding
     return outputs
 
 
-def _names(x, *, transpose, rows, cols, **_):
-    leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
-    results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
-    results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
-    return [leading + row + col], results + results_t * transpose
-
-
-def _sizes(x, *, block, rows, cols, **_):
-    m, n = _shapes.merged(x[len(x) - rows - cols :], rows)
-    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
-    return dict(zip(names, _blocks.count(block, m, n) + _blocks.count(block, n, m), strict=True))
-
-
-def _align(axes, sizes, shards, *, transpose, block, **_):
-    """Cut the scales of each layout together with its blocks."""
-    down, across = block
-    rows, cols = {"row_blocks": down}, {"col_blocks": across}
-    if transpose:
-        rows, cols = rows | {"row_blocks_t": across}, cols | {"col_blocks_t": down}
-    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
-
-
 def block_op(name, reference, transpose):
     """Make the primitive of `quantize_blocks`, or with `transpose` that of `quantize_blocks_transpose`."""
+
+    def names(x, *, rows, cols, **_):
+        codes, *results = _blocks.layouts(x, rows, cols)
+        return [codes], [codes, *results[: 1 + 2 * transpose]]
 
     def dtypes(_, *, dtype, scale, **static):
         return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
@@ -197,8 +178,8 @@ def block_op(name, reference, transpose):
     return tensor_op(
         name,
         custom_call="quantize_blocks_transpose",
-        names=functools.partial(_names, transpose=transpose),
-        sizes=_sizes,
+        names=names,
+        sizes=_blocks.sizes_of_layouts,
         dtypes=dtypes,
         reference=reference,
         cpu=functools.partial(custom_call, platform="cpu", transpose=transpose),
@@ -206,7 +187,7 @@ def block_op(name, reference, transpose):
         # On a mesh that cuts blocks as long as the matrix, devices have to reduce their amaxes, which XLA does with the
         # reference. Other blocks lie on one device each, which quantizes them by itself.
         on_one_device_only=lambda block, **_: None in block,
-        align=functools.partial(_align, transpose=transpose),
+        align=_blocks.aligned_layouts,
     )
 
 

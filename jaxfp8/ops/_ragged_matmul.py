@@ -138,10 +138,6 @@ class _Spec:
     def has_blocks(self) -> bool:
         return self.a_block is not None or self.b_block is not None
 
-    def rows(self, a) -> int:
-        """Return the size of the dimension that the groups cut, of a or of its type."""
-        return a.shape[-2 if self.by_rows else -1]
-
     def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
         """Return the shape of the result."""
         leading = a.shape[:vmap_dims] if self.by_rows else group_sizes.shape[: vmap_dims + 1]
@@ -252,7 +248,7 @@ def _on_shards(operands, cut, *, vmap_dims, spec):
         return operands, {}
     *matrices, group_sizes = operands
     # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
-    rows, groups = spec.rows(operands[0]), group_sizes.shape[-1] // group_shards
+    rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
     ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
     bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
     # 2. Take the groups of this device.

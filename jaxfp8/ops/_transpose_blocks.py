@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from ..numerics import encode
 from . import _blocks, _checks, _ffi, _shapes
-from ._primitive import dims, tensor_op
+from ._primitive import tensor_op
 
 
 def transpose_blocks(
@@ -111,31 +111,17 @@ def _custom_call(data, scale_inv, vmap_dims, block, rows, cols):
     return data_t.reshape(*leading, *col, *row), scales_t
 
 
-def _names(data, scale_inv, *, block, rows, cols):
-    del scale_inv, block
-    leading, row, col = dims("batch", data - rows - cols), dims("row", rows), dims("col", cols)
-    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
-    return [leading + row + col, scales], [leading + col + row, scales_t]
-
-
-def _sizes(data, scale_inv, *, block, rows, cols):
-    m, n = _shapes.merged(data[len(data) - rows - cols :], rows)
-    return dict(zip(("col_blocks_t", "row_blocks_t"), _blocks.count(block, n, m), strict=True))
-
-
-def _align(axes, sizes, shards, *, block, **_):
-    """Cut the scales of both layouts together with their blocks."""
-    rows = {"row_blocks": 1, "row_blocks_t": block[1]}
-    cols = {"col_blocks": block[1], "col_blocks_t": 1}
-    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
+def _names(data, scale_inv, *, rows, cols, **_):
+    layouts = _blocks.layouts(data, rows, cols)
+    return layouts[:2], layouts[2:]
 
 
 _transpose_blocks = tensor_op(
     "transpose_blocks",
     names=_names,
-    sizes=_sizes,
+    sizes=_blocks.sizes_of_layouts,
     dtypes=lambda data, scale_inv, **_: [data.dtype, scale_inv.dtype],
     reference=_reference,
     cpu=_custom_call,
-    align=_align,
+    align=_blocks.aligned_layouts,
 )
