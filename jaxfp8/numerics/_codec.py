@@ -61,8 +61,6 @@ def is_saturated_or_flushed(x, scale, dtype):
 def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
     info = jnp.finfo(dtype)
-    shift = 23 - info.nmant
-    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
 
     # 1. Multiply in f32. The codes of values that are not finite are NaN.
     x_bits, scale_bits = to_bits(x.astype(jnp.float32)), to_bits(scale)
@@ -70,20 +68,29 @@ def encode(x, scale, dtype):
     is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
 
     # 2. Saturate, and round to the format.
-    magnitude = jnp.minimum(product, jnp.float32(info.max))
-    bits = to_bits(magnitude)
+    code = rounded(jnp.minimum(product, jnp.float32(info.max)), dtype)
+
+    # 3. Put the sign on, and the NaNs in.
+    code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
+    nan_code = 0x7F if info.nmant == 3 else 0x7E
+    return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
+
+
+def rounded(magnitude, dtype):
+    """Return the code, int32, of the number of `dtype` that is nearest to a magnitude; ties to even.
+
+    The magnitude is f32, from 0 to the largest number of `dtype`.
+    """
+    info, bits = jnp.finfo(dtype), to_bits(magnitude)
+    shift = 23 - info.nmant
+    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
     # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
     odd = (bits >> shift) & 1
     normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
     # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition rounds to a multiple of it.
     magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
     subnormal = to_bits(magnitude + magic) - to_bits(magic)
-    code = jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
-
-    # 3. Put the sign on, and the NaNs in.
-    code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
-    nan_code = 0x7F if info.nmant == 3 else 0x7E
-    return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
+    return jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
 
 
 def decode(data, scale_inv, dtype):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E4M3, _scaling
+from ..numerics import E4M3, _scaling, rounded
 from . import _blocks, _ffi
 from ._primitive import dims, tensor_op
 
@@ -121,7 +121,7 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
     # 3. Round. Squares that are not zero have at least the smallest code.
-    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else _round_to_nearest(y)
+    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else rounded(y, E4M3.dtype)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
     codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
@@ -189,14 +189,6 @@ def _fraction(magnitude, amax):
     unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
     inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
     return jnp.minimum(magnitude * unit * inverse, 1)
-
-
-def _round_to_nearest(y):
-    """Return the code, as an integer, of the number in e4m3 that is nearest to y in [0, 448]; ties to even."""
-    bits = _scaling.to_bits(y)
-    odd = (bits >> _DROPPED_BITS) & 1
-    normal = ((bits + (_FRACTION >> 1) + odd) >> _DROPPED_BITS) - (_BIAS << 3)
-    return jnp.where(y < _SMALLEST_NORMAL, jnp.round(y * 512).astype(jnp.int32), normal)
 
 
 def _round_stochastically(y, exponent, random_bits):
