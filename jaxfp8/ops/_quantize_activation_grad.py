@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _quantize_activation
+from . import _checks, _quantize_activation, _shapes
 from ._primitive import dims
 from ._produced import produced, producer_op
 from ._quantize_activation import is_gated
@@ -101,8 +101,7 @@ def quantize_activation_grad_with(
 
 def _canonical(x, grad, *, vmap_dims, rows, activation):
     (x,), attributes = _quantize_activation._canonical(x, vmap_dims=vmap_dims, rows=rows, activation=activation)
-    g, m, _, n = x.shape
-    return (x, grad.reshape(g, m, n)), attributes
+    return (x, _shapes.merge(grad, grad.ndim - rows - 1, rows)), attributes
 
 
 _quantize_activation_grad = producer_op(
