@@ -76,13 +76,13 @@ def producer_op(name: str, *, names, canonical, columns=lambda **static: dims("c
         col = x.shape[x.ndim - len(columns(**static)) :]
         g, m, n, batch = *map(math.prod, (leading, row, col)), math.prod(leading[vmap_dims:])
         (x, *more), attributes = canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
-        # Results that may be left out come after the amax. A producer may leave out data_t.
-        codes = [((g, m, n), dtype), *[((g, n, m), dtype)] * transpose]
-        count = len(codes) if produce is None else 1
+        # Results that may be left out come after the amax: the sums, and data_t of a producer.
+        layouts = [((g, m, n), dtype), *[((g, n, m), dtype)] * transpose]
+        count = len(layouts) if produce is None else 1
         sums = [((g, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums
         options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch, **attributes}
         before, amax, after = _quantize.call(
-            name, x, scale, amax_so_far, *more, data=codes[:count], after=codes[count:] + sums, **options
+            name, x, scale, amax_so_far, *more, data=layouts[:count], after=layouts[count:] + sums, **options
         )
         data, *rest = *before, *after
         data_t = [codes.reshape(*leading, *col, *row) for codes in rest[:transpose]]
