@@ -7,26 +7,13 @@ float16 on some platforms (two roundings), and XLA's CPU threads read and write 
 import jax.numpy as jnp
 from jax import lax
 
+from ._scaling import from_bits, to_bits
+
 _ABS_MASK = 0x7FFFFFFF
 _INF_BITS = 0x7F800000
 _MIN_NORMAL_BITS = 0x00800000
 _QUIET_NAN_BITS = 0x7FC00000
 _SIGN_BIT = -0x80000000
-
-
-def _bits(x):
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _float(bits):
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _shift_exponent(x, exponent):
-    """Return `x * 2**exponent` for x = 0, inf or a positive normal float; 0 where the result would be subnormal."""
-    bits = _bits(x) + (exponent << 23)
-    shifted = jnp.where(bits < _MIN_NORMAL_BITS, jnp.float32(0), _float(bits))
-    return jnp.where((x == 0) | jnp.isinf(x), x, shifted)
 
 
 def _normalize(magnitude_bits):
@@ -38,7 +25,7 @@ def _normalize(magnitude_bits):
     is_subnormal = magnitude_bits < _MIN_NORMAL_BITS
     integer = magnitude_bits.astype(jnp.float32) * jnp.float32(2.0**-64)
     exponent = jnp.where(is_subnormal, jnp.int32(-85), jnp.int32(0))  # int32, also with `jax_enable_x64`
-    return jnp.where(is_subnormal, integer, _float(magnitude_bits)), exponent
+    return jnp.where(is_subnormal, integer, from_bits(magnitude_bits)), exponent
 
 
 def _round_shift(x, shift):
@@ -53,7 +40,7 @@ def _abs_product(x_bits, scale_bits):
     """Compute `|x * scale|` in f32; the platform may flush a subnormal result to 0."""
     x_magnitude, x_exponent = _normalize(x_bits & _ABS_MASK)
     scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    x_power, scale_power = (_float((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
+    x_power, scale_power = (from_bits((127 + exponent) << 23) for exponent in (x_exponent, scale_exponent))
     return x_magnitude * scale_magnitude * x_power * scale_power
 
 
@@ -64,8 +51,8 @@ def is_saturated_or_flushed(x, scale, dtype):
     and the code of `x * scale` is. NaN is neither.
     """
     info = jnp.finfo(dtype)
-    x_bits = _bits(x.astype(jnp.float32))
-    product = _abs_product(x_bits, _bits(scale))
+    x_bits = to_bits(x.astype(jnp.float32))
+    product = _abs_product(x_bits, to_bits(scale))
     # Half of the smallest subnormal number is a tie, which rounds to 0, the even neighbour. NaN compares as false.
     is_small = product <= jnp.float32(float(info.smallest_subnormal) / 2)
     return product > jnp.float32(info.max), is_small & (x_bits & _ABS_MASK != 0)
@@ -74,24 +61,14 @@ def is_saturated_or_flushed(x, scale, dtype):
 def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
     info = jnp.finfo(dtype)
-    shift = 23 - info.nmant
-    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
 
     # 1. Multiply in f32. The codes of values that are not finite are NaN.
-    x_bits, scale_bits = _bits(x.astype(jnp.float32)), _bits(scale)
+    x_bits, scale_bits = to_bits(x.astype(jnp.float32)), to_bits(scale)
     product = _abs_product(x_bits, scale_bits)
     is_nan = jnp.isnan(product) | (x_bits & _ABS_MASK >= _INF_BITS)
 
     # 2. Saturate, and round to the format.
-    magnitude = jnp.minimum(product, jnp.float32(info.max))
-    bits = _bits(magnitude)
-    # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
-    odd = (bits >> shift) & 1
-    normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
-    # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition rounds to a multiple of it.
-    magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
-    subnormal = _bits(magnitude + magic) - _bits(magic)
-    code = jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
+    code = rounded(jnp.minimum(product, jnp.float32(info.max)), dtype)
 
     # 3. Put the sign on, and the NaNs in.
     code = code | jnp.where((x_bits < 0) ^ (scale_bits < 0), 0x80, 0)
@@ -99,21 +76,36 @@ def encode(x, scale, dtype):
     return lax.bitcast_convert_type(jnp.where(is_nan, nan_code, code).astype(jnp.uint8), dtype)
 
 
+def rounded(magnitude, dtype):
+    """Return the code, int32, of the number of `dtype` that is nearest to a magnitude; ties to even.
+
+    The magnitude is f32, from 0 to the largest number of `dtype`.
+    """
+    info, bits = jnp.finfo(dtype), to_bits(magnitude)
+    shift = 23 - info.nmant
+    bias_shift = 126 + int(info.minexp)  # between the exponent biases of f32 and the format
+    # Normal codes: round the float's bits to nearest even, then move the exponent's bias.
+    odd = (bits >> shift) & 1
+    normal = ((bits + ((1 << (shift - 1)) - 1) + odd) >> shift) - (bias_shift << info.nmant)
+    # Subnormal codes: one ulp of `magic` is the smallest subnormal, so the addition rounds to a multiple of it.
+    magic = jnp.float32(float(info.smallest_subnormal) * 2.0**23)
+    subnormal = to_bits(magnitude + magic) - to_bits(magic)
+    return jnp.where(magnitude < jnp.float32(info.smallest_normal), subnormal, normal)
+
+
 def decode(data, scale_inv, dtype):
     """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
     # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
-    value = data.astype(jnp.float32)
-    value_bits, scale_bits = _bits(value), _bits(scale_inv)
-    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
-    product = jnp.abs(value) * scale_magnitude
-    is_nan = jnp.isnan(product)
-    bits = _bits(jnp.where(scale_exponent == 0, product, _shift_exponent(product, scale_exponent)))
+    value_bits, scale_bits = to_bits(data.astype(jnp.float32)), to_bits(scale_inv)
+    product = _abs_product(value_bits, scale_bits)
+    is_nan, bits = jnp.isnan(product), to_bits(product)
 
     # 2. Platforms may flush results around the smallest normal float. Compute those as integers: the exact product (4
     # by 24 significant bits), rounded to a multiple of 2**-149. Up to 2**-125 that integer is also the float's bits.
+    scale_magnitude, scale_exponent = _normalize(scale_bits & _ABS_MASK)
     significand = ((value_bits & 0x007FFFFF) | _MIN_NORMAL_BITS) >> 20
-    significand = significand * ((_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
-    shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((_bits(scale_magnitude) >> 23) + scale_exponent)
+    significand = significand * ((to_bits(scale_magnitude) & 0x007FFFFF) | _MIN_NORMAL_BITS)
+    shift = 131 - ((value_bits & _ABS_MASK) >> 23) - ((to_bits(scale_magnitude) >> 23) + scale_exponent)
     multiple = _round_shift(significand, jnp.clip(shift, 0, 31))
     is_zero = (value_bits & _ABS_MASK == 0) | (scale_bits & _ABS_MASK == 0)
     is_tiny = (shift >= 0) & (multiple <= 2 * _MIN_NORMAL_BITS)
@@ -126,4 +118,4 @@ def decode(data, scale_inv, dtype):
         odd = (bits >> 16) & 1
         rounded = jnp.where(is_nan, _QUIET_NAN_BITS, bits + 0x7FFF + odd) >> 16
         return lax.bitcast_convert_type(rounded.astype(jnp.int16), dtype)
-    return _float(bits).astype(dtype)
+    return from_bits(bits).astype(dtype)

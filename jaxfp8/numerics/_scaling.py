@@ -9,7 +9,6 @@ operations, and XLA moves some of them out of a loop, into launches of their own
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,11 +25,13 @@ _MANTISSA_BITS = 0x007FFFFF
 _HIDDEN_BIT = 0x00800000
 
 
-def _bits(x):
+def to_bits(x):
+    """Return the bits of f32 as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(bits):
+def from_bits(bits):
+    """Return the f32 of these bits, 32-bit integers."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -67,15 +68,15 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for n >= 4096).
     """
-    bits = _bits(x.astype(jnp.float32)) & 0x7FFFFFFF
+    bits = to_bits(x.astype(jnp.float32)) & 0x7FFFFFFF
     bits = jnp.minimum(bits, _INF_BITS)
-    return lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
+    return from_bits(jnp.max(bits, axis=axis, initial=0))
 
 
-def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] = lax.div) -> jax.Array:
+def round_quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """Divide x by y, correctly rounded, for positive normal f32 x and y with a normal quotient.
 
-    `approximate` divides numbers in [1, 2) and may be off by a few ulp. The quotient of the significands is an integer
+    The division of the platform may be off by a few ulp, in [1, 2). The quotient of the significands is an integer
     of 24 bits, up to rounding. With an estimate of that integer the remainder is small. 32 bits hold the remainder and
     not the products: these wrap around, and their difference is exact. A quotient of two floats is never halfway
     between two floats, so there are no ties.
@@ -85,7 +86,7 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     def number(value, dtype=np.int32):
         return _full(x, value, dtype)
 
-    x_bits, y_bits = _bits(x), _bits(y)
+    x_bits, y_bits = to_bits(x), to_bits(y)
     x_int, y_int = ((bits & number(_MANTISSA_BITS)) | number(_HIDDEN_BIT) for bits in (x_bits, y_bits))
     is_smaller = x_int < y_int
     smaller = is_smaller.astype(jnp.int32)
@@ -94,7 +95,7 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
     # 2. Estimate the quotient of the significands, 24 bits, and correct it by its remainder.
     x_float, y_float = x_int.astype(jnp.float32), y_int.astype(jnp.float32)
     unit = lax.select(is_smaller, number(2.0**24, np.float32), number(2.0**23, np.float32))
-    quotient = (approximate(x_float, y_float) * unit).astype(jnp.int32)
+    quotient = (lax.div(x_float, y_float) * unit).astype(jnp.int32)
     remainder = (x_int << shift) - quotient * y_int  # wraps around; below 2**28 in magnitude
     step = jnp.round(remainder.astype(jnp.float32) / y_float).astype(jnp.int32)
     quotient, remainder = quotient + step, remainder - step * y_int
@@ -103,7 +104,7 @@ def round_quotient(x: jax.Array, y: jax.Array, approximate: Callable[..., Any] =
 
     # 3. Put the quotient together.
     exponent = (x_bits >> number(23)) - (y_bits >> number(23)) + number(127) - smaller
-    return lax.bitcast_convert_type((exponent << number(23)) + (quotient - number(_HIDDEN_BIT)), jnp.float32)
+    return from_bits((exponent << number(23)) + (quotient - number(_HIDDEN_BIT)))
 
 
 def round_sqrt(x: jax.Array) -> jax.Array:
@@ -112,14 +113,14 @@ def round_sqrt(x: jax.Array) -> jax.Array:
     `jnp.sqrt` is off by an ulp on some platforms. The root q of the significand is an integer of 24 bits, and the
     nearest one leaves a remainder in `(-q, q]`; as in `round_quotient`, 32 bits hold it.
     """
-    bits = _bits(x)
-    q_bits = _bits(jnp.sqrt(x))
+    bits = to_bits(x)
+    q_bits = to_bits(jnp.sqrt(x))
     is_odd = (bits >> 23) & 1 ^ 1  # the exponent, whose bias is odd
     square = ((bits & _MANTISSA_BITS) | _HIDDEN_BIT) << (23 + is_odd)  # wraps around
     q = (q_bits & _MANTISSA_BITS) | _HIDDEN_BIT
     remainder = square - q * q
     step = (remainder > q).astype(jnp.int32) - (remainder <= -q).astype(jnp.int32)
-    return jnp.where(x > 0, _float(q_bits + step), x)
+    return jnp.where(x > 0, from_bits(q_bits + step), x)
 
 
 def scale_numerator(fp8_max: float, margin: float) -> np.float32:
@@ -158,6 +159,6 @@ def amax_to_scale(
 
 def floor_to_power_of_two(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round an f32 scale in [2**-126, 2**126] down to a power of two; return `(scale, scale_inv)`."""
-    bits = _bits(scale) & _INF_BITS
+    bits = to_bits(scale) & _INF_BITS
     inverse = (254 << 23) - bits  # exponents of x and 1 / x add up to twice the bias
-    return lax.bitcast_convert_type(bits, jnp.float32), lax.bitcast_convert_type(inverse, jnp.float32)
+    return from_bits(bits), from_bits(inverse)

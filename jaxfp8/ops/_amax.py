@@ -34,6 +34,4 @@ def _custom_call(x, vmap_dims):
     return (_shapes.vmapped_amaxes(amaxes, x.shape[:vmap_dims]),)
 
 
-_amax = tensor_op(
-    "amax", _reference, _custom_call, names=lambda x: ([dims("x", x)], [ONE]), dtypes=lambda x: [jnp.float32]
-)
+_amax = tensor_op("amax", _reference, _custom_call, names=lambda x: ([dims("x", x)], [ONE]))

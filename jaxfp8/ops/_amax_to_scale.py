@@ -51,5 +51,4 @@ def _custom_call(amax, stored, vmap_dims, numerator):
     return [scale.reshape(amax.shape) for scale in scales]
 
 
-_RULES = {"names": lambda *_, **__: ([ONE, ONE], [ONE, ONE]), "dtypes": lambda *_, **__: [jnp.float32] * 2}
-_amax_to_scale = tensor_op("amax_to_scale", _reference, _custom_call, **_RULES)
+_amax_to_scale = tensor_op("amax_to_scale", _reference, _custom_call, names=lambda *_, **__: ([ONE, ONE], [ONE, ONE]))

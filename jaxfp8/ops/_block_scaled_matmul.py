@@ -75,12 +75,8 @@ def block_scaled_matmul(
     """
     op = "block_scaled_matmul"
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
-    scales = []
-    for name, scale, block, rows in (("a", a_scale_inv, a_block, m), ("b", b_scale_inv, b_block, n)):
-        if block is not None:
-            block = _blocks.checked(op, f"{name}_block", block)
-        scales.append((_blocks.checked_scale(op, f"{name}_scale_inv", scale, block, leading, rows, k), block))
-    (a_scale_inv, a_block), (b_scale_inv, b_block) = scales
+    a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, leading, m, k)
+    b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, n, k)
     bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
     power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
     spec = _Spec(**fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _checks
+from . import _checks, _shapes
 from ._primitive import dims
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
@@ -29,14 +29,18 @@ def checked(op: str, name: str, block) -> tuple[int | None, int | None]:
     return tuple(None if b is None else int(b) for b in block)
 
 
-def checked_scale(op: str, name: str, scale, block, leading, rows, cols):
-    """Return the inverse scale of an operand `[*leading, *rows, *cols]`: one scale, or a scale for each block."""
+def checked_scale(op: str, prefix: str, scale, block, leading, rows, cols):
+    """Return the inverse scale of an operand `[*leading, *rows, *cols]`, one or one for each block, and the block.
+
+    `prefix` is that of the arguments `scale_inv` and `block` in messages.
+    """
+    name = f"{prefix}scale_inv"
     if block is None:
-        return _checks.scale(op, name, scale)
-    scale = _checks.array(op, name, scale)
+        return _checks.scale(op, name, scale), None
+    block, scale = checked(op, f"{prefix}block", block), _checks.array(op, name, scale)
     if scale.dtype not in (jnp.float32, E8M0):
         raise TypeError(f"{op}: {name}: expected float32 or float8_e8m0fnu, got {scale.dtype}; scales are not rounded")
-    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols))))
+    return _checks.shape(op, name, scale, (*leading, *count(block, math.prod(rows), math.prod(cols)))), block
 
 
 def shape(block, m: int, n: int) -> tuple[int, int]:
@@ -55,9 +59,7 @@ def cut(x, block):
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
     # Zeros do not change the amax of a block, and `uncut` removes them.
-    widths = [(0, 0)] * len(leading) + [(0, rows * r - m), (0, cols * c - n)]
-    if (rows * r, cols * c) != (m, n):
-        x = jnp.pad(x, widths)
+    x = _shapes.pad(x, *[0] * len(leading), rows * r - m, cols * c - n)
     return x.reshape(*leading, rows, r, cols, c)
 
 
@@ -121,12 +123,13 @@ def aligned(axes, sizes, shards, followers):
     Args:
         axes, sizes, shards: by the names of dimensions, as `align` gets them.
         followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
-            that count its blocks, and the size of a block; None means one block, which has no cut.
+            that count its blocks, and the size of a block; None means one block, which has no cut. An op may lack some.
     """
     # 1. Forget how the scales are cut: they follow the matrix.
     counts = {name for sizes_of_blocks in followers.values() for name in sizes_of_blocks}
     axes = {name: entry for name, entry in axes.items() if name not in counts}
     for kind, sizes_of_blocks in followers.items():
+        sizes_of_blocks = {name: b for name, b in sizes_of_blocks.items() if name in sizes}
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
         cut = [name for name in names if name in axes]
         if not cut:
@@ -134,8 +137,30 @@ def aligned(axes, sizes, shards, followers):
         # 2. Scales count merged dimensions: only a cut of the first dimension is a cut of the scales.
         size = math.prod(sizes[name] for name in names) // shards[cut[0]]
         if cut == names[:1] and all(b is None or size % b == 0 for b in sizes_of_blocks.values()):
-            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None and name in sizes}
+            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None}
         else:
             # 3. A block would lie on two devices: do not cut here.
             axes = {name: entry for name, entry in axes.items() if name not in cut}
     return axes
+
+
+def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
+    """Return the names of the dimensions of codes, their scales, transposed codes and their scales."""
+    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
+    leading, row, col = dims("batch", rank - rows - cols), dims("row", rows), dims("col", cols)
+    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
+    return [leading + row + col, scales, leading + col + row, scales_t]
+
+
+def sizes_of_layouts(codes, *_, block, rows, cols, **__) -> dict[str, int]:
+    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of a `tensor_op`."""
+    m, n = _shapes.merged(codes[len(codes) - rows - cols :], rows)
+    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
+    return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
+
+
+def aligned_layouts(axes, sizes, shards, *, block, **_):
+    """Cut the scales of each layout together with its blocks: the `align` of a `tensor_op`."""
+    down, across = block
+    rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
+    return aligned(axes, sizes, shards, {"row": rows, "col": cols})

@@ -68,7 +68,6 @@ def _count_shards(*operands, **static):
 _count = tensor_op(
     "count_saturated_and_flushed",
     names=lambda x, _, **__: ([dims("x", x), ONE], [_COUNTS]),
-    dtypes=lambda *_, **__: [jnp.float32],
     reference=_reference,
     # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself, and
     # add up the counts of all devices in 32 bits.

@@ -116,14 +116,14 @@ def _one_each(op, name, values, count):
     return [_checks.scale(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
-def _slots(count):
-    """Name the dimensions of histories. No mesh cuts a history: the maximum of a part is no scale."""
-    return [(f"{WHOLE}_slot{i}",) for i in range(count)]
+def _names(count, scalars):
+    """Name the dimensions of histories, then those of so many scalars for each history."""
+    # No mesh cuts a history: the maximum of a part is no scale.
+    return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * (scalars * count)]
 
 
 def _quantizers(results, operand_count, **static):
     """Return the positions of each quantizer's operands, and those of its results; `results` is their number."""
-    del static
     count = operand_count // 2
     return [([i, count + i], range(i, results * count, count)) for i in range(count)]
 
@@ -155,11 +155,7 @@ def _scales_custom_call(*operands, vmap_dims, numerators, most_recent):
 
 _delayed_scales = tensor_op(
     "delayed_scales",
-    names=lambda *ranks, **_: (
-        [*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2)],
-        [*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2 * 3)],
-    ),
-    dtypes=lambda *operands, **_: [jnp.float32] * (2 * len(operands)),
+    names=lambda *ranks, **_: (_names(len(ranks) // 2, 1), _names(len(ranks) // 2, 3)),
     reference=_scales_reference,
     cpu=_scales_custom_call,
     batch_first=_batching.apart(functools.partial(_quantizers, 4)),
@@ -182,11 +178,10 @@ def _push_custom_call(*operands, vmap_dims):
 
 _push_amaxes = tensor_op(
     "push_amaxes",
-    names=lambda *ranks: ([*_slots(len(ranks) // 2), *[ONE] * (len(ranks) // 2)], _slots(len(ranks) // 2)),
-    dtypes=lambda *operands: [jnp.float32] * (len(operands) // 2),
+    names=lambda *ranks: (_names(len(ranks) // 2, 1), _names(len(ranks) // 2, 0)),
     reference=_push_reference,
     cpu=_push_custom_call,
     batch_first=_batching.apart(functools.partial(_quantizers, 1)),
     # In jnp XLA can move the reduction of an amax over devices out of a loop over layers.
-    on_one_device_only=("cpu", "cuda"),
+    on_one_device_only=lambda: True,
 )

@@ -14,33 +14,31 @@ import numpy as np
 from . import _modules
 from ._plans import Gemm, Plan, Platform
 
-_ON_BOTH = ("amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize")
-_ON_BOTH += ("quantize_blocks_transpose", "quantize_transpose", "read_histories", "transpose_blocks")
-_ON_BOTH += ("write_histories",)
-_CUDA_ONLY = (
-    "block_scaled_matmul",
-    "quantize_activation",
-    "quantize_activation_grad",
-    "quantize_norm",
-    "ragged_matmul",
-    "scaled_matmul",
-)
-_CPU_ONLY = ("decode_moment", "encode_moment")
-OPS = (*_ON_BOTH, *_CUDA_ONLY, *_CPU_ONLY)
-_TARGETS = {"cpu": (*_ON_BOTH, *_CPU_ONLY), "CUDA": (*_ON_BOTH, *_CUDA_ONLY)}
-# Versions of custom calls whose contracts have changed; the version of any other custom call is 1.
-_VERSIONS = {
+# Versions of custom calls, by the platforms that have a handler. A version goes up when the handler's contract changes.
+_ON_BOTH = {
+    "amax": 1,
+    "amax_to_scale": 1,
     "delayed_scales": 2,
+    "dequantize": 1,
     "push_amaxes": 2,
     "quantize": 3,
-    "quantize_activation": 2,
     "quantize_blocks_transpose": 2,
-    "quantize_norm": 2,
     "quantize_transpose": 3,
     "read_histories": 2,
-    "scaled_matmul": 2,
+    "transpose_blocks": 1,
     "write_histories": 2,
 }
+_CUDA_ONLY = {
+    "block_scaled_matmul": 1,
+    "quantize_activation": 2,
+    "quantize_activation_grad": 1,
+    "quantize_norm": 2,
+    "ragged_matmul": 1,
+    "scaled_matmul": 2,
+}
+_CPU_ONLY = {"decode_moment": 1, "encode_moment": 1}
+OPS = _ON_BOTH | _CUDA_ONLY | _CPU_ONLY
+_TARGETS = {"cpu": _ON_BOTH | _CPU_ONLY, "CUDA": _ON_BOTH | _CUDA_ONLY}
 _loaded = {}  # platform -> module
 _errors = {}  # platform -> why its module is not loaded
 _log = logging.getLogger("jaxfp8")
@@ -65,8 +63,8 @@ class Library(NamedTuple):
 
 
 def target_name(op: str) -> str:
-    """Return the name of the custom call of `op`; its number goes up whenever the handler's contract changes."""
-    return f"jaxfp8_{op}_v{_VERSIONS.get(op, 1)}"
+    """Return the name of the custom call of `op`."""
+    return f"jaxfp8_{op}_v{OPS[op]}"
 
 
 def custom_call_targets() -> tuple[str, ...]:
@@ -103,7 +101,7 @@ def libraries() -> list[Library]:
     rows = []
     for platform, ops in _TARGETS.items():
         path = _modules.path(f"_{platform.lower()}")
-        rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), ops))
+        rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), tuple(ops)))
     return rows
 
 

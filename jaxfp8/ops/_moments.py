@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E4M3, _scaling
+from ..numerics import E4M3, _scaling, rounded
 from . import _blocks, _ffi
 from ._primitive import dims, tensor_op
 
@@ -121,7 +121,7 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
     # 3. Round. Squares that are not zero have at least the smallest code.
-    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else _round_to_nearest(y)
+    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else rounded(y, E4M3.dtype)
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
     codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
@@ -135,8 +135,8 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
 
 def _block_numbers(codes, amax, exponent, blocks, axis):
     """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
-    changed = _bits(_decoded(codes.astype(jnp.float32), amax, exponent)) ^ _bits(blocks)
-    bits = (_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
+    changed = _scaling.to_bits(_decoded(codes.astype(jnp.float32), amax, exponent)) ^ _scaling.to_bits(blocks)
+    bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
     # Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
     # larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
     # numbers wrap around, which the min so skips.
@@ -156,7 +156,7 @@ def _magnitude(blocks):
     The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0 and Inf into tests of bits,
     which do not flush subnormal numbers.
     """
-    bits = _bits(blocks) & 0x7FFFFFFF
+    bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
     return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
 
 
@@ -183,24 +183,12 @@ def _random_bits(keys, blocks, axis):
     return mix(mix(jnp.expand_dims(keys, axis) ^ lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)))
 
 
-def _bits(x):
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
 def _fraction(magnitude, amax):
     """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
     # The inverse of an amax above 2**126 would be subnormal.
     unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
     inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
     return jnp.minimum(magnitude * unit * inverse, 1)
-
-
-def _round_to_nearest(y):
-    """Return the code, as an integer, of the number in e4m3 that is nearest to y in [0, 448]; ties to even."""
-    bits = _bits(y)
-    odd = (bits >> _DROPPED_BITS) & 1
-    normal = ((bits + (_FRACTION >> 1) + odd) >> _DROPPED_BITS) - (_BIAS << 3)
-    return jnp.where(y < _SMALLEST_NORMAL, jnp.round(y * 512).astype(jnp.int32), normal)
 
 
 def _round_stochastically(y, exponent, random_bits):
@@ -217,7 +205,7 @@ def _round_stochastically(y, exponent, random_bits):
     """
     # 1. Write y as a code with 20 bits after the point.
     multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
-    fixed_point = jnp.where(y < _SMALLEST_NORMAL, multiple, _bits(y) - (_BIAS << 23))
+    fixed_point = jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
     code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
 
     # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
@@ -262,11 +250,9 @@ def _from_rows(rows, axis, shape):
 
 
 def _names(data, axis):
-    elements, blocks = (
-        tuple(along if i == data + axis else name for i, name in enumerate(dims("x", data)))
-        for along in ("col0", "blocks")
-    )
-    return elements, blocks
+    """Return the names of the dimensions of elements, and those of blocks."""
+    before, after = dims("x", data)[: data + axis], dims("x", data)[data + axis + 1 :]
+    return (*before, "col0", *after), (*before, "blocks", *after)
 
 
 def _align(axes, sizes, shards, **_):
@@ -290,7 +276,6 @@ def _encode_names(*ranks, axis, squared):
 _decode = tensor_op(
     "decode_moment",
     names=_decode_names,
-    dtypes=lambda *_, axis: [jnp.float32],
     reference=_decode_reference,
     cpu=_decode_call,
     cuda=_decode_reference,

@@ -40,14 +40,14 @@ def tensor_op(
     cpu: Callable,
     *,
     names: Callable,
-    dtypes: Callable,
+    dtypes: Callable | None = None,
     cuda: Callable | None = None,
     custom_call: str | None = None,
     sizes: Callable = lambda *shapes, **static: {},
     batch_first: Callable | None = None,
     second_layouts: Callable = lambda **static: {},
     added: Callable = lambda **static: (),
-    on_one_device_only: tuple[str, ...] = (),
+    on_one_device_only: Callable = lambda **static: False,
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
     for_gpus: Callable = lambda capabilities, *types, **static: static,
@@ -63,7 +63,7 @@ def tensor_op(
         names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without vmapped
             dimensions. A name stands for one size. A dimension that a result lacks was reduced: by max for a result
             named `ONE` (an amax), by sum for any other result.
-        dtypes: `(*operands, **static) -> dtypes of the results`.
+        dtypes: `(*operands, **static) -> dtypes of the results`; float32 by default.
         custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
         sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
             without the vmapped dimensions.
@@ -74,8 +74,8 @@ def tensor_op(
             implementation reads it.
         added: `(**static) -> positions` of operands that are added to the first result. Where a mesh sums parts of the
             result, one device adds them.
-        on_one_device_only: the platforms whose custom call runs on one device only. On a mesh and in a `shard_map` the
-            reference runs there.
+        on_one_device_only: `(**static) -> bool`: whether custom calls run on one device only. On a mesh and in a
+            `shard_map` the reference runs.
         by_xla: a program in jnp that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
             `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
             cuBLASLt.
@@ -107,7 +107,8 @@ def tensor_op(
         operand_names, result_names = all_names(operands, vmap_dims, static)
         # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
         new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
-        return _mesh.types(operands, operand_names, result_names, dtypes(*operands, **static), new)
+        result_dtypes = dtypes(*operands, **static) if dtypes else [jnp.float32] * len(result_names)
+        return _mesh.types(operands, operand_names, result_names, result_dtypes, new)
 
     def batch(operands, batch_dims, *, implementation, vmap_dims, **static):
         run = functools.partial(op.bind, implementation=implementation, **static)
@@ -139,8 +140,9 @@ def tensor_op(
         lacks, native_static = _disabled.missing(custom_call), static
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
-            lacks = _support.missing(ctx, cublaslt=by_xla is not None)
-            capabilities = set(map(_support.capability, _support.gpus(ctx))) - {()}
+            gpus = _support.gpus(ctx)
+            lacks = _support.missing_on(gpus, cublaslt=by_xla is not None)
+            capabilities = set(map(_support.capability, gpus)) - {()}
             reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
             lacks = lacks if reason is None else _support.Missing(reason, True)
             native_static = for_gpus(capabilities, *ctx.avals_in, **static)
@@ -165,7 +167,7 @@ def tensor_op(
                 functools.partial(align, **static),
                 None if on_shards is None else functools.partial(on_shards, vmap_dims=vmap_dims, **static),
             ),
-            on_one_device_only=platform in on_one_device_only,
+            on_one_device_only=on_one_device_only(**static),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,

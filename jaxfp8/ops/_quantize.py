@@ -49,13 +49,16 @@ def quantize_with(x, scale, dtype, *, amax, with_amax):
     return data, amax[0] if with_amax else None
 
 
-def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, rows=None, cols=0):
-    """Quantize in jnp: `[data, data_t, amax]`, data_t if `rows` is given, amax if `with_amax`."""
+def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=False, rows=0, cols=0, column_sums=False):
+    """Quantize in jnp: `[data, data_t, amax, sums]`, without the results that are not asked for."""
     results = [encode(x, _shapes.stretch(scale, x), dtype)]
-    if rows is not None:
+    if transpose:
         results.append(_shapes.transpose(results[0], rows, cols))
     if with_amax:
         results.append(_shapes.raise_amax(_shapes.abs_max(x, vmap_dims), *amax_so_far))
+    if column_sums:
+        first = x.ndim - rows - cols
+        results.append(jnp.sum(x, axis=tuple(range(first, first + rows)), dtype=jnp.float32))
     return results
 
 
@@ -85,6 +88,8 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     aliases = {2: len(data)} if amax_so_far else None
     results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **attributes)
     amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []
+    if with_amax and amax_so_far and not batch:  # without groups no amax was raised
+        amaxes = amax_so_far
     return results[: len(data)], amaxes, results[len(data) + 1 :]
 
 

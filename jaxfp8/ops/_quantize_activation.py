@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks
+from . import _checks, _shapes
 from ._primitive import dims
 from ._produced import produced, producer_op
 
@@ -143,12 +143,9 @@ def check(op, x, activation, rows, name="x"):
 
 
 def _canonical(x, *, vmap_dims, rows, activation):
-    del vmap_dims
     # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
     pair = int(is_gated(activation))
-    first = x.ndim - rows - pair - 1
-    g, m = math.prod(x.shape[:first]), math.prod(x.shape[first : first + rows])
-    return (x.reshape(g, m, 1 + pair, x.shape[-1]),), {"activation": activation}
+    return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": activation}
 
 
 _quantize_activation = producer_op(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _quantize_activation
+from . import _checks, _quantize_activation, _shapes
 from ._primitive import dims
 from ._produced import produced, producer_op
 from ._quantize_activation import is_gated
@@ -94,16 +94,14 @@ def quantize_activation_grad_with(
     column_sums = _checks.flag(_OP, "column_sums", column_sums)
     if column_sums and not transpose:
         raise ValueError(f"{_OP}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
-    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
-    # Other producers have no sums, so only a call with sums passes the option on.
-    options |= {"column_sums": True} if column_sums else {}
+    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "column_sums": column_sums}
+    options |= {"activation": activation, "rows": rows}
     return produced(_quantize_activation_grad, _OP, x, scale, (grad,), amax, **options)
 
 
 def _canonical(x, grad, *, vmap_dims, rows, activation):
     (x,), attributes = _quantize_activation._canonical(x, vmap_dims=vmap_dims, rows=rows, activation=activation)
-    g, m, _, n = x.shape
-    return (x, grad.reshape(g, m, n)), attributes
+    return (x, _shapes.merge(grad, grad.ndim - rows - 1, rows)), attributes
 
 
 _quantize_activation_grad = producer_op(

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, _scaling, encode, fp8_max
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
-from ._primitive import dims, tensor_op
+from ._primitive import tensor_op
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
@@ -67,7 +67,7 @@ def quantize_blocks(
             power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
     """
     x, options = checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv = _quantize_blocks[has_long_blocks(options["block"])](x, **options)
+    data, scale_inv = _quantize_blocks(x, **options)
     return data, scale_inv
 
 
@@ -130,7 +130,7 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
 
 
-def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def custom_call(x, vmap_dims, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     # 1. Merge the dimensions to groups of matrices.
     leading, row, col = _shapes.parts(x.shape, rows, cols)
@@ -138,7 +138,7 @@ def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_
     g, m, n = groups.shape
     # 2. CPUs take any block and order scales by block. GPUs take the blocks of cuBLASLt, and order scales as it does.
     on_cpu, lines = platform == "cpu", 0
-    if has_long_blocks(block):
+    if None in block:
         lines = m + n if transpose else m
     scales_shape = _blocks.count if on_cpu else _scale_layouts.stored_shape
     attribute = np.int64([b or 0 for b in block]) if on_cpu else _scale_layouts.NAMES[block]
@@ -159,73 +159,36 @@ def custom_call(x, *, platform, transpose, dtype, block, scale, rounding, power_
     return outputs
 
 
-def has_long_blocks(block) -> bool:
-    """Return whether a block is as long as the matrix.
+def block_op(name, reference, transpose):
+    """Make the primitive of `quantize_blocks`, or with `transpose` that of `quantize_blocks_transpose`."""
 
-    On a mesh that cuts such a block, devices have to reduce its amax, which XLA does with the reference. Other blocks
-    lie on one device each, which quantizes them by itself.
-    """
-    return None in block
-
-
-def _names(x, *, transpose, rows, cols, **_):
-    leading, row, col = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    # The transpose has other names for the numbers of blocks, which differ unless blocks are square.
-    results = [leading + row + col, (*leading, "row_blocks", "col_blocks")]
-    results_t = [leading + col + row, (*leading, "col_blocks_t", "row_blocks_t")]
-    return [leading + row + col], results + results_t * transpose
-
-
-def _sizes(x, *, block, rows, cols, **_):
-    m, n = _shapes.merged(x[len(x) - rows - cols :], rows)
-    names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
-    return dict(zip(names, _blocks.count(block, m, n) + _blocks.count(block, n, m), strict=True))
-
-
-def _align(axes, sizes, shards, *, transpose, block, **_):
-    """Cut the scales of each layout together with its blocks."""
-    down, across = block
-    rows, cols = {"row_blocks": down}, {"col_blocks": across}
-    if transpose:
-        rows, cols = rows | {"row_blocks_t": across}, cols | {"col_blocks_t": down}
-    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
-
-
-def variants(name, reference, transpose):
-    """Return `[op, op for long blocks]`: see `has_long_blocks`."""
-
-    def names(x, **static):
-        return _names(x, transpose=transpose, **static)
+    def names(x, *, rows, cols, **_):
+        codes, *results = _blocks.layouts(x, rows, cols)
+        return [codes], [codes, *results[: 1 + 2 * transpose]]
 
     def dtypes(_, *, dtype, scale, **static):
         return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
 
-    def cpu(x, vmap_dims, **static):
-        return custom_call(x, platform="cpu", transpose=transpose, **static)
-
-    def cuda(x, vmap_dims, **static):
+    def cuda(x, **static):
         # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
         if static["block"] not in _scale_layouts.NAMES:
-            return reference(x, vmap_dims, **static)
+            return reference(x, **static)
         return custom_call(x, platform="cuda", transpose=transpose, **static)
 
-    # A primitive runs in one way on a mesh. Long blocks run in another way, so they have a primitive of their own.
-    return [
-        tensor_op(
-            name,
-            custom_call="quantize_blocks_transpose",
-            names=names,
-            sizes=_sizes,
-            dtypes=dtypes,
-            reference=reference,
-            cpu=cpu,
-            cuda=cuda,
-            # XLA cuts the reference on a mesh by itself, also where a block lies on two devices.
-            on_one_device_only=("cpu", "cuda") if is_long else (),
-            align=functools.partial(_align, transpose=transpose),
-        )
-        for is_long in (False, True)
-    ]
+    return tensor_op(
+        name,
+        custom_call="quantize_blocks_transpose",
+        names=names,
+        sizes=_blocks.sizes_of_layouts,
+        dtypes=dtypes,
+        reference=reference,
+        cpu=functools.partial(custom_call, platform="cpu", transpose=transpose),
+        cuda=cuda,
+        # On a mesh that cuts blocks as long as the matrix, devices have to reduce their amaxes, which XLA does with the
+        # reference. Other blocks lie on one device each, which quantizes them by itself.
+        on_one_device_only=lambda block, **_: None in block,
+        align=_blocks.aligned_layouts,
+    )
 
 
-_quantize_blocks = variants("quantize_blocks", reference, transpose=False)
+_quantize_blocks = block_op("quantize_blocks", reference, transpose=False)

@@ -4,7 +4,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _shapes
-from ._quantize_blocks import checked, has_long_blocks, reference, variants
+from ._quantize_blocks import block_op, checked, reference
 
 
 def quantize_blocks_transpose(
@@ -41,7 +41,7 @@ def quantize_blocks_transpose(
         TypeError, ValueError: see `quantize_blocks`.
     """
     x, options = checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose[has_long_blocks(options["block"])](x, **options)
+    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose(x, **options)
     return data, scale_inv, data_t, scale_inv_t
 
 
@@ -53,4 +53,4 @@ def _reference(x, vmap_dims, block, rows, cols, **static):
     return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
 
 
-_quantize_blocks_transpose = variants("quantize_blocks_transpose", _reference, transpose=True)
+_quantize_blocks_transpose = block_op("quantize_blocks_transpose", _reference, transpose=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks
+from . import _checks, _shapes
 from ._primitive import dims
 from ._produced import produced, producer_op
 
@@ -156,13 +156,14 @@ def _produce(x, statistics, *parameters, vmap_dims, has_beta):
 def _canonical(x, statistics, *parameters, vmap_dims, rows, has_beta):
     """Give the parameters of each group, `[g, n]`; outside of vmap `[1, n]`, for all. A beta of `[0]` means no beta."""
     # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
-    leading, n = x.shape[: x.ndim - rows - 1], x.shape[-1]
-    g, m, batch = (math.prod(d) for d in (leading, x.shape[x.ndim - rows - 1 : -1], leading[vmap_dims:]))
-    parameters = [p.reshape(math.prod(p.shape[:-1]), n) for p in parameters]
+    leading = x.ndim - rows - 1
+    batch = math.prod(x.shape[vmap_dims:leading])
+    parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
     if vmap_dims and batch != 1:
         parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
     beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
-    return (x.reshape(g, m, n), statistics.reshape(g, m, statistics.shape[-1]), *parameters, *beta), {}
+    x, statistics = (_shapes.merge(operand, leading, rows) for operand in (x, statistics))
+    return (x, statistics, *parameters, *beta), {}
 
 
 _quantize_norm = producer_op(

@@ -1,18 +1,9 @@
 """quantize_transpose: FP8 codes in both layouts, and the amax, in one read."""
 
-import math
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES
-from . import _checks, _shapes
-from ._primitive import ONE, dims, tensor_op
-from ._quantize import call, reference
-
-# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA adds the sums up.
-_SUMMED_ROWS = 128
+from . import _checks, _produced
 
 
 def quantize_transpose(
@@ -55,54 +46,6 @@ def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, col
     """Quantize as `quantize_transpose` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-    operands = _checks.quantizer_operands(op, scale, amax)
-    dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    column_sums = _checks.flag(op, "column_sums", column_sums)
-    options = {"dtype": dtype, "rows": rows, "cols": cols, "with_amax": with_amax, "column_sums": column_sums}
-    data, data_t, *more = _quantize_transpose(x, *operands, **options)
-    amax = more.pop(0) if with_amax else None
-    return data, data_t, amax, *more
-
-
-def _names(x, *scalars, rows, cols, with_amax, column_sums, dtype):
-    del dtype
-    batch, rows, cols = dims("batch", x - rows - cols), dims("row", rows), dims("col", cols)
-    # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
-    results = [batch + rows + cols, batch + cols + rows, *[ONE] * with_amax, *[batch + cols] * column_sums]
-    return [batch + rows + cols, *[ONE] * len(scalars)], results
-
-
-def _reference(x, *scalars, rows, cols, column_sums, **options):
-    results = reference(x, *scalars, rows=rows, cols=cols, **options)
-    if column_sums:
-        first = x.ndim - rows - cols
-        results.append(jnp.sum(x, axis=tuple(range(first, first + rows)), dtype=jnp.float32))
-    return results
-
-
-def sums_type(g, m, n):
-    """Return `(shape, dtype)` of the sums of columns that a custom call gives."""
-    return (g, -(-m // _SUMMED_ROWS), n), jnp.float32
-
-
-def custom_call(x, scale, *amax_so_far, vmap_dims, dtype, rows, cols, with_amax, column_sums):
-    """Quantize `x` in both layouts by one custom call: `[data, data_t, amax, sums]`."""
-    leading, row, col = _shapes.parts(x.shape, rows, cols)
-    groups, batch = _shapes.merge(x, len(leading), rows), math.prod(leading[vmap_dims:])
-    g, m, n = groups.shape
-    options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch}
-    options |= {"data": [((g, m, n), dtype), ((g, n, m), dtype)], "after": [sums_type(g, m, n)] * column_sums}
-    (data, data_t), amax, sums = call("quantize_transpose", groups, scale, amax_so_far, **options)
-    if with_amax and amax_so_far and not batch:  # without groups no amax was raised
-        amax = amax_so_far
-    sums = [jnp.sum(part, axis=1).reshape(*leading, *col) for part in sums]
-    return [data.reshape(x.shape), data_t.reshape(*leading, *col, *row), *amax, *sums]
-
-
-_quantize_transpose = tensor_op(
-    "quantize_transpose",
-    names=_names,
-    dtypes=lambda *_, dtype, with_amax, column_sums, **__: [dtype, dtype, *[jnp.float32] * (with_amax + column_sums)],
-    reference=_reference,
-    cpu=custom_call,
-)
+    options = {"rows": rows, "cols": cols, "column_sums": _checks.flag(op, "column_sums", column_sums)}
+    options |= {"dtype": dtype, "transpose": True, "with_amax": with_amax}
+    return _produced.produced(_produced.quantize_transpose, op, x, scale, (), amax, **options)

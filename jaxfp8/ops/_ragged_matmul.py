@@ -90,24 +90,18 @@ def ragged_matmul(
         expected = f"[{', '.join(map(str, (*leading, 'n', a.shape[1])))}]"
         groups = group_sizes.size
         raise ValueError(f"{op}: b: expected {expected} to go with a{list(a.shape)} and {groups} groups, got {b.shape}")
-    blocks = [
-        None if block is None else _blocks.checked(op, name, block)
-        for name, block in (("a_block", a_block), ("b_block", b_block))
-    ]
-    operands = [
-        a,
-        b,
-        _blocks.checked_scale(op, "a_scale_inv", a_scale_inv, blocks[0], (), a.shape[:1], a.shape[1:]),
-        _blocks.checked_scale(op, "b_scale_inv", b_scale_inv, blocks[1], leading, b.shape[-2:-1], b.shape[-1:]),
-        group_sizes,
-    ]
+    a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, (), a.shape[:1], a.shape[1:])
+    b_rows, b_cols = b.shape[-2:-1], b.shape[-1:]
+    b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols)
+    operands = [a, b, a_scale_inv, b_scale_inv, group_sizes]
     if b_t is not None:
         operands.append(_checks.shape(op, "b_t", _checks.fp8(op, "b_t", b_t), (*leading, *b.shape[:-3:-1])))
     spec = _Spec(
         ragged == "rows",
         _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
         _checks.flag(op, "precise", precise),
-        *blocks,
+        a_block,
+        b_block,
         has_b_t=b_t is not None,
     )
     return _ragged_matmul(*operands, spec=spec)[0]
@@ -143,10 +137,6 @@ class _Spec:
     @property
     def has_blocks(self) -> bool:
         return self.a_block is not None or self.b_block is not None
-
-    def rows(self, a) -> int:
-        """Return the size of the dimension that the groups cut, of a or of its type."""
-        return a.shape[-2 if self.by_rows else -1]
 
     def shape(self, a, b, group_sizes, vmap_dims) -> tuple[int, ...]:
         """Return the shape of the result."""
@@ -215,7 +205,6 @@ def _moved(x, shifts, axis: int):
 
 
 def _names(*ranks, spec):
-    del ranks
     a, b = _dims(spec)
     # Where a group begins depends on the sizes of all before it.
     operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
@@ -254,13 +243,12 @@ def _align(axes, sizes, shards, *, spec):
 
 def _on_shards(operands, cut, *, vmap_dims, spec):
     """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
-    del vmap_dims
     (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
     if row_shards == group_shards == 1:
         return operands, {}
     *matrices, group_sizes = operands
     # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
-    rows, groups = spec.rows(operands[0]), group_sizes.shape[-1] // group_shards
+    rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
     ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
     bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
     # 2. Take the groups of this device.
@@ -270,7 +258,6 @@ def _on_shards(operands, cut, *, vmap_dims, spec):
 
 def _not_on(capabilities, *types, spec):
     """Return why no kernel multiplies these operands; or None."""
-    del capabilities, types
     blocks = f"{spec.a_block} by {spec.b_block}"
     return f"ragged_matmul: no kernel has scales for blocks ({blocks})" if spec.has_blocks else None
 

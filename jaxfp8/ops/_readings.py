@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ..numerics import _scaling
 from . import _batching, _checks, _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import dims, tensor_op
+from ._primitive import ONE, dims, tensor_op
 
 READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
@@ -141,11 +141,7 @@ def _names(ranks, counts):
         [(*batch, f"{WHOLE}_{kind}{i}") for i in range(count)]
         for kind, count in (("slot", sum(counts)), ("number", len(counts)))
     )
-    return histories, [(*batch, f"{WHOLE}_one")] * len(histories), readings
-
-
-def _sizes(counts):
-    return {f"{WHOLE}_one": 1} | {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
+    return histories, [(*batch, *ONE)] * len(histories), readings
 
 
 def _groups(histories):
@@ -163,7 +159,6 @@ def _read_units(operand_count, counts):
 
 
 def _read_reference(*operands, vmap_dims, counts):
-    del vmap_dims
     numbers = [_numbers(history, scale) for history, scale in zip(*_batching.halves(operands), strict=True)]
     return [lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)]
 
@@ -177,7 +172,6 @@ def _numbers(history, scale):
 
 
 def _read_custom_call(*operands, vmap_dims, counts):
-    del vmap_dims
     histories, scales = _batching.halves(operands)
     batch, groups = scales[0].shape[:-1], scales[0].size
     results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
@@ -188,8 +182,7 @@ def _read_custom_call(*operands, vmap_dims, counts):
 _read = tensor_op(
     "read_histories",
     names=_read_names,
-    sizes=lambda *shapes, counts: _sizes(counts),
-    dtypes=lambda *operands, counts: [jnp.float32] * len(counts),
+    sizes=lambda *shapes, counts: {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)},
     reference=_read_reference,
     cpu=_read_custom_call,
     batch_first=_batching.apart(_read_units),
@@ -210,7 +203,6 @@ def _write_units(operand_count, counts):
 
 
 def _write_reference(*operands, vmap_dims, counts):
-    del vmap_dims
     # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
     bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
     histories, columns = bits[: sum(counts)], []
@@ -229,7 +221,6 @@ def _next_history(history, amax, scale_inv):
 
 
 def _write_custom_call(*operands, vmap_dims, counts):
-    del vmap_dims
     histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
     batch, groups = histories[0].shape[:-1], _groups(histories)
     scales = [((math.prod(batch),), jnp.float32)] * len(groups)
@@ -243,8 +234,6 @@ def _write_custom_call(*operands, vmap_dims, counts):
 _write = tensor_op(
     "write_histories",
     names=_write_names,
-    sizes=lambda *shapes, counts: _sizes(counts),
-    dtypes=lambda *operands, counts: [jnp.float32] * (2 * sum(counts)),
     reference=_write_reference,
     cpu=_write_custom_call,
     batch_first=_batching.apart(_write_units),

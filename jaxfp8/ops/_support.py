@@ -58,21 +58,15 @@ def capability(gpu) -> tuple[int, ...]:
     return () if match is None else tuple(map(int, match.groups()))
 
 
-def missing(ctx, *, cublaslt: bool) -> Missing | None:
-    """Return what keeps a CUDA custom call from running where the program of a lowering rule will run.
+def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
+    """Return what keeps a CUDA custom call from running on these GPUs.
 
-    The GPUs that count are those of the program, else those of this machine. Without a GPU the program is compiled
-    ahead of time, for GPUs that are assumed to have everything.
+    Without a GPU a program is compiled ahead of time, for GPUs that are assumed to have everything.
 
     Args:
-        ctx: the context of the lowering rule.
+        gpus: anything with a `device_kind` and a `compute_capability`.
         cublaslt: whether the call needs cuBLASLt.
     """
-    return missing_on(gpus(ctx), cublaslt=cublaslt)
-
-
-def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
-    """Return what `missing` returns, for these GPUs: anything with a `device_kind` and a `compute_capability`."""
     for gpu in gpus:
         if () < capability(gpu) < _MIN_CAPABILITY:
             have, need = (".".join(map(str, version)) for version in (capability(gpu), _MIN_CAPABILITY))

@@ -6,8 +6,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..numerics import encode
 from . import _blocks, _checks, _ffi, _shapes
-from ._primitive import dims, tensor_op
+from ._primitive import tensor_op
 
 
 def transpose_blocks(
@@ -51,26 +52,19 @@ def transpose_blocks(
     if block[0] != 1 or block[1] is None:
         raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
     leading, row, col = _shapes.parts(data.shape, rows, cols)
-    scale_inv = _blocks.checked_scale(op, "scale_inv", scale_inv, block, leading, row, col)
+    scale_inv, _ = _blocks.checked_scale(op, "", scale_inv, block, leading, row, col)
     data_t, scale_inv_t = _transpose_blocks(data, scale_inv, block=block, rows=int(rows), cols=int(cols))
     return data_t, scale_inv_t
 
 
 def _shift_down(data, shift):
     """Return the codes of `data / 2**shift`, for int32 shifts of at least 0; codes of NaN and Inf stay."""
-    info = jnp.finfo(data.dtype)
-    codes = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.int32)
-    magnitude, hidden = codes & 0x7F, 1 << info.nmant
-    exponent = magnitude >> info.nmant
-    # A subnormal result is a rounded integer; the smallest normal number follows the subnormal numbers.
-    significand = jnp.where(exponent == 0, magnitude, (magnitude & (hidden - 1)) | hidden)
-    places = jnp.clip(shift - jnp.maximum(exponent, 1) + 1, 0, info.nmant + 2)
-    half = (1 << jnp.maximum(places - 1, 0)) - 1 + ((significand >> places) & 1)
-    rounded = jnp.where(places == 0, significand, (significand + half) >> places)
-    shifted = jnp.where(exponent > shift, magnitude - (shift << info.nmant), rounded)
-    largest = int(np.array(info.max, data.dtype).view(np.uint8))
-    stays = (magnitude > largest) | (shift == 0)
-    return jnp.where(stays, codes, (codes & 0x80) | shifted).astype(jnp.uint8)
+    codes = lax.bitcast_convert_type(data, jnp.uint8)
+    # A larger shift gives the same zeros, and its factor would not be a normal number.
+    factor = _blocks.power_of_two(-jnp.minimum(shift, 64), False)
+    shifted = lax.bitcast_convert_type(encode(data, factor, data.dtype), jnp.uint8)
+    largest = int(np.array(jnp.finfo(data.dtype).max, data.dtype).view(np.uint8))
+    return jnp.where(codes & 0x7F > largest, codes, shifted)
 
 
 def _reference(data, scale_inv, vmap_dims, block, rows, cols):
@@ -117,31 +111,17 @@ def _custom_call(data, scale_inv, vmap_dims, block, rows, cols):
     return data_t.reshape(*leading, *col, *row), scales_t
 
 
-def _names(data, scale_inv, *, block, rows, cols):
-    del scale_inv, block
-    leading, row, col = dims("batch", data - rows - cols), dims("row", rows), dims("col", cols)
-    scales, scales_t = (*leading, "row_blocks", "col_blocks"), (*leading, "col_blocks_t", "row_blocks_t")
-    return [leading + row + col, scales], [leading + col + row, scales_t]
-
-
-def _sizes(data, scale_inv, *, block, rows, cols):
-    m, n = _shapes.merged(data[len(data) - rows - cols :], rows)
-    return dict(zip(("col_blocks_t", "row_blocks_t"), _blocks.count(block, n, m), strict=True))
-
-
-def _align(axes, sizes, shards, *, block, **_):
-    """Cut the scales of both layouts together with their blocks."""
-    rows = {"row_blocks": 1, "row_blocks_t": block[1]}
-    cols = {"col_blocks": block[1], "col_blocks_t": 1}
-    return _blocks.aligned(axes, sizes, shards, {"row": rows, "col": cols})
+def _names(data, scale_inv, *, rows, cols, **_):
+    layouts = _blocks.layouts(data, rows, cols)
+    return layouts[:2], layouts[2:]
 
 
 _transpose_blocks = tensor_op(
     "transpose_blocks",
     names=_names,
-    sizes=_sizes,
+    sizes=_blocks.sizes_of_layouts,
     dtypes=lambda data, scale_inv, **_: [data.dtype, scale_inv.dtype],
     reference=_reference,
     cpu=_custom_call,
-    align=_align,
+    align=_blocks.aligned_layouts,
 )

@@ -63,12 +63,12 @@ def custom_calls(text):
 
 
 def main():
-    mesh, asked, missing = h200_mesh(), [], _support.missing
+    mesh, asked, gpus = h200_mesh(), [], _support.gpus
     warnings.simplefilter("ignore")
 
-    def record(ctx, *, cublaslt):
+    def record(ctx):
         asked.extend([gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx))
-        return missing(ctx, cublaslt=cublaslt)
+        return gpus(ctx)
 
     def operands(specs, dtype):
         return [
@@ -76,7 +76,7 @@ def main():
             for rows, spec in zip((M, N), specs, strict=True)
         ]
 
-    _support.missing = record
+    _support.gpus = record
     found = {name: gemms_of(product, *operands(specs, jnp.float8_e4m3fn)) for name, specs in LAYOUTS.items()}
     in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(DEVICES), P()), out_specs=P(DEVICES), check_vma=False)
     found["shard_map"] = gemms_of(in_shards, *(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N)))
