@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +31,6 @@ from ..recipes import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A function of an array with its other arguments, `(name, value)`: a partial that compares by value."""
-
-    function: Callable[..., jax.Array]
-    arguments: tuple[tuple[str, Any], ...]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Call the function with x and the other arguments."""
-        return self.function(x, **dict(self.arguments))
-
-
-@dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of `jax.lax`, its arguments included.
 
@@ -59,8 +46,8 @@ class Collective:
 
     name: str
     axis_names: tuple[str, ...]
-    send: Call
-    send_back: Call
+    send: Callable[[jax.Array], jax.Array]
+    send_back: Callable[[jax.Array], jax.Array]
     axes: tuple[int, ...] = ()
     has_one_sender: bool = False
     sums_back: bool = False

@@ -26,6 +26,7 @@ from ..recipes import (
     value_of,
 )
 from . import _scopes
+from ._compute_dtype import promoted
 from ._fused_input import Activated, FusedInput, Normalized, activated, quantize_fused
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
@@ -118,9 +119,8 @@ def dot_general(
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
         if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
-            with jax.numpy_dtype_promotion("standard"):  # not wider than the operands
-                widest = jnp.result_type(*dtypes)
-                dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
+            widest = promoted(*dtypes)
+            dtype = out_dtype if promoted(widest, out_dtype) == widest else widest  # not wider than the operands
         operands = (value_of(x, x_codes, dtype), value_of(kernel, kernel_codes, dtype))
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
@@ -171,9 +171,8 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
     """Return the dtype of a result: the preferred one, else that of the operands in high precision, else bfloat16."""
     if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            dtypes = _high_precision_dtypes(operands, codes)
-            preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
+        dtypes = _high_precision_dtypes(operands, codes)
+        preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
 
 

@@ -131,8 +131,8 @@ def map_variables(
 
     def named(operand, state):
         def leaf(path, value):
-            names = (str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
-            return function("_".join((operand, *names)) if path else f"{operand}_state", value)
+            name = jax.tree_util.keystr(path, simple=True, separator="_") if path else "state"
+            return function(f"{operand}_{name}", value)
 
         if isinstance(state, QuantizerState) and has(f"{operand}_counters"):
             state = dataclasses.replace(state, counters=jnp.zeros((3,), jnp.float32))
