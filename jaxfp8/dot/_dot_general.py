@@ -27,7 +27,7 @@ from ..recipes import (
 )
 from . import _scopes
 from ._compute_dtype import promoted
-from ._fused_input import Activated, FusedInput, Normalized, activated, quantize_fused
+from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
 from ._matmul import plus
@@ -128,11 +128,10 @@ def dot_general(
         return finished(plus(y, bias, 0, out_dtype))
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
-    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
     if fused is not None and recipe.fp8_residuals:
         x = dataclasses.replace(fused, fp8_residual=True).value
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
-        x_codes = quantize_fused(fused, quantizers, state, reduce)
+        x_codes = fused.fixed
     product = Product(
         quantizers=quantizers,
         dimension_numbers=checked_numbers(dimension_numbers),
@@ -142,13 +141,13 @@ def dot_general(
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
-        reduce=reduce,
+        reduce=AmaxReduction.for_recipe(recipe),
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
-    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
-    operands = x, kernel, bias, state, codes
+    codes = without_source(x_codes), without_source(kernel_codes)
+    operands = x, kernel, bias, shared(state), codes
     # A wrapper compares products of one result.
     if activation is None or is_wrapping():
         return finished(checkpoint_name(multiply(product)(*operands), OUTPUT_NAME))
@@ -166,6 +165,11 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
     if isinstance(value, QTensor):
         return value.data if value.source is None else value.source, value
     return _checks.high_precision(*name.split(": "), value), None
+
+
+def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput | None:
+    """Return the codes of an operand without their source, which is an operand of the product itself."""
+    return dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
 
 
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:

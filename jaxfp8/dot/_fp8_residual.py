@@ -5,7 +5,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..numerics import E4M3
 from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor
-from ._gemms import RESIDUAL_NAME
+
+# Name for rematerialization policies (checkpoint_policies.py).
+RESIDUAL_NAME = "jaxfp8_residual"
 
 
 def compressed(x: jax.Array) -> QTensor:

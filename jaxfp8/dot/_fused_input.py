@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from .. import ops
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import QTensor, fractions, has_counters, read_states, reading_of
+from ..recipes import QTensor, fractions, has_counters
 from ._fp8_residual import compressed
 
 
@@ -158,56 +158,22 @@ def normalized(
     return Normalized(x, scale, bias, kind, epsilon)
 
 
-def quantize_fused(fused: FusedInput, quantizers, state, reduce) -> QTensor:
-    """Quantize a fused input as a matrix of rows by its last dimension; its `value` gets the gradient.
+def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) -> QTensor:
+    """Quantize a fused input as a matrix of rows by its last dimension.
 
     Args:
         fused: the input.
-        quantizers, state: those of the product. The quantizer of x has one scale for the whole tensor.
+        quantizer: the quantizer of x, which has one scale for the whole tensor.
+        step: the result of `read_states` for this quantizer, or None where there is no state.
         reduce: the AmaxReduction of the product.
     """
-    # Codes have no derivative: the value gets the gradient, and the product's state gets the next state.
-    fixed, state = fused.fixed, jax.lax.stop_gradient(state)
-    quantizer, reading = quantizers[0], reading_of(state)
-    step, *_ = read_states(quantizers[:3] if reading is not None else [quantizer], [state.input], reading)
-    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fixed.value), step, reduce)
-    quantize = _quantize(quantizer.fp8_dtype, has_counters(step))
-    data, data_t, amax, *counts = quantize(fixed, scale, amax)
-    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, *counts))
-
-
-@functools.cache
-def _quantize(dtype, counts):
-    """Return `(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_tensorwise.py).
-
-    A batch of x that shares scale and amax becomes more rows of x. Counting computes the values once more, in f32 as
-    the op does.
-    """
-
-    def without_batch(fused, scale, amax):
-        results = fused.quantize(scale, dtype, amax)
-        if not counts:
-            return results
+    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fused.value), step, reduce)
+    data, data_t, amax = fused.quantize(scale, quantizer.fp8_dtype, amax)
+    counts = None
+    if has_counters(step):  # counting computes the values once more, in f32 as the op does
         values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
-        return *results, fractions(values, scale, dtype)
-
-    quantize = jax.custom_batching.custom_vmap(without_batch)
-
-    @quantize.def_vmap
-    def batch(size, is_batched, fused, scale, amax):
-        del size
-        # A batch of x alone is more rows: the results have it in front of the rows, data_t after the columns.
-        x_is_batched, *rest = jax.tree.leaves(is_batched)
-        if x_is_batched and not any(rest):
-            data, data_t, *shared = quantize(fused, scale, amax)
-            batched = (True, True, *jax.tree.map(lambda _: False, shared))
-            return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched
-        # Other batches have a scale and an amax for each example.
-        in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        each = jax.vmap(without_batch, in_axes=tuple(in_axes))(fused, scale, amax)
-        return each, jax.tree.map(lambda _: True, each)
-
-    return quantize
+        counts = fractions(values, scale, quantizer.fp8_dtype)
+    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, counts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

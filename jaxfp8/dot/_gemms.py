@@ -25,11 +25,10 @@ from ..recipes import (
     says_all,
 )
 from ._activation_gradient import quantize_gradient
+from ._fp8_residual import RESIDUAL_NAME
+from ._fused_input import FusedInput, quantize_fused
 from ._layout import Layout, layouts
 from ._matmul import matmul
-
-# Name for rematerialization policies (checkpoint_policies.py).
-RESIDUAL_NAME = "jaxfp8_residual"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         x, kernel: the operands, or the data of QTensors without a source.
         bias: shaped like the free dimensions of kernel; or None.
         state: the state of the product; its leaves are f32.
-        codes: `(x, kernel)`: the QTensor of an operand that is already quantized, else None.
+        codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x also the fused input, without
+            gradient, that x is the value of; else None.
         differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a gradient; None where there is no
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
 
@@ -126,7 +126,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
     states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
-    states[:2] = (old if q is None else None for old, q in zip(states, codes, strict=False))
+    states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
     steps = read_states(product.quantizers, states, reading)
@@ -136,11 +136,15 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
         is_kept = partner in (differentiated or ())
         options = layout.counts | {"columnwise": is_kept or layout.contract_first}
-        if codes[i] is None:
+        q = codes[i]
+        if isinstance(q, FusedInput):
+            # A policy that saves the codes has no reason to compute the input again.
+            q = checkpoint_name(quantize_fused(q, product.quantizers[i], steps[i], product.reduce), RESIDUAL_NAME)
+        if q is None:
             options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
             q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
         else:
-            q = _in_order(product.names[i], codes[i], layout, **options)
+            q = _in_order(product.names[i], q, layout, **options)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
                 q = _with_columnwise(q, product, OperandOptions(**options))
         last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)

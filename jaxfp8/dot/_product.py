@@ -22,8 +22,9 @@ from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
 from ..recipes import DotGeneralState, QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
-from ._fp8_residual import compressed
-from ._gemms import RESIDUAL_NAME, Product, backward, forward
+from ._fp8_residual import RESIDUAL_NAME, compressed
+from ._fused_input import FusedInput
+from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped
 
@@ -110,14 +111,12 @@ def _batch(args, dims, *, product, **params):
         outs = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
-    # 2. Codes of x with one scale and one amax for all examples are more rows of x: move their batch as x's.
+    # 2. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
     bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
     *_, (x_codes, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
-    batched = {i for i, d in enumerate(leaf_dims) if d is not None}
-    if batched and kernel_dim is None and x_codes is not None and batched <= {x_codes.data, x_codes.data_t}:
-        for i, position in ((x_codes.data, product.vmap_dims), (x_codes.data_t, product.vmap_dims + 1)):
-            if i in batched:
-                leaves[i] = jnp.moveaxis(leaves[i], leaf_dims[i], position)
+    batched = [i for i, d in enumerate(leaf_dims) if d is not None]
+    if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x]:
+        leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
         leaf_dims = []
 
     # 3. States with a batch, and kernels that are scaled each by itself: put the batch in front of every operand.
@@ -196,10 +195,8 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
-    codes = tuple(
-        q and checkpoint_name(_differentiated_once(q, operand), RESIDUAL_NAME)
-        for q, operand in zip(codes, (x, kernel), strict=True)
-    )
+    codes = [q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]
+    codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))

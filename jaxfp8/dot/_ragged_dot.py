@@ -15,8 +15,8 @@ from .._jax import _mesh
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
 from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, value_of
-from ._dot_general import checked_quantizers, operand, result_dtype
-from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
+from ._dot_general import checked_quantizers, operand, result_dtype, without_source
+from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._layout import Layout
@@ -102,13 +102,11 @@ def ragged_dot(
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    # 2. Quantize a fused input, where rows beyond the last group become zeros: a norm adds its bias to them.
-    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
+    # 2. Fuse the input, where rows beyond the last group become zeros: a norm adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
         lhs = dataclasses.replace(fused, fp8_residual=True).value
     if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
-        fused = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes))
-        lhs_codes = quantize_fused(fused, quantizers, state, reduce)
+        lhs_codes = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes)).fixed
 
     # 3. Describe the product as hashable data, and multiply.
     product = _RaggedProduct(
@@ -120,13 +118,13 @@ def ragged_dot(
         out_dtype=out_dtype,
         out_sharding=None,
         precise=frozenset(recipe.precise),
-        reduce=reduce,
+        reduce=AmaxReduction.for_recipe(recipe),
         implementation=selected(),
     )
     # The sources are operands, so that gradients reach them.
-    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (lhs_codes, rhs_codes))
+    codes = without_source(lhs_codes), without_source(rhs_codes)
     # JAX would sum the cotangents of the examples that share a state. With `vmapped_state` they meet in a max.
-    state = vmapped_state(state, lhs, rhs, group_sizes, *jax.tree.leaves(codes))
+    state = vmapped_state(shared(state), lhs, rhs, group_sizes, *jax.tree.leaves(codes))
     multiply = wrapped(functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
 
