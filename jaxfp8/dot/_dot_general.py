@@ -93,10 +93,8 @@ def dot_general(
     """
     # 1. Check the operands: shapes come first, because a missing state is often the state of another layer.
     fused = x if isinstance(x, FusedInput) else None
-    (x, x_codes), (kernel, kernel_codes) = (
-        operand("dot_general: x", x if fused is None else fused.value),
-        operand("dot_general: kernel", kernel),
-    )
+    x, x_codes = operand("dot_general: x", x)
+    kernel, kernel_codes = operand("dot_general: kernel", kernel)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
     if isinstance(recipe, HighPrecision):
         recipe = None
@@ -135,7 +133,6 @@ def dot_general(
     product = Product(
         quantizers=quantizers,
         dimension_numbers=checked_numbers(dimension_numbers),
-        vmap_dims=0,
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,
@@ -164,6 +161,7 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
     """
     if isinstance(value, QTensor):
         return value.data if value.source is None else value.source, value
+    value = value.value if isinstance(value, FusedInput) else value
     return _checks.high_precision(*name.split(": "), value), None
 
 

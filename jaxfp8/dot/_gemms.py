@@ -6,6 +6,7 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +39,14 @@ class Product:
     Attributes:
         quantizers: the quantizers of x, kernel, grad, y and the gradient of x.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
-        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
-            products.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
         out_dtype: dtype of the result.
-        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
-            leaves it to JAX.
         precise: names, out of fprop, dgrad and wgrad, of the products that accumulate precisely.
         reduce: reduces an amax over the devices that share the state.
+        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
+            products.
+        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
+            leaves it to JAX.
         activation: the name of the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
@@ -53,13 +54,13 @@ class Product:
 
     quantizers: tuple
     dimension_numbers: tuple
-    vmap_dims: int
     x_dtype: np.dtype
     kernel_dtype: np.dtype
     out_dtype: np.dtype
-    out_sharding: jax.sharding.PartitionSpec | None
     precise: frozenset
     reduce: AmaxReduction
+    vmap_dims: int = 0
+    out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | None = None
     fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
@@ -117,12 +118,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         loop that runs over it keeps no copy.
     """
     if product.vmap_dims:
-
-        def without_vmap(*operands):
-            return forward(product.with_vmap_dims(-1), *operands, differentiated)
-
-        return jax.vmap(without_vmap)(x, kernel, bias, state, codes)
-
+        each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
+        return jax.vmap(each)(x, kernel, bias, state, codes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
     states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
@@ -180,12 +177,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
     """
     if product.vmap_dims:
-
-        def without_vmap(residuals, grad):
-            return backward(product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated, residuals, grad)
-
-        return jax.vmap(without_vmap)(residuals, grad)
-
+        each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
+        return jax.vmap(each)(residuals, grad)
     (x, kernel, output, grad_step, input_grad_step), reading = residuals
     if reading is not None and says_all(product.quantizers):
         *steps, grad_step = read_states(product.quantizers[:3], [reading] * 3, reading)

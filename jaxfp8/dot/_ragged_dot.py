@@ -79,7 +79,7 @@ def ragged_dot(
     # 1. Check the operands.
     op = "ragged_dot"
     fused = lhs if isinstance(lhs, FusedInput) else None
-    lhs, lhs_codes = operand("ragged_dot: lhs", lhs if fused is None else fused.value)
+    lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
     rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
     group_sizes = sizes_of_groups(op, group_sizes)
     if lhs.ndim != 2:
@@ -112,11 +112,9 @@ def ragged_dot(
     product = _RaggedProduct(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        vmap_dims=0,
         x_dtype=lhs.dtype,
         kernel_dtype=rhs.dtype,
         out_dtype=out_dtype,
-        out_sharding=None,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
         implementation=selected(),
