@@ -1,7 +1,8 @@
 """Inputs of a product that become FP8 in the pass that computes them: activations and norms.
 
 A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
-bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation.
+bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation;
+its backward may keep the input of the activation or norm in FP8, one byte an element in place of two or four.
 """
 
 import dataclasses
@@ -10,12 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from .. import ops
+from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import QTensor, fractions, has_counters
-from ._fp8_residual import compressed
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, fractions, has_counters
+
+# Name for rematerialization policies (checkpoint_policies.py).
+RESIDUAL_NAME = "jaxfp8_residual"
 
 
 @jax.tree_util.register_dataclass
@@ -174,6 +179,16 @@ def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) ->
         values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
         counts = fractions(values, scale, quantizer.fp8_dtype)
     return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, counts))
+
+
+def compressed(x: jax.Array) -> QTensor:
+    """Quantize x to e4m3 with a power of two as the scale, from the amax of x and without state.
+
+    Inside `shard_map` each device has a scale of its own, because the codes never leave the device.
+    """
+    quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
+    q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
+    return checkpoint_name(q, RESIDUAL_NAME)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -26,8 +26,7 @@ from ..recipes import (
     says_all,
 )
 from ._activation_gradient import quantize_gradient
-from ._fp8_residual import RESIDUAL_NAME
-from ._fused_input import FusedInput, quantize_fused
+from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused
 from ._layout import Layout, layouts
 from ._matmul import matmul
 
@@ -239,12 +238,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> 
                 f"its last {q.cols} dimensions; quantize it inside of the product"
             )
         return q
-    if not columnwise:
-        data_t = None
-    elif data_t is None or data is not q.data:
-        order = (*range(batch), *range(batch + rows, data.ndim), *range(batch, batch + rows))
-        data_t = jnp.transpose(data, order)
-    return QTensor(data, q.scale_inv, data_t, step=q.step, cols=cols)
+    return QTensor(data, q.scale_inv, data_t if columnwise and data is q.data else None, step=q.step, cols=cols)
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:

@@ -22,8 +22,7 @@ from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
 from ..recipes import DotGeneralState, QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
-from ._fp8_residual import RESIDUAL_NAME, compressed
-from ._fused_input import FusedInput
+from ._fused_input import RESIDUAL_NAME, FusedInput, compressed
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped
@@ -137,29 +136,22 @@ def _batch(args, dims, *, product, **params):
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
-    first = product.vmap_dims
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = product.dimension_numbers
-    if x_dim is not None:
-        x = jnp.moveaxis(x, x_dim, first)
-        x_contract, x_batch = ([d + 1 for d in dims] for dims in (x_contract, x_batch))
-    if kernel_dim is not None:
-        kernel = jnp.moveaxis(kernel, kernel_dim, first)
-        kernel_contract, kernel_batch = ([d + 1 for d in dims] for dims in (kernel_contract, kernel_batch))
-    if x_dim is not None and kernel_dim is not None:
-        x_batch, kernel_batch = (0, *x_batch), (0, *kernel_batch)
-        out_dim = first
-    elif x_dim is not None:  # the first free dimension of x
-        out_dim = first + len(x_batch)
-    else:
-        out_dim = first + x.ndim - first - len(x_contract)
+    first, operands, (contract, batch) = product.vmap_dims, [x, kernel], map(list, product.dimension_numbers)
+    cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
+    for i in cut:
+        operands[i] = jnp.moveaxis(operands[i], dims[i], first)
+        contract[i], batch[i] = (tuple(d + 1 for d in numbers[i]) for numbers in (contract, batch))
+    if len(cut) == 2:
+        batch, out_dim = [(0, *numbers) for numbers in batch], 0
+    else:  # the first free dimension of x, or of the kernel
+        out_dim = len(batch[0]) if cut == [0] else x.ndim - first - len(contract[0])
     out_sharding = product.out_sharding
     if out_sharding is not None:
-        axis = next(jax.typeof(a).sharding.spec[first] for a, d in ((x, x_dim), (kernel, kernel_dim)) if d is not None)
-        out_sharding = PartitionSpec(*out_sharding[: out_dim - first], axis, *out_sharding[out_dim - first :])
-    numbers = ((tuple(x_contract), tuple(kernel_contract)), (tuple(x_batch), tuple(kernel_batch)))
-    product = dataclasses.replace(product, dimension_numbers=numbers, out_sharding=out_sharding)
-    results = _product_p.bind(x, kernel, *leaves, product=product, **params)
-    return results, [out_dim] * len(results)
+        axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
+        out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
+    product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
+    results = _product_p.bind(*operands, *leaves, product=product, **params)
+    return results, [first + out_dim] * len(results)
 
 
 def _without(x, dim):
