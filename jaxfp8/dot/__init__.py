@@ -7,4 +7,4 @@ from ._fused_input import Activated, FusedInput, Normalized, activated, normaliz
 from ._gradient_checks import warn_of_state
 from ._ragged_dot import ragged_dot
 from ._shared_state import shared
-from ._vmapped_state import vmapped_state
+from ._vmapped_state import Static, vmapped_state

@@ -121,7 +121,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         return jax.vmap(each)(x, kernel, bias, state, codes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
-    states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
+    states, reading = state.by_quantizer(), reading_of(state)
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None

@@ -20,7 +20,7 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
-from ..recipes import DotGeneralState, QTensor, largest, value_of
+from ..recipes import QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
 from ._fused_input import RESIDUAL_NAME, FusedInput, compressed
 from ._gemms import Product, backward, forward
@@ -202,7 +202,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         "is_linear": tuple(is_linear),
         "residual_tree": residual_tree,
         "operands": tuple(jax.typeof(operand) for operand in primals[:plain]),
-        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in _by_field(state)),
+        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer()),
         "implementation": implementation,
         "outs": tuple(outs),
     }
@@ -219,10 +219,6 @@ def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
     results, residuals, linear = _linearize(is_linear, *primals, **params)
     return results, linear(residuals, *tangents)
-
-
-def _by_field(state: DotGeneralState) -> list:
-    return [getattr(state, field.name) for field in dataclasses.fields(state)]
 
 
 def _differentiated(is_linear, plain) -> list[str]:
@@ -248,7 +244,7 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
-    for count, state in zip(state_leaves, _by_field(next_state), strict=True):
+    for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
         # A quantizer without a step, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
         # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)

@@ -23,7 +23,7 @@ from ._layout import Layout
 from ._matmul import is_blockwise
 from ._product import OUTPUT_NAME
 from ._shared_state import shared
-from ._vmapped_state import vmapped_state
+from ._vmapped_state import Static, vmapped_state
 from ._wrapping import wrapped
 
 
@@ -163,16 +163,6 @@ class _RaggedProduct(Product):
         return ops.ragged_matmul(a.data, b.data, a.scale_inv, b.scale_inv, self.group_sizes, **options)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Types:
-    """The types of the operands, for their gradients, and the names of the operands that get a gradient."""
-
-    lhs: jax.core.AbstractValue
-    rhs: jax.core.AbstractValue
-    differentiated: tuple[str, ...]
-
-
 def _in_a_group(x, group_sizes):
     """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]))
@@ -203,22 +193,23 @@ def _fp8_fwd(product, *operands):
     # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
     y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
-    return y, (residuals, group_sizes, _Types(jax.typeof(lhs), jax.typeof(rhs), differentiated))
+    return y, (residuals, group_sizes, Static((jax.typeof(lhs), jax.typeof(rhs), differentiated)))
 
 
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
-    residuals, group_sizes, types = residuals
+    residuals, group_sizes, static = residuals
+    *types, differentiated = static.value
     # Quantize a gradient of zeros as well: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
     product = dataclasses.replace(product, group_sizes=group_sizes)
     with using(product.implementation):
-        grad, shapes = _in_a_group(grad, group_sizes), (types.lhs.shape, types.rhs.shape)
-        dlhs, drhs, _, next_state = backward(product, *shapes, types.differentiated, residuals, grad)
+        grad, shapes = _in_a_group(grad, group_sizes), [aval.shape for aval in types]
+        *cotangents, _, next_state = backward(product, *shapes, differentiated, residuals, grad)
     # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
     dlhs, drhs = (
-        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in ((types.lhs, dlhs), (types.rhs, drhs))
+        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in zip(types, cotangents, strict=True)
     )
     # Group sizes are integers, which have no cotangent; codes have none either.
     return dlhs, drhs, None, next_state, None
