@@ -139,16 +139,16 @@ def dot_general(
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
         reduce=AmaxReduction.for_recipe(recipe),
+        activation=None if is_wrapping() else activation,  # a wrapper compares products of one result
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
     codes = without_source(x_codes), without_source(kernel_codes)
-    operands = x, kernel, bias, shared(state), codes
-    # A wrapper compares products of one result.
-    if activation is None or is_wrapping():
-        return finished(checkpoint_name(multiply(product)(*operands), OUTPUT_NAME))
-    y, values = multiply(dataclasses.replace(product, activation=activation))(*operands)
+    results = multiply(product)(x, kernel, bias, shared(state), codes)
+    if product.activation is None:
+        return finished(checkpoint_name(results, OUTPUT_NAME))
+    y, values = results
     return Activated(y, activation, source=values)
 
 
