@@ -127,7 +127,7 @@ def dot_general(
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
     if fused is not None and recipe.fp8_residuals:
-        x = dataclasses.replace(fused, fp8_residual=True).value
+        x = fused.values(fp8_residual=True)
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
         x_codes = fused.fixed
     product = Product(

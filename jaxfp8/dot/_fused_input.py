@@ -23,27 +23,10 @@ from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, fr
 RESIDUAL_NAME = "jaxfp8_residual"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Activated:
-    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
-
-    Attributes:
-        x: the input of the activation.
-        activation: a name that `jaxfp8.activated` takes.
-        source: the values as a result of the product that made x, which takes their gradient to x; else None.
-        fp8_residual: whether the backward of the activation reads codes of x.
-    """
+class FusedInput:
+    """The base of values that are not computed yet: a pytree whose first leaf is `x`, the array to compute them of."""
 
     x: jax.Array
-    activation: str = dataclasses.field(metadata={"static": True})
-    source: jax.Array | None = None
-    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the values."""
-        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -53,7 +36,36 @@ class Activated:
     @property
     def value(self) -> jax.Array:
         """Return the values, in the dtype of x."""
-        return _value(_activate(self.activation), self.fp8_residual, self.x) if self.source is None else self.source
+        return self.values()
+
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; `fp8_residual` says whether their backward reads codes of x."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activated(FusedInput):
+    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
+
+    Attributes:
+        x: the input of the activation.
+        activation: a name that `jaxfp8.activated` takes.
+        source: the values as a result of the product that made x, which takes their gradient to x; else None.
+    """
+
+    x: jax.Array
+    activation: str = dataclasses.field(metadata={"static": True})
+    source: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the values."""
+        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
+
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`."""
+        return _value(_activate(self.activation), fp8_residual, self.x) if self.source is None else self.source
 
     @property
     def fixed(self) -> "Activated":
@@ -69,7 +81,7 @@ class Activated:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Normalized:
+class Normalized(FusedInput):
     """A norm of x over its last dimension, not computed yet: the result of `jaxfp8.normalized`."""
 
     x: jax.Array
@@ -77,22 +89,15 @@ class Normalized:
     bias: jax.Array | None
     kind: str = dataclasses.field(metadata={"static": True})
     epsilon: float = dataclasses.field(metadata={"static": True})
-    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
         return self.x.shape
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Return the dtype of the values, where they are not codes."""
-        return self.x.dtype
-
-    @property
-    def value(self) -> jax.Array:
-        """Return the values, in the dtype of x."""
-        return _value(_normalize(self.kind, self.epsilon), self.fp8_residual, self.x, self.scale, self.bias)
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`."""
+        return _value(_normalize(self.kind, self.epsilon), fp8_residual, self.x, self.scale, self.bias)
 
     @property
     def fixed(self) -> "Normalized":
@@ -104,9 +109,6 @@ class Normalized:
         options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}
         return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
-
-
-FusedInput = Activated | Normalized
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:

@@ -104,7 +104,7 @@ def ragged_dot(
 
     # 2. Fuse the input, where rows beyond the last group become zeros: a norm adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
-        lhs = dataclasses.replace(fused, fp8_residual=True).value
+        lhs = fused.values(fp8_residual=True)
     if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
         lhs_codes = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes)).fixed
 
