@@ -1,13 +1,14 @@
 """The collectives all_to_all, all_gather and ppermute, which send FP8 codes."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from ..recipes import DotGeneralState, QTensor, Recipe
-from ._transfer import Call, Collective, transfer
+from ._transfer import Collective, transfer
 
 
 def all_to_all(
@@ -129,8 +130,10 @@ def ppermute(
     return transfer(Collective("ppermute", names, send, send_back, has_one_sender=True), x, recipe, state)
 
 
-def _call(function, **arguments) -> Call:
-    return Call(function, tuple(arguments.items()))
+@functools.cache
+def _call(function, **arguments) -> Callable:
+    """Return a partial, the same object for equal arguments: JAX caches programs by it."""
+    return functools.partial(function, **arguments)
 
 
 def _names(axis_name) -> tuple[str, ...]:

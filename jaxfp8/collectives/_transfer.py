@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from .._jax import _mesh
-from ..dot import checked_quantizers, shared, vmapped_state, warn_of_state
+from ..dot import Static, checked_quantizers, shared, vmapped_state, warn_of_state
 from ..dot.checkpoint_policies import RESIDUAL_NAME
 from ..ops import _checks, _implementation
 from ..recipes import (
@@ -32,18 +31,6 @@ from ..recipes import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """A function of an array with its other arguments, `(name, value)`: a partial that compares by value."""
-
-    function: Callable[..., jax.Array]
-    arguments: tuple[tuple[str, Any], ...]
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Call the function with x and the other arguments."""
-        return self.function(x, **dict(self.arguments))
-
-
-@dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of `jax.lax`, its arguments included.
 
@@ -59,8 +46,8 @@ class Collective:
 
     name: str
     axis_names: tuple[str, ...]
-    send: Call
-    send_back: Call
+    send: Callable[[jax.Array], jax.Array]
+    send_back: Callable[[jax.Array], jax.Array]
     axes: tuple[int, ...] = ()
     has_one_sender: bool = False
     sums_back: bool = False
@@ -177,30 +164,22 @@ def _transfer_fwd(both, x, state):
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
     with _implementation.using(both.implementation):
         results, residuals = _forward(both, x, state, True)
-    return results, (checkpoint_name(residuals, RESIDUAL_NAME), _Type(jax.typeof(x)))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Type:
-    """The type of x, for its gradient."""
-
-    x: jax.core.AbstractValue
+    return results, (checkpoint_name(residuals, RESIDUAL_NAME), Static(jax.typeof(x)))
 
 
 def _transfer_bwd(both, residuals, cotangents):
     """Send the cotangent back as codes of `output_grad`; where devices add cotangents, in its own dtype."""
-    (q, grad_step, reading), types = residuals
+    (q, grad_step, reading), x = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
     with _implementation.using(both.implementation):
-        dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, types.x.dtype)
+        dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, x.value.dtype)
         next_state = DotGeneralState(*next_states([q, None, grad], both.reduce, reading))
     # The cotangent of a replicated x is the sum over the devices.
-    return _mesh.cotangent_of(types.x, dx), next_state
+    return _mesh.cotangent_of(x.value, dx), next_state
 
 
 _transfer.defvjp(_transfer_fwd, _transfer_bwd, symbolic_zeros=True)

@@ -1,10 +1,10 @@
 """One FP8 product: dot_general, einsum, ragged_dot; the primitive; fprop, dgrad and wgrad; fused inputs."""
 
-from ._compute_dtype import compute_dtype, sizes, to_compute
+from ._compute_dtype import compute_dtype, promoted, sizes, to_compute
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
 from ._gradient_checks import warn_of_state
 from ._ragged_dot import ragged_dot
 from ._shared_state import shared
-from ._vmapped_state import vmapped_state
+from ._vmapped_state import Static, vmapped_state

@@ -8,14 +8,19 @@ import jax.numpy as jnp
 from ..recipes import QTensor
 
 
+def promoted(*operands):
+    """Return the dtype that arrays or dtypes promote to by JAX's standard rules, also where promotion is strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*operands)
+
+
 def compute_dtype(*arrays, dtype=None):
     """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts as its source."""
     if dtype is not None:
         return jnp.dtype(dtype)
     sources = (a.source if isinstance(a, QTensor) else a for a in arrays)
-    with jax.numpy_dtype_promotion("standard"):
-        promoted = jnp.result_type(*(a.dtype for a in sources if a is not None))
-    return promoted if jnp.issubdtype(promoted, jnp.inexact) else jnp.promote_types(promoted, jnp.float32)
+    common = promoted(*(a.dtype for a in sources if a is not None))
+    return common if jnp.issubdtype(common, jnp.inexact) else promoted(common, jnp.float32)
 
 
 def to_compute(x, dtype):

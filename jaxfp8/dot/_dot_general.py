@@ -26,7 +26,8 @@ from ..recipes import (
     value_of,
 )
 from . import _scopes
-from ._fused_input import Activated, FusedInput, Normalized, activated, quantize_fused
+from ._compute_dtype import promoted
+from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
 from ._matmul import plus
@@ -92,10 +93,8 @@ def dot_general(
     """
     # 1. Check the operands: shapes come first, because a missing state is often the state of another layer.
     fused = x if isinstance(x, FusedInput) else None
-    (x, x_codes), (kernel, kernel_codes) = (
-        operand("dot_general: x", x if fused is None else fused.value),
-        operand("dot_general: kernel", kernel),
-    )
+    x, x_codes = operand("dot_general: x", x)
+    kernel, kernel_codes = operand("dot_general: kernel", kernel)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
     if isinstance(recipe, HighPrecision):
         recipe = None
@@ -118,9 +117,8 @@ def dot_general(
     if recipe is None or is_small(recipe, *both):
         dtype = out_dtype
         if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
-            with jax.numpy_dtype_promotion("standard"):  # not wider than the operands
-                widest = jnp.result_type(*dtypes)
-                dtype = out_dtype if jnp.promote_types(widest, out_dtype) == widest else widest
+            widest = promoted(*dtypes)
+            dtype = out_dtype if promoted(widest, out_dtype) == widest else widest  # not wider than the operands
         operands = (value_of(x, x_codes, dtype), value_of(kernel, kernel_codes, dtype))
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
@@ -128,31 +126,29 @@ def dot_general(
         return finished(plus(y, bias, 0, out_dtype))
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
-    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
     if fused is not None and recipe.fp8_residuals:
-        x = dataclasses.replace(fused, fp8_residual=True).value
+        x = fused.values(fp8_residual=True)
     if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
-        x_codes = quantize_fused(fused, quantizers, state, reduce)
+        x_codes = fused.fixed
     product = Product(
         quantizers=quantizers,
         dimension_numbers=checked_numbers(dimension_numbers),
-        vmap_dims=0,
         x_dtype=x.dtype,
         kernel_dtype=kernel.dtype,
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
-        reduce=reduce,
+        reduce=AmaxReduction.for_recipe(recipe),
+        activation=None if is_wrapping() else activation,  # a wrapper compares products of one result
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
-    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (x_codes, kernel_codes))
-    operands = x, kernel, bias, state, codes
-    # A wrapper compares products of one result.
-    if activation is None or is_wrapping():
-        return finished(checkpoint_name(multiply(product)(*operands), OUTPUT_NAME))
-    y, values = multiply(dataclasses.replace(product, activation=activation))(*operands)
+    codes = without_source(x_codes), without_source(kernel_codes)
+    results = multiply(product)(x, kernel, bias, shared(state), codes)
+    if product.activation is None:
+        return finished(checkpoint_name(results, OUTPUT_NAME))
+    y, values = results
     return Activated(y, activation, source=values)
 
 
@@ -165,15 +161,20 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
     """
     if isinstance(value, QTensor):
         return value.data if value.source is None else value.source, value
+    value = value.value if isinstance(value, FusedInput) else value
     return _checks.high_precision(*name.split(": "), value), None
+
+
+def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput | None:
+    """Return the codes of an operand without their source, which is an operand of the product itself."""
+    return dataclasses.replace(codes, source=None) if isinstance(codes, QTensor) else codes
 
 
 def result_dtype(op: str, preferred_element_type, operands, codes) -> np.dtype:
     """Return the dtype of a result: the preferred one, else that of the operands in high precision, else bfloat16."""
     if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            dtypes = _high_precision_dtypes(operands, codes)
-            preferred_element_type = jnp.result_type(*dtypes) if dtypes else jnp.bfloat16
+        dtypes = _high_precision_dtypes(operands, codes)
+        preferred_element_type = promoted(*dtypes) if dtypes else jnp.bfloat16
     return _checks.dtype(op, "preferred_element_type", preferred_element_type, _checks.HIGH_PRECISION)
 
 

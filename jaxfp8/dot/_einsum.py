@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..ops import _checks
 from ..recipes import DotGeneralState, Recipe
+from ._compute_dtype import promoted
 from ._dot_general import dot_general, spec_of
 
 
@@ -63,10 +64,8 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers, **options)`."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
-    # Where the session's promotion is strict, bfloat16 and float32 have no common dtype.
     if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            preferred_element_type = jnp.result_type(x, kernel)
+        preferred_element_type = promoted(x, kernel)
     x_labels, kernel_labels, out_labels = _parse(eqn, x.ndim, kernel.ndim)
     is_empty = 0 in x.shape or 0 in kernel.shape
 

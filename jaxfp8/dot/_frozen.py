@@ -16,6 +16,7 @@ import numpy as np
 from .. import recipes
 from ..ops import _checks
 from . import _dot_general
+from ._compute_dtype import promoted
 from ._layout import layouts
 
 KERNEL = "kernel"
@@ -137,8 +138,7 @@ def dot_general(
         ValueError: `frozen` was made with another recipe, or from a kernel of another shape.
     """
     if preferred_element_type is None:
-        with jax.numpy_dtype_promotion("standard"):
-            preferred_element_type = jnp.result_type(x.dtype, kernel.dtype)
+        preferred_element_type = promoted(x.dtype, kernel.dtype)
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's own order.
     x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
     # 2. Describe the codes and the fixed input by a recipe and a state.

@@ -1,7 +1,8 @@
 """Inputs of a product that become FP8 in the pass that computes them: activations and norms.
 
 A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
-bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation.
+bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation;
+its backward may keep the input of the activation or norm in FP8, one byte an element in place of two or four.
 """
 
 import dataclasses
@@ -10,35 +11,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from .. import ops
+from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import QTensor, fractions, has_counters, read_states, reading_of
-from ._fp8_residual import compressed
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, fractions, has_counters
+
+# Name for rematerialization policies (checkpoint_policies.py).
+RESIDUAL_NAME = "jaxfp8_residual"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Activated:
-    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
-
-    Attributes:
-        x: the input of the activation.
-        activation: a name that `jaxfp8.activated` takes.
-        source: the values as a result of the product that made x, which takes their gradient to x; else None.
-        fp8_residual: whether the backward of the activation reads codes of x.
-    """
+class FusedInput:
+    """The base of values that are not computed yet: a pytree whose first leaf is `x`, the array to compute them of."""
 
     x: jax.Array
-    activation: str = dataclasses.field(metadata={"static": True})
-    source: jax.Array | None = None
-    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the values."""
-        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -48,7 +36,36 @@ class Activated:
     @property
     def value(self) -> jax.Array:
         """Return the values, in the dtype of x."""
-        return _value(_activate(self.activation), self.fp8_residual, self.x) if self.source is None else self.source
+        return self.values()
+
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; `fp8_residual` says whether their backward reads codes of x."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activated(FusedInput):
+    """`activation(x)`, not computed yet: the result of `jaxfp8.activated`, or of a product with an `activation`.
+
+    Attributes:
+        x: the input of the activation.
+        activation: a name that `jaxfp8.activated` takes.
+        source: the values as a result of the product that made x, which takes their gradient to x; else None.
+    """
+
+    x: jax.Array
+    activation: str = dataclasses.field(metadata={"static": True})
+    source: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the values."""
+        return self.x.shape[:-2] + self.x.shape[-1:] if ops.is_gated(self.activation) else self.x.shape
+
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`."""
+        return _value(_activate(self.activation), fp8_residual, self.x) if self.source is None else self.source
 
     @property
     def fixed(self) -> "Activated":
@@ -64,7 +81,7 @@ class Activated:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Normalized:
+class Normalized(FusedInput):
     """A norm of x over its last dimension, not computed yet: the result of `jaxfp8.normalized`."""
 
     x: jax.Array
@@ -72,22 +89,15 @@ class Normalized:
     bias: jax.Array | None
     kind: str = dataclasses.field(metadata={"static": True})
     epsilon: float = dataclasses.field(metadata={"static": True})
-    fp8_residual: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the values."""
         return self.x.shape
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Return the dtype of the values, where they are not codes."""
-        return self.x.dtype
-
-    @property
-    def value(self) -> jax.Array:
-        """Return the values, in the dtype of x."""
-        return _value(_normalize(self.kind, self.epsilon), self.fp8_residual, self.x, self.scale, self.bias)
+    def values(self, fp8_residual: bool = False) -> jax.Array:
+        """Return the values; see `FusedInput.values`."""
+        return _value(_normalize(self.kind, self.epsilon), fp8_residual, self.x, self.scale, self.bias)
 
     @property
     def fixed(self) -> "Normalized":
@@ -99,9 +109,6 @@ class Normalized:
         options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
         options |= {"amax": amax, "with_amax": amax is not None}
         return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
-
-
-FusedInput = Activated | Normalized
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:
@@ -158,56 +165,32 @@ def normalized(
     return Normalized(x, scale, bias, kind, epsilon)
 
 
-def quantize_fused(fused: FusedInput, quantizers, state, reduce) -> QTensor:
-    """Quantize a fused input as a matrix of rows by its last dimension; its `value` gets the gradient.
+def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) -> QTensor:
+    """Quantize a fused input as a matrix of rows by its last dimension.
 
     Args:
         fused: the input.
-        quantizers, state: those of the product. The quantizer of x has one scale for the whole tensor.
+        quantizer: the quantizer of x, which has one scale for the whole tensor.
+        step: the result of `read_states` for this quantizer, or None where there is no state.
         reduce: the AmaxReduction of the product.
     """
-    # Codes have no derivative: the value gets the gradient, and the product's state gets the next state.
-    fixed, state = fused.fixed, jax.lax.stop_gradient(state)
-    quantizer, reading = quantizers[0], reading_of(state)
-    step, *_ = read_states(quantizers[:3] if reading is not None else [quantizer], [state.input], reading)
-    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fixed.value), step, reduce)
-    quantize = _quantize(quantizer.fp8_dtype, has_counters(step))
-    data, data_t, amax, *counts = quantize(fixed, scale, amax)
-    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, *counts))
-
-
-@functools.cache
-def _quantize(dtype, counts):
-    """Return `(fused, scale, amax) -> (data, data_t, amax)`, with `counts` also fractions (recipes/_tensorwise.py).
-
-    A batch of x that shares scale and amax becomes more rows of x. Counting computes the values once more, in f32 as
-    the op does.
-    """
-
-    def without_batch(fused, scale, amax):
-        results = fused.quantize(scale, dtype, amax)
-        if not counts:
-            return results
+    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fused.value), step, reduce)
+    data, data_t, amax = fused.quantize(scale, quantizer.fp8_dtype, amax)
+    counts = None
+    if has_counters(step):  # counting computes the values once more, in f32 as the op does
         values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
-        return *results, fractions(values, scale, dtype)
+        counts = fractions(values, scale, quantizer.fp8_dtype)
+    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, counts))
 
-    quantize = jax.custom_batching.custom_vmap(without_batch)
 
-    @quantize.def_vmap
-    def batch(size, is_batched, fused, scale, amax):
-        del size
-        # A batch of x alone is more rows: the results have it in front of the rows, data_t after the columns.
-        x_is_batched, *rest = jax.tree.leaves(is_batched)
-        if x_is_batched and not any(rest):
-            data, data_t, *shared = quantize(fused, scale, amax)
-            batched = (True, True, *jax.tree.map(lambda _: False, shared))
-            return (data, jnp.moveaxis(data_t, 1, 0), *shared), batched
-        # Other batches have a scale and an amax for each example.
-        in_axes = jax.tree.map(lambda batched: 0 if batched else None, is_batched)
-        each = jax.vmap(without_batch, in_axes=tuple(in_axes))(fused, scale, amax)
-        return each, jax.tree.map(lambda _: True, each)
+def compressed(x: jax.Array) -> QTensor:
+    """Quantize x to e4m3 with a power of two as the scale, from the amax of x and without state.
 
-    return quantize
+    Inside `shard_map` each device has a scale of its own, because the codes never leave the device.
+    """
+    quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
+    q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
+    return checkpoint_name(q, RESIDUAL_NAME)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

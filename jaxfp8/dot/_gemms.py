@@ -6,6 +6,7 @@ wgrad   dkernel = x.T    @ grad
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,9 @@ from ..recipes import (
     says_all,
 )
 from ._activation_gradient import quantize_gradient
+from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused
 from ._layout import Layout, layouts
 from ._matmul import matmul
-
-# Name for rematerialization policies (checkpoint_policies.py).
-RESIDUAL_NAME = "jaxfp8_residual"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +38,14 @@ class Product:
     Attributes:
         quantizers: the quantizers of x, kernel, grad, y and the gradient of x.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
-        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
-            products.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
         out_dtype: dtype of the result.
-        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
-            leaves it to JAX.
         precise: names, out of fprop, dgrad and wgrad, of the products that accumulate precisely.
         reduce: reduces an amax over the devices that share the state.
+        vmap_dims: number of leading dimensions of x, kernel and every leaf of the state that enumerate independent
+            products.
+        out_sharding: PartitionSpec of the result on a mesh with explicit axes, without the vmapped dimensions; None
+            leaves it to JAX.
         activation: the name of the activation that the result goes through, or None.
         fp8_residual: whether the backward of the activation reads codes of the result.
         layer: the path of the layer, for warnings, or None; equal products of two layers are one product.
@@ -54,13 +53,13 @@ class Product:
 
     quantizers: tuple
     dimension_numbers: tuple
-    vmap_dims: int
     x_dtype: np.dtype
     kernel_dtype: np.dtype
     out_dtype: np.dtype
-    out_sharding: jax.sharding.PartitionSpec | None
     precise: frozenset
     reduce: AmaxReduction
+    vmap_dims: int = 0
+    out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | None = None
     fp8_residual: bool = False
     layer: str | None = dataclasses.field(default=None, compare=False)
@@ -107,7 +106,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         x, kernel: the operands, or the data of QTensors without a source.
         bias: shaped like the free dimensions of kernel; or None.
         state: the state of the product; its leaves are f32.
-        codes: `(x, kernel)`: the QTensor of an operand that is already quantized, else None.
+        codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x also the fused input, without
+            gradient, that x is the value of; else None.
         differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a gradient; None where there is no
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
 
@@ -117,16 +117,12 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         loop that runs over it keeps no copy.
     """
     if product.vmap_dims:
-
-        def without_vmap(*operands):
-            return forward(product.with_vmap_dims(-1), *operands, differentiated)
-
-        return jax.vmap(without_vmap)(x, kernel, bias, state, codes)
-
+        each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
+        return jax.vmap(each)(x, kernel, bias, state, codes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
-    states, reading = [getattr(state, field.name) for field in dataclasses.fields(state)], reading_of(state)
-    states[:2] = (old if q is None else None for old, q in zip(states, codes, strict=False))
+    states, reading = state.by_quantizer(), reading_of(state)
+    states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
     steps = read_states(product.quantizers, states, reading)
@@ -136,11 +132,15 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
         is_kept = partner in (differentiated or ())
         options = layout.counts | {"columnwise": is_kept or layout.contract_first}
-        if codes[i] is None:
+        q = codes[i]
+        if isinstance(q, FusedInput):
+            # A policy that saves the codes has no reason to compute the input again.
+            q = checkpoint_name(quantize_fused(q, product.quantizers[i], steps[i], product.reduce), RESIDUAL_NAME)
+        if q is None:
             options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
             q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
         else:
-            q = _in_order(product.names[i], codes[i], layout, **options)
+            q = _in_order(product.names[i], q, layout, **options)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
                 q = _with_columnwise(q, product, OperandOptions(**options))
         last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
@@ -176,12 +176,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
     """
     if product.vmap_dims:
-
-        def without_vmap(residuals, grad):
-            return backward(product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated, residuals, grad)
-
-        return jax.vmap(without_vmap)(residuals, grad)
-
+        each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
+        return jax.vmap(each)(residuals, grad)
     (x, kernel, output, grad_step, input_grad_step), reading = residuals
     if reading is not None and says_all(product.quantizers):
         *steps, grad_step = read_states(product.quantizers[:3], [reading] * 3, reading)
@@ -242,12 +238,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> 
                 f"its last {q.cols} dimensions; quantize it inside of the product"
             )
         return q
-    if not columnwise:
-        data_t = None
-    elif data_t is None or data is not q.data:
-        order = (*range(batch), *range(batch + rows, data.ndim), *range(batch, batch + rows))
-        data_t = jnp.transpose(data, order)
-    return QTensor(data, q.scale_inv, data_t, step=q.step, cols=cols)
+    return QTensor(data, q.scale_inv, data_t if columnwise and data is q.data else None, step=q.step, cols=cols)
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:

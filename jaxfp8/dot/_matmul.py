@@ -11,6 +11,7 @@ from jax import lax
 from .. import ops
 from ..recipes import QTensor, dequantized
 from . import _scopes
+from ._compute_dtype import promoted
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
@@ -64,10 +65,7 @@ def _dequantized(a, b, out_dtype, batch, bias):
     """Multiply in float32, or two operands without codes in the promoted dtype of both and the result."""
     # Codes, and an operand beside codes, are widened to float32. Two operands without codes multiply as in plain JAX.
     kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
-    dtype = jnp.float32
-    if len(kept) == 2:
-        with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.result_type(*kept, out_dtype)
+    dtype = promoted(*kept, out_dtype) if len(kept) == 2 else jnp.float32
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
     why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"

@@ -20,10 +20,10 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
-from ..recipes import DotGeneralState, QTensor, largest, value_of
+from ..recipes import QTensor, largest, value_of
 from ._activation_gradient import ActivationGradient
-from ._fp8_residual import compressed
-from ._gemms import RESIDUAL_NAME, Product, backward, forward
+from ._fused_input import RESIDUAL_NAME, FusedInput, compressed
+from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped
 
@@ -110,14 +110,12 @@ def _batch(args, dims, *, product, **params):
         outs = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
-    # 2. Codes of x with one scale and one amax for all examples are more rows of x: move their batch as x's.
+    # 2. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
     bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
     *_, (x_codes, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
-    batched = {i for i, d in enumerate(leaf_dims) if d is not None}
-    if batched and kernel_dim is None and x_codes is not None and batched <= {x_codes.data, x_codes.data_t}:
-        for i, position in ((x_codes.data, product.vmap_dims), (x_codes.data_t, product.vmap_dims + 1)):
-            if i in batched:
-                leaves[i] = jnp.moveaxis(leaves[i], leaf_dims[i], position)
+    batched = [i for i, d in enumerate(leaf_dims) if d is not None]
+    if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x]:
+        leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
         leaf_dims = []
 
     # 3. States with a batch, and kernels that are scaled each by itself: put the batch in front of every operand.
@@ -138,29 +136,22 @@ def _batch(args, dims, *, product, **params):
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
-    first = product.vmap_dims
-    (x_contract, kernel_contract), (x_batch, kernel_batch) = product.dimension_numbers
-    if x_dim is not None:
-        x = jnp.moveaxis(x, x_dim, first)
-        x_contract, x_batch = ([d + 1 for d in dims] for dims in (x_contract, x_batch))
-    if kernel_dim is not None:
-        kernel = jnp.moveaxis(kernel, kernel_dim, first)
-        kernel_contract, kernel_batch = ([d + 1 for d in dims] for dims in (kernel_contract, kernel_batch))
-    if x_dim is not None and kernel_dim is not None:
-        x_batch, kernel_batch = (0, *x_batch), (0, *kernel_batch)
-        out_dim = first
-    elif x_dim is not None:  # the first free dimension of x
-        out_dim = first + len(x_batch)
-    else:
-        out_dim = first + x.ndim - first - len(x_contract)
+    first, operands, (contract, batch) = product.vmap_dims, [x, kernel], map(list, product.dimension_numbers)
+    cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
+    for i in cut:
+        operands[i] = jnp.moveaxis(operands[i], dims[i], first)
+        contract[i], batch[i] = (tuple(d + 1 for d in numbers[i]) for numbers in (contract, batch))
+    if len(cut) == 2:
+        batch, out_dim = [(0, *numbers) for numbers in batch], 0
+    else:  # the first free dimension of x, or of the kernel
+        out_dim = len(batch[0]) if cut == [0] else x.ndim - first - len(contract[0])
     out_sharding = product.out_sharding
     if out_sharding is not None:
-        axis = next(jax.typeof(a).sharding.spec[first] for a, d in ((x, x_dim), (kernel, kernel_dim)) if d is not None)
-        out_sharding = PartitionSpec(*out_sharding[: out_dim - first], axis, *out_sharding[out_dim - first :])
-    numbers = ((tuple(x_contract), tuple(kernel_contract)), (tuple(x_batch), tuple(kernel_batch)))
-    product = dataclasses.replace(product, dimension_numbers=numbers, out_sharding=out_sharding)
-    results = _product_p.bind(x, kernel, *leaves, product=product, **params)
-    return results, [out_dim] * len(results)
+        axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
+        out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
+    product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
+    results = _product_p.bind(*operands, *leaves, product=product, **params)
+    return results, [first + out_dim] * len(results)
 
 
 def _without(x, dim):
@@ -196,10 +187,8 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
-    codes = tuple(
-        q and checkpoint_name(_differentiated_once(q, operand), RESIDUAL_NAME)
-        for q, operand in zip(codes, (x, kernel), strict=True)
-    )
+    codes = [q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]
+    codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
         y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
@@ -213,7 +202,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         "is_linear": tuple(is_linear),
         "residual_tree": residual_tree,
         "operands": tuple(jax.typeof(operand) for operand in primals[:plain]),
-        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in _by_field(state)),
+        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer()),
         "implementation": implementation,
         "outs": tuple(outs),
     }
@@ -230,10 +219,6 @@ def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
     results, residuals, linear = _linearize(is_linear, *primals, **params)
     return results, linear(residuals, *tangents)
-
-
-def _by_field(state: DotGeneralState) -> list:
-    return [getattr(state, field.name) for field in dataclasses.fields(state)]
 
 
 def _differentiated(is_linear, plain) -> list[str]:
@@ -259,7 +244,7 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))
         for aval, ct in zip(operands, gradients, strict=False)
     ]
-    for count, state in zip(state_leaves, _by_field(next_state), strict=True):
+    for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
         # A quantizer without a step, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
         # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)

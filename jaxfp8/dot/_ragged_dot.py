@@ -15,15 +15,15 @@ from .._jax import _mesh
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
 from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, value_of
-from ._dot_general import checked_quantizers, operand, result_dtype
-from ._fused_input import Activated, FusedInput, Normalized, quantize_fused
+from ._dot_general import checked_quantizers, operand, result_dtype, without_source
+from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._layout import Layout
 from ._matmul import is_blockwise
 from ._product import OUTPUT_NAME
 from ._shared_state import shared
-from ._vmapped_state import vmapped_state
+from ._vmapped_state import Static, vmapped_state
 from ._wrapping import wrapped
 
 
@@ -79,7 +79,7 @@ def ragged_dot(
     # 1. Check the operands.
     op = "ragged_dot"
     fused = lhs if isinstance(lhs, FusedInput) else None
-    lhs, lhs_codes = operand("ragged_dot: lhs", lhs if fused is None else fused.value)
+    lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
     rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
     group_sizes = sizes_of_groups(op, group_sizes)
     if lhs.ndim != 2:
@@ -102,31 +102,27 @@ def ragged_dot(
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    # 2. Quantize a fused input, where rows beyond the last group become zeros: a norm adds its bias to them.
-    state, reduce = shared(state), AmaxReduction.for_recipe(recipe)
+    # 2. Fuse the input, where rows beyond the last group become zeros: a norm adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
-        lhs = dataclasses.replace(fused, fp8_residual=True).value
+        lhs = fused.values(fp8_residual=True)
     if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
-        fused = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes))
-        lhs_codes = quantize_fused(fused, quantizers, state, reduce)
+        lhs_codes = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes)).fixed
 
     # 3. Describe the product as hashable data, and multiply.
     product = _RaggedProduct(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
-        vmap_dims=0,
         x_dtype=lhs.dtype,
         kernel_dtype=rhs.dtype,
         out_dtype=out_dtype,
-        out_sharding=None,
         precise=frozenset(recipe.precise),
-        reduce=reduce,
+        reduce=AmaxReduction.for_recipe(recipe),
         implementation=selected(),
     )
     # The sources are operands, so that gradients reach them.
-    codes = tuple(None if q is None else dataclasses.replace(q, source=None) for q in (lhs_codes, rhs_codes))
+    codes = without_source(lhs_codes), without_source(rhs_codes)
     # JAX would sum the cotangents of the examples that share a state. With `vmapped_state` they meet in a max.
-    state = vmapped_state(state, lhs, rhs, group_sizes, *jax.tree.leaves(codes))
+    state = vmapped_state(shared(state), lhs, rhs, group_sizes, *jax.tree.leaves(codes))
     multiply = wrapped(functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
 
@@ -167,16 +163,6 @@ class _RaggedProduct(Product):
         return ops.ragged_matmul(a.data, b.data, a.scale_inv, b.scale_inv, self.group_sizes, **options)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Types:
-    """The types of the operands, for their gradients, and the names of the operands that get a gradient."""
-
-    lhs: jax.core.AbstractValue
-    rhs: jax.core.AbstractValue
-    differentiated: tuple[str, ...]
-
-
 def _in_a_group(x, group_sizes):
     """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]))
@@ -207,22 +193,23 @@ def _fp8_fwd(product, *operands):
     # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
     y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
-    return y, (residuals, group_sizes, _Types(jax.typeof(lhs), jax.typeof(rhs), differentiated))
+    return y, (residuals, group_sizes, Static((jax.typeof(lhs), jax.typeof(rhs), differentiated)))
 
 
 def _fp8_bwd(product, residuals, grad):
     """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
-    residuals, group_sizes, types = residuals
+    residuals, group_sizes, static = residuals
+    *types, differentiated = static.value
     # Quantize a gradient of zeros as well: lhs and rhs have run, so their states have next values.
     if isinstance(grad, SymbolicZero):
         grad = jnp.zeros(grad.shape, grad.dtype)
     product = dataclasses.replace(product, group_sizes=group_sizes)
     with using(product.implementation):
-        grad, shapes = _in_a_group(grad, group_sizes), (types.lhs.shape, types.rhs.shape)
-        dlhs, drhs, _, next_state = backward(product, *shapes, types.differentiated, residuals, grad)
+        grad, shapes = _in_a_group(grad, group_sizes), [aval.shape for aval in types]
+        *cotangents, _, next_state = backward(product, *shapes, differentiated, residuals, grad)
     # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
     dlhs, drhs = (
-        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in ((types.lhs, dlhs), (types.rhs, drhs))
+        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in zip(types, cotangents, strict=True)
     )
     # Group sizes are integers, which have no cotangent; codes have none either.
     return dlhs, drhs, None, next_state, None

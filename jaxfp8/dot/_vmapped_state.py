@@ -4,6 +4,9 @@
 examples share, which is right for a kernel and wrong for a state.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -11,6 +14,14 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax._primitives import compiled
 from ._product import repeat_state
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Hashable data among the residuals of a `custom_vjp`, which are arrays otherwise."""
+
+    value: Any
 
 
 def vmapped_state(state, *operands):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ._gemms import RESIDUAL_NAME as RESIDUAL_NAME
+from ._fused_input import RESIDUAL_NAME as RESIDUAL_NAME
 from ._product import OUTPUT_NAME as OUTPUT_NAME
 
 __all__ = [

@@ -47,9 +47,3 @@ def outside_state(tree):
 def map_outside_state(function, tree):
     """Apply `function` to all leaves that are neither FP8 state nor codes; state and codes stay as they are."""
     return jax.tree.map(lambda leaf, is_outside: function(leaf) if is_outside else leaf, tree, outside_state(tree))
-
-
-def widest(*dtypes) -> np.dtype:
-    """Return the dtype to which `dtypes` promote by JAX's standard rules, also where strict promotion is set."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*dtypes)

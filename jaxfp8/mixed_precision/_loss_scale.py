@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..dot import promoted
 from ..numerics import _scaling
 from ..train import _sharing
-from ._floats import is_inexact, map_outside_state, widest
+from ._floats import is_inexact, map_outside_state
 
 _UNSET = object()
 
@@ -129,7 +130,7 @@ class DynamicLossScale:
                 return leaf
             leaf = jnp.asarray(leaf)
             # In float16 the product would overflow, and the quotient would flush to zero again.
-            dtype = widest(leaf.dtype, jnp.float32)
+            dtype = promoted(leaf.dtype, jnp.float32)
             return leaf.astype(dtype) * jnp.asarray(factor).astype(dtype)
 
         return map_outside_state(times, tree)

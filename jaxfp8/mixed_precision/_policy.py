@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax._typing import Tree
-from ._floats import is_float, map_outside_state, widest
+from ..dot import promoted
+from ._floats import is_float, map_outside_state
 
 _COMPUTE, _FLOAT32, _WIDEST = "compute", "float32", "widest"
 
@@ -180,14 +181,14 @@ def _cast(tree, dtype, narrows=True):
         if not is_float(leaf):
             return leaf
         leaf = jnp.asarray(leaf)
-        return leaf.astype(dtype if narrows else widest(leaf.dtype, dtype))
+        return leaf.astype(dtype if narrows else promoted(leaf.dtype, dtype))
 
     return map_outside_state(cast, tree)
 
 
 def _widest_of(tree):
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
-    return widest(*dtypes) if dtypes else jnp.float32
+    return promoted(*dtypes) if dtypes else jnp.float32
 
 
 def _float_dtype(where, dtype) -> np.dtype:

@@ -59,4 +59,4 @@ def shardings(opt_state: Any, params: Any) -> Any:
 
 def _names(path) -> tuple[str, ...]:
     """Return a path without the kinds of its keys, which differ in a state that was restored or boxed."""
-    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

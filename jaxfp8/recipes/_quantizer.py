@@ -185,9 +185,8 @@ class Quantizer:
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
         def of_matrix(matrix):
-            result = self.quantize(matrix.mT if contract_first else matrix, state)
-            q, next_state = _checked(self, result, matrix.shape[::-1] if contract_first else matrix.shape)
-            check_next(self, state, next_state)
+            matrix = matrix.mT if contract_first else matrix
+            q, next_state = _checked(self, self.quantize(matrix, state), matrix.shape, state)
             return q.transposed() if contract_first else q, next_state
 
         function = of_matrix
@@ -224,8 +223,8 @@ def fp8_dtype(where: str, dtype) -> np.dtype:
     return checked
 
 
-def _checked(quantizer, result, shape) -> tuple:
-    """Check the result of `quantize` for a matrix of this shape; return it, with scales f32[] as f32[1]."""
+def _checked(quantizer, result, shape, state) -> tuple:
+    """Check the result of `quantize` for a matrix of this shape and a state; return it, with scales f32[] as f32[1]."""
     where = f"{type(quantizer).__name__}.quantize"
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"{where}: expected (QTensor, state), got {type(result).__name__}")
@@ -241,6 +240,9 @@ def _checked(quantizer, result, shape) -> tuple:
     _check_scales(f"{where}: scale_inv", q.scale_inv, shape, q.block)
     if q.scale_inv_t is not None:
         _check_scales(f"{where}: scale_inv_t", q.scale_inv_t, shape[::-1], q.block)
+    expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
+    if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
+        raise TypeError(f"{where}: state: expected a next state like the state, {expected}, got {got}")
     return q.map_scales(lambda scale: scale.reshape(1) if scale.ndim == 0 else scale), next_state
 
 
@@ -258,11 +260,3 @@ def _check_scales(where, scales, shape, block) -> None:
         is_right = scales.shape == needed
     if not is_right:
         raise ValueError(f"{where}: expected {needed} for blocks {block}, got {scales.shape}")
-
-
-def check_next(quantizer, state, next_state) -> None:
-    """Raise a TypeError unless the next state of a quantizer has the structure and shapes of its state."""
-    expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
-    if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
-        where = f"{type(quantizer).__name__}.quantize: state"
-        raise TypeError(f"{where}: expected a next state like the state, {expected}, got {got}")

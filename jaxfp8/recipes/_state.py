@@ -99,6 +99,10 @@ class DotGeneralState:
     output: Any = None
     input_grad: Any = None
 
+    def by_quantizer(self) -> list[Any]:
+        """Return the states in the order of `Recipe.quantizers`."""
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
 
 for _cls in (QuantizerState, DotGeneralState):
     # Programs that take or return state can be saved: jax.export.Exported.serialize.
@@ -126,18 +130,15 @@ def map_variables(
     `linear_input_amax_history`. A state that is an array itself is called `input_state`. A state of delayed scaling
     gets counters where `has("input_counters")` is true.
     """
-    initial = init_state(recipe)
-    fields = [field.name for field in dataclasses.fields(initial)]
 
     def named(operand, state):
         def leaf(path, value):
-            names = (str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
-            return function("_".join((operand, *names)) if path else f"{operand}_state", value)
+            name = jax.tree_util.keystr(path, simple=True, separator="_") if path else "state"
+            return function(f"{operand}_{name}", value)
 
         if isinstance(state, QuantizerState) and has(f"{operand}_counters"):
             state = dataclasses.replace(state, counters=jnp.zeros((3,), jnp.float32))
         return jax.tree_util.tree_map_with_path(leaf, state)
 
-    pairs = zip(fields, recipe.operands, strict=False)  # stock recipes have no quantizers of results
-    states = {field: named(operand, getattr(initial, field)) for field, operand in pairs}
-    return DotGeneralState(**dict.fromkeys(fields) | states)
+    # Stock recipes have no quantizers of results.
+    return DotGeneralState(*map(named, recipe.operands, init_state(recipe).by_quantizer()))

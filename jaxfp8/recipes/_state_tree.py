@@ -171,7 +171,7 @@ def _names(path) -> tuple[str, ...]:
     keys = list(path)
     if isinstance(keys[-1] if keys else None, jax.tree_util.GetAttrKey) and keys[-1].name == "value":
         keys.pop()  # the box of an NNX variable
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def _pairs(paths) -> list[Quantizer]:

@@ -192,9 +192,10 @@ def _(primals, tangents):
     raise TypeError("QTensor.dequantize: a QTensor without its source has no gradient; see jaxfp8.quantize_params")
 
 
-def value_of(operand: jax.Array, codes: QTensor | None, dtype: Any) -> jax.Array:
+def value_of(operand: jax.Array, codes: Any, dtype: Any) -> jax.Array:
     """Return an operand of a product in `dtype`, dequantized where the operand is codes without a source."""
-    return codes.dequantize(dtype) if codes is not None and codes.is_all_of(operand) else operand.astype(dtype)
+    is_codes = isinstance(codes, QTensor) and codes.is_all_of(operand)
+    return codes.dequantize(dtype) if is_codes else operand.astype(dtype)
 
 
 def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols: int = 1) -> jax.Array:

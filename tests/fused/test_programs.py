@@ -140,7 +140,7 @@ def test_one_custom_call_on_cuda(name):
         op: 1,
         "quantize_transpose": 2,  # kernel and gradient of y
         "scaled_matmul": 3,
-        "delayed_scales": 2,  # for x, when the others are not known yet, and for these
+        "delayed_scales": 1,
         "push_amaxes": 1,
     }
     values = rf"tensor<({ROWS}x1?x?{cases.INNER}|1x{ROWS}x{cases.INNER})x(bf16|f32)>"

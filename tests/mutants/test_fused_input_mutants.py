@@ -8,7 +8,7 @@ from jax import lax
 from programs import known_amax
 
 from jaxfp8 import ops
-from jaxfp8.dot import _dot_general, _fused_input
+from jaxfp8.dot import _fused_input, _gemms
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
@@ -90,10 +90,8 @@ MUTANTS = {
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
     "codes: no bias": attribute(_quantize_norm, "quantize_norm_with", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
-    "an amax is forgotten": attribute(_dot_general, "quantize_fused", change(step=forgets_the_amax)),
-    "codes have another scale": attribute(
-        _dot_general, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)
-    ),
+    "an amax is forgotten": attribute(_gemms, "quantize_fused", change(step=forgets_the_amax)),
+    "codes have another scale": attribute(_gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
     "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
 }
 
