@@ -125,8 +125,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
 
 def _change(layer, attribute, rule: Rule, stacked) -> None:
     if attribute is None:  # the product changes in place, because a list or several modules may hold it
-        for name in [name for name, value in vars(layer).items() if isinstance(value, OverwriteWithGradient)]:
-            delattr(layer, name)
+        layer.drop_state()
         layer.__init__(rule.layer_recipe)
         _stack(layer, stacked)
         return
