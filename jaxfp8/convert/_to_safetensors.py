@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._frozen_kernels import parameters, take_fp8_kernels
-from ._loader_layouts import LAYOUTS, quantization_config
+from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
 from ._tree import Path, at
 
 # The names of Flax for parameters that PyTorch calls "weight".
