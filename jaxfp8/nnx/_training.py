@@ -38,18 +38,17 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
-    differentiate = nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
-    return _watching(differentiate, argnums, lambda out: out[1])
+    return _differentiated(nnx.value_and_grad, f, argnums, has_aux, lambda out: out[1])
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `value_and_grad` does, and return the gradients without the value."""
-    differentiate = nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
-    return _watching(differentiate, argnums, lambda out: out[0] if has_aux else out)
+    return _differentiated(nnx.grad, f, argnums, has_aux, lambda out: out[0] if has_aux else out)
 
 
-def _watching(differentiate, argnums, gradients_of):
-    """Return `differentiate` with a watch on its gradients, which `gradients_of` takes out of its result."""
+def _differentiated(transform, f, argnums, has_aux, gradients_of):
+    """Return `transform` of `f` with a watch on the gradients, which `gradients_of` takes out of the result."""
+    differentiate = transform(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
     positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     positions = [getattr(position, "argnum", position) for position in positions]
 
