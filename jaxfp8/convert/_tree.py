@@ -108,6 +108,11 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
     return history, scale
 
 
+def named(prefix: str, pair: tuple) -> dict[str, object]:
+    """Return the leaves of one quantizer by name, for `(amax_history, scale)`."""
+    return {f"{prefix}_{leaf}": value for leaf, value in zip(LEAVES, pair, strict=True)}
+
+
 def _leaf(where, path, module, name):
     if name not in module:
         raise ValueError(
