@@ -22,9 +22,7 @@ from ..recipes import (
     DelayedScaling,
     HighPrecision,
     QTensor,
-    first_match,
     init_state,
-    relative,
     resolve,
 )
 
@@ -93,7 +91,7 @@ class _Recorder:
         if decided is None:
             named, why = product.named_recipe(), None
         else:
-            named, why = decided.rule.layer_recipe, self._use(decided.region, decided.index)
+            named, why = decided.rule.layer_recipe, self._use(decided)
         recipe, why = _recipe_and_reason(named, product._recipe_of_fields, why)
         keeps_state = recipe is not None and jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe)))
         if keeps_state and OVERWRITE_WITH_GRADIENT not in product.variables:
@@ -107,28 +105,20 @@ class _Recorder:
             if path in self.rows:
                 self.rows[path]["kind"] = kind
             return
-        kernel = _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
-        why = None
-        # 1. Report a layer that takes rules, but whose product is not of jaxfp8.
+        kernel, reason = _first_matrix(nn.meta.unbox(module.variables.get("params", {}))), _why_no_product(module)
+        decided, why = decision(module), None
+        # A module without a product is reported only where a rule matches the module in vain.
         if is_layer(module):
-            decided = decision(module)
-            why = _own_product(module) if decided is None else self._use(decided.region, decided.index)
-        # 2. Report a module without a product only where a rule matches the module in vain.
-        elif _why_no_product(module) or kernel:
-            for region in regions(module.scope):
-                below = relative(module.path, region.root)
-                index = None if below is None else first_match(region.rules, [below], None)
-                if index is not None:
-                    reason = _why_no_product(module) or "takes no dot_general_cls"
-                    why = _skipped(self._use(region, index), region.rules[index], reason)
-                    break
+            why = _own_product(module) if decided is None else self._use(decided)
+        elif decided is not None and (reason or kernel):
+            why = _skipped(self._use(decided), decided.rule, reason or "takes no dot_general_cls")
         if why is not None:
             x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
             self.rows[path] = _row(path, kind, None, why, x, kernel)
 
-    def _use(self, region, index: int) -> str:
-        self.used.add((region, index))
-        return _rule_text(index, region.rules[index])
+    def _use(self, decided) -> str:
+        self.used.add((decided.region, decided.index))
+        return _rule_text(decided.index, decided.rule)
 
 
 def nnx_rows(model, variables, args, kwargs):
@@ -139,7 +129,7 @@ def nnx_rows(model, variables, args, kwargs):
     # 1. Report the layers that take rules.
     layers = of_nnx.layers(model)
     for path, layer, _ in layers:
-        index = first_match(rules, of_nnx.names(path, layer), of_nnx.operation(layer))
+        index = of_nnx.decision(rules, path, layer)
         used.add(index)
         path, product = "/".join(map(str, path)), of_nnx.product(layer)
         recipe, why = _of_layer(layer, product, None if index is None else (index, rules[index]))
@@ -152,12 +142,11 @@ def nnx_rows(model, variables, args, kwargs):
         reason, kernel = _why_no_product(module), _kernel(module)
         if id(module) in known or isinstance(module, _Fp8Product) or not (reason or kernel):
             continue
-        path = "/".join(map(str, path))
-        index = first_match(rules, [path], None)
+        index = of_nnx.decision(rules, path, module)
         used.add(index)
         if index is not None:
             why = _skipped(_rule_text(index, rules[index]), rules[index], reason or "has no attribute dot_general")
-            rows.append(_row(path, type(module).__name__, None, why, None, kernel))
+            rows.append(_row("/".join(map(str, path)), type(module).__name__, None, why, None, kernel))
     return rows, [_rule_text(i, rule) for i, rule in enumerate(rules) if i not in used]
 
 
