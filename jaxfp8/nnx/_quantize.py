@@ -94,7 +94,7 @@ def product(layer):
     """Get the FP8 product of a layer; None where the layer runs another product."""
     if isinstance(layer, _Fp8Product):
         return layer
-    value = getattr(layer, "dot_general", None) if _operation(layer) == "dot_general" else layer.einsum_op
+    value = vars(layer).get("dot_general", vars(layer).get("einsum_op"))
     has_class = getattr(layer, "dot_general_cls", None) is not None  # the layer then ignores its dot_general
     return value if isinstance(value, _Fp8Product) and not has_class else None
 
