@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ._jax._table import aligned
 from .inspect import _active, _machine
 from .ops import _ffi, _support
 
@@ -78,9 +79,8 @@ def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
     """Return a line of two cells for each row or item of a part; for a part that failed, its error."""
     if "error" in part:
         return [f"  {part['error']}"]
-    rows = [cells(row) for row in (part.items() if isinstance(part, dict) else part)]
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:{width}}  {value}".rstrip() for name, value in rows]
+    rows = [("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)]
+    return aligned(rows).splitlines() if rows else []
 
 
 def _device(row) -> str:
