@@ -79,7 +79,7 @@ def to_safetensors(
     for kernel in kernels:
         templates = find(kernel.path)
         if templates:
-            fixed[kernel.has_fixed_input].append(at(kernel.path))
+            fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
             matrices = kernel.matrices(layout, stacked=templates[0].count("{}"), parts=len(templates))
             for index, part, codes, scales, input_scale_inv in matrices:
                 name = templates[part].format(*index)
