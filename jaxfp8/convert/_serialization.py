@@ -23,8 +23,9 @@ def _to_state_dict(state) -> dict:
 def _from_state_dict(target, saved: dict):
     # The running program decides whether there are counters, and keeps its own where the checkpoint has none.
     has_counters = _COUNTERS in saved and getattr(target, _COUNTERS, None) is not None
-    names, saved_names = ([n for n in names if n != _COUNTERS or has_counters] for names in (_names(target), saved))
-    if set(saved_names) != set(names):
+    ignored = set() if has_counters else {_COUNTERS}
+    names = [name for name in _names(target) if name not in ignored]
+    if set(saved) - ignored != set(names):
         raise ValueError(
             f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
             "checkpoint holds something else"
