@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ._jax._table import aligned
 from .inspect import _active, _machine
 from .ops import _ffi, _support
 
@@ -55,21 +56,18 @@ def _try(part: Callable[[], Any]) -> Any:
 def text(machine: dict[str, Any]) -> str:
     """Write the result of `about` for people."""
     # Any part may be an error in place of its value; `_rows` and `_or_error` then write the error.
-    lines = ["versions"]
-    lines += _rows(machine["versions"], lambda part: [(name, version) for name, version in part.items()])
-    lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]
-    lines += ["settings"] + _rows(machine["settings"], lambda part: list(part.items()) or [("none", "")])
-    lines += ["devices"]
-    lines += _rows(machine["devices"], lambda part: [(f"{row['count']} x {row['kind']}", _device(row)) for row in part])
-    lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
-    lines += ["libraries"]
-    lines += _rows(machine["libraries"], lambda part: [(row["platform"], _library(row)) for row in part])
     cublaslt = machine["cublaslt"]
+    lines = ["versions", *_rows(machine["versions"], lambda item: item)]
+    lines += [f"system     {machine['system']}", f"processor  {_or_error(machine['processor'])}"]
+    lines += ["settings", *(_rows(machine["settings"], lambda item: item) or ["  none"])]
+    lines += ["devices", *_rows(machine["devices"], lambda row: (f"{row['count']} x {row['kind']}", _device(row)))]
+    lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
+    lines += ["libraries", *_rows(machine["libraries"], lambda row: (row["platform"], _library(row)))]
     lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version'] or 'found; no GPU to ask for its version'}"]
     lines += [f"ops on {_or_error(machine['platform'])}"]
-    lines += _rows(machine["ops"], lambda part: [(row["name"], _runs(row)) for row in part])
+    lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
     lines += ["recipes, forward and backward of a layer"]
-    lines += _rows(machine["recipes"], lambda part: [(row["name"], _recipe(row)) for row in part])
+    lines += _rows(machine["recipes"], lambda row: (row["name"], _recipe(row)))
     return "\n".join(lines)
 
 
@@ -77,13 +75,12 @@ def _or_error(part) -> str:
     return part["error"] if isinstance(part, dict) else part
 
 
-def _rows(part, lines: Callable[[Any], list[tuple[str, str]]]) -> list[str]:
-    """Return lines of two columns; for a part that failed, its error."""
-    if isinstance(part, dict) and "error" in part:
+def _rows(part, cells: Callable[[Any], tuple[str, str]]) -> list[str]:
+    """Return a line of two cells for each row or item of a part; for a part that failed, its error."""
+    if "error" in part:
         return [f"  {part['error']}"]
-    rows = lines(part)
-    width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:{width}}  {value}".rstrip() for name, value in rows]
+    rows = [("", *cells(row)) for row in (part.items() if isinstance(part, dict) else part)]
+    return aligned(rows).splitlines() if rows else []
 
 
 def _device(row) -> str:

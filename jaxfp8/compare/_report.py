@@ -50,29 +50,25 @@ def timed_results(times, programs) -> dict[str, dict]:
 def table(results) -> str:
     """Return a table with a line for each arm."""
     # Columns without figures are left out: those of a reference that did not run, and of losses without a training.
-    reference = reference_of(results)
-    has_losses = all("mean_validation_loss" in row for row in results.values())
-    has_intervals = any(row.get(f"interval_minus_{reference}", {}).get("low") is not None for row in results.values())
-    head = ["arm", "ms/step", f"x {reference}" if reference else "", "peak MiB", "kept MiB"]
-    if has_losses:
-        head += ["loss", f"minus {reference}" if reference else "", "95 %" if has_intervals else "", "skipped"]
-    lines = [head]
+    reference, lines = reference_of(results), []
     for name, row in results.items():
         ms = row["median_ms_per_step"]
-        line = [name, f"{ms:.1f}", f"{ms / results[reference]['median_ms_per_step']:.2f}" if reference else ""]
-        line += [_mib(row["peak_bytes"]), _mib(row["kept_bytes"])]
-        if has_losses:
-            difference = row.get(f"mean_minus_{reference}")
-            line += [f"{row['mean_validation_loss']:.4f}"]
-            line += ["-" if name == reference or difference is None else f"{difference:+.4f}"]
-            if has_intervals:
+        cells = {"arm": name, "ms/step": f"{ms:.1f}"}
+        if reference:
+            cells[f"x {reference}"] = f"{ms / results[reference]['median_ms_per_step']:.2f}"
+        cells |= {"peak MiB": _mib(row["peak_bytes"]), "kept MiB": _mib(row["kept_bytes"])}
+        if "mean_validation_loss" in row:
+            cells["loss"] = f"{row['mean_validation_loss']:.4f}"
+            if reference:
                 bounds = row[f"interval_minus_{reference}"]
-                line += ["-" if name == reference else f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"]
-            else:
-                line += [""]
-            line += [str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"]
-        lines.append(line)
-    return aligned(lines, right=1)
+                cells[f"minus {reference}"] = f"{bounds['mean']:+.4f}"
+                if bounds["low"] is not None:
+                    cells["95 %"] = f"{bounds['low']:+.4f} to {bounds['high']:+.4f}"
+            cells["skipped"] = str(sum(row["skipped"])) if ARMS[name].loss_scaled else "-"
+        if name == reference:
+            cells |= dict.fromkeys(cells.keys() & {f"minus {reference}", "95 %"}, "-")
+        lines.append(cells)
+    return aligned([list(lines[0]), *(list(cells.values()) for cells in lines)], right=1)
 
 
 def notes(programs) -> str:

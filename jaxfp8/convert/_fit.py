@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..numerics import _scaling
@@ -38,15 +37,14 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
     if amax_history_len < 1:
         raise ValueError(f"resize_history: amax_history_len: expected at least 1, got {amax_history_len}")
     # Without this check a tree without histories would come back unchanged, and the error would come from the model.
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    if not any(map(_is_history, (path for path, _ in paths))):
+    flat = _state_tree.flatten(tree)
+    histories = [i for i, path in enumerate(flat.paths) if path and path[-1].endswith(_HISTORY)]
+    if not histories:
         raise ValueError(
             "resize_history: tree: expected arrays named ..._amax_history or .amax_history, got a tree without any; "
             "pass the variables, or the state of delayed scaling"
         )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _resize(leaf, amax_history_len) if _is_history(path) else leaf, tree
-    )
+    return flat.replace({i: _resize(flat.leaves[i], amax_history_len) for i in histories})
 
 
 def _resize(history, length):
@@ -56,10 +54,6 @@ def _resize(history, length):
     newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
     gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
     return jnp.concatenate([newest, gap, older], axis=-1)
-
-
-def _is_history(path) -> bool:
-    return any(str(getattr(key, "key", getattr(key, "name", ""))).endswith(_HISTORY) for key in path)
 
 
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,17 +43,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
         TypeError: `variables` is not a dict, or a leaf is not a floating array.
     """
 
-    def rename(path, name, number):
-        # Flax names a module after its class unless the user has; names of users are the same in both libraries.
-        if name == _OTHER_FORMATS:
-            raise ValueError(
-                f"from_flax: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
-                "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "
-                "empty state"
-            )
-        return (_OURS if name in _FLAX else name) + number
-
-    return _convert("from_flax", variables, rename, swapped)
+    return _convert("from_flax", variables, dict.fromkeys(_FLAX, _OURS), swapped)
 
 
 def to_flax(
@@ -75,14 +65,11 @@ def to_flax(
     """
     if name not in _FLAX:
         raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
-
-    def rename(path, module_name, number):
-        return (name if module_name == _OURS else module_name) + number
-
-    return _convert("to_flax", variables, rename, swapped)
+    return _convert("to_flax", variables, {_OURS: name}, swapped)
 
 
-def _convert(where, variables, rename, swapped):
+def _convert(where, variables, classes, swapped):
+    """Convert state whose modules are named after a class in `classes`, which gives the class of the result."""
     if isinstance(swapped, str):
         raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
 
@@ -106,10 +93,8 @@ def _convert(where, variables, rename, swapped):
                 state["input"], state["kernel"] = state["kernel"], state["input"]
             flat = {}
             for operand, pair in state.items():
-                flat |= {f"{operand}_{leaf}": value for leaf, value in zip(_tree.LEAVES, pair, strict=True)}
-            # `"Fp8DotGeneral_0"` is the class "Fp8DotGeneral" and the number "_0". State without a module has no name.
-            names = [rename(path, *re.fullmatch(r"(.*?)(_\d+)?", name).groups(default="")) for name in path[-1:]]
-            _tree.insert(where, converted, (*path[:-1], *names), flat)
+                flat |= _tree.named(operand, pair)
+            _tree.insert(where, converted, _renamed(where, path, classes), flat)
         # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
         if unused:
             paths = sorted(map(_tree.at, modules))
@@ -117,3 +102,17 @@ def _convert(where, variables, rename, swapped):
         return converted
 
     return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), OVERWRITE_WITH_GRADIENT, convert)
+
+
+def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
+    # Flax names a module after its class unless the user has; names of users are the same in both libraries.
+    if not path:
+        return path
+    name, number = re.fullmatch(r"(.*?)(_\d+)?", path[-1]).groups(default="")
+    if name == _OTHER_FORMATS:
+        raise ValueError(
+            f"{where}: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
+            "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "
+            "empty state"
+        )
+    return (*path[:-1], classes.get(name, name) + number)

@@ -1,4 +1,7 @@
-"""Read the parameters of a frozen model by path, and its FP8 kernels as matrices `[out, in]` with their scales."""
+"""Read the parameters of a frozen model by path, and its FP8 kernels as matrices `[out, in]` with their scales.
+
+Loaders of FP8 weights expect scales under names and in shapes of their own, and a config that tells them so.
+"""
 
 import dataclasses
 import math
@@ -6,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import core, nnx, traverse_util
 from flax.core import meta
@@ -14,13 +18,71 @@ from ..dot import _frozen
 from ..linen import _freeze as of_linen
 from ..nnx import _freeze as of_nnx
 from ..numerics import E4M3
+from ..ops import _blocks
 from ..recipes import OVERWRITE_WITH_GRADIENT
-from ._loader_layouts import LAYOUTS
 from ._tree import Path, at
 
 PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
-_ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE, _frozen.INPUT_SCALE_INV)
+_ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV, _frozen.INPUT_SCALE)
 NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The place of the scales of a weight `[out, in]` in a file.
+
+    Attributes:
+        recipes: the recipes whose kernels have such scales, in words.
+        suffix: the end of the name of the scales, after the name of the weight.
+        block: `(r, c)`, the rows and columns that share a scale; None for one scale.
+        dtype: the dtype of the scales.
+    """
+
+    recipes: str
+    suffix: str
+    block: tuple[int, int] | None
+    dtype: np.dtype
+
+    def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Return the shape of the scales of `[n, k]` codes."""
+        return (1,) if self.block is None else _blocks.count(self.block, n, k)
+
+
+_F32, _E8M0 = np.dtype(np.float32), jnp.dtype(jnp.float8_e8m0fnu)
+LAYOUTS = {
+    "tensor": Layout("DelayedScaling or Float8CurrentScaling", "_scale", None, _F32),
+    "block128": Layout("Float8BlockScaling", "_scale_inv", (128, 128), _F32),
+    "mxfp8": Layout("MXFP8BlockScaling", "_scale", (1, 32), _E8M0),
+}
+
+
+def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dict[str, Any]:
+    """Return the `quantization_config` of a model's `config.json`.
+
+    Args:
+        layout: a name in `LAYOUTS`.
+        ignored: the modules whose kernels are in high precision.
+        is_static: whether inputs have fixed scales.
+
+    References:
+        DeepSeek-V3's `config.json`, which transformers' `FineGrainedFP8Config` and vLLM's `Fp8Config` read;
+        `QuantizationConfig` and the presets FP8 and MXFP8 of compressed-tensors 0.20.
+    """
+    if layout == "block128":
+        config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        # Transformers reads `modules_to_not_convert`, older versions of vLLM read `ignored_layers`.
+        return config | {"modules_to_not_convert": ignored, "ignored_layers": ignored}
+    scales = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    if layout == "mxfp8":
+        scales |= {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    group = {"weights": scales | {"dynamic": False}, "input_activations": scales | {"dynamic": not is_static}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized" if layout == "mxfp8" else "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"]} | group},
+        "ignore": ignored,
+    }
 
 
 def parameters(frozen: Any) -> dict[Path, Any]:
@@ -57,18 +119,17 @@ class FP8Kernel:
     Attributes:
         path: the path of the layer, then "kernel"; the path of the product, then "kernel", where the layer has no
             placeholder.
-        arrays: the arrays of the frozen product, by name.
         placeholder: the placeholder of the kernel, or None where the kernel was kept.
+        codes: the codes of the kernel `[*stacked, *out, *in]`.
+        scale_inv: their scales.
+        input_scale_inv: the fixed scale of the input; None for an input that is scaled when it arrives.
     """
 
     path: Path
-    arrays: dict[str, Any]
     placeholder: Any
-
-    @property
-    def has_fixed_input(self) -> bool:
-        """Tell whether the scale of the input is fixed."""
-        return _frozen.INPUT_SCALE_INV in self.arrays
+    codes: np.ndarray
+    scale_inv: np.ndarray
+    input_scale_inv: np.ndarray | None
 
     def matrices(self, layout: str, stacked: int, parts: int) -> Iterator[tuple]:
         """Yield `(index, part, codes [out, in], scales, input_scale_inv)` for each stacked kernel and part of its rows.
@@ -81,34 +142,28 @@ class FP8Kernel:
         Raises:
             ValueError: see `to_safetensors`.
         """
-        codes, scale, input_scale = (
-            None if name not in self.arrays else np.asarray(jax.device_get(self.arrays[name]))
-            for name in (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV)
-        )
-        n, k = self._matrix_shape(codes.shape, stacked)
-        self._check_layout(codes, scale, stacked, n, k, layout)
+        codes, scale, input_scale = self.codes, self.scale_inv, self.input_scale_inv
+        n, k = self._matrix_shape(stacked)
+        self._check_layout(stacked, n, k, layout)
         block = LAYOUTS[layout].block
-        if n % parts or (block is not None and parts > 1 and n > block[0] and (n // parts) % block[0]):
+        is_divided = block is not None and n > block[0]  # otherwise one row of scales holds for all parts
+        if n % parts or (is_divided and parts > 1 and (n // parts) % block[0]):
             raise self._error(
                 f"rows that divide into {parts} parts, of whole blocks {block}", f"{n} rows", "write it under one name"
             )
-        self._check_numbers(codes, scale, input_scale)
+        self._check_numbers()
         lead = scale.ndim - len(LAYOUTS[layout].scale_shape(n, k))
         for index in np.ndindex(codes.shape[:stacked]):
             matrices = np.split(codes[index].reshape(n, k), parts)
             kernel_scales, inputs = scale[index[:lead]], None if input_scale is None else input_scale[index[:lead]]
-            # One row of scales holds for all parts.
-            scales = (
-                np.split(kernel_scales, parts)
-                if block is not None and len(kernel_scales) > 1
-                else [kernel_scales] * parts
-            )
+            scales = np.split(kernel_scales, parts) if is_divided else [kernel_scales] * parts
             for part, (matrix, row_scales) in enumerate(zip(matrices, scales, strict=True)):
                 # E8M0 is stored as its codes.
                 yield index, part, matrix, row_scales.view(np.uint8) if row_scales.itemsize == 1 else row_scales, inputs
 
-    def _matrix_shape(self, shape, stacked) -> tuple[int, int]:
-        """Return `(rows, columns)` of each kernel in codes `[*stacked, *out, *in]`: the sizes of outputs and inputs."""
+    def _matrix_shape(self, stacked) -> tuple[int, int]:
+        """Return `(rows, columns)` of each kernel: the sizes of outputs and inputs."""
+        shape = self.codes.shape
         leading, codes = shape[:stacked], shape[stacked:]
         kernel = getattr(self.placeholder, "shape", None)
         if kernel is not None:  # a placeholder of NNX has no stacked dimensions
@@ -127,8 +182,9 @@ class FP8Kernel:
             )
         return math.prod(codes[: -counts[0]]), math.prod(codes[-counts[0] :])
 
-    def _check_layout(self, codes, scale, stacked, n, k, layout) -> None:
+    def _check_layout(self, stacked, n, k, layout) -> None:
         """Raise a ValueError unless scales, codes and k are as the layout needs them."""
+        codes, scale = self.codes, self.scale_inv
 
         def fits(layout):
             shape = layout.scale_shape(n, k)
@@ -151,10 +207,10 @@ class FP8Kernel:
         if layout == "mxfp8" and k % 32:
             raise self._error("inputs that are a multiple of 32", f"{k}", "loaders take no part of a block")
 
-    def _check_numbers(self, codes, scale, input_scale) -> None:
+    def _check_numbers(self) -> None:
         """Raise a ValueError for NaN codes, and for scales that are not positive and finite."""
-        scales = [a.astype(np.float32) for a in (scale, input_scale) if a is not None]
-        if np.any(codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
+        scales = [a.astype(np.float32) for a in (self.scale_inv, self.input_scale_inv) if a is not None]
+        if np.any(self.codes.view(np.uint8) & 127 == 127) or not all(np.all(np.isfinite(a) & (a > 0)) for a in scales):
             raise self._error("finite codes and scales", "NaN", "repair the parameters, and freeze again")
 
     def _error(self, needed: str, got: str, advice: str) -> ValueError:
@@ -169,12 +225,13 @@ def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
     """
     kernels = []
     for product in [path[:-1] for path in leaves if path[-1] == _frozen.KERNEL_SCALE_INV]:
-        arrays = {name: leaves.pop((*product, name)) for name in _ARRAYS if (*product, name) in leaves}
+        arrays = [leaves.pop((*product, name), None) for name in _ARRAYS]
+        codes, scale_inv, input_scale_inv, _ = (None if a is None else np.asarray(jax.device_get(a)) for a in arrays)
         path = (*product[:-1], _frozen.KERNEL)
         placeholder = leaves.get(path)
         if not isinstance(placeholder, PLACEHOLDERS):
             path, placeholder = (*product, _frozen.KERNEL), None
-        kernels.append(FP8Kernel(path, arrays, placeholder))
+        kernels.append(FP8Kernel(path, placeholder, codes, scale_inv, input_scale_inv))
     for path in [path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)]:
         del leaves[path]
     if not kernels:

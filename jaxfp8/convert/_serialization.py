@@ -10,22 +10,22 @@ from ..recipes import DotGeneralState, QuantizerState
 _COUNTERS = "counters"
 
 
-def _to_state_dict(state) -> dict:
-    return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
-
-
 def _names(state) -> list[str]:
-    """Return the names of the fields, `counters` only where the state has them: older checkpoints lack that field."""
-    names = [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
-    return [name for name in names if name != _COUNTERS or getattr(state, name) is not None]
+    return [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
+
+
+def _to_state_dict(state) -> dict:
+    # Older checkpoints lack the counters, and so does state without them.
+    values = {name: getattr(state, name) for name in _names(state)}
+    return {k: serialization.to_state_dict(v) for k, v in values.items() if k != _COUNTERS or v is not None}
 
 
 def _from_state_dict(target, saved: dict):
-    names = _names(target)
-    if isinstance(target, QuantizerState):  # the running program decides whether there are counters
-        saved = {name: value for name, value in saved.items() if name != _COUNTERS or name in names}
-        names = [name for name in names if name != _COUNTERS or name in saved]
-    if set(saved) != set(names):
+    # The running program decides whether there are counters, and keeps its own where the checkpoint has none.
+    has_counters = _COUNTERS in saved and getattr(target, _COUNTERS, None) is not None
+    ignored = set() if has_counters else {_COUNTERS}
+    names = [name for name in _names(target) if name not in ignored]
+    if set(saved) - ignored != set(names):
         raise ValueError(
             f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
             "checkpoint holds something else"

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._frozen_kernels import parameters, take_fp8_kernels
-from ._loader_layouts import LAYOUTS, quantization_config
+from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
 from ._tree import Path, at
 
 # The names of Flax for parameters that PyTorch calls "weight".
@@ -80,7 +79,7 @@ def to_safetensors(
     for kernel in kernels:
         templates = find(kernel.path)
         if templates:
-            fixed[kernel.has_fixed_input].append(at(kernel.path))
+            fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
             matrices = kernel.matrices(layout, stacked=templates[0].count("{}"), parts=len(templates))
             for index, part, codes, scales, input_scale_inv in matrices:
                 name = templates[part].format(*index)

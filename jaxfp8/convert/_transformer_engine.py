@@ -84,7 +84,7 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
                     # State that is in jaxfp8's layout already would be converted without an error, one slot off.
                     _expect_rotated(_tree.at(path, name + postfix), history)
                     arrays = jnp.asarray(history), jnp.asarray(scale)
-                    state |= _named(operand, _before_rotation(quantizers[operand], *arrays))
+                    state |= _tree.named(operand, _before_rotation(quantizers[operand], *arrays))
                 _tree.insert(where, converted, _our_path(path, postfix), state)
         return converted or None
 
@@ -135,7 +135,7 @@ def to_transformer_engine(
             for name, operand in _NAMES.items():
                 history, scale = _tree.quantizer(where, path, module, operand)
                 after = _after_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
-                state |= _named(name + postfix, after)
+                state |= _tree.named(name + postfix, after)
             target = (*path[:-1], f"{_WRAPPER}_{match[1]}") if is_wrapped else path[:-1]
             _tree.insert(where, converted, target, state)
         return converted or None
@@ -177,10 +177,6 @@ def _our_path(path, postfix) -> tuple[str, ...]:
     if re.fullmatch(rf"{_WRAPPER}_\d+", name) and not postfix:
         return (*path[:-1], name.replace(_WRAPPER, _OURS))
     return (*path, _OURS + (postfix or "_0"))
-
-
-def _named(prefix, pair) -> dict:
-    return {f"{prefix}_{leaf}": value for leaf, value in zip(_tree.LEAVES, pair, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

@@ -53,20 +53,17 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
     return {**rest, target: nested(converted)} if present else nested(converted)
 
 
-def modules_of(where: str, collection: Mapping, path: Path = ()) -> Modules:
+def modules_of(where: str, collection: Mapping) -> Modules:
     """Return the modules of a collection that hold arrays.
 
     Raises:
         TypeError: a leaf is not an array.
     """
-    leaves = {name: value for name, value in collection.items() if not isinstance(value, Mapping)}
-    for name, leaf in leaves.items():
+    modules: Modules = {}
+    for (*path, name), leaf in traverse_util.flatten_dict(collection).items():
         if not hasattr(leaf, "dtype"):
-            raise TypeError(f"{where}: {at(path, name)}: expected an array, got {type(leaf).__name__}")
-    modules: Modules = {path: leaves} if leaves else {}
-    for name, value in collection.items():
-        if isinstance(value, Mapping):
-            modules |= modules_of(where, value, (*path, name))
+            raise TypeError(f"{where}: {at(tuple(path), name)}: expected an array, got {type(leaf).__name__}")
+        modules.setdefault(tuple(path), {})[name] = leaf
     return modules
 
 
@@ -109,6 +106,11 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
             f"got {tuple(scale.shape)}"
         )
     return history, scale
+
+
+def named(prefix: str, pair: tuple) -> dict[str, object]:
+    """Return the leaves of one quantizer by name, for `(amax_history, scale)`."""
+    return {f"{prefix}_{leaf}": value for leaf, value in zip(LEAVES, pair, strict=True)}
 
 
 def _leaf(where, path, module, name):

@@ -66,6 +66,10 @@ def calibrate(
         raise TypeError(f"calibrate: batches: expected an iterable of batches, got {got}; for one batch pass [x]")
     # A NamedTuple is one argument, a pytree with names; only a plain tuple is a tuple of arguments.
     batches = ((batch,) if type(batch) is not tuple else batch for batch in batches)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("calibrate: batches: expected at least one batch, got none; an iterator can be read only once")
+    batches = itertools.chain([first], batches)
     # 2. Reduce every kind of model to a function of variables and a batch.
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)
@@ -79,16 +83,12 @@ def calibrate(
 
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
-        first = next(batches, None)
-        if first is None:
-            raise _no_batches()
 
         @jax.jit
         def first_state(variables, batch):
             return model.apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
 
         variables = {**variables, **first_state(variables, first)}
-        batches = itertools.chain([first], batches)
     return _filled(function, variables, batches, loss_fn is not None)
 
 
@@ -126,15 +126,12 @@ def _filled(function, variables, batches, is_loss: bool):
 
         return jax.grad(total)([leaves[i] for i in positions])
 
-    count = 0
     for batch in batches:
         gradients = next_state(variables, batch)
         old = _state_tree.flatten(variables)
         # Zeros mean that a quantizer was not used: it keeps its state.
         new = {i: jnp.zeros_like(old.leaves[i]) for i in old.positions()} | dict(zip(positions, gradients, strict=True))
-        variables, count = update_state(variables, old.replace(new)), count + 1
-    if not count:
-        raise _no_batches()
+        variables = update_state(variables, old.replace(new))
     return variables
 
 
@@ -151,7 +148,3 @@ def _total(outputs, is_loss: bool):
     if not leaves:
         raise TypeError("calibrate: model: expected a result with floating-point arrays, got none; pass loss_fn")
     return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))
-
-
-def _no_batches():
-    return ValueError("calibrate: batches: expected at least one batch, got none; an iterator can be read only once")

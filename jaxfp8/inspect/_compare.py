@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -83,17 +83,21 @@ def compare(
     _run(fn, arrays, loss, exact)
     if not exact.names:
         raise ValueError("compare: model: expected FP8 products, got none; is autocast off, or no recipe given?")
-    if not exact.records:
+    if not exact.runs:
         raise ValueError("compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such")
     _run(fn, arrays, loss, fp8)
-    rows = []
-    for key in exact.records:
-        for index, (of_exact, of_fp8) in enumerate(zip(exact.executions(key), fp8.executions(key), strict=True)):
-            count = len(exact.records[key])
-            rows += _rows(_label(key, exact.calls(key[0])), index if count > 1 else None, of_exact, of_fp8)
+    reached = Counter(exact.names[site] for site in exact.runs)
+    calls, rows = Counter(), []
+    for site in sorted(exact.runs):
+        name = exact.names[site]
+        label = f"{name} (call {calls[name]})" if reached[name] > 1 else name
+        calls[name] += 1
+        # The backward runs the iterations of a loop in reverse order.
+        iterations = list(zip(exact.runs[site], fp8.runs[site], strict=True))[::-1]
+        for i, (of_exact, of_fp8) in enumerate(iterations):
+            rows += _rows(label, (i,) if len(iterations) > 1 else (), of_exact, of_fp8)
     rows.sort(key=lambda row: (min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])))
-    reached = {name for name, _ in exact.records}
-    return Comparison(rows, sorted(set(exact.names) - reached, key=natural))
+    return Comparison(rows, sorted(set(exact.names) - set(reached), key=natural))
 
 
 def _function(model, args, variables, kwargs):
@@ -142,28 +146,11 @@ class _Recorder:
         runs_fp8: whether the model runs its products in FP8; else the model runs them in float32, and each FP8 product
             is computed beside them, from the same operands.
         names: the names of the layers of all products, in the order of tracing.
+        runs: for each position in `names` that the backward reached, the tensors of each run, the last run first.
     """
 
     def __init__(self, runs_fp8: bool):
-        self.runs_fp8, self.names, self._by_site = runs_fp8, [], defaultdict(list)
-
-    @functools.cached_property
-    def records(self) -> dict:
-        """For each `(name, call)` the tensors of each run; `call` counts the calls of a layer that ran."""
-        records, calls = {}, defaultdict(int)
-        for site in sorted(self._by_site):
-            name = self.names[site]
-            records[name, calls[name]] = self._by_site[site]
-            calls[name] += 1
-        return records
-
-    def executions(self, key) -> list:
-        """Return the tensors of each run in the order of the forward, which is the reverse of that of the backward."""
-        return self.records[key][::-1]
-
-    def calls(self, name: str) -> int:
-        """Return how many calls of the layer `name` ran."""
-        return sum(name == recorded for recorded, _ in self.records)
+        self.runs_fp8, self.names, self.runs = runs_fp8, [], defaultdict(list)
 
     def __call__(self, fp8, f32, *operands):
         site = len(self.names)
@@ -207,7 +194,7 @@ class _Recorder:
         tensors = [[None if x is None else np.asarray(x) for x in run] for run in tensors]
         y = tensors[0][0]
         batch = y.shape[: y.ndim - rank]
-        self._by_site[site].append((batch, tensors))
+        self.runs[site].append((batch, tensors))
         return np.zeros(batch, np.float32)
 
 
@@ -218,17 +205,11 @@ def _cotangent(leaf, ct, zero):
     return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
 
 
-def _label(key, calls: int) -> str:
-    name, call = key
-    return f"{name} (call {call})" if calls > 1 else name
-
-
-def _rows(layer: str, iteration: int | None, of_exact, of_fp8) -> list[dict]:
+def _rows(layer: str, iteration: tuple[int, ...], of_exact, of_fp8) -> list[dict]:
     (batch, (exact, by_itself)), (_, (in_model,)) = of_exact, of_fp8
     rows = []
     for index in np.ndindex(batch):
-        numbers = (() if iteration is None else (iteration,)) + index
-        row = {"layer": layer + member(numbers)}
+        row = {"layer": layer + member(iteration + index)}
         for prefix, got in (("", by_itself), ("model_", in_model)):
             for name, x, x_fp8 in zip(_TENSORS, exact, got, strict=True):
                 row[prefix + name] = None if x is None else _sqnr(x[index], x_fp8[index])

@@ -142,7 +142,7 @@ def _rows(eqn, place: Place, target: Target) -> list[tuple]:
 def _why_plain(eqn, place, target) -> str | None:
     dtypes = [var.aval.dtype for var in eqn.invars[:2]]
     if eqn.primitive.name == "dot_general" and are_fp8(*dtypes):
-        return target.why_not_xla(*dtypes)
+        return target.why_not(eqn)
     # A reason that jaxfp8 has left in a scope says more than the dtypes do.
     if place.reason:
         return place.reason

@@ -8,8 +8,7 @@ from flax import linen as nn, nnx
 from .._jax import _warnings
 from .._jax._table import aligned, natural
 from ..recipes import kind
-from . import _linen_report as linen_report, _nnx_report as nnx_report
-from ._report_rows import COLUMNS
+from ._report_rows import COLUMNS, linen_rows, nnx_rows
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,7 +57,7 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
-    rows_of = linen_report.rows if isinstance(model, nn.Module) else nnx_report.rows
+    rows_of = linen_rows if isinstance(model, nn.Module) else nnx_rows
     rows, unused = rows_of(model, variables, args, kwargs)
     result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
     if result.unused:

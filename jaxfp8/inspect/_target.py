@@ -59,35 +59,29 @@ class Target(NamedTuple):
         )
 
     def why_not(self, eqn) -> str | None:
-        """Return why an equation of `GEMM_OPS` does not run in FP8; None where it does."""
-        name, static = eqn.primitive.name.removeprefix("jaxfp8_"), eqn.params
-        types = [var.aval for var in eqn.invars]
+        """Return why an equation does not run in FP8; None where it does.
+
+        The equation is one of `GEMM_OPS`, or a plain product of two FP8 operands, which is left to XLA.
+        """
+        name = eqn.primitive.name.removeprefix("jaxfp8_")
+        types, implementation = [var.aval for var in eqn.invars], eqn.params.get("implementation", "xla")
         # 1. Ask the platform: it may have no FP8 GEMM at all, GPUs without FP8, or no cuBLASLt.
         if self.lacks:
             return self.lacks
-        missing = _support.missing_on(self.gpus, cublaslt=name != "ragged_matmul")
-        if missing and (missing.hardware or static["implementation"] != "xla"):
+        missing = _support.missing_on(self.gpus, cublaslt=name in ("scaled_matmul", "block_scaled_matmul"))
+        if missing and (missing.hardware or implementation != "xla"):
             return missing.reason
         # 2. Ask the implementation that was selected while tracing.
-        if static["implementation"] == "reference":
+        if implementation == "reference":
             return 'implementation("reference") is selected'
-        if name == "scaled_matmul" and types[0].dtype == types[1].dtype == E5M2.dtype:
+        if name in ("scaled_matmul", "dot_general") and types[0].dtype == types[1].dtype == E5M2.dtype:
             return "no tensor core multiplies two float8_e5m2"
-        if static["implementation"] == "xla":
-            is_rewritten = name == "scaled_matmul" and not static["vmap_dims"]
+        if implementation == "xla":
+            is_rewritten = name == "dot_general" or (name == "scaled_matmul" and not eqn.params["vmap_dims"])
             return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
         capabilities = set(map(_support.capability, self.gpus)) - {()}
-        return _primitive.not_on(eqn.primitive, capabilities, *types, **static)
-
-    def why_not_xla(self, a, b) -> str | None:
-        """Return why a plain product of two FP8 operands, which is left to XLA, does not run in FP8."""
-        if self.lacks:
-            return self.lacks
-        missing = _support.missing_on(self.gpus, cublaslt=False)
-        if missing:
-            return missing.reason
-        return "no tensor core multiplies two float8_e5m2" if a == b == E5M2.dtype else None
+        return _primitive.not_on(eqn.primitive, capabilities, *types, **eqn.params)
 
 
 def are_fp8(*dtypes) -> bool:

@@ -86,8 +86,8 @@ class Decision(NamedTuple):
 
 
 def decision(module) -> Decision | None:
-    """Find the first rule that matches a bound layer, in the outermost region first; None where no rule matches."""
-    op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general"
+    """Find the first rule that matches a bound module, in the outermost region first; None where no rule matches."""
+    op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general" if is_layer(module) else None
     for region in regions(module.scope):
         paths = [relative(module.path, region.root)]
         if isinstance(module, Fp8Module) and module.path:  # a product also answers to the path of the layer around it

@@ -64,6 +64,11 @@ class _Fp8Product(nnx.Module):
             path = f"{type(self).__name__} with a kernel {list(shape)}"
         return _wrapping.layer(path)
 
+    def drop_state(self) -> None:
+        """Delete the variables of the state."""
+        for name in [name for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)]:
+            delattr(self, name)
+
     def _codes(self) -> dict | None:
         """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]

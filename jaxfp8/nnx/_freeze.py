@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +15,6 @@ from .._jax._jaxprs import inner_jaxprs
 from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
-from ._variables import OverwriteWithGradient
 
 # The name of the kernel of a product while a model is traced, with the number of the product.
 _KERNEL_OF = "jaxfp8_kernel_of_"
@@ -52,11 +52,8 @@ def freeze(model, args, kwargs):
         raise _frozen.nothing_to_freeze()
     # All codes exist before the first layer changes: an error above leaves the model as it was.
     for layer, attribute, call, codes in frozen:
-        old = product(layer)
-        new = type(old)(old.recipe)
-        new.names_recipe = old.names_recipe
-        for name in [name for name, value in vars(new).items() if isinstance(value, OverwriteWithGradient)]:
-            delattr(new, name)
+        new = nnx.clone(product(layer))  # other layers may hold the old product
+        new.drop_state()
         for name, leaf in codes.items():
             setattr(new, name, nnx.Param(leaf))
         dtype = layer.kernel.get_value().dtype
@@ -73,52 +70,33 @@ def _has_kernel(layer, attribute) -> bool:
     return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A layer's call of its product.
+class _Call(NamedTuple):
+    """The call of a product: the shape of x, the type of the kernel, and the dimension numbers."""
 
-    Attributes:
-        run: computes the result of `(product, x, kernel)`, with a product as `einsum_by` takes it.
-        x, kernel: the types of the operands that the layer gave its product.
-    """
-
-    run: functools.partial
-    x: jax.ShapeDtypeStruct
+    x_shape: tuple[int, ...]
     kernel: jax.ShapeDtypeStruct
+    dimension_numbers: tuple
 
 
-class _Recorder:
-    """Stands in for a product: records its operands, and multiplies in high precision."""
-
-    def __init__(self, calls: list, i: int, is_einsum: bool):
-        self.calls, self.i, self.is_einsum = calls, i, is_einsum
-
-    def __call__(self, *args, **options):
-        args, names = list(args), ("precision", "preferred_element_type", "out_sharding")
-        static = args.pop(0) if self.is_einsum else args.pop(2)
-        (x, kernel, *more), multiply = args, _einsum if self.is_einsum else _plain
-        types = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, kernel))
-        call = _Call(functools.partial(multiply, static), *types)
-        self.calls[self.i] = self.calls[self.i] or call
-        kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}")
-        options |= dict(zip(names, more, strict=False))
-        return multiply(static, functools.partial(dot_general, recipe=None), x, kernel, **options)
-
-
-def _plain(dimension_numbers, product, x, kernel, **options):
-    return product(x, kernel, dimension_numbers, **options)
-
-
-def _einsum(eqn, product, x, kernel, **options):
-    return einsum_by(product, eqn, x, kernel, **options)
-
-
-def _calls(model, candidates, args, kwargs) -> list:
-    """Record how each layer calls its product, by a trace with recorders; None for a layer that makes no such call."""
+def _calls(model, candidates, args, kwargs) -> list[_Call | None]:
+    """Record how each layer calls its product, by a trace in high precision; None for a layer without a call."""
     calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
+
+    def recorder(i):
+        def record(x, kernel, dimension_numbers, *options, **keywords):
+            call = _Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
+            calls[i] = calls[i] or call
+            kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{i}")
+            options = dict(zip(("precision", "preferred_element_type", "out_sharding"), options, strict=False))
+            return dot_general(x, kernel, dimension_numbers, recipe=None, **options, **keywords)
+
+        return record
+
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
-            setattr(layer, attribute, nnx.static(_Recorder(calls, i, attribute == "einsum_op")))
+            record = recorder(i)
+            value = functools.partial(einsum_by, record) if attribute == "einsum_op" else record
+            setattr(layer, attribute, nnx.static(value))
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
 
@@ -168,14 +146,8 @@ def _codes(path, layer, call: _Call):
             _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, quantizer.scale)
 
     def codes_of_kernel(kernel, state):
-        kept = []
-
-        def keep(x, kernel, dimension_numbers, **options):
-            kept.append(_frozen.freeze_operands(x.shape, kernel, dimension_numbers, recipe, state))
-            return dot_general(x, kernel, dimension_numbers, recipe=None, **options)
-
-        call.run(keep, jax.numpy.zeros(call.x.shape, call.x.dtype), kernel.astype(call.kernel.dtype))
-        return kept[0]
+        kernel = kernel.astype(call.kernel.dtype)
+        return _frozen.freeze_operands(call.x_shape, kernel, call.dimension_numbers, recipe, state)
 
     # A stacked layer has a kernel and a state for each of its members.
     for _ in _stacked("freeze", path, layer):

@@ -9,9 +9,8 @@ from flax import nnx
 
 from .._jax._arrays import split_arrays
 from ..dot import _scopes, _wrapping
-from ..recipes import first_match
 from ._dot_general import _Fp8Product
-from ._quantize import RULES, layers, names, operation, product
+from ._quantize import RULES, decision, layers, product
 
 
 def of_arrays(fn, args, kwargs):
@@ -79,6 +78,6 @@ def _set_rules(top) -> None:
     for _, model in list(nnx.iter_modules(top)):
         rules = getattr(model, RULES, ())
         for path, layer, _ in layers(model) if rules else ():
-            index = first_match(rules, names(path, layer), operation(layer))
+            index = decision(rules, path, layer)
             if index is not None and rules[index].recipe is None and product(layer) is None:
                 layer.inspected_rule = index

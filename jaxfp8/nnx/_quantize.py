@@ -49,7 +49,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         raise TypeError(f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize")
     changes = []
     for path, layer, attribute in layers(model):
-        index = first_match(rules, names(path, layer), operation(layer))
+        index = decision(rules, path, layer)
         if index is not None:
             _refuse_frozen(path, layer)
             changes.append((layer, attribute, rules[index], _stacked("nnx.quantize", path, layer)))
@@ -75,22 +75,26 @@ def layers(model):
     return found_layers + [(path, product, None) for path, product in products if id(product) not in held]
 
 
-def names(path: tuple, layer) -> list[str]:
-    """List the paths by which a rule may name a layer."""
+def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
+    """Find the index of the first rule that matches a module; a rule may name a product by the layer around it too."""
     paths = ["/".join(map(str, path))]
-    return paths + ["/".join(map(str, path[:-1]))] if isinstance(layer, _Fp8Product) and path else paths
+    if isinstance(module, _Fp8Product) and path:
+        paths.append("/".join(map(str, path[:-1])))
+    return first_match(rules, paths, _operation(module))
 
 
-def operation(layer) -> str:
-    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`."""
-    return "einsum" if isinstance(layer, Fp8Einsum) or "einsum_op" in vars(layer) else "dot_general"
+def _operation(module) -> str | None:
+    """Return the `op_names` word for a layer, `"einsum"` or `"dot_general"`; None for a module without a product."""
+    if isinstance(module, Fp8Einsum) or "einsum_op" in vars(module):
+        return "einsum"
+    return "dot_general" if isinstance(module, _Fp8Product) or "dot_general" in vars(module) else None
 
 
 def product(layer):
     """Get the FP8 product of a layer; None where the layer runs another product."""
     if isinstance(layer, _Fp8Product):
         return layer
-    value = getattr(layer, "dot_general", None) if operation(layer) == "dot_general" else layer.einsum_op
+    value = vars(layer).get("dot_general", vars(layer).get("einsum_op"))
     has_class = getattr(layer, "dot_general_cls", None) is not None  # the layer then ignores its dot_general
     return value if isinstance(value, _Fp8Product) and not has_class else None
 
@@ -125,8 +129,7 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
 
 def _change(layer, attribute, rule: Rule, stacked) -> None:
     if attribute is None:  # the product changes in place, because a list or several modules may hold it
-        for name in [name for name, value in vars(layer).items() if isinstance(value, OverwriteWithGradient)]:
-            delattr(layer, name)
+        layer.drop_state()
         layer.__init__(rule.layer_recipe)
         _stack(layer, stacked)
         return

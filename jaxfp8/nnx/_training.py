@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,11 @@ import jax
 import optax
 from flax import nnx, traverse_util
 
-from .._jax import _compat
+from .._jax import _compat, _warnings
 from ..mixed_precision import select
-from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
+from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
 from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
 from ._dot_general import paths_in
-from ._unstored import watching
 from ._variables import OverwriteWithGradient, trainable
 
 
@@ -38,14 +38,62 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
-    differentiate = nnx.value_and_grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
-    return watching(differentiate, argnums, lambda out: out[1])
+    return _differentiated(nnx.value_and_grad, f, argnums, has_aux, lambda out: out[1])
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `value_and_grad` does, and return the gradients without the value."""
-    differentiate = nnx.grad(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
-    return watching(differentiate, argnums, lambda out: out[0] if has_aux else out)
+    return _differentiated(nnx.grad, f, argnums, has_aux, lambda out: out[0] if has_aux else out)
+
+
+def _differentiated(transform, f, argnums, has_aux, gradients_of):
+    """Return `transform` of `f` with a watch on the gradients, which `gradients_of` takes out of the result."""
+    differentiate = transform(_with_max_grad(f), argnums=_with_state(argnums), has_aux=has_aux)
+    positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    positions = [getattr(position, "argnum", position) for position in positions]
+
+    @functools.wraps(differentiate)
+    def watched(*args, **kwargs):
+        out = differentiate(*args, **kwargs)
+        if nnx.set_graph_mode.current_value():
+            _watch([args[i] for i in positions], gradients_of(out))
+        return out
+
+    return watched
+
+
+def _watch(tree, gradients) -> None:
+    """Warn when `gradients` die, if the parameters of `tree` have changed by then and its FP8 state has not.
+
+    No hook sees that `nnx.Optimizer(wrt=nnx.Param)` leaves state out, and `update_state` may come before or after the
+    optimizer: only the end of the gradients' life shows that their state was not stored. Objects live and die alike
+    while a step is traced.
+
+    Args:
+        tree: the arguments that were differentiated, as `nnx.iter_graph` takes them.
+        gradients: the gradients with respect to `tree`.
+    """
+    state = [(v, v.get_raw_value()) for v in _variables(tree, OverwriteWithGradient)]
+    # Keep the id of an old parameter only: the array must be free to die.
+    params = [(v, id(v.get_raw_value())) for v in _variables(tree, nnx.Param)]
+    # Flax's optimizer takes the parameters out of this very object, so that its death is the end of the step.
+    # The finalizer belongs to the object: it is gone as soon as it has run.
+    for gradient in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, nnx.State)):
+        if state and isinstance(gradient, nnx.State) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
+            weakref.finalize(gradient, _check_stored, params, state, _warnings.user_line()).atexit = False
+            return
+
+
+def _check_stored(params, state, line) -> None:
+    is_used = any(id(variable.get_raw_value()) != before for variable, before in params)
+    if is_used and all(variable.get_raw_value() is before for variable, before in state):
+        _warnings.warn(
+            "the parameters were updated with these gradients, and the next FP8 state in them was not stored: scales "
+            "stay what they are. Take jaxfp8.nnx.Optimizer in place of nnx.Optimizer, or call "
+            "jaxfp8.nnx.update_state(model, gradients) beside it",
+            FP8StateWarning,
+            line,
+        )
 
 
 @contextlib.contextmanager

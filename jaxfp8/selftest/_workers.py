@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -70,16 +69,13 @@ def _start(names, limit, options):
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # XLA dumps no thunks of a program from the cache
     }
-    # The output goes to files: a worker that writes more than a pipe holds would wait for a reader for ever.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen([*COMMAND, *options, "--worker", *names], env=environment, stdout=out, stderr=errors)
-        try:
-            code = process.wait(limit * len(names) + _START)
-        except subprocess.TimeoutExpired:  # not even SIGALRM has ended it
-            process.kill()
-            code = -signal.SIGALRM
-        # The worker has moved the position in the files, which both processes share, to their ends.
-        lines, last = ((file.seek(0), file.read().decode(errors="replace").splitlines())[1] for file in (out, errors))
+    command, limit_of_all = [*COMMAND, *options, "--worker", *names], limit * len(names) + _START
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=limit_of_all)
+        code = done.returncode
+    except subprocess.TimeoutExpired as stopped:  # not even SIGALRM has ended it
+        done, code = stopped, -signal.SIGALRM
+    lines, last = ((text or b"").decode(errors="replace").splitlines() for text in (done.stdout, done.stderr))
     # Libraries print too: only lines that begin like a row are rows.
     rows = [json.loads(line) for line in lines if line.startswith('{"check"')]
     message = next((line for line in reversed(last) if line.strip()), "")[:500]

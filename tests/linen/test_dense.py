@@ -11,7 +11,7 @@ import oracle
 import pytest
 
 import jaxfp8
-from jaxfp8.linen._dense import Dense
+from jaxfp8.linen import Dense
 
 from .probes import OWG, RECIPE, assert_state
 
