@@ -64,7 +64,7 @@ def main():
     if options.ship:
         # Ship the plans of this run's products only, not others that this machine has measured.
         path = _plan_files.SHIPPED / _plan_files.file_name(report.platform)
-        known = _plan_files.store.of(report.platform)
+        known = _plan_files.store.on(report.platform)
         plans = {row["gemm"]: known[row["gemm"]] for row in report.rows}
         _plan_files.write(path, report.platform, _plan_files.read(path)[1] | plans)
         print(f"wrote {path}")

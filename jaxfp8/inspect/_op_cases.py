@@ -60,12 +60,14 @@ class Case(NamedTuple):
         function: the function to call.
         arguments: its arguments, numpy arrays, for all groups.
         comparison: a function of whether tensor cores multiply, which returns the Comparison.
+        expected: the results that numpy gives; or None.
     """
 
     name: str
     function: Callable
     arguments: tuple
     comparison: Callable[[bool], _comparisons.Comparison]
+    expected: list | None
 
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
@@ -78,7 +80,8 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments, terms)`; `terms(*arguments)` gives the terms of a product, else `terms` is None."""
+    """Return `(function, arguments, more)`; `more(*arguments)` gives the terms of a product, or numpy's results."""
+    # Some ops have no third part: only the reference gives their right results.
     return (*OPS[op](kind, np.random.default_rng([kind.index, group])), None)[:3]
 
 
@@ -87,21 +90,25 @@ def case(op: str, kind: Kind) -> Case:
     rank = 3 if op in PRODUCTS else 2
     groups = kind.shape[:-rank]
     each = [call(op, kind._replace(shape=kind.shape[-rank:]), group) for group in range(*groups or (1,))]
-    function, arguments, terms = each[0]
+    # The expected results of groups are those of single calls.
+    (function, arguments, more), expected = each[0], None
+    if more and op not in PRODUCTS:
+        expected = [more(*arguments) for _, arguments, _ in each]
     if groups:
         function, arguments = jax.vmap(function), tuple(map(np.stack, zip(*(parts[1] for parts in each), strict=True)))
+        expected = expected and [list(map(np.stack, zip(*expected, strict=True)))]
 
     def comparison(tensor_cores):
         if op in PRODUCTS:
-            return _comparisons.product(*terms(*arguments), kind.dtype, tensor_cores)
+            return _comparisons.product(*more(*arguments), kind.dtype, tensor_cores)
         return _comparisons.CODES if op in COMPUTED else _comparisons.BITS
 
     name = f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"
-    return Case(name, function, tuple(arguments), comparison)
+    return Case(name, function, tuple(arguments), comparison, expected and expected[0])
 
 
 def _amax(kind, rng):
-    return ops.amax, [_numbers(kind, rng)]
+    return ops.amax, [_numbers(kind, rng)], lambda x: [_values.amax(x)]
 
 
 def _quantize(kind, rng, op=quantize_with, **layouts):
@@ -111,7 +118,11 @@ def _quantize(kind, rng, op=quantize_with, **layouts):
     def function(x, scale, least):
         return op(x, scale, kind.form.dtype, **{"amax": least, "with_amax": True} | options | layouts)
 
-    return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1))
+    def results(x, scale, least):
+        data, top = _values.quantized(x, scale, kind.form), _values.amax(x, 0 if "amax" in options else least[0])
+        return [data, *[data.T] * bool(layouts), *[top.reshape(1)] * ("with_amax" not in options)]
+
+    return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1)), results
 
 
 def _quantize_transpose(kind, rng):
@@ -216,20 +227,17 @@ def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (_values.numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
     # Add one term at a time: with both a bias and an accumulator the kernel itself adds neither.
-    extra = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
+    terms = kind.turn(({}, {"bias": bias.astype(kind.dtype)}, {"accumulator": accumulator}))
 
     def function(a, b, a_scale, b_scale, *added):
-        options = dict(zip(extra, added, strict=True)) | {
-            "out_dtype": kind.dtype,
-            "precise": kind.turn((False, True)),
-        }
+        options = dict(zip(terms, added, strict=True)) | {"out_dtype": kind.dtype, "precise": kind.turn((False, True))}
         return ops.scaled_matmul(a, b, a_scale, b_scale, **options)
 
-    def terms(a, b, a_scale, b_scale, *added):
-        added = [_wide(x[..., None, :] if "bias" in extra else x) for x in added]
+    def more(a, b, a_scale, b_scale, *added):
+        added = [_wide(x[..., None, :] if "bias" in terms else x) for x in added]
         return [(_wide(a, a_scale[..., None]), _wide(b, b_scale[..., None]))], added
 
-    return function, [*_operands(kind, rng, (m, k), (n, k)), *_scales(kind, rng, 1, 1), *extra.values()], terms
+    return function, [*_operands(kind, rng, (m, k), (n, k)), *_scales(kind, rng, 1, 1), *terms.values()], more
 
 
 def _block_scaled_matmul(kind, rng):
@@ -243,7 +251,7 @@ def _block_scaled_matmul(kind, rng):
         options = dict(zip(("a_block", "b_block"), blocks, strict=True)) | {"out_dtype": kind.dtype}
         return ops.block_scaled_matmul(a, b, *scales, **options)
 
-    def terms(a, b, *scales):
+    def more(a, b, *scales):
         sides = []
         for codes, scale, block in zip((a, b), scales, blocks, strict=True):
             # Blocks at the edges are smaller: repeat scales for whole blocks, and cut off the part outside the matrix.
@@ -252,7 +260,7 @@ def _block_scaled_matmul(kind, rng):
             sides.append(_wide(codes, spread[..., : codes.shape[-2], : codes.shape[-1]]))
         return [sides], []
 
-    return function, [*_operands(kind, rng, (m, k), (n, k)), *scales], terms
+    return function, [*_operands(kind, rng, (m, k), (n, k)), *scales], more
 
 
 def _ragged_matmul(kind, rng):
@@ -264,7 +272,7 @@ def _ragged_matmul(kind, rng):
         out = ops.ragged_matmul(a, b, a_scale, b_scale, sizes, ragged=ragged, out_dtype=kind.dtype)
         return out.reshape(-1, n)
 
-    def terms(a, b, a_scale, b_scale, sizes):
+    def more(a, b, a_scale, b_scale, sizes):
         a, b = _wide(a, a_scale[..., None]), _wide(b, b_scale[..., None, None] if is_rows else b_scale[..., None])
         return [
             (a[..., i:j, :], b[..., group, :, :]) if is_rows else (a[..., i:j], b[..., i:j])
@@ -272,7 +280,7 @@ def _ragged_matmul(kind, rng):
         ], []
 
     operands = _operands(kind, rng, *(((m, k), (3, n, k)) if is_rows else ((k, m), (n, m))))
-    return function, [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)], terms
+    return function, [*operands, *_scales(kind, rng, 1, 1), np.diff(ends).astype(np.int32)], more
 
 
 def _numbers(kind, rng):

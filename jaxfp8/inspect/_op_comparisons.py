@@ -49,20 +49,21 @@ def _bit_problem(results, expected):
     return None
 
 
-def _moved_by_two(results):
-    """Move the middle element of the largest result by two codes, or by two bits of its last places."""
+def _changed(results, change):
+    """Apply `change(bits, middle)` to the unsigned view of the largest result."""
     copies = [np.array(x) for x in results]
     largest = max(copies, key=np.size)
     if not largest.size:
         return None
-    bits, middle = largest.reshape(-1).view(f"u{largest.dtype.itemsize}"), largest.size // 2
-    # Near the largest code, two codes up would be an infinity or a NaN, so there the change goes down.
-    code = int(bits[middle])
-    bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
+    change(largest.reshape(-1).view(f"u{largest.dtype.itemsize}"), largest.size // 2)
     return copies
 
 
-BITS = Comparison(_bit_problem, _moved_by_two)
+def _flip_a_bit(bits, middle):
+    bits[middle] ^= 1
+
+
+BITS = Comparison(_bit_problem, lambda results: _changed(results, _flip_a_bit))
 
 
 def _order(codes):
@@ -93,9 +94,15 @@ def _code_problem(results, expected):
     return None if good.all() else f"amax: {amax}, expected {right_amax}"
 
 
+def _move_by_two_codes(bits, middle):
+    # Near the largest code, two codes up would be an infinity or a NaN, so there the change goes down.
+    code = int(bits[middle])
+    bits[middle] = code + 2 if code & 0x7F < 0x70 else code - 2
+
+
 # For ops that compute the values they quantize, so that last bits decide between neighbouring codes: n additions are
 # off by n units of 2**-24, for rows of 4096 by 2**-12. A code spans 2**-4 of its value, so 2**-7 of codes may differ.
-CODES = Comparison(_code_problem, _moved_by_two)
+CODES = Comparison(_code_problem, lambda results: _changed(results, _move_by_two_codes))
 
 
 def product(pieces, added, out_dtype, tensor_cores: bool) -> Comparison:
