@@ -116,20 +116,6 @@ def test_options(implementation, name):
         np.testing.assert_allclose(total, sums, rtol=1e-5, atol=30 * 2.0**-22 * np.abs(np.asarray(sums)).max())
 
 
-def test_vmap(implementation):
-    """Members with a scale and an amax of their own; in no position in particular."""
-    x, grad = inputs("silu_gated", (10, 3, 24), oracle.BF16)
-    x = np.moveaxis(x, 1, 2)  # members last but one
-    scales, starts = np.float32([1, 2, 3]), np.float32([0, 1e6, 0])
-    one = lambda x, grad, scale, start: run("silu_gated", x, grad, scale, amax=start, column_sums=True)  # noqa: E731
-    got = jax.vmap(one, in_axes=(2, 1, 0, 0))(x, grad, scales, starts)
-    for i in range(3):
-        data, data_t, top, sums = (np.asarray(out)[i] for out in got)
-        assert i != 1 or top == 1e6
-        if i != 1:
-            check((data, data_t, top, sums), "silu_gated", x[:, :, i], grad[:, i], scale=scales[i], what=f", {i}")
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_no_elements(implementation, shape):
     x, grad = np.zeros((shape[0], 2, shape[1]), np.float32), np.zeros(shape, np.float32)

@@ -169,27 +169,6 @@ def test_dimensions_of_their_own(implementation, pair):
         expected.check(np.asarray(got[index]).reshape(m, n), f"{pair}, {index}")
 
 
-@pytest.mark.parametrize("pair", [("1x128", "128x128"), ("MX", "MX"), ("rows", "rows"), ("tensor", "1x128")], ids=str)
-def test_vmap(implementation, pair):
-    sets = [operands(6, 7, 160, pair) for _ in range(3)]
-    for i, args in enumerate(sets):
-        args[0][:] = np.roll(args[0], i, axis=0)
-    stacked = [np.stack([args[i] for args in sets]) for i in range(4)]
-
-    def product(*args):
-        return ops.block_scaled_matmul(*args, **blocks_of(pair), out_dtype=F32, precise=True)
-
-    summed = cases.accumulation(implementation, precise=True)
-    for axes in ((0, 0, 0, 0), (0, None, None, None), (None, 0, None, 0), (None, None, 0, None)):
-        batched = [x if axis == 0 else x[0] for x, axis in zip(stacked, axes, strict=True)]
-        for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
-            got = np.asarray(run(*batched))
-            for i in range(3):
-                member = [x[i] if axis == 0 else x for x, axis in zip(batched, axes, strict=True)]
-                expected = oracle_blocks.matmul(*member, **blocks_of(pair), **summed)
-                expected.check(got[i], f"vmap {axes}, member {i}")
-
-
 # ------------------------------------------------------------------------------------------------------------- mutants
 
 

@@ -55,21 +55,6 @@ def test_shapes(implementation, shape):
     assert_counted(x, np.float32(16), oracle.E4M3, str(shape))
 
 
-def test_batches_and_members(implementation):
-    """Dimensions of the tensor are one count, members of a vmap have their own, at their own scales."""
-    x, scales = cases.random_values((3, 2, 130, 66), np.float32, 5, spread=8), np.float32([1, 2.0**-9, 100])
-    assert_counted(x, np.float32(3), oracle.E4M3, "a batch")
-    own = np.stack([oracle.counts(of, s, oracle.E4M3) for of, s in zip(x, scales, strict=True)])
-    found = jax.vmap(lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3))(x, scales)
-    cases.assert_bitwise(found, own, "members")
-    shared = np.stack([oracle.counts(x[0], s, oracle.E4M3) for s in scales])
-    found = jax.vmap(lambda s: ops.count_saturated_and_flushed(x[0], s, E4M3))(scales)
-    cases.assert_bitwise(found, shared, "one tensor at several scales")
-    nested = jax.vmap(jax.vmap(lambda x: ops.count_saturated_and_flushed(x, np.float32(3), E4M3)))(x)
-    for i in np.ndindex(3, 2):
-        cases.assert_bitwise(nested[i], oracle.counts(x[i], np.float32(3), oracle.E4M3), f"member {i}")
-
-
 def test_more_than_f32_can_count(implementation):
     """Sums are of integers, here of 257 rows: a sum of ones in float32 would stop at 2**24."""
     x = np.full((2**24 + 2**10,), 449, np.float16)

@@ -166,40 +166,6 @@ def test_options(implementation, name):
         cases.assert_bitwise(got[2], top, "amax")
 
 
-def test_vmap_of_activations(implementation):
-    """Members with their own amax, a scale of their own or a shared one; a matrix in no position in particular."""
-    x = cases.random_values((4, 10, 2, 3, 24), oracle.BF16, 5, 1)  # members in dimensions 0 and 3
-    scales, starts = np.float32([1, 2, 3]), np.float32([0, 1e6, 0])
-
-    def one(x, scale, start):
-        return run("silu_gated", x, scale=scale, amax=start)
-
-    own = jax.vmap(jax.vmap(one, in_axes=(2, 0, 0)), in_axes=(0, None, None))(x, scales, starts)
-    shared = jax.vmap(lambda x: one(x, scales[0], starts[0]), in_axes=2)(x[0])
-    for j in range(3):
-        for i in range(4):
-            check([out[i, j] for out in own], "silu_gated", x[i, :, :, j], scale=scales[j], start=starts[j])
-        check([out[j] for out in shared], "silu_gated", x[0, :, :, j], scale=scales[0])
-
-
-def test_vmap_of_norms(implementation):
-    """Members with scales, gammas and amaxes of their own; with shared ones."""
-    name, scales = "layer with beta", np.float32([10, 20, 30])
-    x, pairs = inputs(name, (3, 4, 10, 24), oracle.BF16), [parameters(name, 24, seed=i) for i in range(3)]
-    gammas, betas = (np.stack(p) for p in zip(*pairs, strict=True))
-
-    def one(x, gamma, beta, scale):
-        return run(name, x, gamma, beta, scale=scale)
-
-    own = jax.vmap(one)(x, gammas, betas, scales)
-    shared = jax.vmap(one, in_axes=(0, None, None, None))(x, *pairs[0], scales[0])
-    for i in range(3):
-        for out, params, scale in ((own, pairs[i], scales[i]), (shared, pairs[0], scales[0])):
-            data, data_t, top = (np.asarray(part)[i] for part in out)
-            check((data, None, top), name, x[i], *params, scale=scale, what=f"member {i}")
-            cases.assert_bitwise(data_t, data.swapaxes(-1, -2), "data_t")
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize("name", ["gelu_gated", "layer with beta"])
 def test_no_elements(implementation, name, shape):

@@ -159,16 +159,6 @@ def test_the_amax_is_raised(implementation, fmt, name):
 
 
 @NAMES
-def test_the_amax_of_each_member(implementation, name):
-    quantize = getattr(ops, name)
-    x, amaxes = cases.random_values((3, 4, 6), np.float32, 29, spread=1), np.float32([0, 1e30, 2.0**-140])
-    *_, tops = jax.vmap(lambda x, a: quantize(x, TWO, E4M3, amax=a))(x, amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, [oracle.amax(member) for member in x]), "own amaxes")
-    *_, tops = jax.vmap(lambda a: quantize(x[0], TWO, E4M3, amax=a))(amaxes)
-    cases.assert_bitwise(tops, np.maximum(amaxes, oracle.amax(x[0])), "own amaxes, one x")
-
-
-@NAMES
 def test_the_amax_that_is_given_stays(implementation, name):
     """It is raised in a copy where the program needs it otherwise."""
     x, amax = np.float32([[3, -4]]), np.float32([1])

@@ -191,21 +191,6 @@ def test_merged_rows_and_columns(implementation, options):
             assert_blocks(got, matrix, oracle.E4M3, (3, 7), f"{rows} by {cols}, {i}", **options)
 
 
-@ALL_KINDS
-@pytest.mark.varied
-def test_vmap(implementation, options):
-    x = cases.random_values((3, 2, 10, 40), BF16, 4)
-
-    def quantize(x):
-        return ops.quantize_blocks(x, oracle.E4M3.dtype, block=(4, 32), **options)
-
-    runs = (0, jax.vmap(jax.vmap(quantize))), (0, jax.jit(jax.vmap(quantize))), (2, jax.vmap(quantize, 2))
-    for in_axis, run in runs:
-        got = run(np.moveaxis(x, 0, in_axis))
-        for i, j in np.ndindex(3, 2):
-            assert_blocks([v[i, j] for v in got], x[i, j], oracle.E4M3, (4, 32), f"member {i}, {j}", **options)
-
-
 def mesh(axis_type=AxisType.Auto):
     return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(axis_type,) * 2)
 

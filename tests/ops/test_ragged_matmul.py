@@ -100,28 +100,6 @@ def test_sizes_that_cannot_be(implementation, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_vmap(implementation, kind):
-    """Sizes, operands and scales of its own for each member, and what members share."""
-    sizes = np.int32([[40, 60, 50], [0, 10, 3]])
-    pairs = [operands(kind, 3, seed=seed) for seed in (1, 5)]
-    a, b = (np.stack([pair[i] for pair in pairs]) for i in (0, 1))
-    scales, summed = np.float32([0.01, 0.3]), accumulation(implementation, precise=True)
-    for axes in itertools.product((0, None), repeat=4):
-        args = [x if d == 0 else x[1] for x, d in zip((a, b, scales, sizes), axes, strict=True)]
-        if set(axes) == {None}:
-            continue
-
-        def product(a, b, scale, sizes):
-            return ops.ragged_matmul(a, b, scale, B_INV, sizes, ragged=kind, out_dtype=jnp.float32, precise=True)
-
-        got = jax.vmap(product, in_axes=axes)(*args)
-        for i in range(2):
-            a_i, b_i, scale, sizes_i = (x[i] if d == 0 else x for x, d in zip(args, axes, strict=True))
-            expected = oracle.ragged_matmul(a_i, b_i, scale, B_INV, sizes_i, **summed)
-            expected.check(got[i], f"{axes}, member {i}")
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_shards(implementation, kind):
     """A device multiplies its rows by its groups, the first of which begins anywhere in them."""
     if implementation == "cuda":

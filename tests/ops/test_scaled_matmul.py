@@ -139,54 +139,6 @@ def test_nan_codes_reach_their_row_and_column_only(implementation, out_dtype):
     np.testing.assert_array_equal(got, wanted)
 
 
-@ONE_PAIR
-def test_vmap_over_operands_and_scales(implementation, a_fmt, b_fmt):
-    m, n, k, batch = 6, 7, 33, 3
-    a, b = cases.random_codes((batch, m, k), a_fmt, 1), cases.random_codes((batch, n, k), b_fmt, 2)
-    a_inv = np.float32([0.01, 0.02, 0.5])
-    b_inv = np.float32([0.3, 1e-3, 0.7])
-    one = np.float32(0.1)
-
-    def product(a, b, a_inv, b_inv):
-        return ops.scaled_matmul(a, b, a_inv, b_inv, out_dtype=np.float32, precise=True)
-
-    table = {
-        "all": ((0, 0, 0, 0), (a, b, a_inv, b_inv)),
-        "a": ((0, None, None, None), (a, b[0], one, one)),
-        "b": ((None, 0, None, None), (a[0], b, one, one)),
-        "a and b": ((0, 1, None, None), (a, b.swapaxes(0, 1), one, one)),
-        "a_scale_inv": ((None, None, 0, None), (a[0], b[0], a_inv, one)),
-        "b_scale_inv": ((None, None, None, 0), (a[0], b[0], one, b_inv)),
-        "a and b_scale_inv": ((0, None, None, 0), (a, b[0], one, b_inv)),
-        "a at axis 1": ((1, 0, 0, None), (a.swapaxes(0, 1), b, a_inv, one)),
-    }
-    options = cases.accumulation(implementation, precise=True)
-    for name, (axes, batched) in table.items():
-        for run in (jax.vmap(product, axes), jax.jit(jax.vmap(product, axes))):
-            got = np.asarray(run(*batched))
-            for i in range(batch):
-                member = [x if axis is None else np.take(x, i, axis) for x, axis in zip(batched, axes, strict=True)]
-                oracle.scaled_matmul(*member, **options).check(got[i], f"vmap {name}, member {i}")
-
-
-@pytest.mark.parametrize("batch", [0, 1])
-def test_vmap_with_shared_scales(implementation, batch):
-    """Of whole products, and of products that are batches themselves."""
-    a, b = (cases.random_codes((3, *[2] * batch, n, 33), oracle.E4M3, n) for n in (6, 7))
-    bias = cases.random_values((3, *[2] * batch, 7), np.float32, 1, spread=1)
-    accumulator = cases.random_values((*[2] * batch, 6, 7), np.float32, 2, spread=1)
-
-    def product(a, b, bias):
-        extras = {"bias": bias, "accumulator": accumulator}
-        return ops.scaled_matmul(a, b, A_INV, B_INV, out_dtype=np.float32, precise=True, batch=batch, **extras)
-
-    got = np.asarray(jax.vmap(product)(a, b, bias))
-    for i in np.ndindex(got.shape[:-2]):
-        extras = {"bias": bias[i], "accumulator": accumulator[i[1:]]}
-        expected = oracle.scaled_matmul(a[i], b[i], A_INV, B_INV, **extras, **cases.accumulation(implementation, True))
-        expected.check(got[i], f"member {i}")
-
-
 def test_sliced_and_transposed_operands(implementation):
     a, b = cases.random_codes((40, 31), oracle.E4M3, 1), cases.random_codes((40, 29), oracle.E4M3, 2)
 

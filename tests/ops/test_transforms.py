@@ -1,115 +1,191 @@
-"""The elementwise ops under jit, vmap, remat and donation: the same bytes as the plain call."""
+"""Ops under jit, vmap, remat and donation: the same bits as the plain call, which other tests compare with the oracle.
+
+All numbers are integers or powers of two, so that every product and sum is exact and the comparison bitwise.
+"""
 
 import concurrent.futures
 import contextvars
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_blocks
 import pytest
+from equality import assert_same_bits
 from jax.experimental.layout import Format, Layout
 
 from jaxfp8 import ops
 
 from . import cases
+from .conftest import EMULATED
 
-FORMATS = pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
-X = cases.random_values((3, 6, 10), oracle.BF16, 1)
-S = np.float32([0.5, 3.3, 2.0**-8])
+IMPLEMENTATIONS = ("cpu", "reference", EMULATED, pytest.param("gpu", marks=pytest.mark.gpu))
+E4M3, E5M2 = oracle.E4M3.dtype, oracle.E5M2.dtype
+OUTER, INNER = 2, 3
 
 
-def forms(fmt):
-    """op -> (function of (x, scale), what the oracle gives for one member), both returning tuples of outputs."""
-    dtype = cases.dtype_of(fmt)
+def integers(*shape, dtype=np.float32, largest=8):
+    """Of each member, some of them as large as others are in total."""
+    rng = np.random.default_rng(len(shape) + sum(shape))
+    return rng.integers(-largest, largest + 1, (OUTER, INNER, *shape)).astype(dtype)
 
-    def dequantize(x, scale):  # reads the low bytes of x as codes
-        codes = jax.lax.bitcast_convert_type(x, jnp.uint8)[..., 0].view(dtype)
-        return (ops.dequantize(codes, scale, jnp.float32),)
 
-    return {
-        "amax": (lambda x, s: (ops.amax(x),), lambda x, s: (oracle.amax(x),)),
-        "quantize": (lambda x, s: ops.quantize(x, s, dtype), lambda x, s: oracle.quantize(x, s, fmt)),
-        "quantize_transpose": (
-            lambda x, s: ops.quantize_transpose(x, s, dtype),
-            lambda x, s: oracle.quantize_transpose(x, s, fmt),
+def powers(*shape, dtype=np.float32):
+    exponents = np.random.default_rng(sum(shape)).integers(-3, 4, (OUTER, INNER, *shape))
+    return np.uint8(exponents + 127).view(dtype) if dtype == oracle_blocks.E8M0 else np.ldexp(np.float32(1), exponents)
+
+
+def gated(*shape):
+    """Arguments of silu where its value and its derivative are exact: far from zero."""
+    return 128 * integers(*shape, largest=1)
+
+
+AMAX = np.float32([[0, 1e6, 1], [3, 0, 2]])
+PRODUCT = functools.partial(ops.scaled_matmul, out_dtype=jnp.float32, precise=True)
+RAGGED = functools.partial(ops.ragged_matmul, out_dtype=jnp.float32, precise=True)
+BLOCKS = functools.partial(ops.block_scaled_matmul, out_dtype=jnp.float32, precise=True)
+X, S = cases.random_values((6, 10), oracle.BF16, 1), np.float32(3.3)
+# The op as a function of what may be batched; each array has a value for every member of a batch of batches.
+CALLS = {
+    "amax": (ops.amax, integers(6, 10)),
+    "quantize": (lambda x, s, a: ops.quantize(x, s, E4M3, amax=a), integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
+    "quantize_transpose": (
+        lambda x, s, a: ops.quantize_transpose(x, s, E4M3, amax=a, column_sums=True),
+        *(integers(6, 10, dtype=oracle.BF16), powers(), AMAX),
+    ),
+    "dequantize": (lambda x, s: ops.dequantize(x, s, np.float32), integers(6, 10, dtype=E4M3), powers()),
+    "amax_to_scale": (lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0), AMAX, powers()),
+    "count": (lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3), 100 * integers(6, 10), powers()),
+    "quantize_blocks": (lambda x: ops.quantize_blocks(x, E4M3, block=(4, 3)), integers(6, 10)),
+    "quantize_blocks_transpose": (
+        lambda x: ops.quantize_blocks_transpose(x, E5M2, block=(1, 32), scale="e8m0"),
+        integers(6, 40, dtype=oracle.BF16),
+    ),
+    "transpose_blocks": (
+        lambda x, s: ops.transpose_blocks(x, s, block=(1, 4)),
+        *(integers(6, 8, dtype=E4M3), powers(6, 2, dtype=oracle_blocks.E8M0)),
+    ),
+    "quantize_activation": (
+        lambda x, s, a: ops.quantize_activation(x, s, E4M3, activation="silu_gated", amax=a),
+        *(gated(6, 2, 8), powers(), AMAX),
+    ),
+    "quantize_activation_grad": (
+        lambda x, g, s, a: ops.quantize_activation_grad(
+            x, g, s, E5M2, activation="silu_gated", amax=a, column_sums=True
         ),
-        "dequantize": (
-            dequantize,
-            lambda x, s: (oracle.dequantize(oracle.bits(x).astype(np.uint8).view(fmt.dtype), s, np.float32),),
-        ),
-    }
+        *(gated(6, 2, 8), integers(6, 8), powers(), AMAX),
+    ),
+    "quantize_norm": (
+        lambda x, gamma, beta, s: ops.quantize_norm(x, gamma, beta, s, E4M3, kind="layer", epsilon=1.0),
+        *(integers(6, 16), integers(16), integers(16), powers()),
+    ),
+    "scaled_matmul": (
+        lambda a, b, s, t, bias, sum_: PRODUCT(a, b, s, t, bias=bias, accumulator=sum_),
+        *(integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers(), integers(7), integers(6, 7)),
+    ),
+    "scaled_matmul of codes alone": (
+        PRODUCT,
+        *(integers(6, 33, dtype=E4M3), integers(7, 33, dtype=E5M2), powers(), powers()),
+    ),
+    "scaled_matmul of batches": (
+        lambda a, b, s, bias: PRODUCT(a, b, s, np.float32(2), bias=bias, batch=1),
+        *(integers(2, 6, 33, dtype=E4M3), integers(2, 7, 33, dtype=E5M2), powers(), integers(2, 7)),
+    ),
+    "block_scaled_matmul": (
+        functools.partial(BLOCKS, a_block=(1, 32), b_block=(1, 32)),
+        *(integers(6, 64, dtype=E4M3), integers(7, 64, dtype=E4M3)),
+        *(powers(6, 2, dtype=oracle_blocks.E8M0), powers(7, 2, dtype=oracle_blocks.E8M0)),
+    ),
+    "block_scaled_matmul by a tensor": (
+        functools.partial(BLOCKS, a_block=(1, 128), b_block=None),
+        *(integers(6, 160, dtype=E4M3), integers(7, 160, dtype=E4M3), powers(6, 2), powers(1)),
+    ),
+    "ragged_matmul, rows": (
+        functools.partial(RAGGED, ragged="rows"),
+        *(integers(9, 8, dtype=E4M3), integers(2, 5, 8, dtype=E5M2), powers(), powers()),
+        np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
+    ),
+    "ragged_matmul, contraction": (
+        functools.partial(RAGGED, ragged="contraction"),
+        *(integers(8, 9, dtype=E4M3), integers(5, 9, dtype=E5M2), powers(), powers()),
+        np.int32([[[4, 5], [0, 3], [9, 0]], [[1, 1], [0, 0], [2, 7]]]),
+    ),
+}
 
 
-OPS = pytest.mark.parametrize("op", ["quantize", "quantize_transpose", "dequantize", "amax"])
+OPS = pytest.mark.parametrize("op", CALLS)
 
 
-def assert_members(got, members, expected, what):
-    """`got[j][i]` is output j of member i."""
-    for i, (x, scale) in enumerate(members):
-        for j, value in enumerate(expected(x, scale)):
-            cases.assert_bitwise(np.asarray(got[j])[i], value, f"{what}: member {i}, output {j}")
+def check(function, arguments, outer, inner):
+    """Batch the arguments numbered `outer` in one vmap, and those numbered `inner` in another inside of it."""
+    axes = range(len(arguments))
+    given = [x if i in outer and i in inner else x[:, 0] if i in outer else x[0] if i in inner else x[0, 0]
+             for i, x in enumerate(arguments)]  # fmt: skip
+    run = jax.vmap(function, [0 if i in inner else None for i in axes]) if inner else function
+    got = jax.jit(jax.vmap(run, [0 if i in outer else None for i in axes]))(*given)
+    one = jax.jit(function)
+    for i, j in itertools.product(range(OUTER), range(INNER) if inner else [None]):
+        member = [x[i if k in outer else 0, j if k in inner and j is not None else 0] for k, x in enumerate(arguments)]
+        found = jax.tree.map(lambda leaf, i=i, j=j: leaf[i] if j is None else leaf[i, j], got)
+        assert_same_bits(found, one(*member), f"batched {outer} and {inner}, member {i}, {j}")
 
 
-@pytest.mark.varied
 @OPS
-@FORMATS
-def test_eager_equals_jit_equals_donated(implementation, op, fmt):
-    function, expected = forms(fmt)[op]
-    x, scale = X[0], S[1]
-    runs = {"eager": function, "jit": jax.jit(function), "remat": jax.checkpoint(function)}
-    for name, run in runs.items():
-        assert_members([jnp.asarray(out)[None] for out in run(x, scale)], [(x, scale)], expected, f"{op} {name}")
-    donated = jax.jit(lambda x, s: (function(x, s), x + jnp.ones_like(x)), donate_argnums=0)
-    out, _ = donated(jnp.asarray(x), scale)
-    assert_members([value[None] for value in out], [(x, scale)], expected, f"{op} donated")
+def test_vmap(implementation, op):
+    """All arguments, each alone, all but each."""
+    function, *arguments = CALLS[op]
+    every = set(range(len(arguments)))
+    for batched in [every, *({i} for i in every), *(every - {i} for i in every)]:
+        if batched:
+            check(function, arguments, batched, set())
 
 
-@pytest.mark.varied
 @OPS
-@FORMATS
-def test_vmap(implementation, op, fmt):
-    function, expected = forms(fmt)[op]
-    every = range(3)
-    table = {
-        "x": ((0, None), (X, S[1]), [(X[i], S[1]) for i in every]),
-        "scale": ((None, 0), (X[0], S), [(X[0], S[i]) for i in every]),
-        "both": ((0, 0), (X, S), [(X[i], S[i]) for i in every]),
-        "axis 1": ((1, 0), (np.moveaxis(X, 0, 1).copy(), S), [(X[i], S[i]) for i in every]),
-        "axis -1": ((-1, None), (np.moveaxis(X, 0, -1).copy(), S[2]), [(X[i], S[2]) for i in every]),
-        "scale f32[1]": ((0, 0), (X, S[:, None]), [(X[i], S[i]) for i in every]),
-    }
-    for name, (axes, arguments, members) in table.items():
-        if op == "amax" and name == "scale":
-            continue  # nothing of it is batched
-        for run in (jax.vmap(function, axes), jax.jit(jax.vmap(function, axes))):
-            assert_members(run(*arguments), members, expected, f"{op} vmap {name}")
+def test_nested_vmap(implementation, op):
+    """Both vmaps over all, and over parts: groups must not mix."""
+    function, *arguments = CALLS[op]
+    every = set(range(len(arguments)))
+    first, rest = {0}, every - {0} or {0}
+    for outer, inner in ((every, every), (first, rest), (rest, first), (every, first), (first, every)):
+        check(function, arguments, outer, inner)
 
 
-@pytest.mark.varied
 @OPS
-@FORMATS
-def test_nested_vmap(implementation, op, fmt):
-    """Outer and inner batches over x, over scale, over one each; groups must not mix."""
-    function, expected = forms(fmt)[op]
-    x = cases.random_values((2, 3, 6, 10), oracle.BF16, 2)
-    scale = np.float32([[1, 0.1, 7], [2.0**-7, 3, 90]])
-    pairs = [(i, j) for i in range(2) for j in range(3)]
-    table = {
-        "both, both": (((0, 0), (0, 0)), (x, scale), [(x[i, j], scale[i, j]) for i, j in pairs]),
-        "x, scale": (((0, None), (None, 0)), (x[:, 0], scale[0]), [(x[i, 0], scale[0, j]) for i, j in pairs]),
-        "scale, x": (((None, 0), (0, None)), (x[0], scale[:, 0]), [(x[0, j], scale[i, 0]) for i, j in pairs]),
-        "x and scale, x": (((0, 0), (0, None)), (x, scale[:, 0]), [(x[i, j], scale[i, 0]) for i, j in pairs]),
-        "x, x and scale": (((0, None), (0, 0)), (x, scale[0]), [(x[i, j], scale[0, j]) for i, j in pairs]),
-    }
-    for name, ((outer, inner), arguments, members) in table.items():
-        got = jax.vmap(jax.vmap(function, inner), outer)(*arguments)
-        flat = [np.asarray(out).reshape(6, *out.shape[2:]) for out in got]
-        assert_members(flat, members, expected, f"{op} nested vmap {name}")
+def test_other_axes(implementation, op):
+    """Members may be in any place."""
+    function, *arguments = CALLS[op]
+    arguments = [x[0] for x in arguments]
+    last = [np.moveaxis(x, 0, -1) for x in arguments]
+    got = jax.vmap(function, -1)(*last)
+    assert_same_bits(got, jax.vmap(function)(*arguments), "batched in the last place")
 
 
-@FORMATS
-def test_handlers_that_run_at_once(implementation, fmt):
+@OPS
+def test_eager_equals_jit_equals_donated(implementation, op):
+    function, *arguments = CALLS[op]
+    arguments = [x[0, 0] for x in arguments]
+    expected = function(*arguments)
+    for run in (jax.jit(function), jax.checkpoint(function)):
+        assert_same_bits(run(*arguments), expected)
+    donated = jax.jit(lambda x, *rest: (function(x, *rest), x + jnp.ones_like(x)), donate_argnums=0)
+    assert_same_bits(donated(jnp.array(arguments[0]), *arguments[1:])[0], expected)
+
+
+@OPS
+def test_column_major_operands(implementation, op):
+    """An argument that lies transposed in memory: the canonical form is row-major, XLA has to copy."""
+    function, *arguments = CALLS[op]
+    first, *rest = (x[0, 0] for x in arguments)
+    device = jax.devices("gpu" if implementation == "gpu" else "cpu")[0]
+    form = Format(Layout(tuple(range(first.ndim))[::-1]), jax.sharding.SingleDeviceSharding(device))
+    got = jax.jit(function, in_shardings=(form, *(None,) * len(rest)))(jax.device_put(first, form), *rest)
+    assert_same_bits(got, function(first, *rest))
+
+
+def test_handlers_that_run_at_once(implementation):
     """Independent calls in one program, and that program in four threads: right, and nobody waits for ever.
 
     A handler that waits for the pool it runs in can deadlock as soon as two of them run; 60 s are a thousand times what
@@ -119,38 +195,23 @@ def test_handlers_that_run_at_once(implementation, fmt):
 
     @jax.jit
     def program(x):
-        return [ops.quantize_transpose(x[i], S[i % 3], cases.dtype_of(fmt)) for i in range(len(x))]
+        return [ops.quantize_transpose(x[i], np.float32(1 + i % 3), E4M3) for i in range(len(x))]
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         context = contextvars.copy_context
         futures = [pool.submit(context().run, lambda: jax.block_until_ready(program(x))) for _ in range(8)]
         for future in futures:
             for i, got in enumerate(future.result(timeout=60)):
-                cases.assert_codes("quantize_transpose", got, x[i], S[i % 3], fmt, "in a thread")
+                cases.assert_codes("quantize_transpose", got, x[i], np.float32(1 + i % 3), oracle.E4M3, "in a thread")
 
 
-@pytest.mark.varied
-@OPS
-@FORMATS
-def test_column_major_operands(implementation, op, fmt):
-    """An argument that lies transposed in memory: the canonical form is row-major, XLA has to copy."""
-    function, expected = forms(fmt)[op]
-    device = jax.devices("gpu" if implementation == "cuda" else "cpu")[0]
-    form = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(device))
-    x = jax.device_put(X[0], form)
-    assert x.format.layout.major_to_minor == (1, 0)
-    got = jax.jit(function, in_shardings=(form, None))(x, S[1])
-    assert_members([out[None] for out in got], [(X[0], S[1])], expected, f"{op} column-major")
-
-
-@FORMATS
-def test_one_traced_function_under_each_implementation(fmt):
+def test_one_traced_function_under_each_implementation():
     """A jitted function is traced again when the implementation changes: no stale program."""
-    quantize = jax.jit(lambda x, s: ops.quantize(x, s, cases.dtype_of(fmt)))
+    quantize = jax.jit(lambda x, s: ops.quantize(x, s, E4M3))
     for name in ("reference", "ffi", "reference", "xla"):
         with ops.implementation(name):
-            has_call = "jaxfp8_quantize" in quantize.lower(X[0], S[1]).as_text()
-            cases.assert_quantized(quantize(X[0], S[1]), X[0], S[1], fmt, name)
+            has_call = "jaxfp8_quantize" in quantize.lower(X, S).as_text()
+            cases.assert_quantized(quantize(X, S), X, S, oracle.E4M3, name)
         assert has_call == (name == "ffi")
 
 
