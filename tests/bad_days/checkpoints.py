@@ -201,7 +201,8 @@ def changed_length(library):
     for length in (2, 7):
         variables = restore(library, start(library, history=length).params, saved)
         entries, expected = newest_first(variables), [*newest_first(saved), *[0] * length][:length]
-        tally(entries == expected, f"the model asks for {length} entries and has {len(entries)}: {entries} for {expected}")
+        what = f"the model asks for {length} entries and has {len(entries)}: {entries} for {expected}"
+        tally(entries == expected, what)
         goes_on(tally, library, variables, "the step after", history=length)
     return tally.verdict()
 
