@@ -13,7 +13,7 @@ CI = {
     *("inference", "inspect", "integrations", "mixed_precision", "mutants", "native", "plain", "ragged"),
     *("run_examples", "selftest", "soak", "optim/test_meshes.py", "optim/test_quantized.py"),
     *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py"),
-    *("mesh/test_transformer_collectives.py", "recipes/test_custom.py", "recipes/test_custom_state.py"),
+    *("recipes/test_custom.py", "recipes/test_custom_state.py"),
     *("test_accumulation.py", "test_autotune.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
     *("test_native_xla.py", "test_plan_files.py", "test_reference.py", "test_messages.py"),
     *("transforms/test_programs.py", "transforms/test_readings.py", "recipes/test_transforms.py", "fused"),

@@ -31,7 +31,7 @@ _NO_LAUNCH = {
     "parameter", "tuple",
 }  # fmt: skip
 _NO_LAUNCH_TARGETS = {"AllocateBuffer", "PinToDevice", "Sharding"}
-_COLLECTIVES = {
+COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 }  # fmt: skip
@@ -66,7 +66,7 @@ class Launch:
 
     @property
     def is_collective(self) -> bool:
-        return self.kind in _COLLECTIVES
+        return self.kind in COLLECTIVES
 
 
 def launches(module: hlo.Module) -> list[Launch]:
@@ -131,7 +131,7 @@ def _gemm(computation, instruction, body) -> tuple[bool, bool]:
 
 
 def _only_moves(computation, instruction, kind, body) -> bool:
-    if max((a.elements for a in _results(computation, instruction)), default=0) < TENSOR:
+    if max((a.elements for a in results(computation, instruction)), default=0) < TENSOR:
         return False
     if body is None:
         return kind in _MOVES
@@ -141,7 +141,7 @@ def _only_moves(computation, instruction, kind, body) -> bool:
     return bool(opcodes & _MOVES) and opcodes <= _MOVES | _FREE_OF_MEMORY
 
 
-def _results(computation, instruction) -> tuple[hlo.Array, ...]:
+def results(computation, instruction) -> tuple[hlo.Array, ...]:
     """The arrays that a launch writes; the type of `x-start` has operands as well, that of its `x-done` has not."""
     while not instruction.opcode.endswith("-done") and instruction.opcode.endswith(("-start", "-update")):
         instruction = next(i for i in computation.users[instruction.name] if i.opcode.endswith(("-done", "-update")))
@@ -156,13 +156,13 @@ def _bytes(computation, instruction, kind, body) -> int:
         if kind == "dynamic-update-slice":
             return 2 * operands[1].arrays[0].bytes
         read = sum(a.bytes for operand in operands for a in operand.arrays)
-        return read + sum(a.bytes for a in _results(computation, instruction))
+        return read + sum(a.bytes for a in results(computation, instruction))
     read = {}
     for name, parameter in zip(instruction.operands, body.parameters, strict=True):
         read[name] = max(read.get(name, 0), _read(body, parameter))
     root = body.root
-    results = [body.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return sum(read.values()) + sum(_written(body, result) for result in results)
+    written = [body.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return sum(read.values()) + sum(_written(body, result) for result in written)
 
 
 def _read(body, parameter) -> int:
@@ -224,7 +224,7 @@ def reads(module: hlo.Module, argument: str) -> int:
             count += 1
             others = (entry.instructions[n] for n in instruction.operands if n not in versions)
             alone = all(a.elements < size for other in others for a in other.arrays)
-            if alone and any(a.elements == size for a in _results(entry, instruction)):
+            if alone and any(a.elements == size for a in results(entry, instruction)):
                 versions.add(instruction.name)
     return count
 
@@ -246,7 +246,7 @@ def collectives(module: hlo.Module) -> list[Collective]:
     for launch in launches(module):
         if not launch.is_collective:
             continue
-        instruction, arrays = launch.instruction, _results(launch.computation, launch.instruction)
+        instruction, arrays = launch.instruction, results(launch.computation, launch.instruction)
         if launch.kind == "reduce-scatter":
             arrays = [a for name in instruction.operands for a in launch.computation.instructions[name].arrays]
         reducer = instruction.attribute("to_apply")

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 import re
+from typing import NamedTuple
 
 # Bits of an element where the name does not say them.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """The type of one array: `dtype` in HLO's names ("f8e4m3fn"), and its sizes."""
 
     dtype: str
@@ -119,8 +119,12 @@ def parse(text: str) -> Module:
 
 def arrays(text: str) -> tuple[Array, ...]:
     """The arrays in the text of a type: `(f32[2,3]{1,0}, s32[])` has two."""
-    found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text)
-    return tuple(Array(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in found)
+    return tuple(Array(dtype, sizes(of)) for dtype, of in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", text))
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """The numbers of a list like `2,3`."""
+    return tuple(int(n) for n in text.split(",") if n)
 
 
 def _instruction(line: str) -> Instruction:

@@ -2,36 +2,29 @@
 
 import dataclasses
 import json
-import pathlib
 import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mesh.hlo import collectives
 
 import jaxfp8
 
+from .programs import AXES, gpus
+
 BATCH, LENGTH, WIDTH, HIDDEN = 16, 512, 1024, 4096
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=16)
 ROWS_BY_COLUMNS = (((2,), (0,)), ((), ()))
-DEVICES = ("fsdp", "tp")
 # x and y [b, s, d], w1 [d, f], w2 [f, d], h [b, s, f]
 LAYOUTS = {
-    "dp": (P(DEVICES), P(), P(), P(DEVICES)),
-    "fsdp": (P(DEVICES), P(DEVICES), P(DEVICES), P(DEVICES)),
+    "dp": (P(AXES), P(), P(), P(AXES)),
+    "fsdp": (P(AXES), P(AXES), P(AXES), P(AXES)),
     "tp": (P("fsdp"), P(None, "tp"), P("tp", None), P("fsdp", None, "tp")),
     "fsdp+tp": (P("fsdp"), P("fsdp", "tp"), P("tp", "fsdp"), P("fsdp", None, "tp")),
     "sp": (P("fsdp", "tp"), P(None, "tp"), P("tp", None), P("fsdp", None, "tp")),
 }
-
-
-def h200_mesh():
-    description = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x8x1")
-    return topologies.make_mesh(topo=topology, mesh_shape=(4, 2), axis_names=DEVICES)
 
 
 def dot(fp8, x, kernel, state):
@@ -67,7 +60,7 @@ def compiled(mesh, fp8, x, w1, w2, h) -> str:
 
 
 def main():
-    mesh, report = h200_mesh(), {}
+    mesh, report = gpus("h200", (4, 2)), {}
     for name, layout in LAYOUTS.items():
         for fp8 in (True, False):
             text = compiled(mesh, fp8, *layout)

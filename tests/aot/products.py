@@ -4,27 +4,27 @@ Of each device's shards; and the devices that ops ask about.
 """
 
 import json
-import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
+from mesh.hlo import collectives, custom_calls as operands_of
 
 from jaxfp8 import ops
 from jaxfp8._jax import _compat
 from jaxfp8.autotune._autotune import gemms_of
 from jaxfp8.ops import _support
 
-from .meshes import DEVICES, h200_mesh
+from .programs import AXES, gpus
 
 M, N, K = 4096, 2048, 1024
 # a [m, k], b [n, k]
 LAYOUTS = {
-    "rows": (P(DEVICES), P()),
-    "columns": (P(), P(DEVICES)),
+    "rows": (P(AXES), P()),
+    "columns": (P(), P(AXES)),
     "both": (P("fsdp"), P("tp")),
-    "contracted": (P(None, DEVICES), P(None, DEVICES)),
+    "contracted": (P(None, AXES), P(None, AXES)),
 }
 SCALINGS = {
     "blocks": ({"block": (1, 128)}, {"block": (128, 128)}),
@@ -56,19 +56,17 @@ def block_scaled(scalings):
 
 def custom_calls(text):
     """Operands of the products, and how many tensors are gathered."""
-    calls = [line for line in text.splitlines() if '"jaxfp8_block_scaled_matmul_v1"' in line]
-    constraints = [re.search(r"operand_layout_constraints=\{(.*?\})\}", line).group(1) for line in calls]
-    operands = [re.findall(r"(\w+)\[([\d,]*)\]", constraint) for constraint in constraints]
-    return {"operands": operands, "gathers": len(re.findall(r" all-gather(?:-start)?\(", text))}
+    gathers = [c for c in collectives(text) if c.kind == "all-gather"]
+    return {"operands": operands_of(text, "jaxfp8_block_scaled_matmul"), "gathers": len(gathers)}
 
 
 def main():
-    mesh, asked, gpus = h200_mesh(), [], _support.gpus
+    mesh, asked, gpus_of = gpus("h200", (4, 2)), [], _support.gpus
     warnings.simplefilter("ignore")
 
     def record(ctx):
         asked.extend([gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx))
-        return gpus(ctx)
+        return gpus_of(ctx)
 
     def operands(specs, dtype):
         return [
@@ -78,7 +76,7 @@ def main():
 
     _support.gpus = record
     found = {name: gemms_of(product, *operands(specs, jnp.float8_e4m3fn)) for name, specs in LAYOUTS.items()}
-    in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(DEVICES), P()), out_specs=P(DEVICES), check_vma=False)
+    in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
     found["shard_map"] = gemms_of(in_shards, *(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N)))
     blocks = {
         f"{scaling} {layout}": custom_calls(

@@ -53,6 +53,7 @@ TRITON = ", Triton"
 XLA = ", xla"
 COUNTED = ", counted"
 BARE = ", bare"
+AXES = ("fsdp", "tp")
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
 STATE = "_overwrite_with_gradient"
 
@@ -184,7 +185,7 @@ def gpus(name, sizes):
     description = pathlib.Path(__file__).with_name(f"{name}.txtpb").read_text()
     devices = sizes[0] * sizes[1]
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{devices}")
-    return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=("fsdp", "tp"))
+    return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=AXES)
 
 
 def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:

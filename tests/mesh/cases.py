@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxfp8
-from mesh.hlo import collectives as collectives
 
 STEPS = 10
 BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
