@@ -1,11 +1,9 @@
 """Custom calls: bad buffers, errors inside programs, programs that are loaded elsewhere. Flax has no custom calls."""
 
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
+import another_process
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,22 +92,9 @@ def exported(library, folder):
 
 
 def load(folder, imports, **environment) -> str:
-    """What a fresh process says that loads and runs the step.
-
-    Raises:
-        RuntimeError: it died.
-    """
-    paths = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD.replace("IMPORT", imports)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths} | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr[-200:]}")
+    """What a fresh process says that loads and runs the step; an AssertionError where it died."""
+    code = LOAD.replace("IMPORT", imports)
+    done = another_process.python("-c", code, cwd=folder, PYTHONPATH=another_process.PATH, **environment)
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -2,10 +2,9 @@
 
 import importlib.util
 import pathlib
-import subprocess
-import sys
 import types
 
+import another_process
 import numpy as np
 import pytest
 
@@ -87,6 +86,6 @@ def test_the_program(tmp_path):
     """Numpy alone: an adapter of one op, that is wrong."""
     adapter = tmp_path / "adapter.py"
     adapter.write_text("def dequantize(codes, scale_inv, format):\n    return {'values': codes.astype('f4')}\n")
-    ran = subprocess.run([sys.executable, FOLDER / "check.py", adapter], capture_output=True, text=True)
-    assert ran.returncode == 1 and "quantize: not in the adapter" in ran.stdout and "dequantize: 2 cases" in ran.stdout
-    assert "dequantize, e4m3: values: 25" in ran.stdout, ran.stdout + ran.stderr
+    said = another_process.python(FOLDER / "check.py", adapter, code=1).stdout
+    assert "quantize: not in the adapter" in said and "dequantize: 2 cases" in said
+    assert "dequantize, e4m3: values: 25" in said

@@ -111,25 +111,31 @@ def stateless() -> dict:
     return dict.fromkeys(("w1", "w2"), jaxfp8.DotGeneralState(None, None, None))
 
 
+def tensor(rng, level):
+    """f32 `[b, s, d]`: multiples of 1/8 up to 3.5, twice that in half of a row, one 7; times 2**level; and the row."""
+    values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
+    row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
+    values[row, half : half + LENGTH // 2] *= 2
+    values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
+    return values * np.float32(2.0**level), row
+
+
+def hidden_sizes(rng, row):
+    """f32 `[b, 1, f]`: 0.5, and 1 in one block of a row; and where that begins."""
+    size, column = np.full((BATCH, 1, HIDDEN), 0.5, np.float32), rng.integers(HIDDEN // 8) * 8
+    size[row, :, column : column + 8] = 1
+    return size, column
+
+
 @functools.cache
 def batches(dtype=jnp.bfloat16) -> list:
     """The data of each step, in numpy; x in `dtype`, the rest in f32."""
     rng = np.random.default_rng(1)
 
-    def tensor(level):
-        """Multiples of 1/4 up to 7, times 2**level in one row's half and half of that elsewhere."""
-        values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
-        row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
-        values[row, half : half + LENGTH // 2] *= 2
-        values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
-        return values * np.float32(2.0**level), row
-
     def batch(level):
-        x, row = tensor(level)
-        target, _ = tensor(-level)
-        size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)  # of which one block is 1
-        columns = rng.integers(HIDDEN // 8) * 8
-        size[row, :, columns : columns + 8] = 1
+        x, row = tensor(rng, level)
+        target, _ = tensor(rng, -level)
+        size, _ = hidden_sizes(rng, row)
         return Batch(x.astype(dtype), target, size * np.float32(2.0 ** min(level, 0)))
 
     return [batch(level) for level in (0, 1, 0, 0, -1, 0, 1, 1, 0, -1)[:STEPS]]
@@ -176,10 +182,11 @@ def loss(weights, state, batch, **options):
 
 
 def next_weights(weights, gradient):
-    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Elementwise, so also of shards."""
+    """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not finite w stays. Elementwise."""
 
     def step(w, g):
-        return jnp.where(jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75))
+        new = jnp.where(jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75))
+        return jnp.where(jnp.isfinite(g), new, w)
 
     return jax.tree.map(step, weights, gradient)
 

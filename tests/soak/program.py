@@ -1,4 +1,4 @@
-"""What happens in a run: random batches, trainers, restarts and meshes, step by step. Plain numpy.
+"""What happens in a run: random batches, trainers, restarts and meshes, step by step.
 
 As in `mesh/cases.py` every tensor that is quantized has an amax of 7 times a power of two, so that scales are powers of
 two and sums exact, spikes and all. What happens to a batch is an event of `bad_days/events.py`.
@@ -9,8 +9,8 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 from bad_days import events as bad_days
+from mesh import cases
 
-BATCH, LENGTH, WIDTH, HIDDEN = 8, 16, 32, 64
 MESHES = ("one device", "dp", "fsdp 2x4", "fsdp+tp 2x2x2")
 
 
@@ -37,28 +37,16 @@ class Event:
         return ", ".join(filter(None, (self.what, self.trainer, self.mesh, self.before)))
 
 
-def tensor(rng, level):
-    """f32 `[b, s, d]`: multiples of 1/8 up to 3.5, twice that in one half of one row, where one value is 7; times
-    2**level. And that row."""
-    values = rng.integers(-28, 29, (BATCH, LENGTH, WIDTH)).astype(np.float32) / 8
-    row, half = rng.integers(BATCH), rng.integers(2) * LENGTH // 2
-    values[row, half : half + LENGTH // 2] *= 2
-    values[row, half + rng.integers(LENGTH // 2), rng.integers(WIDTH)] = 7
-    return values * np.float32(2.0**level), row
-
-
 def batch(rng, what):
     """`(x, target, size, pin)`: x bf16 and target f32 `[b, s, d]`; size f32 `[b, 1, f]` scales the hidden layer, and
     pin bool `[b, s, f]` says which one of its values and gradients is 7 times that."""
     level = int(rng.integers(-1, 2))
-    x, row = tensor(rng, level)
-    target, _ = tensor(rng, -level)
+    x, row = cases.tensor(rng, level)
+    target, _ = cases.tensor(rng, -level)
     x, target = bad_days.apply(what, rng, x, target)
-    size = np.full((BATCH, 1, HIDDEN), 0.5, np.float32)  # of which one block is 1
-    column = rng.integers(HIDDEN // 8) * 8
-    size[row, :, column : column + 8] = 1
-    pin = np.zeros((BATCH, LENGTH, HIDDEN), bool)
-    pin[row, rng.integers(LENGTH), column] = True
+    size, column = cases.hidden_sizes(rng, row)
+    pin = np.zeros((cases.BATCH, cases.LENGTH, cases.HIDDEN), bool)
+    pin[row, rng.integers(cases.LENGTH), column] = True
     return x.astype(ml_dtypes.bfloat16), target, size, pin
 
 

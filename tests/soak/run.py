@@ -45,14 +45,6 @@ def loss(weights, state, batch, place):
     return jnp.sum(place(cases.dot(h, weights["w2"], state["w2"], RECIPE), "y") * target)
 
 
-def next_weights(weights, gradient):
-    def step(w, g):
-        new = jnp.where(jnp.abs(w) > 1, 5.25 - w, jnp.clip(w - jnp.round(g / 128) / 4, -0.75, 0.75))
-        return jnp.where(jnp.isfinite(g), new, w)
-
-    return jax.tree.map(step, weights, gradient)
-
-
 def train_step(trainer, place, tree, batches):
     """The next `{"weights", "state"}`."""
 
@@ -62,7 +54,7 @@ def train_step(trainer, place, tree, batches):
 
     total = functools.reduce(jaxfp8.accumulate_gradients, map(gradient, batches), None)
     after = {
-        "weights": next_weights(tree["weights"], total["weights"]),
+        "weights": cases.next_weights(tree["weights"], total["weights"]),
         "state": jaxfp8.update_state(tree["state"], total["state"]),
     }
     if trainer == "skipping":

@@ -5,6 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import oracle
+from programs.known_amax import merged
 
 HISTORY = 4
 BF16 = ml_dtypes.bfloat16
@@ -76,15 +77,6 @@ def gradient(run: Run, batch):
     return of_weights, states
 
 
-def largest(states) -> oracle.LayerState:
-    """Of microbatches on the same old state: one roll, slot 0 the largest amax."""
-    parts = {}
-    for operand in ("input", "kernel", "output_grad"):
-        each = [getattr(state, operand) for state in states]
-        parts[operand] = oracle.State(np.max([s.amax_history for s in each], axis=0), each[0].scale)
-    return oracle.LayerState(**parts)
-
-
 def next_weight(w, g):
     """A step of 1/4s; the largest weight goes from 7/4 to 7/2 and back. Where g is not finite w stays."""
     with np.errstate(invalid="ignore"):
@@ -95,7 +87,7 @@ def next_weight(w, g):
 def step(run: Run, event) -> Run:
     found = [gradient(run, batch) for batch in event.batches]
     total = {name: sum(g[name] for g, _ in found[1:]) + found[0][0][name] for name in run.weights}
-    state = {name: largest([s[name] for _, s in found]) for name in run.state}
+    state = {name: merged([s[name] for _, s in found]) for name in run.state}
     if event.trainer == "skipping" and not all(np.isfinite(g).all() for g in total.values()):
         return run
     return Run({name: next_weight(run.weights[name], total[name]) for name in run.weights}, state)
