@@ -255,5 +255,8 @@ PROGRAMS = {
 }
 RAGGED = {
     name: PROGRAMS[name]
-    for name in ("loop", "scan", "vmap", "scan in vmap", "carry", "remat with arguments", "layers in a scan", "members")
+    for name in (
+        *("loop", "scan", "vmap", "scan in vmap", "carry", "remat with arguments"),
+        *("shard_map", "layers in a scan", "members"),
+    )
 }

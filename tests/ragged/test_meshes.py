@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from delayed_scaling.cases import assert_state, assert_step
+from delayed_scaling.cases import assert_step
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mesh import hlo
-from programs.known_amax import merged
 
 import jaxfp8
 
@@ -147,30 +146,3 @@ def test_codes_that_are_gathered_by_hand(name):
         expected = jax.jit(jax.grad(whole, (0, 1)))(lhs, rhs)
         for got, wanted in zip(step(lhs, rhs, sizes), expected, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
-
-
-def test_experts_on_devices():
-    """shard_map: each device has experts and rows of its own, and all share one state."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("expert",))
-    lhs, rhs, grad = operands(3, shape=(2,))
-    sizes = np.int32([[10, 33, 7], [50, 0, 40]])
-    lhs[1] *= 3
-
-    def products(lhs, rhs, sizes, state):
-        return jaxfp8.ragged_dot(lhs[0], rhs[0], sizes[0], recipe=RECIPE, state=state)[None]
-
-    each = P("expert")
-    product = jax.shard_map(products, mesh=mesh, in_specs=(each, each, each, P()), out_specs=each)
-
-    @jax.jit
-    def step(lhs, rhs, state):
-        y, vjp = jax.vjp(lambda lhs, rhs, state: product(lhs, rhs, sizes, state), lhs, rhs, state)
-        return (y, *vjp(jnp.asarray(grad)))
-
-    y, dlhs, drhs, state = step(lhs, rhs, jaxfp8.init_state(RECIPE))
-    init = oracle.LayerState.init(HISTORY)
-    steps = [oracle.ragged_step(lhs[i], rhs[i], sizes[i], grad[i], init) for i in range(2)]
-    for i, expected in enumerate(steps):
-        for got, name in ((y, "y"), (dlhs, "dgrad"), (drhs, "wgrad")):
-            getattr(expected, name).check(got[i], f"{name} on device {i}")
-    assert_state(state, merged([s.state for s in steps]), "shard_map")

@@ -60,34 +60,6 @@ def test_no_elements(m, k, n, g):
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves((dlhs, drhs, state)))
 
 
-# ------------------------------------------------------------------------------------------------------- shared state
-
-
-def compare_two_calls(states_of=merged) -> None:
-    """Two calls with one state, the second with larger operands and other sizes; their state is the larger one."""
-    sizes = (np.int32([10, 33, 7]), np.int32([50, 0, 40]))
-    pairs = [operands(3, seed=seed) for seed in (1, 2)]
-    pairs[1][0] *= 2
-
-    def loss(rhs, state):
-        outs = [jaxfp8.ragged_dot(p[0], rhs, s, recipe=RECIPE, state=state) for p, s in zip(pairs, sizes, strict=True)]
-        return sum(jnp.sum(y * p[2]) for y, p in zip(outs, pairs, strict=True))
-
-    rhs = pairs[0][1]
-    drhs, state = jax.jit(jax.grad(loss, argnums=(0, 1)))(rhs, jaxfp8.init_state(RECIPE))
-    init = oracle.LayerState.init(HISTORY)
-    steps = [oracle.ragged_step(p[0], rhs, s, p[2], init) for p, s in zip(pairs, sizes, strict=True)]
-    assert_state(state, states_of([step.state for step in steps]), "two calls")
-    exact = sum(step.wgrad.exact for step in steps)
-    # Two products in their bounds, and one f32 addition of them.
-    bound = sum(step.wgrad.bound for step in steps) + 2 * oracle.PRECISE * np.abs(exact)
-    assert (np.abs(np.asarray(drhs, np.float64) - exact) <= bound).all()
-
-
-def test_two_calls():
-    compare_two_calls()
-
-
 # --------------------------------------------------------------------------------------------------------------- vmap
 
 

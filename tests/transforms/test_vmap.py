@@ -158,13 +158,10 @@ def test_the_axis_of_the_state(state_axis, out_axes):
     cases.assert_state(got, [dense(x[i], kernel, grad[i], states[i]).state for i in range(B)])
 
 
-@pytest.mark.parametrize("by_hand", [True, False], ids=["where", "cond"])
-def test_a_predicate_for_each_member(by_hand):
-    """vmap turns cond into select: all rows go through both branches.
+def test_a_predicate_for_each_member():
+    """What vmap makes of a cond, written with `jnp.where`: all rows go through both branches.
 
-    Written with `jnp.where`, both states see the amax of all of x, and `output_grad` that of the selected rows, the
-    other gradients being zero. JAX's rule for cond copies what the branches close over for each member, so that copies
-    of one state come back to be added: that is refused, because what JAX has for it is a sum.
+    Both states see the amax of all of x, and `output_grad` that of the selected rows, the other gradients being zero.
     """
     x, kernel, grad = cases.operands(B)
     selected = np.array([True, False, True])
@@ -172,19 +169,11 @@ def test_a_predicate_for_each_member(by_hand):
 
     def loss(states):
         def one(x, selected):
-            branches = [lambda x, state=state: cases.product(x, kernel, state) for state in states]
-            if by_hand:
-                return jnp.where(selected, *(branch(x) for branch in branches))
-            return jax.lax.cond(selected, *branches, x)
+            return jnp.where(selected, *(cases.product(x, kernel, state) for state in states))
 
         return jnp.sum(jax.vmap(one)(x, selected) * grad)
 
-    step = jax.jit(jax.grad(loss))
-    if not by_hand:
-        with pytest.raises(TypeError, match="jax.lax.map"):
-            step((cases.pack(state),) * 2)
-        return
-    got = step((cases.pack(state),) * 2)
+    got = jax.jit(jax.grad(loss))((cases.pack(state),) * 2)
     for i, rows in enumerate((selected, ~selected)):
         masked = np.where(rows[:, None, None], grad, np.float32(0))
         cases.assert_state(got[i], cases.one_product(x, kernel, masked, state).state, f"branch {i}")
