@@ -52,30 +52,19 @@ OPS = (jaxfp8.ops.quantize, jaxfp8.ops.quantize_transpose)
 
 def report(model, make) -> dict:
     """What is in the program of one forward pass."""
-    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16)
     variables = make(model, jax.eval_shape(model.init, jax.random.key(0), x), x)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
-    variables, x = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (variables, x)
-    )
-    compiled = (
-        jax.jit(model.apply, out_shardings=sharding)
-        .lower(variables, x)
-        .compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
-    )
+    lowered = jax.jit(model.apply).lower(*programs.on_one((variables, x)))
+    compiled = lowered.compile(programs.LIBRARY_GEMMS | programs.QUICKLY)
     return count.summary(compiled.as_text()) | {"weights": weights}
 
 
 def report_op(op) -> dict:
     """What is in the program of an op that quantizes x from no amax so far."""
-    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
-    operands = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for shape, dtype in (((ROWS, SIZE), jnp.bfloat16), ((), jnp.float32))
-    )
-    quantize = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn), out_shardings=sharding)
-    return count.summary(quantize.lower(*operands).compile(programs.QUICKLY).as_text())
+    operands = jax.ShapeDtypeStruct((ROWS, SIZE), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+    lowered = jax.jit(lambda x, scale: op(x, scale, jnp.float8_e4m3fn)).lower(*programs.on_one(operands))
+    return count.summary(lowered.compile(programs.QUICKLY).as_text())
 
 
 def main():

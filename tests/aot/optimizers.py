@@ -22,17 +22,13 @@ TRANSFORMATIONS = {"float32": optax.adamw(1e-3), "fp8": optim.quantized(optax.ad
 
 def report(tx) -> dict:
     """What is in the program of one update."""
-    sharding = jax.sharding.NamedSharding(programs.gpus("h200", (1, 1)), jax.sharding.PartitionSpec())
-
-    def placed(tree):
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     def update(params, opt_state, grads):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    params = placed({"kernel": jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)})
-    opt_state = placed(jax.eval_shape(tx.init, params))
+    params = programs.on_one({"kernel": jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)})
+    opt_state = programs.on_one(jax.eval_shape(tx.init, params))
     compiled = jax.jit(update, donate_argnums=(0, 1)).lower(params, opt_state, params).compile()
     found = count.summary(compiled.as_text())
     return {

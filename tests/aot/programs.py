@@ -188,6 +188,12 @@ def gpus(name, sizes):
     return topologies.make_mesh(topo=topology, mesh_shape=sizes, axis_names=AXES)
 
 
+def on_one(tree):
+    """The arrays of a tree as shapes on one H200."""
+    sharding = NamedSharding(gpus("h200", (1, 1)), P())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
 def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
     """What is in the program: forward and backward of the model, all gradients and the next state."""
     if candidate.endswith(XLA):

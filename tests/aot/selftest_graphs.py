@@ -1,8 +1,5 @@
 """The programs in which the selftest launches each op first, compiled for an H200; prints whether it is in a graph."""
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
-
 from jaxfp8.inspect import _op_cases as _cases
 from jaxfp8.selftest import _checks
 
@@ -10,11 +7,9 @@ from . import programs
 
 
 def main() -> None:
-    sharding = NamedSharding(programs.gpus("h200", (1, 1)), PartitionSpec())
-
     def recorded(op):
         function, arguments, _ = _cases.call(op, _checks._kind(op, 256, 0))
-        return _checks.record(function, [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arguments])
+        return _checks.record(function, programs.on_one(arguments))
 
     for op in _cases.OPS:
         print(op, recorded(op)[1])

@@ -1,8 +1,5 @@
 """What earlier versions wrote, a folder each in conformance/goldens: checkpoints and exported programs, to the bit."""
 
-import importlib.util
-import pathlib
-
 import another_process
 import jax
 import numpy as np
@@ -13,11 +10,10 @@ from flax import serialization
 
 import jaxfp8
 
-FOLDER = pathlib.Path(__file__).parents[2] / "conformance"
+from . import FOLDER, load
+
 VERSIONS = sorted(path.name for path in (FOLDER / "goldens").iterdir())
-spec = importlib.util.spec_from_file_location("conformance_goldens", FOLDER / "goldens.py")
-goldens = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(goldens)
+goldens = load("goldens")
 
 
 @pytest.fixture(params=VERSIONS)

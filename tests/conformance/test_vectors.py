@@ -1,22 +1,12 @@
 """The vectors of conformance/ are the oracle's; the checker accepts jaxfp8, and finds libraries that are wrong."""
 
-import importlib.util
-import pathlib
 import types
 
 import another_process
 import numpy as np
 import pytest
 
-FOLDER = pathlib.Path(__file__).parents[2] / "conformance"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"conformance_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from . import FOLDER, load
 
 check, generate, ours = load("check"), load("generate"), load("jaxfp8_adapter")
 
