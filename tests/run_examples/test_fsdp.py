@@ -1,20 +1,15 @@
-"""examples/fsdp_language_model.py: its table and collectives, and its checkpoints on other meshes."""
+"""examples/fsdp_language_model.py: its table and collectives, and its checkpoints."""
 
 import re
 
 import jax
-import numpy as np
-import oracle
-import orbax.checkpoint as ocp
 import pytest
-
-import jaxfp8
 
 from . import running
 
 pytestmark = pytest.mark.slow
 
-NAME, VOCABULARY, STEPS = "fsdp_language_model", 50, 4
+NAME = "fsdp_language_model"
 
 
 def run(folder, *options):
@@ -36,8 +31,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def straight(folder):
     """A run from the start, which leaves a checkpoint in `folder`."""
-    done = run(folder)
-    return done
+    return run(folder)
 
 
 def test_prints_collectives_and_a_table(straight):
@@ -53,53 +47,10 @@ def test_prints_collectives_and_a_table(straight):
     running.assert_table(lines[-3:])
 
 
-def test_resumes_bitwise(straight, folder):
-    """A run that goes on from the checkpoint ends in the bits of the one that was never interrupted."""
-    resumed = run(folder, "--resume", "--arms", "jaxfp8")
-    assert digests(resumed, "restored")["jaxfp8"] == digests(straight, "saved")["jaxfp8"]
-    assert digests(resumed, "trained")["jaxfp8"] == digests(straight, "trained")["jaxfp8"]
-    assert digests(straight, "trained")["jaxfp8"] != digests(straight, "saved")["jaxfp8"]
-
-
-@pytest.fixture
-def example(monkeypatch):
-    with running.imported(monkeypatch, NAME) as module:
-        monkeypatch.setattr(module, "LAYERS", 1)
-        yield module
-
-
-def create(example, shape):
-    mesh = example.make_mesh(shape)
-    return example.create("jaxfp8", VOCABULARY, seed=3, steps=STEPS, mesh=mesh), mesh
-
-
-def put_batches(example, mesh):
-    batches = np.random.default_rng(0).integers(0, VOCABULARY, (3, 8, 17), np.int32)
-    return [jax.device_put(batch, example.batch_sharding(mesh)) for batch in batches]
-
-
-def test_restores_on_other_meshes(example, tmp_path):
-    """All bits of parameters, moments and FP8 state, cut as the new mesh wants it; the next step is the same step."""
-    train, mesh = create(example, (1, 8))
-    step = example.make_step(train, mesh)
-    *batches, last = put_batches(example, mesh)
-    for batch in batches:
-        train, _ = step(train, batch)
-    with ocp.StandardCheckpointer() as checkpointer:
-        example.save(checkpointer, tmp_path, {"jaxfp8": train})
-        saved = jax.device_get(train)
-        _, loss = step(train, last)
-        for shape in ((4, 2), (2, 4)):
-            fresh, mesh = create(example, shape)
-            restored = example.restore(checkpointer, tmp_path, {"jaxfp8": fresh})["jaxfp8"]
-            assert example.digest(restored) == example.digest(saved) != example.digest(fresh)
-            leaves = zip(jax.tree.leaves_with_path(restored), *map(jax.tree.leaves, (saved, fresh)), strict=True)
-            for (path, leaf), wanted, placed in leaves:
-                name = f"{shape}: {jax.tree_util.keystr(path)}"
-                oracle.assert_bitwise(leaf, wanted, name)
-                assert leaf.sharding == placed.sharding, name
-    train, again = example.make_step(restored, mesh)(restored, put_batches(example, mesh)[-1])
-    # Sums have another order, so some of the bf16 activations round to a neighbour, 2**-8 away, here and there.
-    np.testing.assert_allclose(again, loss, rtol=2**-8)
-    assert int(train.step) == 3
-    assert all(leaf[0] > 0 for leaf in jax.tree.leaves(jax.device_get(train.params[jaxfp8.OVERWRITE_WITH_GRADIENT])))
+@pytest.mark.parametrize("mesh", ["1x8", "4x2"])
+def test_resumes_bitwise(straight, folder, mesh):
+    """From the checkpoint on, a run ends in the bits of one that was never interrupted; elsewhere it starts in them."""
+    resumed = run(folder, "--resume", "--arms", "jaxfp8", "--mesh", mesh)
+    saved, trained = (digests(straight, what)["jaxfp8"] for what in ("saved", "trained"))
+    assert digests(resumed, "restored")["jaxfp8"] == saved != trained
+    assert mesh == "4x2" or digests(resumed, "trained")["jaxfp8"] == trained
