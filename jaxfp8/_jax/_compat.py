@@ -59,6 +59,22 @@ def linearizes_by(op: Primitive, rule) -> None:
         _linearizations[op] = linearize
 
 
+def lower_jitted(ctx, jitted, avals, operands):
+    """Lower a jitted function into the program of a lowering rule, from the jaxpr that JAX keeps of the function.
+
+    `mlir.lower_fun` traces at each use. In a version of JAX that has not been tried it traces here too.
+    """
+    if jax.__version_info__ >= (0, 13):
+        rule = mlir.lower_fun(lambda *operands: list(jitted(*operands)), multiple_results=True)
+        return rule(ctx.replace(avals_in=avals), *operands)
+    closed = jitted.trace(*avals).jaxpr
+    module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
+    constants = [mlir.ir_constant(constant) for constant in closed.consts]
+    options = {"dim_var_values": ctx.dim_var_values, "const_lowering": ctx.const_lowering, "outer_traceback": None}
+    arguments = (closed.jaxpr, ctx.name_stack, ctx.tokens_in, constants, *operands)
+    return mlir.jaxpr_subcomp(module, *arguments, **options)[0]
+
+
 def needs_devices(op: Primitive) -> None:
     """Make JAX lower programs with `op` for the devices they will run on: _partition.py asks for them."""
     _need_devices.add(op)

@@ -65,22 +65,26 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
     elif devices == "mesh" and (run.func is not jnp_program.func or dimensions.on_shards is not None):
-        run, count = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes), len(operands)
         if dimensions.on_shards is not None:
             operands = list(map(functools.partial(_whole, ctx), dimensions.operands, plain, operands))
-    else:
-        # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
-        run = _traced_once(run.func, tuple(run.keywords.items()))
-    # Types without mesh axes are traced in a context without a mesh.
+        run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
+        return _lower_untyped(ctx, lambda *x: list(run(*x)), plain, operands)
+    # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
+    jitted = _jitted(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
-        rule = mlir.lower_fun(lambda *x: list(run(*x)), multiple_results=True)
-        return rule(ctx.replace(avals_in=plain[:count]), *operands[:count])
+        return _compat.lower_jitted(ctx, jitted, plain[:count], operands[:count])
+
+
+def _lower_untyped(ctx, function, plain, operands):
+    """Lower a function of operands whose types are `plain`, without mesh axes: it is traced without a mesh."""
+    with use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(function, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced_once(run, static):
+def _jitted(run, static):
     """Return `run` with its static arguments as a function whose jaxpr JAX keeps, so that equal ops are traced once."""
-    return jax.jit(functools.partial(run, **dict(static)), inline=True)
+    return jax.jit(functools.partial(run, **dict(static)))
 
 
 def combine_of(names) -> Callable:
@@ -99,9 +103,7 @@ def _whole(ctx, names, aval, operand):
     mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     entries = (None if name.startswith(WHOLE) else PartitionSpec.UNCONSTRAINED for name in names)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    with use_abstract_mesh(AbstractMesh((), ())):
-        rule = mlir.lower_fun(lambda x: lax.with_sharding_constraint(x, sharding), multiple_results=False)
-        return rule(ctx.replace(avals_in=[aval]), operand)[0]
+    return _lower_untyped(ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [operand])[0]
 
 
 def _partitioned(run, dtypes, dimensions, as_bytes):
