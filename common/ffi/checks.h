@@ -6,6 +6,7 @@
 #define JAXFP8_COMMON_FFI_CHECKS_H_
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -204,6 +205,26 @@ inline ffi::Error CheckGrouped(const Operand& x) {
 inline ffi::Error CheckInput(const Operand& x, size_t rank) {
   JAXFP8_RETURN_IF_ERROR(CheckRank(x, rank));
   return CheckSize(x, sizeof(float));
+}
+
+// Matrices: [g, m, n], or [m, n] where g is 1; small enough as above.
+inline ffi::Error CheckMatrices(const Operand& x) {
+  const size_t rank = x.buffer.dimensions().size();
+  if (rank != 2 && rank != 3) return Mismatch(x, "rank 2 or 3");
+  return CheckSize(x, sizeof(float));
+}
+
+// g, m and n of a buffer that has passed CheckMatrices.
+inline std::array<int64_t, 3> MatrixDims(ffi::AnyBuffer matrices) {
+  const ffi::Span<const int64_t> dims = matrices.dimensions();
+  if (dims.size() == 2) return {1, dims[0], dims[1]};
+  return {dims[0], dims[1], dims[2]};
+}
+
+// [g, m, n] with the g of the matrices `like`, or [m, n] where these lack g.
+inline ffi::Error CheckShapeLike(const Operand& operand, ffi::AnyBuffer like, int64_t m, int64_t n) {
+  if (like.dimensions().size() == 2) return CheckShape(operand, {m, n});
+  return CheckShape(operand, {like.dimensions()[0], m, n});
 }
 
 // An attribute that is divided by or into: not 0, not subnormal.

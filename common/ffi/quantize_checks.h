@@ -11,8 +11,8 @@
 namespace jaxfp8 {
 
 // Checks scale f32 [1] or [g], amax_so_far f32 [g], data fp8 of the shape `dims` = [g, ...] and amax f32 [g], and sets
-// their fields and those of `x`, which is checked already. An amax_so_far of f32 [0] stands for zeros, and a caller who
-// does not want the amax asks for f32 [0].
+// their fields and those of `x`, which is checked already. Where x lacks g, data does too. An amax_so_far of f32 [0]
+// stands for zeros, and a caller who does not want the amax asks for f32 [0].
 template <class Params>
 ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer amax_so_far,
                        ffi::AnyBuffer data, ffi::AnyBuffer amax, std::initializer_list<int64_t> dims, Params* params) {
@@ -21,7 +21,8 @@ ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, f
   JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax_so_far", amax_so_far}, groups));
   const Operand data_operand{op, "data", data};
   JAXFP8_RETURN_IF_ERROR(CheckFp8(data_operand));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, dims));
+  const size_t lacks_groups = x.dimensions().size() < dims.size();
+  JAXFP8_RETURN_IF_ERROR(CheckShape(data_operand, {dims.begin() + lacks_groups, dims.size() - lacks_groups}));
   JAXFP8_RETURN_IF_ERROR(CheckAmaxOrNone({op, "amax", amax}, groups));
 
   params->dtype = ToDtype(x.element_type());
@@ -36,22 +37,22 @@ ffi::Error ToQuantized(const char* op, ffi::AnyBuffer x, ffi::AnyBuffer scale, f
   return ffi::Error::Success();
 }
 
-// Checks column_sums f32 [g, ceil(m / 128), n] against data [g, m, n], and sets `sums` to its elements.
+// Checks column_sums f32 [g, ceil(m / 128), n] against data [g, m, n], and sets `sums` to its elements. Both may lack g.
 inline ffi::Error ToColumnSums(const char* op, ffi::AnyBuffer column_sums, ffi::AnyBuffer data, float** sums) {
-  const ffi::Span<const int64_t> dims = data.dimensions();
+  const auto [groups, m, n] = MatrixDims(data);
   const Operand operand{op, "column_sums", column_sums};
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], ColumnSumParts(dims[1]), dims[2]}));
+  JAXFP8_RETURN_IF_ERROR(CheckShapeLike(operand, data, ColumnSumParts(m), n));
   *sums = Data<float>(column_sums);
   return ffi::Error::Success();
 }
 
-// Checks data_t [g, n, m] against data [g, m, n], and sets its field.
+// Checks data_t [g, n, m] against data [g, m, n], and sets its field. Both may lack g.
 inline ffi::Error ToTransposed(const char* op, ffi::AnyBuffer data, ffi::AnyBuffer data_t, TileParams* params) {
-  const ffi::Span<const int64_t> dims = data.dimensions();
+  const auto [groups, m, n] = MatrixDims(data);
   const Operand operand{op, "data_t", data_t};
   JAXFP8_RETURN_IF_ERROR(CheckDtype(operand, {data.element_type()}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(operand, {dims[0], dims[2], dims[1]}));
+  JAXFP8_RETURN_IF_ERROR(CheckShapeLike(operand, data, n, m));
   params->data_t = data_t.untyped_data();
   return ffi::Error::Success();
 }

@@ -1,7 +1,7 @@
 // jaxfp8_quantize_transpose_v3: x [g, m, n], scale f32 [1] or [g], amax_so_far f32 [g] -> data [g, m, n],
 // data_t [g, n, m], amax f32 [g]; and, if a fourth result is asked for, column_sums f32 [g, ceil(m / 128), n].
 //
-// The amax is as that of jaxfp8_quantize_v3.
+// The amax is as that of jaxfp8_quantize_v3. Matrices and column_sums may lack g where it is 1.
 #ifndef JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_
 #define JAXFP8_COMMON_FFI_QUANTIZE_TRANSPOSE_H_
 
@@ -36,11 +36,11 @@ struct QuantizeTransposeOp {
     JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
     const Operand x_operand{kName, "x", x};
     JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(x_operand));
-    JAXFP8_RETURN_IF_ERROR(CheckInput(x_operand, 3));
-    params->m = x.dimensions()[1];
-    params->n = x.dimensions()[2];
-    JAXFP8_RETURN_IF_ERROR(ToQuantized(kName, x, scale, amax_so_far, *data, *amax,
-                                       {x.dimensions()[0], params->m, params->n}, params));
+    JAXFP8_RETURN_IF_ERROR(CheckMatrices(x_operand));
+    const auto [groups, m, n] = MatrixDims(x);
+    params->m = m;
+    params->n = n;
+    JAXFP8_RETURN_IF_ERROR(ToQuantized(kName, x, scale, amax_so_far, *data, *amax, {groups, m, n}, params));
     JAXFP8_RETURN_IF_ERROR(ToTransposed(kName, *data, *data_t, params));
     return ToColumnSums(rest, *data, params);
   }

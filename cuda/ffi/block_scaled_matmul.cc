@@ -1,4 +1,5 @@
 // jaxfp8_block_scaled_matmul_v1: a [g, m, k], b [g, n, k], scales of their rows or blocks -> out [g, m, n], workspace.
+// Matrices may lack g where it is 1, all or none; scales have it.
 #include <optional>
 #include <string>
 #include <string_view>
@@ -20,10 +21,8 @@ std::optional<ScaleMode> ToScaleMode(std::string_view name) {
 
 // The scales of a matrix [g, rows, k], in cuBLASLt's layout (kernels/scale_mode.h).
 ffi::Error CheckScales(const Operand& scales, ScaleMode mode, const Operand& matrix) {
-  const ffi::Span<const int64_t> dims = matrix.buffer.dimensions();
-  const int64_t groups = dims[0];
-  const int64_t rows = dims[1];
-  const int64_t blocks = CeilDiv(dims[2], 128);
+  const auto [groups, rows, k] = MatrixDims(matrix.buffer);
+  const int64_t blocks = CeilDiv(k, 128);
   const bool is_e8m0 = mode == ScaleMode::kBlocks1x32;
   JAXFP8_RETURN_IF_ERROR(CheckDtype(scales, {is_e8m0 ? ffi::DataType::U8 : ffi::DataType::F32}));
   if (mode == ScaleMode::kRows) {
@@ -54,11 +53,7 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
   const Operand out_operand{kOp, "out", *out};
   const Operand workspace_operand{kOp, "workspace", *workspace};
   JAXFP8_RETURN_IF_ERROR(CheckFactors(a_operand, b_operand));
-  const int64_t groups = a.dimensions()[0];
-  const int64_t m = a.dimensions()[1];
-  const int64_t n = b.dimensions()[1];
-  const int64_t k = a.dimensions()[2];
-  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
+  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, a, b));
   JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "a_scale_inv", a_scale_inv}, *a_mode, a_operand));
   JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "b_scale_inv", b_scale_inv}, *b_mode, b_operand));
   JAXFP8_RETURN_IF_ERROR(CheckMultiples(a_operand));
@@ -68,8 +63,8 @@ ffi::Error BlockScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::
   }
 
   ScaledMatmulParams params = ToParams(a, b, a_scale_inv, b_scale_inv, *out, *workspace, precise);
-  params.a_scale_stride = ScaleBytes(*a_mode, m, k);
-  params.b_scale_stride = ScaleBytes(*b_mode, n, k);
+  params.a_scale_stride = ScaleBytes(*a_mode, params.m, params.k);
+  params.b_scale_stride = ScaleBytes(*b_mode, params.n, params.k);
   params.a_scales = *a_mode;
   params.b_scales = *b_mode;
   const std::string error = LaunchScaledMatmul(params, stream);

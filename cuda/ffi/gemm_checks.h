@@ -13,30 +13,29 @@ namespace jaxfp8::cuda {
 // cuBLASLt's FP8 kernels move 16 bytes at a time. Python pads before it calls.
 constexpr int64_t kGemmMultiple = 16;
 
-// a [g, m, k] and b [g, n, k].
+// a [g, m, k] and b [g, n, k], which may both lack g.
 inline ffi::Error CheckFactors(const Operand& a, const Operand& b) {
   for (const Operand& matrix : {a, b}) {
     JAXFP8_RETURN_IF_ERROR(CheckFp8(matrix));
-    JAXFP8_RETURN_IF_ERROR(CheckInput(matrix, 3));
+    JAXFP8_RETURN_IF_ERROR(CheckMatrices(matrix));
   }
-  const ffi::Span<const int64_t> dims = a.buffer.dimensions();
-  JAXFP8_RETURN_IF_ERROR(CheckShape(b, {dims[0], b.buffer.dimensions()[1], dims[2]}));
+  JAXFP8_RETURN_IF_ERROR(CheckShapeLike(b, a.buffer, MatrixDims(b.buffer)[1], MatrixDims(a.buffer)[2]));
   if (a.buffer.element_type() != ffi::DataType::F8E5M2) return ffi::Error::Success();
   return CheckDtype(b, {ffi::DataType::F8E4M3FN});  // no tensor core multiplies two e5m2
 }
 
-// out [g, m, n] and the workspace.
-inline ffi::Error CheckProduct(const Operand& out, const Operand& workspace, int64_t groups, int64_t m, int64_t n) {
+// out [g, m, n], which lacks g where a does, and the workspace.
+inline ffi::Error CheckProduct(const Operand& out, const Operand& workspace, ffi::AnyBuffer a, ffi::AnyBuffer b) {
   JAXFP8_RETURN_IF_ERROR(CheckHighPrecision(out));
-  JAXFP8_RETURN_IF_ERROR(CheckInput(out, 3));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(out, {groups, m, n}));
+  JAXFP8_RETURN_IF_ERROR(CheckMatrices(out));
+  JAXFP8_RETURN_IF_ERROR(CheckShapeLike(out, a, MatrixDims(a)[1], MatrixDims(b)[1]));
   JAXFP8_RETURN_IF_ERROR(CheckDtype(workspace, {ffi::DataType::U8}));
   return CheckRank(workspace, 1);
 }
 
 inline ffi::Error CheckMultiples(const Operand& matrix) {
-  const ffi::Span<const int64_t> dims = matrix.buffer.dimensions();
-  if (dims[1] % kGemmMultiple == 0 && dims[2] % kGemmMultiple == 0) return ffi::Error::Success();
+  const auto [groups, rows, k] = MatrixDims(matrix.buffer);
+  if (rows % kGemmMultiple == 0 && k % kGemmMultiple == 0) return ffi::Error::Success();
   return Mismatch(matrix, "sizes that are multiples of 16");
 }
 
@@ -76,11 +75,12 @@ inline ScaledMatmulParams ToParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer
   params.out = out.untyped_data();
   params.workspace = workspace.untyped_data();
   params.workspace_bytes = workspace.dimensions()[0];
-  params.groups = a.dimensions()[0];
+  const auto [groups, m, k] = MatrixDims(a);
+  params.groups = groups;
   params.batch = 1;
-  params.m = a.dimensions()[1];
-  params.n = b.dimensions()[1];
-  params.k = a.dimensions()[2];
+  params.m = m;
+  params.n = MatrixDims(b)[1];
+  params.k = k;
   params.precise = precise;
   return params;
 }

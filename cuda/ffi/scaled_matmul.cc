@@ -1,4 +1,5 @@
 // jaxfp8_scaled_matmul_v2: a [g, m, k], b [g, n, k], their scale_invs, bias, accumulator -> out [g, m, n], workspace.
+// Matrices may lack g where it is 1, all or none.
 #include <algorithm>
 
 #include "cuda/ffi/gemm_checks.h"
@@ -35,9 +36,8 @@ ffi::Error CheckBias(const Operand& bias, ffi::DataType out, int64_t n) {
 
 // cuBLASLt's C has the type of D.
 ffi::Error CheckAccumulator(const Operand& accumulator, const Operand& out) {
-  const ffi::Span<const int64_t> dims = out.buffer.dimensions();
   JAXFP8_RETURN_IF_ERROR(CheckDtype(accumulator, {ffi::DataType::F32}));
-  JAXFP8_RETURN_IF_ERROR(CheckShape(accumulator, {dims[0], dims[1], dims[2]}));
+  JAXFP8_RETURN_IF_ERROR(CheckShape(accumulator, out.buffer.dimensions()));
   if (out.buffer.element_type() != ffi::DataType::F32) return Mismatch(out, "F32 with an accumulator");
   return CheckPointer(accumulator);
 }
@@ -51,12 +51,10 @@ ffi::Error ScaledMatmulHandler(cudaStream_t stream, ffi::AnyBuffer a, ffi::AnyBu
   const Operand out_operand{kOp, "out", *out};
   const Operand workspace_operand{kOp, "workspace", *workspace};
   JAXFP8_RETURN_IF_ERROR(CheckFactors(a_operand, b_operand));
-  const int64_t groups = a.dimensions()[0];
-  const int64_t m = a.dimensions()[1];
-  const int64_t n = b.dimensions()[1];
-  const int64_t k = a.dimensions()[2];
+  const auto [groups, m, k] = MatrixDims(a);
+  const int64_t n = MatrixDims(b)[1];
   JAXFP8_RETURN_IF_ERROR(CheckScales({kOp, "a_scale_inv", a_scale_inv}, {kOp, "b_scale_inv", b_scale_inv}, groups));
-  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, groups, m, n));
+  JAXFP8_RETURN_IF_ERROR(CheckProduct(out_operand, workspace_operand, a, b));
   JAXFP8_RETURN_IF_ERROR(CheckOperandCount(rest, has_bias, has_accumulator));
 
   ScaledMatmulParams params = ToParams(a, b, a_scale_inv, b_scale_inv, *out, *workspace, precise);

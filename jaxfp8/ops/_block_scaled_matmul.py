@@ -221,8 +221,8 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     # 1. Merge the dimensions to groups of matrices.
     modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
     *codes, shape = spec.groups(a, b, vmap_dims)
-    (g, m, k), n = codes[0].shape, codes[1].shape[1]
-    if 0 in (g, m, n, k):
+    (*groups, m, k), n = codes[0].shape, codes[1].shape[-2]
+    if 0 in (*groups, m, n, k):
         return _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
     scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
     if spec.as_mx:
@@ -230,17 +230,17 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
         scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
     # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
     depth = -k % max(map(_scale_layouts.depth, modes))
-    codes = [_shapes.pad(x, 0, -x.shape[1] % ALIGNMENT, depth) for x in codes]
-    rows = (x.shape[1] for x in codes)
+    codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
+    rows = [x.shape[-2] for x in codes]
     scales = [_scale_layouts.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
     # 3. Multiply, cut off the padding and add the bias.
     dtype = jnp.float32 if spec.has_bias else spec.out_dtype
-    results = [((g, codes[0].shape[1], codes[1].shape[1]), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+    results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
     # Fast accumulation would span blocks, whose scales differ.
     precise = spec.precise or modes[0] != "rows"
     attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
     out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)
-    out = spec.add_bias(out[:, :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
+    out = spec.add_bias(out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
     return (out.astype(spec.out_dtype),)
 
 

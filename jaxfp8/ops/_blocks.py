@@ -59,7 +59,7 @@ def cut(x, block):
     *leading, m, n = x.shape
     (r, c), (rows, cols) = shape(block, m, n), count(block, m, n)
     # Zeros do not change the amax of a block, and `uncut` removes them.
-    x = _shapes.pad(x, *[0] * len(leading), rows * r - m, cols * c - n)
+    x = _shapes.pad(x, rows * r - m, cols * c - n)
     return x.reshape(*leading, rows, r, cols, c)
 
 

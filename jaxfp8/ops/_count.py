@@ -55,8 +55,7 @@ def _row_sums(words):
     size = words.shape[-1]
     pieces = -(-size // _MAX_ROW)
     if pieces > 1:
-        widths = [0] * (words.ndim - 1) + [-size % pieces]
-        words = _shapes.pad(words, *widths).reshape(*words.shape[:-1], pieces, -1)
+        words = _shapes.pad(words, -size % pieces).reshape(*words.shape[:-1], pieces, -1)
     return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 

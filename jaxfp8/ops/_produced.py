@@ -74,19 +74,21 @@ def producer_op(name: str, *, names, canonical, columns=lambda **static: dims("c
         first = x.ndim - len(names_without_batch(rows, static)[0])
         leading, row = x.shape[:first], x.shape[first : first + rows]
         col = x.shape[x.ndim - len(columns(**static)) :]
-        g, m, n, batch = *map(math.prod, (leading, row, col)), math.prod(leading[vmap_dims:])
+        m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
         (x, *more), attributes = canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
+        # A single matrix needs no group dimension, but the fused producers have one always.
+        groups = x.shape[:1] if produce is not None or leading else ()
         # Results that may be left out come after the amax: the sums, and data_t of a producer.
-        layouts = [((g, m, n), dtype), *[((g, n, m), dtype)] * transpose]
+        layouts = [((*groups, m, n), dtype), *[((*groups, n, m), dtype)] * transpose]
         count = len(layouts) if produce is None else 1
-        sums = [((g, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums
+        sums = [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums
         options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch, **attributes}
         before, amax, after = _quantize.call(
             name, x, scale, amax_so_far, *more, data=layouts[:count], after=layouts[count:] + sums, **options
         )
         data, *rest = *before, *after
         data_t = [codes.reshape(*leading, *col, *row) for codes in rest[:transpose]]
-        sums = [jnp.sum(parts, axis=1).reshape(*leading, *col) for parts in rest[transpose:]]
+        sums = [jnp.sum(parts, axis=-2).reshape(*leading, *col) for parts in rest[transpose:]]
         return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
 
     return tensor_op(
@@ -106,7 +108,7 @@ quantize_transpose = producer_op(
     "quantize_transpose",
     names=lambda batch, row, col, cols: [batch + row + col],
     columns=lambda cols: dims("col", cols),
-    canonical=lambda x, vmap_dims, rows, cols: ((_shapes.merge(x, x.ndim - rows - cols, rows),), {}),
+    canonical=lambda x, vmap_dims, rows, cols: ((_shapes.merge_groups(x, x.ndim - rows - cols, rows),), {}),
 )
 
 

@@ -42,11 +42,14 @@ class ProductSpec:
         return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
 
     def groups(self, a, b, vmap_dims):
-        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product before the merge."""
+        """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product before the merge.
+
+        Without leading dimensions there is no g.
+        """
         leading = vmap_dims + self.batch
         shape = (*a.shape[: a.ndim - self.contracting], *b.shape[leading : b.ndim - self.contracting])
         columns = b.ndim - leading - self.contracting
-        return _shapes.merge(a, leading, self.rows), _shapes.merge(b, leading, columns), shape
+        return _shapes.merge_groups(a, leading, self.rows), _shapes.merge_groups(b, leading, columns), shape
 
     def add_bias(self, out, bias, vmap_dims):
         """Add a bias in the dtype of the product; None adds nothing."""

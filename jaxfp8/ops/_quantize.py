@@ -1,5 +1,7 @@
 """quantize: FP8 codes at a given scale, and the amax, in one read."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -63,7 +65,7 @@ def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=Fal
 
 
 def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, **attributes):
-    """Make one custom call that quantizes groups `[g, ...]` and raises amaxes in place.
+    """Make one custom call that quantizes groups `[g, ...]`, or one group without g, and raises amaxes in place.
 
     Args:
         name: the name of the custom call.
@@ -82,7 +84,7 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     """
     # In the canonical form f32 [0] stands for the amax that is no operand, or no result.
     operand = _shapes.group_amaxes(*amax_so_far, batch) if amax_so_far else jnp.zeros((0,), jnp.float32)
-    result = ((groups.shape[0] if with_amax else 0,), jnp.float32)
+    result = ((batch * math.prod(vmapped) if with_amax else 0,), jnp.float32)
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
     # The amax is raised in the operand's buffer. Another buffer would need a copy first, one more launch on a GPU.
     aliases = {2: len(data)} if amax_so_far else None

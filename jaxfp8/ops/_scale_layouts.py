@@ -91,15 +91,15 @@ def to_stored(scales, mode: str, rows: int):
     """Order scales `[g, R, C]` as custom calls read them; a matrix padded to `rows` has scales of 0 in the padding."""
     missing_rows = rows - scales.shape[1] if mode in ("rows", "1x128") else 0
     if mode == "rows":
-        return _shapes.pad(scales[:, :, 0], 0, missing_rows)
+        return _shapes.pad(scales[:, :, 0], missing_rows)
     # The scales of a block along k lie side by side, one for each row.
     if mode == "1x128":
-        return jnp.swapaxes(_shapes.pad(scales, 0, missing_rows, 0), 1, 2)
+        return jnp.swapaxes(_shapes.pad(scales, missing_rows, 0), 1, 2)
     if mode == "128x128":
-        return _shapes.pad(scales, 0, 0, -scales.shape[2] % 4)
+        return _shapes.pad(scales, -scales.shape[2] % 4)
     # E8M0 has no zero to pad with, so its scales are padded and moved as bytes, in the order that `by_block` undoes.
     codes = lax.bitcast_convert_type(scales, jnp.uint8)
-    codes = _shapes.pad(codes, 0, -codes.shape[1] % 128, -codes.shape[2] % 4)
+    codes = _shapes.pad(codes, -codes.shape[1] % 128, -codes.shape[2] % 4)
     g, m, n = codes.shape
     tiles = codes.reshape(g, m // 128, 4, 32, n // 4, 4).transpose(0, 1, 4, 3, 2, 5)
     return tiles.reshape(g, m // 128, n // 4, 512)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,8 @@ def _cublaslt(*operands, vmap_dims, spec):
     # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty
     # operands: leave both to XLA.
     a, b, shape = spec.groups(a, b, vmap_dims)
-    (g, m, k), n = a.shape, b.shape[1]
+    (*groups, m, k), n = a.shape, b.shape[-2]
+    g = math.prod(groups)
     if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
         return _reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
@@ -130,17 +132,17 @@ def _cublaslt(*operands, vmap_dims, spec):
     # 3. Pad every size to the alignment; zeros add nothing to a sum.
     pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
     scales = (_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in (a_scale_inv, b_scale_inv))
-    call_operands = [_shapes.pad(a, 0, pad_m, pad_k), _shapes.pad(b, 0, pad_n, pad_k), *scales]
+    call_operands = [_shapes.pad(a, pad_m, pad_k), _shapes.pad(b, pad_n, pad_k), *scales]
     if bias_inside:
         call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
     if accumulator_inside:
-        call_operands.append(_shapes.pad(accumulator.reshape(g, m, n), 0, pad_m, pad_n))
+        call_operands.append(_shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n))
     # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
     dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
-    results = [((g, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+    results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
     attributes = {"precise": spec.precise, "has_bias": bias_inside, "has_accumulator": accumulator_inside}
     out, _ = _ffi.call("scaled_matmul", results, *call_operands, aliases=aliases, **attributes)
-    out = out[:, :m, :n].reshape(shape)
+    out = out[..., :m, :n].reshape(shape)
     return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
 
 

@@ -17,9 +17,13 @@ def merge(x, *counts):
     return x.reshape(merged(x.shape, *counts))
 
 
-def merge_groups(history, leading):
-    """Merge the leading dimensions of a history to groups `[g, H]`; without any the history stays `[H]`, one group."""
-    return merge(history, leading) if leading else history
+def merge_groups(x, leading, *counts):
+    """Merge the leading dimensions of `x` to a group dimension, and the others as `merge` does.
+
+    Without leading dimensions there is one group, and no dimension for it: a custom call whose operands may lack it
+    needs no reshapes.
+    """
+    return merge(x, leading, *counts) if leading else merge(x, *counts)
 
 
 def merged(shape, *counts):
@@ -38,8 +42,9 @@ def parts(shape, rows, cols):
 
 
 def pad(x, *widths):
-    """Pad `x` with zeros after the end of each dimension."""
-    return jnp.pad(x, [(0, width) for width in widths]) if any(widths) else x
+    """Pad `x` with zeros after the end of each of its last dimensions."""
+    leading = [(0, 0)] * (x.ndim - len(widths))
+    return jnp.pad(x, leading + [(0, width) for width in widths]) if any(widths) else x
 
 
 def transpose(x, rows, cols):

@@ -24,8 +24,8 @@ KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint3
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
     "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
-    "quantize_transpose": "x high[g m n], scale f32[1|g], amax_so_far f32[0|g] -> "
-    "data fp8[g m n], data_t =data[g n m], amax f32[0|g], column_sums? f32[g m/128 n]",
+    "quantize_transpose": "x high[g? m n], scale f32[1|g], amax_so_far f32[0|g] -> "
+    "data fp8[g? m n], data_t =data[g? n m], amax f32[0|g], column_sums? f32[g? m/128 n]",
     "quantize_blocks_transpose": "x high[g m n] -> data fp8[g m n], scale_inv f32[g m n/128], "
     "data_t? =data[g n m], scale_inv_t? f32[g n m/128]",
     "quantize_blocks_transpose, MX": "x high[g m n] -> data fp8[g m n], scale_inv u8[g m n/32], "
@@ -44,10 +44,10 @@ SPECS = {
 }
 NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "encode_moment")
 CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
-    "scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
-    "bias half[n], accumulator f32[g m n] -> out f32[g m n], workspace u8[w]",
-    "block_scaled_matmul": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
-    "out wide[g m n], workspace u8[w]",
+    "scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
+    "bias half[n], accumulator f32[g? m n] -> out f32[g? m n], workspace u8[w]",
+    "block_scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[g k/128 m], b_scale_inv f32[g n/128 4] -> "
+    "out wide[g? m n], workspace u8[w]",
     "ragged_matmul": "a fp8[g m k], b fp8[g ? n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], group_sizes s32[g ?] "
     "-> out high[g m n]",
     "ragged_matmul, contraction": "a fp8[g m k], b fp8[g n k], a_scale_inv f32[1|g], b_scale_inv f32[1|g], "
