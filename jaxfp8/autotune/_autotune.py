@@ -1,6 +1,7 @@
 """autotune: measure the fastest cuBLASLt algorithm of each FP8 product of a program."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -109,10 +110,10 @@ def _gemm(call: str) -> Gemm:
     # The types of operands stand in the constraints, braces within braces; the list of operands may hold names alone.
     constraints = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", rest).group(1)
     (out, _), (_, workspace) = _arrays(results.split(" = ", 1)[1])
-    (a, (groups, m, k)), (b, (_, n, _)), (_, a_scale), (_, b_scale), *_ = _arrays(constraints)
+    (a, (*groups, m, k)), (b, (*_, n, _)), (_, a_scale), (_, b_scale), *_ = _arrays(constraints)
     flags = dict(re.findall(r"(\w+) = (true|false)", rest))
     # Groups that share their scales are one call of cuBLASLt (cuda/kernels/scaled_matmul.cc).
-    batch = groups // max(a_scale[0], b_scale[0])
+    batch = math.prod(groups) // max(a_scale[0], b_scale[0])
     has_bias, accumulate, precise = (flags[name] == "true" for name in ("has_bias", "has_accumulator", "precise"))
     return Gemm(batch, m, n, k, a, b, out, has_bias, accumulate, precise, workspace[0], _ALIGNMENT)
 

@@ -59,4 +59,5 @@ def widening_on_cpu():
     dtype = np.dtype(jnp.bfloat16)
     if _disabled.reason("dequantize"):
         return lambda data: data.astype(dtype)
-    return lambda data: _custom_call(data, np.ones(1, np.float32), 0, dtype)[0]
+    unit = jax.lax.full((1,), 1.0, np.float32)
+    return lambda data: _custom_call(data, unit, 0, dtype)[0]
