@@ -7,7 +7,6 @@ with the same codes and scales as `jaxfp8.dot_general` does with that kernel and
 import contextlib
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,19 +41,6 @@ def freezing():
 def is_freezing() -> bool:
     """Tell whether products are being frozen."""
     return _freezing.value
-
-
-@dataclasses.dataclass(frozen=True)
-class _FrozenRecipe(recipes.Recipe):
-    """A recipe whose kernels are codes; `has_fixed_input` says whether its input has a fixed scale."""
-
-    recipe: Any
-    has_fixed_input: bool
-
-    def quantizers(self) -> tuple:
-        """Return the quantizers of the recipe; the quantizer of a fixed input has a fixed scale."""
-        x, *rest = self.recipe.quantizers()
-        return (recipes.FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
 
 
 def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
@@ -145,11 +131,10 @@ def dot_general(
     scaling, state = {}, recipes.DotGeneralState(None, None, None)
     if recipe is not None:
         scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
-        has_fixed_input = INPUT_SCALE in frozen
-        if has_fixed_input:
-            state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV]))
-        kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
-        recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
+        if INPUT_SCALE in frozen:
+            fixed = recipes.QuantizerStep.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
+            state = dataclasses.replace(state, input=fixed)
+        recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     # 3. Multiply by the codes, which have the contracting dimensions last.
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)

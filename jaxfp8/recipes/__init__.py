@@ -15,7 +15,6 @@ from ._blockwise import (
 )
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, next_states, read_states, says_all
-from ._fixed import FixedScale, FixedScaleQuantizer
 from ._high_precision import HighPrecision, HighPrecisionQuantizer
 from ._quantizer import GEMMType, OperandOptions, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max

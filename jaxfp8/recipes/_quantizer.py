@@ -80,8 +80,6 @@ class Quantizer:
     has_one_scale = False
     # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
     block = None
-    # Whether a step updates the state, if there is one; a product warns where a gradient leaves such a state out.
-    updates_state = True
     # A quantizer that brings its own product defines this method:
     #
     #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
@@ -153,7 +151,7 @@ class Quantizer:
                 raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
 
     def fixed_scale(self, step: Any) -> Any:
-        """Return the `FixedScale` that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
+        """Return the QuantizerStep that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
 
         Raises:
             ValueError: `step` has leaves: only the author of this quantizer knows which scale its state stands for.
