@@ -61,17 +61,11 @@ def quantize_gradient(
 
     scale, scale_inv, amax = quantizer.choose_scale(current_amax, step, options.reduce)
     has_sums = options.columnwise and options.column_sums
+    layout = {"transpose": options.columnwise, "rows": options.rows, "column_sums": has_sums}
+    recording = {"activation": grad.activation, "amax": amax, "with_amax": amax is not None}
     data, data_t, amax, *sums = quantize_activation_grad_with(
-        grad.y,
-        grad.grad,
-        scale,
-        quantizer.fp8_dtype,
-        activation=grad.activation,
-        transpose=options.columnwise,
-        rows=options.rows,
-        amax=amax,
-        with_amax=amax is not None,
-        column_sums=has_sums,
+        grad.y, grad.grad, scale, quantizer.fp8_dtype, **layout, **recording
     )
-    q = QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax), cols=options.cols)
-    return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
+    step = quantizer.record(step, scale, scale_inv, amax, values)
+    sums = sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
+    return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), sums

@@ -75,15 +75,11 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
-    scales = []
-    for name, quantizer, step in (("input", quantizers[0], input_step), ("kernel", quantizers[1], kernel_step)):
-        try:
-            scales.append(quantizer.fixed_scale(step))
-        except ValueError as error:
-            raise ValueError(f"freeze: recipe: for the {name}: {error}") from None
+    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_step)
+    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_step)  # the codes keep that scale
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
-    if scales[0] is not None:
-        frozen |= {INPUT_SCALE: scales[0].scale, INPUT_SCALE_INV: scales[0].scale_inv}
+    if fixed is not None:
+        frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
     return frozen
 
 

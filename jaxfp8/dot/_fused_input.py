@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, fractions, has_counters
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
@@ -72,11 +72,10 @@ class Activated(FusedInput):
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
-        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
-        options = {"activation": self.activation, "rows": len(self.shape) - 1}
-        options |= {"amax": amax, "with_amax": amax is not None}
-        return _quantize_activation.quantize_activation_with(self.x, scale, dtype, **options)
+    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
+        """Quantize the values by the op; see `quantize_fused`."""
+        op = _quantize_activation.quantize_activation_with
+        return op(self.x, scale, dtype, activation=self.activation, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -104,10 +103,9 @@ class Normalized(FusedInput):
         """Return the input without gradient, for its codes."""
         return jax.lax.stop_gradient(self)
 
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
-        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
-        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
-        options |= {"amax": amax, "with_amax": amax is not None}
+    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
+        """Quantize the values by the op; see `quantize_fused`."""
+        options |= {"kind": self.kind, "epsilon": self.epsilon}
         return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
 
 
@@ -166,7 +164,7 @@ def normalized(
 
 
 def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) -> QTensor:
-    """Quantize a fused input as a matrix of rows by its last dimension.
+    """Quantize a fused input as a matrix whose rows are all dimensions but the last.
 
     Args:
         fused: the input.
@@ -175,12 +173,13 @@ def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) ->
         reduce: the AmaxReduction of the product.
     """
     scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fused.value), step, reduce)
-    data, data_t, amax = fused.quantize(scale, quantizer.fp8_dtype, amax)
-    counts = None
-    if has_counters(step):  # counting computes the values once more, in f32 as the op does
-        values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
-        counts = fractions(values, scale, quantizer.fp8_dtype)
-    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, counts))
+    recording = {"amax": amax, "with_amax": amax is not None}
+    data, data_t, amax = fused.quantize(scale, quantizer.fp8_dtype, rows=len(fused.shape) - 1, **recording)
+
+    def values():  # counting computes the values once more, in f32 as the op does
+        return dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
+
+    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale, scale_inv, amax, values))
 
 
 def compressed(x: jax.Array) -> QTensor:

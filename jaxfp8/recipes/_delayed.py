@@ -20,7 +20,7 @@ from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
 from ._state import Counting, QuantizerState, QuantizerStep
 from ._tensor import QTensor
-from ._tensorwise import TensorwiseQuantizer
+from ._tensorwise import TensorwiseQuantizer, has_counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         (state,) = next_states([q])
         return q, state
 
-    def fixed_scale(self, step: QuantizerStep | None) -> QuantizerStep | None:
+    def fixed_scale(self, name: str, step: QuantizerStep | None) -> QuantizerStep | None:
         """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
         return None if step is None else QuantizerStep.fixed(step.scale, step.scale_inv)
 
@@ -170,11 +170,16 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
         return (*scales, step.amax)
 
-    def record(
-        self, step: QuantizerStep | None, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
-    ) -> QuantizerStep | None:
+    def record(self, step: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array | None, values: Any) -> Any:
         """Record the amax of the tensor, unless the scale is fixed; see `TensorwiseQuantizer.record`."""
-        return None if amax is None else step.after(scale_inv, amax, fractions)
+        if amax is None:
+            return None
+        return step.after(scale_inv, amax, _fractions(values(), scale, self.fp8_dtype) if has_counters(step) else None)
+
+
+def _fractions(x, scale, dtype) -> jax.Array:
+    """Return the fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
+    return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))
 
 
 def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
