@@ -13,18 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import ops
-from ..recipes import (
-    AmaxReduction,
-    DotGeneralState,
-    GEMMType,
-    OperandOptions,
-    QTensor,
-    next_states,
-    read_states,
-    reading_of,
-    says_all,
-)
+from .. import ops, recipes
+from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
 from ._activation_gradient import quantize_gradient
 from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused
 from ._layout import Layout, layouts
@@ -57,7 +47,7 @@ class Product:
     kernel_dtype: np.dtype
     out_dtype: np.dtype
     precise: frozenset
-    reduce: AmaxReduction
+    reduce: recipes.AmaxReduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | None = None
@@ -121,11 +111,11 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         return jax.vmap(each)(x, kernel, bias, state, codes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
-    states, reading = state.by_quantizer(), reading_of(state)
+    states, reading = state.by_quantizer(), recipes.reading_of(state)
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
-    steps = read_states(product.quantizers, states, reading)
+    steps = recipes.read_states(product.quantizers, states, reading)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
     operands, kept = [], []
@@ -153,7 +143,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
     y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
-    if reading is not None and says_all(product.quantizers):
+    if reading is not None and recipes.says_all(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
         kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
         steps[2] = None
@@ -179,8 +169,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad)
     (x, kernel, output, grad_step, input_grad_step), reading = residuals
-    if reading is not None and says_all(product.quantizers):
-        *steps, grad_step = read_states(product.quantizers[:3], [reading] * 3, reading)
+    if reading is not None and recipes.says_all(product.quantizers):
+        *steps, grad_step = recipes.read_states(product.quantizers[:3], [reading] * 3, reading)
         x, kernel = (
             q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
             for q, step in zip((x, kernel), steps, strict=True)
@@ -206,7 +196,7 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
     # 3. Give the next state, in the order of DotGeneralState.
-    next_state = next_states([x, kernel, q, output, input_grad], product.reduce, reading)
+    next_state = recipes.next_states([x, kernel, q, output, input_grad], product.reduce, reading)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
 
 

@@ -4,7 +4,7 @@ A recipe is data; its quantizers are pure functions.
 """
 
 from ._amax_reduction import AmaxReduction
-from ._autocast import autocast, resolve
+from ._autocast import autocast, is_off, resolve
 from ._blockwise import (
     Float8BlockQuantizer,
     Float8BlockScaling,
