@@ -15,8 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
-from ._activation_gradient import quantize_gradient
-from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused
+from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused, quantize_gradient
 from ._layout import Layout, layouts
 from ._matmul import matmul
 

@@ -21,8 +21,7 @@ from .._jax import _compat, _mesh
 from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
 from ..recipes import QTensor, QuantizerStep, largest, value_of
-from ._activation_gradient import ActivationGradient
-from ._fused_input import RESIDUAL_NAME, FusedInput, compressed
+from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped

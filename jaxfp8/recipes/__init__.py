@@ -16,7 +16,7 @@ from ._blockwise import (
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, next_states, read_states, says_all
 from ._high_precision import HighPrecision, HighPrecisionQuantizer
-from ._quantizer import GEMMType, OperandOptions, Quantizer, no_reduction
+from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max
 from ._recipe import Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, relative
