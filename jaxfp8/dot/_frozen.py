@@ -4,7 +4,6 @@
 with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
 """
 
-import contextlib
 import dataclasses
 import functools
 
@@ -31,11 +30,9 @@ ANOTHER_KERNEL = "freeze: model: expected one kernel for each FP8 product, got a
 _freezing = jax.make_user_context(default_value=False)
 
 
-@contextlib.contextmanager
 def freezing():
-    """Have layers store the arrays that inference needs of their products, for as long as the context lasts."""
-    with _freezing(True):
-        yield
+    """Return a context in which layers store the arrays that inference needs of their products."""
+    return _freezing(True)
 
 
 def is_freezing() -> bool:

@@ -72,11 +72,8 @@ class Product:
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`."""
         x, kernel, grad = self.quantizers[:3]
-        first, second = {
-            GEMMType.FPROP: (x, kernel),
-            GEMMType.DGRAD: (grad, kernel),
-            GEMMType.WGRAD: (x, grad),
-        }[gemm_type]
+        first = grad if gemm_type == GEMMType.DGRAD else x
+        second = grad if gemm_type == GEMMType.WGRAD else kernel
         options = {"precise": gemm_type in self.precise, "batch": self.batch, "bias": bias, "swap": swap}
         return matmul(a, b, gemm_type=gemm_type, qgemm=first.qgemm or second.qgemm, out_dtype=out_dtype, **options)
 

@@ -151,12 +151,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
         return None if step is None else QuantizerStep.fixed(step.scale, step.scale_inv)
 
-    def choose_scale(
-        self,
-        current_amax: Callable[[], jax.Array],
-        step: QuantizerStep | None,
-        reduce: Callable[..., Any] = no_reduction,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the scale of the state, or without a state the scale of the tensor's own amax."""
         if step is None:
             return super().choose_scale(current_amax, step, reduce)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from .. import ops
 from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer, no_reduction
+from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
 
@@ -47,9 +46,7 @@ class TensorwiseQuantizer(FP8Quantizer):
         step = self.record(step, scale, scale_inv, amax, lambda: x)
         return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
 
-    def choose_scale(
-        self, current_amax: Callable[[], jax.Array], step: Any, reduce: Callable[..., Any] = no_reduction
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
 
         Args:
