@@ -21,7 +21,7 @@ from flax.linen import fp8_ops
 
 import jaxfp8
 from jaxfp8.linen import Fp8Einsum
-from jaxfp8.linen._state import Fp8Module
+from jaxfp8.linen._dot_general import Fp8Module
 
 SWAPS = {
     "Fp8DotGeneral": jaxfp8.Fp8DotGeneral,

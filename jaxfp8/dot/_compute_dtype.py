@@ -1,4 +1,4 @@
-"""The compute dtype of layers, the conversion of x to that dtype, and the sizes of features."""
+"""What the layers of Linen and NNX share: their product in the compute dtype, and the sizes of features."""
 
 import operator
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..recipes import QTensor
+from ._fused_input import FusedInput
 
 
 def promoted(*operands):
@@ -29,6 +30,21 @@ def to_compute(x, dtype):
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.promote_types(x.dtype, dtype) == dtype:
             return x
     return x.astype(dtype)
+
+
+def linear(product, x, kernel, bias, *, dtype, **options):
+    """Multiply x `[..., k]` by a kernel `[k, *features]`, both arrays or codes.
+
+    Args:
+        product: the `dot_general` of the layer.
+        x, kernel, bias: as `jaxfp8.dot_general` takes them.
+        dtype: the dtype of the layer, see `compute_dtype`.
+        options: further arguments of the product.
+    """
+    dtype = compute_dtype(x, kernel, bias, dtype=dtype)
+    x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
+    numbers = ((len(x.shape) - 1,), (0,)), ((), ())
+    return product(x, kernel, numbers, bias=bias, preferred_element_type=dtype, **options)
 
 
 def sizes(name: str, features) -> tuple[int, ...]:

@@ -12,19 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from .. import recipes
 from ..ops import _checks, _quantize_activation
-from ..recipes import (
-    AmaxReduction,
-    DotGeneralState,
-    HighPrecision,
-    HighPrecisionQuantizer,
-    QTensor,
-    Recipe,
-    _autocast,
-    checked,
-    init_state,
-    value_of,
-)
+from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _scopes
 from ._compute_dtype import promoted
 from ._fused_input import Activated, FusedInput, Normalized, activated
@@ -96,7 +86,7 @@ def dot_general(
     x, x_codes = operand("dot_general: x", x)
     kernel, kernel_codes = operand("dot_general: kernel", kernel)
     both = layouts(x.shape, kernel.shape, dimension_numbers)
-    if isinstance(recipe, HighPrecision):
+    if isinstance(recipe, recipes.HighPrecision):
         recipe = None
     if recipe is not None:
         quantizers, state = checked_quantizers("dot_general", recipe, state)
@@ -119,7 +109,7 @@ def dot_general(
         if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
             widest = promoted(*dtypes)
             dtype = out_dtype if promoted(widest, out_dtype) == widest else widest  # not wider than the operands
-        operands = (value_of(x, x_codes, dtype), value_of(kernel, kernel_codes, dtype))
+        operands = (recipes.value_of(x, x_codes, dtype), recipes.value_of(kernel, kernel_codes, dtype))
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
             y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
@@ -138,7 +128,7 @@ def dot_general(
         out_dtype=out_dtype,
         out_sharding=spec_of("dot_general", out_sharding),
         precise=_precise(precision, recipe),
-        reduce=AmaxReduction.for_recipe(recipe),
+        reduce=recipes.AmaxReduction.for_recipe(recipe),
         activation=None if is_wrapping() else activation,  # a wrapper compares products of one result
         fp8_residual=recipe.fp8_residuals,
         layer=current_layer(),
@@ -193,7 +183,7 @@ def _why(recipe) -> str:
     """Return the reason why a product is in high precision, a clause."""
     if recipe is not None:
         return f"smaller than min_size={recipe.min_size} of the recipe"
-    return "autocast is off" if _autocast.is_off() else "the recipe is None"
+    return "autocast is off" if recipes.is_off() else "the recipe is None"
 
 
 def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
@@ -203,10 +193,10 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
     fields = dataclasses.fields(DotGeneralState)
-    quantizers = checked(f"{op}: recipe", recipe).quantizers()
-    quantizers += (HighPrecisionQuantizer(),) * (len(fields) - len(quantizers))
+    quantizers = recipes.checked(f"{op}: recipe", recipe).quantizers()
+    quantizers += (recipes.HighPrecisionQuantizer(),) * (len(fields) - len(quantizers))
     if state is None:
-        if jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe))):
+        if jax.tree.leaves(jax.eval_shape(lambda: recipes.init_state(recipe))):
             raise ValueError(
                 f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), and after a step "
                 "the gradient with respect to that state; or DotGeneralState(None, None, None) to keep no state"

@@ -4,10 +4,8 @@
 with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
 """
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,29 +30,14 @@ ANOTHER_KERNEL = "freeze: model: expected one kernel for each FP8 product, got a
 _freezing = jax.make_user_context(default_value=False)
 
 
-@contextlib.contextmanager
 def freezing():
-    """Have layers store the arrays that inference needs of their products, for as long as the context lasts."""
-    with _freezing(True):
-        yield
+    """Return a context in which layers store the arrays that inference needs of their products."""
+    return _freezing(True)
 
 
 def is_freezing() -> bool:
     """Tell whether products are being frozen."""
     return _freezing.value
-
-
-@dataclasses.dataclass(frozen=True)
-class _FrozenRecipe(recipes.Recipe):
-    """A recipe whose kernels are codes; `has_fixed_input` says whether its input has a fixed scale."""
-
-    recipe: Any
-    has_fixed_input: bool
-
-    def quantizers(self) -> tuple:
-        """Return the quantizers of the recipe; the quantizer of a fixed input has a fixed scale."""
-        x, *rest = self.recipe.quantizers()
-        return (recipes.FixedScaleQuantizer(x.fp8_dtype) if self.has_fixed_input else x, *rest)
 
 
 def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[str, jax.Array] | None:
@@ -89,15 +72,11 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
-    scales = []
-    for name, quantizer, step in (("input", quantizers[0], input_step), ("kernel", quantizers[1], kernel_step)):
-        try:
-            scales.append(quantizer.fixed_scale(step))
-        except ValueError as error:
-            raise ValueError(f"freeze: recipe: for the {name}: {error}") from None
+    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_step)
+    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_step)  # the codes keep that scale
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
-    if scales[0] is not None:
-        frozen |= {INPUT_SCALE: scales[0].scale, INPUT_SCALE_INV: scales[0].scale_inv}
+    if fixed is not None:
+        frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
     return frozen
 
 
@@ -145,11 +124,10 @@ def dot_general(
     scaling, state = {}, recipes.DotGeneralState(None, None, None)
     if recipe is not None:
         scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
-        has_fixed_input = INPUT_SCALE in frozen
-        if has_fixed_input:
-            state = dataclasses.replace(state, input=recipes.FixedScale(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV]))
-        kept = {"precise": recipe.precise, "pipeline_axes": recipe.pipeline_axes}
-        recipe = _FrozenRecipe(recipe, has_fixed_input, **kept)
+        if INPUT_SCALE in frozen:
+            fixed = recipes.QuantizerStep.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
+            state = dataclasses.replace(state, input=fixed)
+        recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     # 3. Multiply by the codes, which have the contracting dimensions last.
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)

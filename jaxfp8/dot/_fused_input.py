@@ -1,8 +1,11 @@
-"""Inputs of a product that become FP8 in the pass that computes them: activations and norms.
+"""Operands that become FP8 in the pass that computes them: activations and norms, and gradients of activations.
 
 A value that a custom call reads has to be in memory. So `silu(gate) * up` followed by a product would be written in
 bfloat16 and read again; a fused input writes and reads its codes alone. The gradient is that of the plain computation;
 its backward may keep the input of the activation or norm in FP8, one byte an element in place of two or four.
+
+In the same way the backward of `activation(y)` would write the gradient of y in bfloat16, and the product that made y
+would read it again. So that product takes y and the gradient of the activation's values in its place.
 """
 
 import dataclasses
@@ -17,7 +20,9 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, fractions, has_counters
+from ..ops._implementation import using
+from ..ops._quantize_activation_grad import activation_grad, quantize_activation_grad_with
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized, has_counters
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
@@ -72,11 +77,10 @@ class Activated(FusedInput):
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
-        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
-        options = {"activation": self.activation, "rows": len(self.shape) - 1}
-        options |= {"amax": amax, "with_amax": amax is not None}
-        return _quantize_activation.quantize_activation_with(self.x, scale, dtype, **options)
+    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
+        """Quantize the values by the op; see `quantize_fused`."""
+        op = _quantize_activation.quantize_activation_with
+        return op(self.x, scale, dtype, activation=self.activation, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -104,11 +108,31 @@ class Normalized(FusedInput):
         """Return the input without gradient, for its codes."""
         return jax.lax.stop_gradient(self)
 
-    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> Any:
-        """Quantize the values by the op, as a matrix whose rows are all dimensions but the last."""
-        options = {"kind": self.kind, "epsilon": self.epsilon, "rows": len(self.shape) - 1}
-        options |= {"amax": amax, "with_amax": amax is not None}
+    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
+        """Quantize the values by the op; see `quantize_fused`."""
+        options |= {"kind": self.kind, "epsilon": self.epsilon}
         return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivationGradient:
+    """The gradient of y, not computed yet: the gradient of `activation(y)` times the derivative of the activation.
+
+    Attributes:
+        y: the result of a product, `[..., n]`; gated `[..., 2, n]`.
+        grad: the gradient of `ops.activate(y, activation)`, in the dtype of y.
+        activation: a name that `ops.activate` takes.
+    """
+
+    y: jax.Array
+    grad: jax.Array
+    activation: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def value(self) -> jax.Array:
+        """Return the gradient of y, in the dtype of y."""
+        return jax.vjp(functools.partial(ops.activate, activation=self.activation), self.y)[1](self.grad)[0]
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:
@@ -166,7 +190,7 @@ def normalized(
 
 
 def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) -> QTensor:
-    """Quantize a fused input as a matrix of rows by its last dimension.
+    """Quantize a fused input as a matrix whose rows are all dimensions but the last.
 
     Args:
         fused: the input.
@@ -174,13 +198,65 @@ def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) ->
         step: the result of `read_states` for this quantizer, or None where there is no state.
         reduce: the AmaxReduction of the product.
     """
-    scale, scale_inv, amax = quantizer.choose_scale(lambda: ops.amax(fused.value), step, reduce)
-    data, data_t, amax = fused.quantize(scale, quantizer.fp8_dtype, amax)
-    counts = None
-    if has_counters(step):  # counting computes the values once more, in f32 as the op does
-        values = dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
-        counts = fractions(values, scale, quantizer.fp8_dtype)
-    return QTensor(data, scale_inv, data_t, step=quantizer.record(step, scale_inv, amax, counts))
+
+    def values():  # counting computes the values once more, in f32 as the op does
+        return dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
+
+    rows = len(fused.shape) - 1
+    options = OperandOptions(rows, reduce=reduce)
+    quantize = functools.partial(fused.quantize, rows=rows)
+    return _quantize_by(quantize, quantizer, step, options, lambda: ops.amax(fused.value), values)[0]
+
+
+def quantize_gradient(
+    quantizer: Any, grad: jax.Array | ActivationGradient, step: Any, options: OperandOptions
+) -> Quantized:
+    """Quantize the gradient of a product's result; see `Quantizer.quantize_operand`.
+
+    With one scale for the whole tensor, the gradient of an activation stays in f32 until it is rounded to FP8. Other
+    quantizers take the gradient in the dtype of y.
+    """
+    if not isinstance(grad, ActivationGradient):
+        return quantizer.quantize_operand(grad, step, options)
+    if not quantizer.has_one_scale:
+        return quantizer.quantize_operand(grad.value, step, options)
+    values = functools.partial(activation_grad, grad.y, grad.grad, grad.activation)
+    # The op has no columns for a batch of kernels, and counters read the values from memory.
+    if options.cols != 1 + ops.is_gated(grad.activation) or has_counters(step):
+        return quantizer.quantize_operand(values(), step, options)
+
+    def current_amax():
+        # Reduce in jnp: XLA then computes the values where it reduces them; a custom call would read them from memory.
+        with using("reference"):
+            return ops.amax(values())
+
+    has_sums = options.columnwise and options.column_sums
+    layout = {"transpose": options.columnwise, "rows": options.rows, "column_sums": has_sums}
+
+    def quantize(*scaling, **recording):
+        operands = grad.y, grad.grad, *scaling
+        return quantize_activation_grad_with(*operands, activation=grad.activation, **layout, **recording)
+
+    q, *sums = _quantize_by(quantize, quantizer, step, options, current_amax, values)
+    return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
+
+
+def _quantize_by(quantize, quantizer, step, options, current_amax, values) -> tuple:
+    """Choose the scale, quantize by an op that computes the tensor, and record its amax.
+
+    Args:
+        quantize: `(scale, dtype, amax=, with_amax=) -> (data, data_t, amax, *column sums)`.
+        quantizer: has one scale for the whole tensor.
+        step, options: see `Quantizer.quantize_operand`.
+        current_amax, values: return the amax of the tensor and the tensor, see `TensorwiseQuantizer`.
+
+    Returns:
+        `(QTensor, *column sums)`.
+    """
+    scale, scale_inv, amax = quantizer.choose_scale(current_amax, step, options.reduce)
+    data, data_t, amax, *sums = quantize(scale, quantizer.fp8_dtype, amax=amax, with_amax=amax is not None)
+    step = quantizer.record(step, scale, scale_inv, amax, values)
+    return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *sums
 
 
 def compressed(x: jax.Array) -> QTensor:

@@ -13,20 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import ops
-from ..recipes import (
-    AmaxReduction,
-    DotGeneralState,
-    GEMMType,
-    OperandOptions,
-    QTensor,
-    next_states,
-    read_states,
-    reading_of,
-    says_all,
-)
-from ._activation_gradient import quantize_gradient
-from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused
+from .. import ops, recipes
+from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
+from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused, quantize_gradient
 from ._layout import Layout, layouts
 from ._matmul import matmul
 
@@ -57,7 +46,7 @@ class Product:
     kernel_dtype: np.dtype
     out_dtype: np.dtype
     precise: frozenset
-    reduce: AmaxReduction
+    reduce: recipes.AmaxReduction
     vmap_dims: int = 0
     out_sharding: jax.sharding.PartitionSpec | None = None
     activation: str | None = None
@@ -83,11 +72,8 @@ class Product:
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`."""
         x, kernel, grad = self.quantizers[:3]
-        first, second = {
-            GEMMType.FPROP: (x, kernel),
-            GEMMType.DGRAD: (grad, kernel),
-            GEMMType.WGRAD: (x, grad),
-        }[gemm_type]
+        first = grad if gemm_type == GEMMType.DGRAD else x
+        second = grad if gemm_type == GEMMType.WGRAD else kernel
         options = {"precise": gemm_type in self.precise, "batch": self.batch, "bias": bias, "swap": swap}
         return matmul(a, b, gemm_type=gemm_type, qgemm=first.qgemm or second.qgemm, out_dtype=out_dtype, **options)
 
@@ -121,11 +107,11 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         return jax.vmap(each)(x, kernel, bias, state, codes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
-    states, reading = state.by_quantizer(), reading_of(state)
+    states, reading = state.by_quantizer(), recipes.reading_of(state)
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
-    steps = read_states(product.quantizers, states, reading)
+    steps = recipes.read_states(product.quantizers, states, reading)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
     operands, kept = [], []
@@ -153,7 +139,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
     y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
-    if reading is not None and says_all(product.quantizers):
+    if reading is not None and recipes.says_all(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
         kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
         steps[2] = None
@@ -179,8 +165,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad)
     (x, kernel, output, grad_step, input_grad_step), reading = residuals
-    if reading is not None and says_all(product.quantizers):
-        *steps, grad_step = read_states(product.quantizers[:3], [reading] * 3, reading)
+    if reading is not None and recipes.says_all(product.quantizers):
+        *steps, grad_step = recipes.read_states(product.quantizers[:3], [reading] * 3, reading)
         x, kernel = (
             q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
             for q, step in zip((x, kernel), steps, strict=True)
@@ -206,7 +192,7 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
     # 3. Give the next state, in the order of DotGeneralState.
-    next_state = next_states([x, kernel, q, output, input_grad], product.reduce, reading)
+    next_state = recipes.next_states([x, kernel, q, output, input_grad], product.reduce, reading)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
 
 

@@ -28,11 +28,9 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
         layer: the path of the layer; None for a function, whose state is an argument.
     """
     message = None
-    if is_updated and not any(is_updated) and quantizers[0].updates_state:
+    if is_updated and not any(is_updated):
         message = _NOT_UPDATED
-    elif (
-        layer is not None and not is_updated and any(q.updates_state and jax.tree.leaves(q.init()) for q in quantizers)
-    ):
+    elif layer is not None and not is_updated and any(jax.tree.leaves(quantizer.init()) for quantizer in quantizers):
         message = _NO_STATE
     if message:
         _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)

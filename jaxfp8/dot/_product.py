@@ -20,9 +20,8 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled
 from ..ops._implementation import selected, using
-from ..recipes import QTensor, largest, value_of
-from ._activation_gradient import ActivationGradient
-from ._fused_input import RESIDUAL_NAME, FusedInput, compressed
+from ..recipes import QTensor, QuantizerStep, largest, value_of
+from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._wrapping import wrapped
@@ -184,7 +183,8 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    warn_of_state(product.quantizers, is_updated, product.layer)
+    if not isinstance(state.input, QuantizerStep):  # a fixed scale, in inference, is a state that no step updates
+        warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
     codes = [q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax._arrays import split_arrays
+from ..linen._dot_general import Fp8Module
 from ..linen._quantize import decision, is_layer
 from ..linen._scopes import regions
-from ..linen._state import Fp8Module
 from ..nnx import _quantize as of_nnx
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel

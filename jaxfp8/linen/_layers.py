@@ -10,7 +10,7 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, normalized, sizes, to_compute
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, linear, normalized, sizes, to_compute
 from ._dot_general import Fp8DotGeneral
 
 _SHARED_FIELDS = ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
@@ -80,17 +80,8 @@ class Dense(nn.Module):
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
-        dtype = compute_dtype(x, kernel, bias, dtype=self.dtype)
-        return Fp8DotGeneral(recipe=self.recipe)(
-            x if isinstance(x, FusedInput) else to_compute(x, dtype),
-            kernel,
-            (((len(x.shape) - 1,), (0,)), ((), ())),
-            bias=bias,
-            precision=self.precision,
-            preferred_element_type=dtype,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+        options = {"precision": self.precision, "out_sharding": out_sharding, "activation": activation}
+        return linear(Fp8DotGeneral(recipe=self.recipe), x, kernel, bias, dtype=self.dtype, **options)
 
 
 def _dense_of(module: nn.Module, features: int | tuple[int, ...], name: str, **fields: Any) -> Dense:

@@ -26,9 +26,8 @@ from .._jax._typing import Tree
 from ..dot import _scopes
 from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
 from ..train import apply_with_max_grad
-from ._dot_general import Fp8DotGeneral, Fp8Einsum
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, Fp8Module
 from ._scopes import Region, add_rules, regions, restore_path
-from ._state import Fp8Module
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, normalized, sizes, to_compute
+from ..dot import Activated, FusedInput, Normalized, compute_dtype, linear, normalized, sizes, to_compute
 from ._dot_general import Fp8DotGeneral
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -69,29 +69,15 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
-        kernel = self.kernel.get_value()
-        bias = None if self.bias is None else self.bias.get_value()
-        dtype = compute_dtype(x, kernel, bias, dtype=self.dtype)
-        x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
-        numbers = (((len(x.shape) - 1,), (0,)), ((), ()))
-        options = {"precision": self.precision, "preferred_element_type": dtype, "out_sharding": out_sharding}
-        return self.dot_general(x, kernel, numbers, bias=bias, activation=activation, **options)
+        kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias.get_value()
+        options = {"precision": self.precision, "out_sharding": out_sharding, "activation": activation}
+        return linear(self.dot_general, x, kernel, bias, dtype=self.dtype, **options)
 
 
 class _Normalizing(nnx.Module):
     """Base of layers with a norm before their first product: `norm` is None, `"rms"` or `"layer"`; see `GatedMLP`."""
 
-    def __init__(
-        self,
-        norm: str | None,
-        in_features: int,
-        epsilon: float,
-        dtype: Any,
-        param_dtype: Any,
-        scale_init: Initializer,
-        norm_bias_init: Initializer,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs):
         self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
 
         def parameter(init, is_there):

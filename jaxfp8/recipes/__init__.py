@@ -4,7 +4,7 @@ A recipe is data; its quantizers are pure functions.
 """
 
 from ._amax_reduction import AmaxReduction
-from ._autocast import autocast, resolve
+from ._autocast import autocast, is_off, resolve
 from ._blockwise import (
     Float8BlockQuantizer,
     Float8BlockScaling,
@@ -15,20 +15,13 @@ from ._blockwise import (
 )
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, next_states, read_states, says_all
-from ._fixed import FixedScale, FixedScaleQuantizer
 from ._high_precision import HighPrecision, HighPrecisionQuantizer
-from ._quantizer import GEMMType, OperandOptions, Quantizer, no_reduction
+from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max
 from ._recipe import Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, relative
 from ._state import DotGeneralState, QuantizerState, QuantizerStep, init_state, map_variables
-from ._state_tree import OVERWRITE_WITH_GRADIENT, partition, prefix_of, slot_axis
+from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
 from ._tensor import Block, QTensor, dequantized, value_of
-from ._tensorwise import (
-    Float8CurrentScaling,
-    Float8CurrentScalingQuantizer,
-    TensorwiseQuantizer,
-    fractions,
-    has_counters,
-)
+from ._tensorwise import Float8CurrentScaling, Float8CurrentScalingQuantizer, TensorwiseQuantizer, has_counters
 from ._warning import FP8StateWarning

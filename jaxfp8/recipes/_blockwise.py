@@ -9,12 +9,12 @@ import numpy as np
 from .. import ops
 from ..numerics import E4M3, HYBRID, Format
 from ..ops._quantize_blocks import ROUNDINGS
-from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype
+from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
 
 
-class BlockwiseQuantizer(Quantizer):
+class BlockwiseQuantizer(FP8Quantizer):
     """Quantize with a scale for each block, from its own amax; without state, and without a reduction over a mesh.
 
     A product along the first dimension reads other codes than a product along the last, because its blocks differ.
@@ -24,19 +24,9 @@ class BlockwiseQuantizer(Quantizer):
         block: `(r, c)`, the rows and columns that share a scale; `c = None` stands for all columns.
     """
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
-
-    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """Quantize a matrix; return `(QTensor, state)`."""
-        return self.quantize_operand(x, None)[0], state
-
-    def quantize_operand(
-        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
-    ) -> tuple[QTensor, jax.Array | None]:
+    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        scaling = self.scaling()
-        blocks = {"rows": options.rows, "cols": options.cols} | scaling
+        blocks = {"rows": options.rows, "cols": options.cols} | self.scaling()
         if options.columnwise:  # a GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads
             data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **blocks)
         else:
@@ -44,8 +34,7 @@ class BlockwiseQuantizer(Quantizer):
             data_t = scale_inv_t = None
         # The product has to know whether scales are powers of two: newer GPUs multiply no other float32 scales of
         # blocks (`ops._scale_layouts`).
-        is_power = scaling.get("scale") == "e8m0" or scaling.get("power_2_scale", False)
-        layout = {"block": self.block, "cols": options.cols, "power_2_scale": is_power}
+        layout = {"block": self.block, "cols": options.cols, "power_2_scale": self.power_2_scale}
         return QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **layout), options.sum_rows(x)
 
     def scaling(self) -> dict[str, Any]:
@@ -203,6 +192,7 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     rounding: str = "ceil"
     block = (1, 32)
+    power_2_scale = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,12 +16,11 @@ from .. import ops
 from .._jax import _compat
 from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
 from . import _reading
-from ._fixed import FixedScale
 from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
 from ._state import Counting, QuantizerState, QuantizerStep
 from ._tensor import QTensor
-from ._tensorwise import TensorwiseQuantizer
+from ._tensorwise import TensorwiseQuantizer, has_counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +105,13 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     def check_state(self, name: str, state: Any) -> None:
         """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
 
+        A QuantizerStep of `fixed_scale` is a state too, which no step updates.
+
         Raises:
             TypeError: `state` is not a QuantizerState of float arrays.
             ValueError: the history has another length, or a leaf another shape.
         """
-        if state is None:
+        if state is None or isinstance(state, QuantizerStep):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
         counters = getattr(state, "counters", None)
@@ -146,16 +147,11 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         (state,) = next_states([q])
         return q, state
 
-    def fixed_scale(self, step: QuantizerStep | None) -> FixedScale | None:
+    def fixed_scale(self, name: str, step: QuantizerStep | None) -> QuantizerStep | None:
         """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
-        return None if step is None else FixedScale(step.scale, step.scale_inv)
+        return None if step is None else QuantizerStep.fixed(step.scale, step.scale_inv)
 
-    def choose_scale(
-        self,
-        current_amax: Callable[[], jax.Array],
-        step: QuantizerStep | None,
-        reduce: Callable[..., Any] = no_reduction,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the scale of the state, or without a state the scale of the tensor's own amax."""
         if step is None:
             return super().choose_scale(current_amax, step, reduce)
@@ -169,11 +165,16 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
         return (*scales, step.amax)
 
-    def record(
-        self, step: QuantizerStep | None, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None = None
-    ) -> QuantizerStep | None:
-        """Record the amax of the tensor; see `TensorwiseQuantizer.record`."""
-        return None if step is None else step.after(scale_inv, amax, fractions)
+    def record(self, step: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array | None, values: Any) -> Any:
+        """Record the amax of the tensor, unless the scale is fixed; see `TensorwiseQuantizer.record`."""
+        if amax is None:
+            return None
+        return step.after(scale_inv, amax, _fractions(values(), scale, self.fp8_dtype) if has_counters(step) else None)
+
+
+def _fractions(x, scale, dtype) -> jax.Array:
+    """Return the fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
+    return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))
 
 
 def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
@@ -181,7 +182,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
 
     Args:
         quantizers: the quantizers of the product, of any kind.
-        states: a state for each quantizer; None for a quantizer without state.
+        states: a state for each quantizer; None for a quantizer without state. A QuantizerStep has been read already.
         reading: the reading `[4 * k]` of the product, where its state was read before a loop; else None.
 
     Returns:
@@ -195,7 +196,8 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
     steps = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
-        if state is not None and isinstance(quantizer, DelayedScalingQuantizer):
+        is_read = state is None or isinstance(state, QuantizerStep)
+        if isinstance(quantizer, DelayedScalingQuantizer) and not is_read:
             alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
     for (margin, algo), positions in alike.items():
         is_named = isinstance(algo, str)

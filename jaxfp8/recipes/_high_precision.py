@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._quantizer import DEFAULT, OperandOptions, Quantizer
+from ._quantizer import DEFAULT, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
 
@@ -23,9 +23,7 @@ class HighPrecisionQuantizer(Quantizer):
         """Return `(QTensor, state)` of a matrix."""
         return QTensor(x, None), state
 
-    def quantize_operand(
-        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
-    ) -> tuple[QTensor, jax.Array | None]:
+    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
         return QTensor(x, None, cols=options.cols), options.sum_rows(x)
 

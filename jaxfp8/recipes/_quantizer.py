@@ -55,6 +55,9 @@ class OperandOptions(NamedTuple):
 
 DEFAULT = OperandOptions()
 
+# The result of `quantize_operand`: the QTensor, and with `column_sums` the sums over rows, else None.
+Quantized = tuple[QTensor, jax.Array | None]
+
 
 class Quantizer:
     """Base class: turns one tensor of a product into codes. It is pure and hashable: equal quantizers do the same.
@@ -80,8 +83,6 @@ class Quantizer:
     has_one_scale = False
     # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
     block = None
-    # Whether a step updates the state, if there is one; a product warns where a gradient leaves such a state out.
-    updates_state = True
     # A quantizer that brings its own product defines this method:
     #
     #     def qgemm(self, qx, qw, *, sx, sw, out_dtype, gemm_type, qresult_x, qresult_w): ...
@@ -152,18 +153,17 @@ class Quantizer:
             if first.shape != leaf.shape:
                 raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
 
-    def fixed_scale(self, step: Any) -> Any:
-        """Return the `FixedScale` that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
+    def fixed_scale(self, name: str, step: Any) -> Any:
+        """Return the QuantizerStep that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
 
         Raises:
             ValueError: `step` has leaves: only the author of this quantizer knows which scale its state stands for.
+                `name` names the quantizer in the message.
         """
         if jax.tree.leaves(step):
-            raise ValueError(f"expected delayed scaling, or a quantizer without state, got {self!r}")
+            raise ValueError(f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}")
 
-    def quantize_operand(
-        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
-    ) -> tuple[QTensor, jax.Array | None]:
+    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product.
 
         Args:
@@ -205,7 +205,25 @@ class Quantizer:
         return q, options.sum_rows(x)
 
 
-def fp8_dtype(where: str, dtype) -> np.dtype:
+class FP8Quantizer(Quantizer):
+    """Base of the quantizers of this package that make FP8 codes; subclasses define `quantize_operand`.
+
+    Attributes:
+        fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
+        power_2_scale: whether scales are powers of two.
+    """
+
+    power_2_scale = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fp8_dtype", _fp8_dtype(type(self).__name__, self.fp8_dtype))
+
+    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
+        """Quantize a matrix; return `(QTensor, next state)`."""
+        return self.quantize_operand(x, None)[0], state
+
+
+def _fp8_dtype(where: str, dtype) -> np.dtype:
     """Return the FP8 dtype that `dtype` stands for: a dtype itself, or `jaxfp8.E4M3` or `E5M2`.
 
     Raises:

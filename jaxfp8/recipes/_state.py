@@ -62,7 +62,7 @@ class QuantizerStep:
     Attributes:
         history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax; None where the state
             was read before a loop.
-        amax: f32 `(1,)`; 0 before the tensor is quantized.
+        amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is fixed, so that nothing is recorded.
         scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
         is_empty: bool[], whether the history was empty; None where `first_step="unit"`, and after the tensor is
             quantized.
@@ -70,11 +70,19 @@ class QuantizerStep:
     """
 
     history: jax.Array | None
-    amax: jax.Array
+    amax: jax.Array | None
     scale: jax.Array | None
     scale_inv: jax.Array | None
-    is_empty: jax.Array | None
+    is_empty: jax.Array | None = None
     counting: Counting | None = None
+
+    @staticmethod
+    def fixed(scale: jax.Array, scale_inv: jax.Array) -> "QuantizerStep":
+        """Return the step of a tensor in inference, whose scale is fixed.
+
+        The inverse is given because 1 / (1 / scale) may be another number than the scale.
+        """
+        return QuantizerStep(None, None, scale, scale_inv)
 
     def after(self, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None) -> "QuantizerStep":
         """Return the step after a tensor with this amax was quantized with `scale_inv`."""

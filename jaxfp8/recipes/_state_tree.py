@@ -97,13 +97,6 @@ def flatten(tree) -> StateTree:
     return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables)
 
 
-def partition(tree):
-    """Return the tree with True for every leaf that is quantizer state and False for every parameter."""
-    flat = flatten(tree)
-    state = set(flat.positions())
-    return flat.treedef.unflatten([i in state for i in range(len(flat.leaves))])
-
-
 def prefix_of(name: str) -> str | None:
     """Return the prefix `{p}` of a name `{p}amax_history`; None if `name` is not the name of a history."""
     prefix = name.removesuffix(_HISTORY)

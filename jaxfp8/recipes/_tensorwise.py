@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,12 +12,12 @@ from .. import ops
 from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from ._quantizer import DEFAULT, OperandOptions, Quantizer, fp8_dtype, no_reduction
+from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
 
 
-class TensorwiseQuantizer(Quantizer):
+class TensorwiseQuantizer(FP8Quantizer):
     """Quantize with one scale for the whole tensor; one pass writes the codes in both layouts.
 
     Attributes:
@@ -29,18 +28,8 @@ class TensorwiseQuantizer(Quantizer):
 
     has_one_scale = True
     margin = 0
-    power_2_scale = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fp8_dtype", fp8_dtype(type(self).__name__, self.fp8_dtype))
-
-    def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
-        """Quantize a matrix; return `(QTensor, next state)`."""
-        return self.quantize_operand(x, None)[0], state
-
-    def quantize_operand(
-        self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT
-    ) -> tuple[QTensor, jax.Array | None]:
+    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
         # amax so far, which the next pass raises.
@@ -53,14 +42,11 @@ class TensorwiseQuantizer(Quantizer):
         else:
             data, amax = quantize_with(x, scale, self.fp8_dtype, **recording)
             data_t, sums = None, [options.sum_rows(x)]
-        # 3. Count, where the state has counters: counting reads x once more.
-        counts = fractions(x, scale, self.fp8_dtype) if has_counters(step) else None
-        step = self.record(step, scale_inv, amax, counts)
+        # 3. Record the amax, and count where the state has counters: counting reads x once more.
+        step = self.record(step, scale, scale_inv, amax, lambda: x)
         return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
 
-    def choose_scale(
-        self, current_amax: Callable[[], jax.Array], step: Any, reduce: Callable[..., Any] = no_reduction
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
 
         Args:
@@ -75,16 +61,14 @@ class TensorwiseQuantizer(Quantizer):
         # Without a state nothing records the amax, so the pass that quantizes need not find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
-    def record(
-        self, step: Any, scale_inv: jax.Array, amax: jax.Array | None, fractions: jax.Array | None = None
-    ) -> Any:
+    def record(self, step: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array | None, values: Any) -> Any:
         """Return the step after a tensor was quantized.
 
         Args:
             step: the step before the tensor was quantized.
-            scale_inv: f32[1], the inverse of the scale that the tensor was quantized with.
+            scale, scale_inv: f32[1], the scale that the tensor was quantized with, and its inverse.
             amax: f32[1], the amax of the tensor; None where `choose_scale` gave None.
-            fractions: f32[2], of saturated and flushed elements, where the step has counters; else None.
+            values: returns the tensor; called only where the step has counters.
         """
         return step
 
@@ -134,8 +118,3 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
 def has_counters(step: Any) -> bool:
     """Tell whether the state of a step has counters, so that elements are to be counted."""
     return getattr(step, "counting", None) is not None
-
-
-def fractions(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
-    return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))

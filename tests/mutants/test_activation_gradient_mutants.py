@@ -6,7 +6,7 @@ import pytest
 from fused.cases import BF16
 from fused.test_gradients import test_steps as compare
 
-from jaxfp8.dot import _activation_gradient, _gemms, _product
+from jaxfp8.dot import _fused_input, _gemms, _product
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
@@ -15,7 +15,7 @@ def rounded_first(original):
     """The plain path: the gradient in bf16, and then its codes."""
 
     def mutant(quantizer, grad, step, options):
-        is_fused = isinstance(grad, _activation_gradient.ActivationGradient)
+        is_fused = isinstance(grad, _fused_input.ActivationGradient)
         return original(quantizer, grad.value if is_fused else grad, step, options)
 
     return mutant
@@ -48,7 +48,7 @@ def forgets_the_activation(original):
 
 MUTANTS = {
     "rounded to bf16 first": (_gemms, "quantize_gradient", rounded_first),
-    "another gradient": (_activation_gradient, "quantize_activation_grad_with", without_derivative),
+    "another gradient": (_fused_input, "quantize_activation_grad_with", without_derivative),
     "an amax is forgotten": (_gemms, "quantize_gradient", forgets_the_amax),
     "the bias has no gradient": (_gemms, "quantize_gradient", forgets_the_bias),
     "another y": (_product, "_gradient", forgets_the_activation),

@@ -74,8 +74,7 @@ def test_quantizers_are_found(make, names, parameters):
     assert [q.name for q in found.quantizers] == names
     for q in found.quantizers:
         assert found.leaves[q.amax_history].shape == (3,) and found.leaves[q.scale].shape == (1,)
-    mask = jax.tree.leaves(_state_tree.partition(tree))
-    assert mask.count(True) == 2 * len(names) and mask.count(False) == parameters
+    assert len(found.positions()) == 2 * len(names) and len(found.leaves) == 2 * len(names) + parameters
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
 
 
