@@ -129,18 +129,17 @@ def speed(op: str) -> dict[str, Any]:
 
 def _seconds(run, sets) -> float:
     """Return the seconds of a call: the median of five rounds of calls that do not wait for each other."""
-    # The first call compiles; the second tells how many fit into a tenth of a second.
-    jax.block_until_ready(run(sets))
-    start = time.perf_counter()
-    jax.block_until_ready(run(sets))
-    count = max(1, min(20, int(0.1 / (time.perf_counter() - start))))
-    rounds = []
-    for _ in range(5):
+
+    def seconds(count):
         start = time.perf_counter()
         # A device runs calls in their order, so the last one is done last.
         jax.block_until_ready([run(sets) for _ in range(count)][-1])
-        rounds.append((time.perf_counter() - start) / count)
-    return statistics.median(rounds)
+        return (time.perf_counter() - start) / count
+
+    # The first call compiles; the second tells how many fit into a tenth of a second.
+    seconds(1)
+    count = max(1, min(20, int(0.1 / seconds(1))))
+    return statistics.median(seconds(count) for _ in range(5))
 
 
 def _with_kernel(op) -> int | None:
