@@ -83,19 +83,16 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
     # Begin with the state of the model, and put the checkpoint's state in its place, module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():
-        known = set(merged.get(path, {}))
-        # Counters that the model does not have are left out; any other state without a place is an error.
-        module = {name: leaf for name, leaf in module.items() if name in known or not _tree.is_counters(name, module)}
-        unknown = sorted(set(module) - known)
-        if unknown:
-            raise ValueError(
-                f"{where}: restored: {_tree.at(path, unknown[0])}: the model has no such state, it has "
-                f"{sorted(_tree.at(p) for p in merged)}. State of other libraries goes through from_flax or "
-                "from_transformer_engine; drop from the checkpoint modules that the model no longer has in FP8"
-            )
-        merged[path] = merged.get(path, {}) | {
-            name: _fit(where, _tree.at(path, name), merged[path][name], leaf) for name, leaf in module.items()
-        }
+        for name, leaf in sorted(module.items()):
+            if name in merged.get(path, {}):
+                merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
+            # Counters that the model does not have are left out; any other state without a place is an error.
+            elif not _tree.is_counters(name, module):
+                raise ValueError(
+                    f"{where}: restored: {_tree.at(path, name)}: the model has no such state, it has "
+                    f"{sorted(map(_tree.at, merged))}. State of other libraries goes through from_flax or "
+                    "from_transformer_engine; drop from the checkpoint modules that the model no longer has in FP8"
+                )
     state = {OVERWRITE_WITH_GRADIENT: _tree.nested(merged)} if merged else {}
     # The checkpoint's collections replace those of the model; state was merged above and replaces both.
     return {**variables, **restored, **state}

@@ -73,33 +73,27 @@ def _convert(where, variables, classes, swapped):
     if isinstance(swapped, str):
         raise TypeError(f"{where}: swapped: expected a sequence of patterns, got the string {swapped!r}")
 
-    def convert(modules: _tree.Modules) -> _tree.Modules | None:
+    def convert(modules: _tree.Modules):
         if not any(name in _tree.STATE for module in modules.values() for name in module):
-            return None
-        unused, converted = set(swapped), {}
+            return
+        unused = set(swapped)
         for path, module in modules.items():
             # Flax has no counters. Leaves that are no state stay where they are.
             module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
-            kept = {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
-            if kept:
-                _tree.insert(where, converted, path, kept)
-            if len(kept) == len(module):
+            yield path, {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
+            if set(_tree.STATE).isdisjoint(module):
                 continue
-            state = {operand: _tree.quantizer(where, path, module, operand) for operand in _tree.OPERANDS}
             # Modules whose einsum exchanges its operands have x and kernel exchanged.
             matching = {pattern for pattern in swapped if re.fullmatch(pattern, _tree.at(path))}
             unused -= matching
-            if matching:
-                state["input"], state["kernel"] = state["kernel"], state["input"]
-            flat = {}
-            for operand, pair in state.items():
-                flat |= _tree.named(operand, pair)
-            _tree.insert(where, converted, _renamed(where, path, classes), flat)
+            operands = ("kernel", "input", "output_grad") if matching else _tree.OPERANDS
+            for operand, name in zip(operands, _tree.OPERANDS, strict=True):
+                state = _tree.named(operand, *_tree.quantizer(where, path, module, name))
+                yield _renamed(where, path, classes), state
         # A pattern that matches nothing is a typo: x and the kernel of that einsum would have each other's state.
         if unused:
             paths = sorted(map(_tree.at, modules))
             raise ValueError(f"{where}: swapped: {sorted(unused)} match no module; there are {paths}")
-        return converted
 
     return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), OVERWRITE_WITH_GRADIENT, convert)
 

@@ -77,11 +77,11 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
         raise ValueError(f"read_safetensors: {path}: expected a header in JSON; is it a safetensors file?") from error
     header.pop("__metadata__", None)
     tensors = {name: _tensor(f"read_safetensors: {name}", file[begin:], **entry) for name, entry in header.items()}
-    scales = {}
+    scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], used = _with_scales(name, tensor, tensors)
-            scales |= dict.fromkeys(used)
+            tensors[name], names = _with_scales(name, tensor, tensors)
+            scales.update(names)
     return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
@@ -99,18 +99,16 @@ def _tensor(where, data, dtype, shape, data_offsets) -> StoredTensor:
 
 
 def _with_scales(name, weight, tensors):
-    """Return a weight with its scales, and the names of the scales in the file."""
+    """Return a weight with its scales, and the names that scales of the weight have in a file."""
     prefix = name.removesuffix("weight")
-    named = {kind: tensors.get(f"{name}_{kind}") for kind in ("scale_inv", "scale")}
-    inputs = {kind: tensors.get(f"{prefix}{kind}_scale") for kind in ("input", "activation")}
-    used = [f"{name}_{kind}" for kind, scale in named.items() if scale is not None]
-    used += [f"{prefix}{kind}_scale" for kind, scale in inputs.items() if scale is not None]
-    scale = named["scale_inv"] or named["scale"]
+    names = (f"{name}_scale_inv", f"{name}_scale", f"{prefix}input_scale", f"{prefix}activation_scale")
+    squares, scale, *inputs = map(tensors.get, names)
+    scale, fixed = squares or scale, inputs[0] or inputs[1]
     if scale is None:
-        return weight, used
+        return weight, names
     e8m0 = scale.dtype in ("U8", "F8_E8M0")
     scale_inv = _values(scale.data, "F8_E8M0" if e8m0 else scale.dtype).astype(np.float32)
-    block = (128, 128) if named["scale_inv"] else (1, 32) if e8m0 else None
+    block = (128, 128) if squares else (1, 32) if e8m0 else None
     if block is None or scale_inv.ndim < 2:
         block, scale_inv, needed = None, scale_inv.reshape(-1), (1,)
     else:
@@ -119,9 +117,8 @@ def _with_scales(name, weight, tensors):
         raise ValueError(
             f"read_safetensors: {name}: expected scales {needed} for codes {weight.data.shape}, got {scale_inv.shape}"
         )
-    fixed = inputs["input"] or inputs["activation"]
     input_scale_inv = None if fixed is None else _values(fixed.data, fixed.dtype).astype(np.float32).reshape(-1)
-    return dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv), used
+    return dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv), names
 
 
 def _values(data: np.ndarray, dtype: str) -> np.ndarray:

@@ -11,6 +11,7 @@ reads the state.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -73,20 +74,15 @@ def from_transformer_engine(variables: Mapping[str, Any], recipe: DelayedScaling
     where = "from_transformer_engine"
     quantizers = _quantizers(where, recipe)
 
-    def convert(modules: _tree.Modules) -> _tree.Modules | None:
-        converted: _tree.Modules = {}
+    def convert(modules: _tree.Modules):
         for path, module in modules.items():
             # A module of TransformerEngine may have several products; here each product is a module.
-            for postfix in _postfixes(where, path, module):
-                state = {}
-                for name, operand in _NAMES.items():
-                    history, scale = _tree.quantizer(where, path, module, name + postfix)
-                    # State that is in jaxfp8's layout already would be converted without an error, one slot off.
-                    _expect_rotated(_tree.at(path, name + postfix), history)
-                    arrays = jnp.asarray(history), jnp.asarray(scale)
-                    state |= _tree.named(operand, _before_rotation(quantizers[operand], *arrays))
-                _tree.insert(where, converted, _our_path(path, postfix), state)
-        return converted or None
+            for postfix, (name, operand) in itertools.product(_postfixes(where, path, module), _NAMES.items()):
+                history, scale = _tree.quantizer(where, path, module, name + postfix)
+                # State that is in jaxfp8's layout already would be converted without an error, one slot off.
+                _expect_rotated(_tree.at(path, name + postfix), history)
+                before = _before_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
+                yield _our_path(path, postfix), _tree.named(operand, *before)
 
     return _tree.convert_state(where, variables, _COLLECTIONS, OVERWRITE_WITH_GRADIENT, convert)
 
@@ -117,8 +113,7 @@ def to_transformer_engine(
     if collection not in _COLLECTIONS:
         raise ValueError(f"{where}: collection: expected one of {_COLLECTIONS}, got {collection!r}")
 
-    def convert(modules: _tree.Modules) -> _tree.Modules | None:
-        converted: _tree.Modules = {}
+    def convert(modules: _tree.Modules):
         # `layers` holds a layer once for each of its products: the number of products decides about the names.
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
@@ -128,17 +123,14 @@ def to_transformer_engine(
                     f"{where}: {_tree.at(path) or 'variables'}: expected modules named {_OURS}_<n>, in a layer of "
                     "TransformerEngine's; drop or rename this one"
                 )
-            state = {}
             # A layer with one product (DenseGeneral) has no postfix, a layer with several (LayerNormMLP) _0, _1, ...
             is_wrapped = collection == OVERWRITE_WITH_GRADIENT
+            target = (*path[:-1], f"{_WRAPPER}_{match[1]}") if is_wrapped else path[:-1]
             postfix = "" if is_wrapped or layers.count(path[:-1]) == 1 else f"_{match[1]}"
             for name, operand in _NAMES.items():
                 history, scale = _tree.quantizer(where, path, module, operand)
                 after = _after_rotation(quantizers[operand], jnp.asarray(history), jnp.asarray(scale))
-                state |= _tree.named(name + postfix, after)
-            target = (*path[:-1], f"{_WRAPPER}_{match[1]}") if is_wrapped else path[:-1]
-            _tree.insert(where, converted, target, state)
-        return converted or None
+                yield target, _tree.named(name + postfix, *after)
 
     return _tree.convert_state(where, variables, (OVERWRITE_WITH_GRADIENT,), collection, convert)
 

@@ -20,14 +20,17 @@ Modules = dict[Path, dict[str, object]]
 
 
 def convert_state(where: str, variables: Mapping, sources: Iterable[str], target: str, convert: Callable) -> dict:
-    """Apply `convert(modules) -> modules` to the collections `sources` of `variables`, which become `target`.
+    """Replace the collections `sources` of `variables` by `target`, to which `convert` gives the modules.
+
+    `convert(modules)` yields `(path, leaves by name)` for the modules of the result; the leaves of a module may come in
+    parts.
 
     Other collections stay as they are. Variables with none of `sources` are taken as the bare collection itself, and
     the result is a bare collection too.
 
     Raises:
         TypeError: `variables` is not a dict.
-        ValueError: the modules hold no FP8 state, for which `convert` returns None.
+        ValueError: the modules hold no FP8 state, so `convert` yields nothing; or two leaves get the same name.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(
@@ -41,8 +44,10 @@ def convert_state(where: str, variables: Mapping, sources: Iterable[str], target
         for path, module in modules_of(where, variables[name]).items():
             insert(where, modules, path, module)
     # 2. Convert, and refuse a tree in which there was nothing to convert.
-    converted = convert(modules)
-    if converted is None:
+    converted: Modules = {}
+    for path, leaves in convert(modules):
+        insert(where, converted, path, leaves)
+    if not converted:
         collections = " or ".join(map(repr, sources))
         raise ValueError(
             f"{where}: variables: expected a collection {collections} with FP8 state, or such a collection itself, got "
@@ -108,9 +113,9 @@ def quantizer(where: str, path: Path, module: dict, prefix: str) -> tuple:
     return history, scale
 
 
-def named(prefix: str, pair: tuple) -> dict[str, object]:
-    """Return the leaves of one quantizer by name, for `(amax_history, scale)`."""
-    return {f"{prefix}_{leaf}": value for leaf, value in zip(LEAVES, pair, strict=True)}
+def named(prefix: str, history, scale) -> dict[str, object]:
+    """Return the leaves of one quantizer by name."""
+    return {f"{prefix}_amax_history": history, f"{prefix}_scale": scale}
 
 
 def _leaf(where, path, module, name):

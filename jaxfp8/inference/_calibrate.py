@@ -1,5 +1,6 @@
 """calibrate: fill amax histories from batches of data, without training."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -74,13 +75,7 @@ def calibrate(
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)
     (variables,) = variables
-    function = loss_fn
-    if function is None:
-        apply = model.apply if isinstance(model, nn.Module) else model
-
-        def function(variables, *batch):
-            return apply(variables, *batch, **kwargs)
-
+    function = loss_fn or functools.partial(model.apply if isinstance(model, nn.Module) else model, **kwargs)
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
 

@@ -1,6 +1,5 @@
 """The numbers that ops are checked on: spread over many octaves, with NaN, infinities and subnormals among them."""
 
-import jax.numpy as jnp
 import numpy as np
 
 _TINY = 2.0**-149
@@ -37,21 +36,3 @@ def scale(rng) -> np.ndarray:
 def factors(rng, shape, octaves: float = 4.0) -> np.ndarray:
     """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
     return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
-
-
-def quantized(x, scale, form) -> np.ndarray:
-    """Return the codes of x in numpy: one multiplication, one rounding; NaN where x is not finite."""
-    with np.errstate(all="ignore"):
-        wide = x.astype(np.float32)
-        y = np.where(np.isfinite(wide), wide * scale, np.float32(np.nan))
-        data = np.clip(y, -form.max, form.max).astype(form.dtype)
-    # E5M2 has several NaNs, and a cast keeps the sign: jaxfp8 has one code for all NaNs.
-    data.view(np.uint8)[np.isnan(y)] = 0x7F if jnp.finfo(form.dtype).nmant == 3 else 0x7E
-    return data
-
-
-def amax(x, least=0.0) -> np.ndarray:
-    """Return the largest magnitude of x in numpy, at least `least`; infinity where x has a NaN."""
-    with np.errstate(invalid="ignore"):
-        magnitudes = np.abs(x.astype(np.float32))
-    return np.where(np.isnan(magnitudes), np.float32(np.inf), magnitudes).max(initial=np.float32(least))

@@ -1,14 +1,14 @@
 """plot: draw amax and scale of every quantizer over the steps of a run."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from .._jax._table import member
-from ._quantizers import quantizers
+from ._summary import rows_of
 
 # Axes with more lines than this get no legend, which would hide the lines.
 _MOST_LABELS = 16
@@ -87,24 +87,19 @@ def _lines_of_trees(trees) -> list[tuple]:
             f"plot: histories: expected a dict of arrays or a list of variable trees, got {type(trees).__name__}; one "
             "tree alone has one step: see jaxfp8.inspect.summary"
         )
-    steps = [quantizers(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
+    steps = [rows_of(f"plot: histories[{i}]", tree) for i, tree in enumerate(trees)]
     if not steps:
         raise ValueError("plot: histories: expected at least one tree, got an empty list")
     # A line follows one quantizer over the steps, so all trees need the same quantizers in one order.
-    names = [[(arrays.name, arrays.stack) for arrays in step] for step in steps]
+    names = [[row["name"] for row in rows] for rows in steps]
     if any(step_names != names[0] for step_names in names):
         raise ValueError("plot: histories: expected trees with the same quantizers, got others after the first")
     lines = []
-    for i, (name, stack) in enumerate(names[0]):
+    for name, *rows in zip(names[0], *steps, strict=True):
         # An operand has a row of axes; a quantizer of another name goes to the row without a title.
-        layer, _, operand = name.rpartition("/")
-        group = operand if operand in _OPERANDS else ""
-        layer = layer if group else name
-        newest = np.stack([np.asarray(jax.device_get(step[i].amax_history), np.float64)[..., 0] for step in steps])
-        scales = 1 / np.stack([np.asarray(jax.device_get(step[i].scale_inv), np.float64)[..., 0] for step in steps])
-        # A stack of layers gives a line for each of them.
-        for index in np.ndindex(stack):
-            label = layer + member(index)
-            for is_scale, values in ((False, newest), (True, scales)):
-                lines.append((group, is_scale, label, values[(slice(None), *index)], False))
+        named = re.fullmatch(rf"(?:(.*)/)?({'|'.join(_OPERANDS)})(\[.*\])?", name)
+        layer, group, index = named.groups(default="") if named else (name, "", "")
+        for is_scale, figure in enumerate(("newest", "scale")):
+            values = np.array([row[figure] for row in rows], np.float64)
+            lines.append((group, is_scale, layer + index, values, False))
     return lines

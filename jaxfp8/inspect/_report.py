@@ -1,14 +1,41 @@
-"""report: list the layers of a model, with the recipe of each and the reason."""
+"""report: list the layers of a model, with the recipe of each and the reason.
+
+The layers of a Linen model are recorded while `init` or `apply` is traced for shapes; those of an NNX model are read
+without a call.
+"""
 
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
+from .._jax._arrays import split_arrays
 from .._jax._table import aligned, natural
-from ..recipes import kind
-from ._report_rows import COLUMNS, linen_rows, nnx_rows
+from ..linen._dot_general import Fp8Module
+from ..linen._quantize import Decision, decision, is_layer
+from ..linen._scopes import Region, regions
+from ..nnx import _quantize as of_nnx
+from ..nnx._dot_general import _Fp8Product
+from ..nnx._freeze import FrozenKernel
+from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, init_state, kind, resolve
+
+_COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
+_NO_PRODUCT = {
+    (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention): (
+        "attention scores have no FP8 product; its query, key, value and out are layers"
+    ),
+    (nn.Conv, nn.ConvTranspose, nn.ConvLocal, nnx.Conv, nnx.ConvTranspose): "convolutions have no FP8 product",
+    (nn.Embed, nnx.Embed): "an embedding is looked up, and attend has no FP8 product",
+    nnx.LoRA: "its products are of arrays, and have no FP8 product",
+    nnx.bridge.ToNNX: "a Linen module; give it its rules with linen.quantize, before the bridge",
+}
+
+# This context is part of jit's cache key, so that blocks in nn.jit are traced anew for each report; the methods of a
+# cached block would not run.
+_report = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -28,7 +55,7 @@ class Report:
 
     def __repr__(self) -> str:
         rows = [row | {"recipe": row["recipe"] or "high precision"} for row in self.rows]
-        lines = [COLUMNS] + [tuple(_text(row[column]) for column in COLUMNS) for row in rows]
+        lines = [_COLUMNS] + [tuple(_text(row[column]) for column in _COLUMNS) for row in rows]
         return "\n".join([aligned(lines), *(f"unused: {rule}" for rule in self.unused)])
 
 
@@ -57,15 +84,206 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
-    rows_of = linen_rows if isinstance(model, nn.Module) else nnx_rows
-    rows, unused = rows_of(model, variables, args, kwargs)
-    result = Report(sorted(rows, key=lambda row: natural(row["layer"])), unused)
+    if isinstance(model, nn.Module):
+        rows = _linen_rows(model, variables, args, kwargs)
+    elif args or kwargs or variables is not None:
+        raise TypeError("report: args, variables: expected none for an NNX model, which holds its layers and state")
+    else:
+        rows = _nnx_rows(model)
+    result = Report(sorted(rows.by_path.values(), key=lambda row: natural(row["layer"])), rows.unused())
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
         if strict:
             raise ValueError(f"{message}\n{result}")
         _warnings.warn(message, UserWarning)
     return result
+
+
+class _Rows:
+    """The rows of a report by the paths of the layers, and the rules that decided about them."""
+
+    def __init__(self):
+        self.by_path, self.regions, self.used = {}, [], set()
+
+    def add(self, path: str, module, recipe, why: str, input=None, kernel=None) -> None:
+        recipe = None if isinstance(recipe, HighPrecision) else recipe
+        row = (path, type(module).__name__, input, kernel, recipe, why)
+        self.by_path[path] = dict(zip(_COLUMNS, row, strict=True))
+
+    def add_skipped(self, path: str, module, decided, lacks: str, input, kernel) -> None:
+        """Add a module without an FP8 product where a rule matches the module in vain."""
+        reasons = (reason for classes, reason in _NO_PRODUCT.items() if isinstance(module, classes))
+        reason = next(reasons, lacks if kernel else None)
+        if decided is not None and reason is not None:
+            rule = self.use(decided)
+            why = rule if decided.rule.recipe is None else f"skipped: {reason} ({rule})"
+            self.add(path, module, None, why, input, kernel)
+
+    def use(self, decided: Decision) -> str:
+        """Record that a rule decides about a layer, and return its text."""
+        self.used.add((decided.region, decided.index))
+        return _rule_text(decided.index, decided.rule)
+
+    def unused(self) -> list[str]:
+        rules = [(region, i, rule) for region in self.regions for i, rule in enumerate(region.rules)]
+        return [_rule_text(i, rule) for region, i, rule in rules if (region, i) not in self.used]
+
+
+def _linen_rows(model, variables, args, kwargs) -> _Rows:
+    recorder = _Recorder()
+    arrays, joined = split_arrays((variables, args, kwargs))
+
+    def run(arrays):
+        variables, args, kwargs = joined(arrays)
+        if variables is None:
+            return model.init(jax.random.key(0), *args, **kwargs)
+        return model.apply(variables, *args, **kwargs)
+
+    with _report(object()), nn.intercept_methods(recorder.record):
+        jax.eval_shape(run, arrays)
+    return recorder
+
+
+class _Recorder(_Rows):
+    """Collects a row for each layer that a model's methods run."""
+
+    def __init__(self):
+        super().__init__()
+        self.owners = {}
+
+    def record(self, next_method, args, kwargs, context):
+        """Run a method in Flax's place, and record the layer or product that it belongs to."""
+        module = context.module
+        self.regions += [region for region in regions(module.scope) if region not in self.regions]
+        result = next_method(*args, **kwargs)
+        if isinstance(module, Fp8Module):
+            if context.method_name == "__call__":
+                self._product(module, args)
+        elif context.method_name in ("__call__", "attend"):
+            self._module(module, args)
+        return result
+
+    def _product(self, product, args) -> None:
+        """Record an FP8 product in the name of the layer that holds it, unless the code gave the product a name."""
+        owner = "/".join(product.path[:-1])
+        # 1. Find the path to report. A scan calls its body more than once, so a product may be recorded again.
+        first = self.owners.setdefault(owner, product.path)
+        is_named = not product.path or product.path[-1] != f"{type(product).__name__}_0"
+        path = "/".join(product.path) if is_named or first != product.path else owner
+        arrays = [arg.data if isinstance(arg, QTensor) else arg for arg in args if hasattr(arg, "shape")]
+        # 2. Find the recipe, and the rule or the code that names it.
+        decided = decision(product)
+        if decided is None:
+            named, why = product.named_recipe(), None
+        else:
+            named, why = decided.rule.layer_recipe, self.use(decided)
+        recipe, why = _recipe_and_reason(named, product._recipe_of_fields, why)
+        keeps_state = recipe is not None and jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe)))
+        if keeps_state and OVERWRITE_WITH_GRADIENT not in product.variables:
+            why += "; the variables have no state of it: scales of the tensors at hand"
+        self.add(path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
+
+    def _module(self, module, args) -> None:
+        """Record any other module: a layer, or a module whose parameters have no FP8 product."""
+        path = "/".join(module.path)
+        if path in self.owners:
+            if path in self.by_path:
+                self.by_path[path]["kind"] = type(module).__name__
+            return
+        decided, kernel = decision(module), _first_matrix(nn.meta.unbox(module.variables.get("params", {})))
+        x = tuple(args[0].shape) if args and hasattr(args[0], "shape") else None
+        if is_layer(module):
+            why = _own_product(module) if decided is None else self.use(decided)
+            self.add(path, module, None, why, x, kernel)
+        else:
+            self.add_skipped(path, module, decided, "takes no dot_general_cls", x, kernel)
+
+
+def _nnx_rows(model) -> _Rows:
+    region = Region(getattr(model, of_nnx.RULES, ()), ())
+    rows, owners = _Rows(), {}
+    rows.regions.append(region)
+
+    def decide(path, module):
+        index = of_nnx.decision(region.rules, path, module)
+        return None if index is None else Decision(region.rules[index], index, region)
+
+    # 1. Report the layers that take rules.
+    layers = of_nnx.layers(model)
+    for path, layer, _ in layers:
+        decided, product, path = decide(path, layer), of_nnx.product(layer), "/".join(map(str, path))
+        recipe, why = _of_layer(layer, product, decided, None if decided is None else rows.use(decided))
+        if product is not None and (owner := owners.setdefault(id(product), path)) != path:
+            why += f"; shares the product and the state of {owner}"
+        rows.add(path, layer, recipe, why, None, _kernel(layer))
+    # 2. Report modules without a product where a rule matches the module in vain.
+    known = {id(layer) for _, layer, _ in layers}
+    for path, module in nnx.iter_modules(model):
+        if id(module) not in known and not isinstance(module, _Fp8Product):
+            decided, path = decide(path, module), "/".join(map(str, path))
+            rows.add_skipped(path, module, decided, "has no attribute dot_general", None, _kernel(module))
+    return rows
+
+
+def _of_layer(layer, product, decided, rule: str | None):
+    """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code may have overridden the rule."""
+    if product is None:
+        return None, rule if rule and decided.rule.recipe is None else _own_product(layer)
+    named = product.recipe if product.names_recipe else None
+    is_rule = rule is not None and named == decided.rule.layer_recipe
+    made_for = None if isinstance(product.recipe, HighPrecision) else product.recipe
+    return _recipe_and_reason(named, lambda: made_for, rule if is_rule else None)
+
+
+def _kernel(module):
+    """Return the shape of an NNX module's kernel, or else of its first parameter with two or more dimensions."""
+    frozen = getattr(module, "kernel", None)
+    if isinstance(frozen, FrozenKernel):
+        return frozen.shape
+    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    return _first_matrix({name: param.get_value() for name, param in params.items()})
+
+
+def _rule_text(index: int, rule) -> str:
+    """Return the name of a rule in a report: its index, its regex and its operations."""
+    ops = f" {'/'.join(rule.op_names)}" if rule.op_names else ""
+    return f"rule {index} {rule.path!r}{ops}"
+
+
+def _own_product(layer) -> str:
+    """Return why a layer that no rule decides about has no FP8 product: its code may name another product."""
+    named = (getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))
+    product = next((value for value in named if value is not None), None)
+    is_plain = product in (None, jax.lax.dot_general, jnp.einsum)
+    return "no rule" if is_plain else f"own {getattr(product, '__name__', product)}"
+
+
+def _first_matrix(params) -> tuple[int, ...] | None:
+    """Return the shape of a module's kernel, or else of its first parameter with two or more dimensions; or None."""
+    shapes = {name: tuple(value.shape) for name, value in params.items() if len(getattr(value, "shape", ())) > 1}
+    return shapes.get("kernel", next(iter(shapes.values()), None))
+
+
+def _recipe_and_reason(named, default, rule: str | None):
+    """Return `(recipe, why)` of an FP8 product that is traced here.
+
+    Args:
+        named: the recipe from a rule, or from the code; or None.
+        default: a function without arguments; it returns the recipe of a product that names none, outside of
+            `autocast`.
+        rule: the text of the rule, where a rule decides; else None.
+    """
+    # With a recipe given, only `autocast(enabled=False)` makes `resolve` return None.
+    if resolve(DelayedScaling(), DelayedScaling) is None:
+        return None, "autocast is off"
+    recipe = resolve(named, default)
+    if rule is not None:
+        return recipe, rule
+    if named is not None:
+        return recipe, "own recipe"
+    # `resolve` returns the default itself unless an `autocast` decides, so a marker tells which it was.
+    marker = DelayedScaling(amax_history_len=1)
+    return recipe, "default" if resolve(None, lambda: marker) is marker else "autocast"
 
 
 def _text(value) -> str:

@@ -81,9 +81,15 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
         ValueError: there is no FP8 state of delayed scaling.
         TypeError: the function is called inside of jit, where `jaxfp8.inspect.measure` works.
     """
-    states = quantizers("summary: variables", variables)
+    rows = rows_of("summary: variables", variables)
+    return Summary(rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst])
+
+
+def rows_of(where: str, variables) -> list[dict[str, Any]]:
+    """Return the rows of a `Summary`; `where` names the function and the argument, for messages."""
+    states = quantizers(where, variables)
     if any(isinstance(leaf, jax.core.Tracer) for arrays in states for leaf in (arrays.amax_history, arrays.scale_inv)):
-        raise TypeError("summary: variables: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
+        raise TypeError(f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
     rows = []
     for arrays in states:
         on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
@@ -92,7 +98,7 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
             name = arrays.name + member(index)
             row_counters = None if counters is None else counters[index]
             rows.append(_row(name, history[index], float(scale_inv[index][0]), row_counters))
-    return Summary(rows if worst is None else sorted(rows, key=_badness, reverse=True)[:worst])
+    return rows
 
 
 def _badness(row) -> tuple:

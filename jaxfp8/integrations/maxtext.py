@@ -195,7 +195,6 @@ def _configure(module, original, recipes):
 
 def _keep_codes(decoder, original):
     """Wrap MaxText's policy of rematerialization: `with_quantization` then keeps jaxfp8's FP8 residuals too."""
-    del decoder
 
     def minimal_policy(self, with_context=False, with_quantization=False):
         policy = original(self, with_context, with_quantization)
@@ -208,7 +207,6 @@ def _keep_codes(decoder, original):
 
 def _share_state(module, original):
     """Wrap MaxText's loss: all uses of one state in it combine by max."""
-    del module
 
     def loss_fn(model, *args, **options):
         with max_grad(model):
@@ -258,7 +256,6 @@ def _config_class(base):
 
 def _check(module, original):
     """Wrap MaxText's check of a training configuration, which asserts that FP8 does not accumulate."""
-    del module
 
     def check(config):
         accumulates = config.quantization in _RECIPES

@@ -2,10 +2,10 @@
 
 from ._memory import Memory as Memory, memory as memory
 from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
-from ._quantized import quantized as quantized
-from ._shardings import shardings as shardings
-from ._state import (
+from ._quantized import (
     QuantizedState as QuantizedState,
     dequantize_state as dequantize_state,
     quantize_state as quantize_state,
+    quantized as quantized,
 )
+from ._shardings import shardings as shardings

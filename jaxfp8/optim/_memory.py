@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax._table import aligned
 from ._moments import Moment
-from ._state import leaves
+from ._quantized import leaves
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._blocks import block_sharding
-from ._state import is_moment
+from ._moments import block_sharding
+from ._quantized import is_moment
 
 
 def shardings(opt_state: Any, params: Any) -> Any:
