@@ -78,10 +78,12 @@ def ragged_dot(
     """
     # 1. Check the operands.
     op = "ragged_dot"
+    group_sizes = sizes_of_groups(op, group_sizes)
     fused = lhs if isinstance(lhs, FusedInput) else None
+    if fused is not None:  # the gradient of a fused input, and the amax of its residual, read x
+        lhs = fused = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes))
     lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
     rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
-    group_sizes = sizes_of_groups(op, group_sizes)
     if lhs.ndim != 2:
         raise ValueError(f"{op}: lhs: expected [m, k], got {lhs.shape}")
     if rhs.ndim != 3 or rhs.shape[:2] != (group_sizes.size, lhs.shape[1]):
@@ -102,11 +104,11 @@ def ragged_dot(
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), out_dtype)
 
-    # 2. Fuse the input, where rows beyond the last group become zeros: a norm adds its bias to them.
+    # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
         lhs = fused.values(fp8_residual=True)
     if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
-        lhs_codes = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes)).fixed
+        lhs_codes = fused.fixed
 
     # 3. Describe the product as hashable data, and multiply.
     product = _RaggedProduct(

@@ -151,6 +151,33 @@ def test_fused_inputs(fused, recipe):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("garbage", [np.nan, 1e30])
+@pytest.mark.parametrize("kind", ["silu_gated", "rms", "layer"])
+@pytest.mark.parametrize("recipe", [DELAYED, dataclasses.replace(DELAYED, fp8_residuals=True)], ids=["", "residuals"])
+def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(recipe, kind, garbage):
+    """What they hold changes no bit: neither the scale of the residual, nor a sum over rows. They get zeros."""
+    lhs, rhs, grad = operands(len(EXPERTS))
+    inside = slice(0, sum(EXPERTS))
+    scale = np.full(lhs.shape[-1], 1.5, np.float32)
+
+    def product(x, scale, state):
+        if kind == "silu_gated":
+            fused = jaxfp8.activated(x, kind)
+        else:
+            fused = jaxfp8.normalized(x[:, 0], scale, None if kind == "rms" else 3 * scale, kind=kind)
+        return ragged_dot(fused, rhs, recipe, state)
+
+    def results(beyond):
+        x = np.stack([lhs, 0.5 * lhs[::-1]], axis=1) * np.float32(1e-3)
+        x[inside.stop :] = beyond
+        y, vjp = jax.vjp(product, x, scale, STATE)
+        return y, *vjp(grad)
+
+    got = results(garbage)
+    assert_same_bits(got, results(0))
+    assert np.any(got[1][inside]) and not np.any(got[1][inside.stop :])
+
+
 def test_fused_input_is_quantized_where_it_is_computed():
     """Its values are not in the forward: nothing but codes is written."""
     _, rhs, _ = operands(len(EXPERTS))
