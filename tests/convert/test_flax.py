@@ -147,37 +147,3 @@ def test_state_cast_to_bfloat16_is_widened():
     got = convert.from_flax({"Dense_0": {"Fp8DirectDotGeneralOp_0": module}})["Dense_0"]["Fp8DotGeneral_0"]
     for name, leaf in module.items():
         oracle.assert_bitwise(got[name], oracle.widen(leaf), name)
-
-
-STATE = state_leaves(5)
-INCOMPLETE = {name: leaf for name, leaf in STATE.items() if name != "kernel_scale"}
-FLAX_ERRORS = {
-    "no state": ({"params": {"kernel": np.ones(3, np.float32)}}, {}, ValueError, "params"),
-    "empty": ({}, {}, ValueError, OWG),
-    "not a dict": ([STATE], {}, TypeError, "variables.*list"),
-    "NANOO": ({OWG: {"Dense_0": {"NANOOFp8DotGeneralOp_0": STATE}}}, {}, ValueError, "Dense_0/NANOO.*fnuz"),
-    "incomplete": ({"Dense_0": {"Fp8DotGeneralOp_0": INCOMPLETE}}, {}, ValueError, "Fp8DotGeneralOp_0/kernel_scale"),
-    "one name": ({"Fp8DotGeneralOp_0": STATE, "Fp8DirectDotGeneralOp_0": STATE}, {}, ValueError, "Fp8DotGeneral_0"),
-    "scale shape": ({**STATE, "input_scale": np.ones(3, np.float32)}, {}, ValueError, r"input_scale.*\(1,\).*\(3,\)"),
-    "empty history": (
-        {**STATE, "kernel_amax_history": np.ones(0, np.float32)},
-        {},
-        ValueError,
-        r"kernel_amax_history.*H >= 1",
-    ),
-    "dtype": ({**STATE, "input_scale": np.ones(1, np.int32)}, {}, TypeError, "input_scale.*int32"),
-    "not an array": ({**STATE, "input_scale": 1.0}, {}, TypeError, "input_scale.*float"),
-    "pattern": ({"Fp8Einsum_0": STATE}, {"swapped": ["Fp8Einsum_1"]}, ValueError, "Fp8Einsum_1.*Fp8Einsum_0"),
-    "pattern string": ({"Fp8Einsum_0": STATE}, {"swapped": "Fp8Einsum_0"}, TypeError, "swapped"),
-}
-
-
-@pytest.mark.parametrize("variables, options, error, match", FLAX_ERRORS.values(), ids=FLAX_ERRORS)
-def test_errors_of_from_flax(variables, options, error, match):
-    with pytest.raises(error, match=f"from_flax: .*{match}"):
-        convert.from_flax(variables, **options)
-
-
-def test_errors_of_to_flax():
-    with pytest.raises(ValueError, match="to_flax: name: .*Fp8Einsum"):
-        convert.to_flax({"Fp8DotGeneral_0": STATE}, name="Fp8Einsum")
