@@ -1,13 +1,7 @@
 """Numbers, arguments and programs that came from outside: what was silently wrong, hung, or had no message."""
 
 import asyncio
-import collections
-import os
-import pathlib
-import tempfile
-import threading
 import warnings
-from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -18,10 +12,7 @@ from jax import export
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.autotune import _plan_files
-from jaxfp8.ops._plans import Gemm, Plan, Platform
 
-from .libraries import OURS
 from .steps import in_two_octaves, next_state, normal, operands, same_bits, step_of, tally_products
 from .verdict import Tally, refused, row
 
@@ -155,41 +146,6 @@ def overlapping_tasks(library):
     return tally.verdict()
 
 
-@row("plan files that are pipes, in no folder, or of negative sizes", peer="Flax measures no products")
-def plan_files(library):
-    """Reading and writing go on, in time; the process keeps what it measured."""
-    del library
-    tally, platform = Tally(), Platform("H200", 90, 130002)
-    gemm = Gemm(1, 16, 48, 32, "f8e4m3fn", "f8e5m2", "bf16", False, False, True, 32 << 20, 128)
-    plan = Plan("0123456789abcdef" * 8, 2.5, 3.5)
-
-    def use(folder, what):
-        os.environ["JAXFP8_CACHE_DIR"] = folder
-        store = _plan_files.Store()
-        thread = threading.Thread(target=lambda: (store.load(), store.add(platform, {gemm: plan})), daemon=True)
-        thread.start()
-        thread.join(10)
-        tally(not thread.is_alive() and store.on(platform).get(gemm) == plan, what)
-
-    with (
-        mock.patch.dict(os.environ),
-        mock.patch.object(_plan_files._log, "warning"),
-        mock.patch.object(_plan_files._ffi, "set_gemm_plan"),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, _plan_files.file_name(platform))
-            for suffix in (".json", ".lock"):
-                path.with_suffix(suffix).unlink(missing_ok=True)
-                os.mkfifo(path.with_suffix(suffix))
-                use(folder, f"a pipe as {suffix}")
-            for change in ({"m": -16}, {"batch": 0}, {"k": -(2**62)}):
-                _plan_files.write(path, platform, {gemm._replace(**change): plan})
-                tally(_plan_files.read(path)[1] == {}, f"{change} is read")
-        use("x" * 5000, "a long path")
-        use("/dev/null", "a device")
-    return tally.verdict()
-
-
 @row("an algorithm with a floor: steps are no sums", peer="Flax has one algorithm")
 def floor(library):
     del library
@@ -214,26 +170,6 @@ def floor(library):
                 expected = oracle.step(x, expected, oracle.E4M3, options)[2]
                 got = oracle.State(np.asarray(state.input.amax_history), np.asarray(state.input.scale)[0])
                 tally(same_bits(tuple(vars(got).values()), tuple(vars(expected).values())), f"{least}: {got}")
-    return tally.verdict()
-
-
-Batch = collections.namedtuple("Batch", "x grad")
-
-
-class _OfABatch(nn.Module):
-    @nn.compact
-    def __call__(self, batch):
-        return OURS.dense(N)(batch.x)
-
-
-@row("calibrate on batches that are named tuples", peer="Flax has no calibration")
-def named_tuples(library):
-    del library
-    tally, (x, _, grad) = Tally(), operands(M, K, N)
-    model = _OfABatch()
-    variables = jaxfp8.calibrate(model, model.init(jax.random.key(0), Batch(x, grad)), [Batch(x, grad)])
-    history = jax.tree.leaves(variables[jaxfp8.OVERWRITE_WITH_GRADIENT])[0]
-    tally(history[0] == np.abs(x).max(), f"the amax of x is {history[0]}")
     return tally.verdict()
 
 

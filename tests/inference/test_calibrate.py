@@ -1,5 +1,6 @@
 """calibrate: the histories that training on the same batches records, and nothing else changes."""
 
+import collections
 import functools
 
 import flax.linen as nn
@@ -114,6 +115,13 @@ def test_state_that_is_not_there():
     assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made ")
     got = jaxfp8.calibrate(model, {"params": variables["params"]}, BATCHES, mutable=["batch_stats"])
     assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "made, with other collections ")
+
+
+def test_a_named_tuple_is_one_argument():
+    model, batch = dense(), collections.namedtuple("Batch", "x grad")(BATCHES[0], GRADS[0])
+    variables = variables_of(model, batch.x)
+    got = jaxfp8.calibrate(lambda variables, batch: model.apply(variables, batch.x), variables, [batch])
+    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, [batch.x])[OWG], "named tuple ")
 
 
 def test_nnx():
