@@ -146,33 +146,6 @@ def overlapping_tasks(library):
     return tally.verdict()
 
 
-@row("an algorithm with a floor: steps are no sums", peer="Flax has one algorithm")
-def floor(library):
-    del library
-    tally = Tally()
-    for least in (7.0, 448.0, 1344.0, 1e-3):
-        recipe = jaxfp8.DelayedScaling(
-            amax_history_len=4, amax_compute_algo=lambda h, least=least: jnp.maximum(h.max(), least)
-        )
-        gradient = jax.jit(
-            jax.grad(
-                lambda state, x, kernel, recipe=recipe: jnp.sum(
-                    jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe, state=state)
-                )
-            )
-        )
-        state, expected = jaxfp8.init_state(recipe), oracle.State(np.zeros(4, np.float32), np.float32(1))
-        options = oracle.Options(amax_compute_algo=lambda h, least=least: np.maximum(h.max(), np.float32(least)))
-        for i in range(3):
-            x, kernel, _ = operands(M, K, N, data=1e-2, seed=3 * i)
-            with tally.raising(f"a floor of {least}"):
-                state = jaxfp8.update_state(state, gradient(state, x, kernel))
-                expected = oracle.step(x, expected, oracle.E4M3, options)[2]
-                got = oracle.State(np.asarray(state.input.amax_history), np.asarray(state.input.scale)[0])
-                tally(same_bits(tuple(vars(got).values()), tuple(vars(expected).values())), f"{least}: {got}")
-    return tally.verdict()
-
-
 @row("vmap of a cond under a gradient: the amax of the examples that took the branch, or a named error", any_layer=True)
 def vmap_of_cond(library):
     """Of two examples the one of 8 times the size does not take the branch."""

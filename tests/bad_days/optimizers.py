@@ -70,7 +70,7 @@ def more_than_gradients(library):
     tally = Tally()
     with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
-        train(library, ahead, tally, "lookahead", 7, lambda p: p.fast, optax.LookaheadParams.init_synced)
+        train(library, ahead, tally, "lookahead", 4, lambda p: p.fast, optax.LookaheadParams.init_synced)
         sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True)
 
         def for_sam(value, grads, objective):

@@ -1,6 +1,5 @@
 """quantized beside optax: with other transformations, wherever it stands; what stays float32; what is refused."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +13,7 @@ from jaxfp8 import optim
 
 from . import cases
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
-        yield
-
-
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
 MASK = {"dense": True, "odd": False, "layers": True, "embedding": True}
 LABELS = {"dense": "a", "odd": "b", "layers": "a", "embedding": "a"}
 
@@ -150,37 +143,6 @@ def test_from_and_to_float32():
         np.testing.assert_allclose(a, b, rtol=2.0**-3 * (1 + 2.0**-5), atol=2.0**-10 * float(jnp.max(jnp.abs(b))))
     assert_same_bits(optim.dequantize_state({"a": state})["a"], got)
     cases.train(optim.quantized(adam()), params, 1, opt_state=state)  # it goes on
-
-
-def test_scanned_layers():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-            return layer(name="layers")(x, None)[0]
-
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.tanh(nn.Dense(96)(x)), None
-
-    model, x = Model(), jax.random.normal(jax.random.key(1), (8, 96))
-    variables = model.init(jax.random.key(0), x)
-    tx = optim.quantized(optax.adamw(1e-2))
-    state = tx.init(variables)
-
-    @jax.jit
-    def step(variables, state):
-        loss, grads = jax.value_and_grad(lambda v: jnp.mean((model.apply(v, x) - 0.5) ** 2))(variables)
-        updates, state = tx.update(grads, state, variables)
-        return optax.apply_updates(variables, updates), state, loss
-
-    losses = []
-    for _ in range(20):
-        variables, state, loss = step(variables, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.3 * losses[0]
-    assert cases.moments(state)[0].data.shape == (3, 96, 96)
 
 
 def test_an_nnx_optimizer():
