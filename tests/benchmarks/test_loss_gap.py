@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+NAME, SIZES = "loss_gap", {"BATCH": 2, "LENGTH": 16, "WIDTH": 32}
 CHANGED = {
     "only_input": [True, False, True],
     "input_in_fprop": [True, False, False],
@@ -21,16 +22,6 @@ CHANGED = {
 }
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
-
-
-@pytest.fixture
-def program(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import loss_gap
-
-    for name, value in {"BATCH": 2, "LENGTH": 16, "WIDTH": 32}.items():
-        monkeypatch.setattr(loss_gap, name, value)
-    return loss_gap
 
 
 @pytest.mark.slow
@@ -69,25 +60,6 @@ def test_arms_start_from_the_same_weights(program):
             weights[name] = jax.jit(arm.model(20, 8, 32, 2).init)(jax.random.key(3), tokens)["params"]
     for name in program.ARMS:
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
-
-
-def test_what_is_missing_is_run(program, tmp_path):
-    from _runs import run_missing
-
-    asked = []
-
-    def run(*key):
-        asked.append(key)
-        if key == ("manual", "flax", 1):
-            raise KeyboardInterrupt
-        return {"validation": 1.5 + key[2]}
-
-    keys = [("manual", arm, seed) for seed in (0, 1) for arm in ("bf16", "flax")]
-    with pytest.raises(KeyboardInterrupt):
-        run_missing(tmp_path, keys, 7, run)
-    assert asked == keys and len(list(tmp_path.iterdir())) == 3
-    found = run_missing(tmp_path, keys, 7, lambda *key: {"validation": 9.0})
-    assert [found[key]["validation"] for key in keys] == [1.5, 1.5, 2.5, 9.0]
 
 
 @pytest.mark.parametrize(

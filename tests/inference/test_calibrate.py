@@ -11,7 +11,6 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxfp8
 import jaxfp8.nnx
@@ -149,22 +148,6 @@ def test_nnx():
 
     jaxfp8.calibrate(model, [(BATCHES[0], GRADS[0])], loss_fn=loss_fn)
     oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
-
-
-@pytest.mark.slow
-def test_on_a_mesh():
-    """Eight devices record what one does: the amax of the whole batch."""
-    model = dense()
-    variables = variables_of(model, BATCHES[0])
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    place = lambda spec: lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
-    placed = {
-        "params": jax.tree.map(place(P("model")), variables["params"]),
-        OWG: jax.tree.map(place(P()), variables[OWG]),
-    }
-    got = jaxfp8.calibrate(model, placed, map(place(P("data")), BATCHES))
-    assert_same_bits(got[OWG], jaxfp8.calibrate(model, variables, BATCHES)[OWG], "mesh ")
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got[OWG]))
 
 
 def test_errors():
