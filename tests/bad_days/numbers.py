@@ -3,6 +3,7 @@
 import asyncio
 import warnings
 
+import another_process
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -77,13 +78,11 @@ def symbolic_batch(library):
     """Values, in every recipe of ours, and gradients."""
     tally, (x, kernel, grad) = Tally(), operands(40, K, N)
     variables = with_amaxes(library, x, kernel, grad)
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
     (b,) = export.symbolic_shape("b")
 
     def exported(fn):
         types = [jax.ShapeDtypeStruct((b, size), np.float32) for size in (K, N)]
-        program = export.export(jax.jit(fn), disabled_checks=checks)(*types)
-        return export.deserialize(program.serialize()).call
+        return export.deserialize(another_process.export(fn, *types).serialize()).call
 
     layer = library.dense(N)
     products = {"the layer": lambda x, kernel: layer.apply({**variables, "params": {"kernel": kernel}}, x)}
@@ -102,7 +101,7 @@ def symbolic_batch(library):
 
         with tally.raising(name):
             run = exported(both)
-            for size in (1, 40):
+            for size in (1, 40) if name == "the layer" else (40,):
                 got, expected = run(x[:size], grad[:size]), jax.jit(both)(x[:size], grad[:size])
                 # A contraction of any size adds in another order: two roundings a term, and the sum.
                 for a, e in zip(got, expected, strict=True):

@@ -1,6 +1,7 @@
 """TransformerEngine's state: its quantizer replayed in numpy, converted at every step and run on, both ways."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -57,6 +58,7 @@ def te_leaves(run: dict, postfix="") -> dict:
     return leaves
 
 
+@functools.cache
 def our_steps(recipe):
     """`step(state leaves, amaxes) -> state leaves` with real products of 1x1 operands, whose amax is their value."""
 
