@@ -83,12 +83,12 @@ FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_
 
 @row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
 def restored(library):
-    """Ours also with optax's wrapper and in NNX, and within an accumulation of three mini-steps: the amaxes of steps 3
-    and 4, which are the largest of theirs, are in the window at step 10 and not when it is saved."""
+    """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of steps 3 and 4, which are the
+    largest of theirs, are in the window at step 10 and not when it is saved."""
     tally = Tally()
     runs = [(start(library), advance)]
     if library.is_ours:
-        runs += [(start(library, accumulation()), advance), optax_loop(library), nnx_model()]
+        runs += [(start(library, accumulation()), advance), nnx_model()]
     for i, (first, step) in enumerate(runs):
 
         def go(tree, numbers, step=step, is_accumulating=i > 0):
@@ -120,20 +120,6 @@ def largest(tree) -> float:
     """Of the stored input histories, without what an optimizer accumulates."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     return max(float(np.max(v)) for path, v in leaves.items() if "input_amax_history" in path and "opt" not in path)
-
-
-def optax_loop(library):
-    """`(first tree, advance)` of variables and optax's state, with our wrapper."""
-    model, optimizer = Model(library), jaxfp8.train.optimizer(accumulation())
-    variables = model.init(jax.random.key(0), data(0)[0])
-
-    @jax.jit
-    def step(tree, x, grad):
-        gradient = jax.grad(lambda v: jnp.vdot(model.apply(v, x), grad))(tree["variables"])
-        updates, opt = optimizer.update(gradient, tree["opt"], tree["variables"])
-        return {"variables": optax.apply_updates(tree["variables"], updates), "opt": opt}
-
-    return {"variables": variables, "opt": optimizer.init(variables)}, step
 
 
 class NnxRun(nnx.Module):
