@@ -233,6 +233,12 @@ def foreign(tally, library):
     to call; applied as it is, products take their scales from the tensors at hand, and nothing is written into it."""
     operands = x, kernel, grad = steps.operands(M, K, N, 1e4, 1e-7)
     variables = library.variables(kernel)
+
+    @jax.jit
+    def step(variables):
+        y, vjp = jax.vjp(library.dense(N).apply, variables, x)
+        return y, *vjp(jnp.asarray(grad))
+
     for name, make in FOREIGN.items():
         saved = {"params": variables["params"], **make()}
         names = f"{OWG}|{library.module}"
@@ -244,8 +250,7 @@ def foreign(tally, library):
         else:
             tally(same_bits(convert.merge_state(variables, saved), variables), f"{name}: merged")
         state = jax.tree.map(lambda leaf: np.full_like(leaf, 1e-3), make())
-        y, vjp = jax.vjp(library.dense(N).apply, {"params": {"kernel": kernel}, **state}, x)
-        gradient, dx = vjp(grad)
+        y, gradient, dx = step({"params": {"kernel": kernel}, **state})
         tally_products(tally, steps.Step(y, dx, gradient["params"]["kernel"], {}), operands, name)
         tally(not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.get(OWG, {}))), f"{name}: written into")
 

@@ -34,12 +34,12 @@ def train(
     variables = variables_of(library)
     params, state = start(variables), library.state(variables)
     opt_state, alone_state = wrapped.init(params), tx.init(start({"params": variables["params"]}))
+    of_step = jax.jit(lambda variables, fp8, x, grad: loss_of(library, {OWG: fp8, **variables}, x, grad))
     for i in range(count):
         x, _, grad = operands(i)
-        fp8 = params_of(params)[OWG]
 
-        def objective(variables, x=x, grad=grad, fp8=fp8):
-            return loss_of(library, {OWG: fp8, **variables}, x, grad)
+        def objective(variables, x=x, grad=grad, fp8=params_of(params)[OWG]):
+            return of_step(variables, fp8, x, grad)
 
         trained = params_of(params)
         value, grads = jax.value_and_grad(objective)(trained)
@@ -130,7 +130,7 @@ def checkpointed_loop(library):
             return jnp.sum(while_loop(lambda c: c[1] < USES, body, carry, max_steps=4, kind=kind, **options[kind])[0])
 
         options = {"checkpointed": {"checkpoints": 2}, "bounded": {}}
-        return grad(objective)((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
+        return jax.jit(grad(objective))((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
 
     # The amaxes of x and its successors: exact products, since a first step has scale 1 and rounds as the oracle does.
     largest, y = [], x
