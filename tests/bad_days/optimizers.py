@@ -36,12 +36,11 @@ def train(
     opt_state, alone_state = wrapped.init(params), tx.init(start({"params": variables["params"]}))
     of_step = jax.jit(lambda variables, fp8, x, grad: loss_of(library, {OWG: fp8, **variables}, x, grad))
     for i in range(count):
-        x, _, grad = operands(i)
+        (x, _, grad), trained = operands(i), params_of(params)
 
-        def objective(variables, x=x, grad=grad, fp8=params_of(params)[OWG]):
+        def objective(variables, fp8=trained[OWG], x=x, grad=grad):
             return of_step(variables, fp8, x, grad)
 
-        trained = params_of(params)
         value, grads = jax.value_and_grad(objective)(trained)
         updates, opt_state = wrapped.update(grads, opt_state, params, **extra(value, grads, objective))
         # `tx` alone, at the same point; what it calls runs on the same state.
