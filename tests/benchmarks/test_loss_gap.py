@@ -82,26 +82,12 @@ def test_lag(program, loss, expected):
     assert program.lag(curve, reference) == pytest.approx(expected, nan_ok=True)
 
 
-def test_figures_are_of_pairs(program):
-    def run(loss, cpu="x86"):
-        return {"validation": loss, "curve": [[1, 3.0], [2, loss]], "environment": {"cpu": cpu}}
+def test_pairs_are_of_one_kind_of_processor(program):
+    def runs(arm, *seeds, cpu="x86"):
+        return {("manual", arm, seed): {"environment": {"cpu": cpu}} for seed in seeds}
 
-    found = {("manual", "bf16", seed): run(1.0 + seed) for seed in (0, 2, 3)}
-    found |= {("manual", "flax", seed): run(1.25 + seed) for seed in (0, 1, 2)} | {("source", "flax", 0): run(1.0)}
-    found["manual", "flax", 3] = run(9.0, "another processor")
-    results = program.figures(found)
-    assert list(results) == ["manual"] and results["manual"]["flax"]["seeds"] == [0, 2]
-    assert results["manual"]["flax"]["differences"] == [0.25, 0.25]
-    assert "to_delayed" not in results["manual"]["flax"]
-    title = program.ARMS["flax"].title
-    assert f"| {title} | 2 | +0.2500±0.0000 | - | +2" in program.table(results)
-    found |= {("manual", "delayed", seed): run(1.5 + seed) for seed in (1, 2)}
-    assert program.figures(found)["manual"]["flax"]["to_delayed"] == {
-        "mean": -0.25,
-        "low": -0.25,
-        "high": -0.25,
-        "seeds": 2,
-    }
+    found = runs("bf16", 0, 2, 3) | runs("flax", 0, 1, 2) | runs("flax", 3, cpu="another")
+    assert list(program.pairs(found, "manual", "flax", "bf16")) == [0, 2]
 
 
 def test_the_docs_have_the_figures(program):
