@@ -111,7 +111,8 @@ def test_stochastic_rounding_is_right_on_average(program):
     # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2 are below 2**-14.
     values = np.array([57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75], np.float32)
     rows = 4096
-    q, state = StochasticQuantizer().quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
+    quantize = jax.jit(StochasticQuantizer().quantize)
+    q, state = quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
     codes = np.asarray(q.data).astype(np.float64)
     assert state["steps"] == 2 and q.scale_inv == 1
     # Neighbours among all finite codes.
