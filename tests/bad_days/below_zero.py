@@ -11,14 +11,10 @@ import jaxfp8
 
 from .libraries import OWG
 from .steps import is_clean, normal, step_of, tally_products
-from .trainers import K, N, operands
+from .trainers import K, N, loss_of, operands, variables_of
 from .verdict import Tally, refused, row
 
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-3), "lion": optax.lion(1e-4)}
-
-
-def loss_of(library, variables, x, grad):
-    return jnp.vdot(library.dense(N).apply(variables, x), grad)
 
 
 def loss_at(library, i):
@@ -29,9 +25,8 @@ def loss_at(library, i):
 
 def stepped_on(library, tx):
     """Variables after one step of a tutorial's loop: the optimizer steps on all variables."""
-    x, kernel, grad = operands(0)
-    variables = jax.tree.map(jnp.asarray, library.variables(kernel))
-    gradient = jax.jit(library.grad(lambda v: loss_of(library, v, x, grad)))(variables)
+    variables = variables_of(library)
+    gradient = jax.jit(library.grad(loss_at(library, 0)))(variables)
     updates, _ = tx.update(gradient, tx.init(variables), variables)
     return optax.apply_updates(variables, updates)
 
@@ -96,6 +91,5 @@ def reset(library):
     tally(np.array_equal(kernel, repaired["params"]["kernel"]), "a parameter has changed")
     for what in ("first", "second"):
         tally_products(tally, step_of(library, N)(repaired, x, grad), (x, kernel, grad), f"{what} step")
-        gradient = library.grad(lambda v: loss_of(library, v, x, grad))(repaired)
-        repaired = library.update(repaired, gradient)
+        repaired = library.update(repaired, library.grad(loss_at(library, 1))(repaired))
     return tally.verdict("right again")

@@ -83,12 +83,12 @@ FORMATS = {"orbax": through_orbax, "msgpack": through_msgpack, "numpy": through_
 
 @row("save at step 5, restore (orbax, msgpack, numpy), go on to 10: bitwise the straight run")
 def restored(library):
-    """Ours also with optax's wrapper and in NNX, and within an accumulation of three mini-steps: the amaxes of steps 3
-    and 4, which are the largest of theirs, are in the window at step 10 and not when it is saved."""
+    """Ours also within an accumulation of three mini-steps, and in NNX: the amaxes of steps 3 and 4, which are the
+    largest of theirs, are in the window at step 10 and not when it is saved."""
     tally = Tally()
     runs = [(start(library), advance)]
     if library.is_ours:
-        runs += [(start(library, accumulation()), advance), optax_loop(library), nnx_model()]
+        runs += [(start(library, accumulation()), advance), nnx_model()]
     for i, (first, step) in enumerate(runs):
 
         def go(tree, numbers, step=step, is_accumulating=i > 0):
@@ -120,20 +120,6 @@ def largest(tree) -> float:
     """Of the stored input histories, without what an optimizer accumulates."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
     return max(float(np.max(v)) for path, v in leaves.items() if "input_amax_history" in path and "opt" not in path)
-
-
-def optax_loop(library):
-    """`(first tree, advance)` of variables and optax's state, with our wrapper."""
-    model, optimizer = Model(library), jaxfp8.train.optimizer(accumulation())
-    variables = model.init(jax.random.key(0), data(0)[0])
-
-    @jax.jit
-    def step(tree, x, grad):
-        gradient = jax.grad(lambda v: jnp.vdot(model.apply(v, x), grad))(tree["variables"])
-        updates, opt = optimizer.update(gradient, tree["opt"], tree["variables"])
-        return {"variables": optax.apply_updates(tree["variables"], updates), "opt": opt}
-
-    return {"variables": variables, "opt": optimizer.init(variables)}, step
 
 
 class NnxRun(nnx.Module):
@@ -247,6 +233,12 @@ def foreign(tally, library):
     to call; applied as it is, products take their scales from the tensors at hand, and nothing is written into it."""
     operands = x, kernel, grad = steps.operands(M, K, N, 1e4, 1e-7)
     variables = library.variables(kernel)
+
+    @jax.jit
+    def step(variables):
+        y, vjp = jax.vjp(library.dense(N).apply, variables, x)
+        return y, *vjp(jnp.asarray(grad))
+
     for name, make in FOREIGN.items():
         saved = {"params": variables["params"], **make()}
         names = f"{OWG}|{library.module}"
@@ -258,8 +250,7 @@ def foreign(tally, library):
         else:
             tally(same_bits(convert.merge_state(variables, saved), variables), f"{name}: merged")
         state = jax.tree.map(lambda leaf: np.full_like(leaf, 1e-3), make())
-        y, vjp = jax.vjp(library.dense(N).apply, {"params": {"kernel": kernel}, **state}, x)
-        gradient, dx = vjp(grad)
+        y, gradient, dx = step({"params": {"kernel": kernel}, **state})
         tally_products(tally, steps.Step(y, dx, gradient["params"]["kernel"], {}), operands, name)
         tally(not any(np.any(leaf) for leaf in jax.tree.leaves(gradient.get(OWG, {}))), f"{name}: written into")
 

@@ -58,66 +58,31 @@ def error_in_a_program(library):
     return tally.verdict()
 
 
-LOAD = """
-import jax, numpy as np
-IMPORT
-exported = jax.export.deserialize(bytearray(open("step.bin", "rb").read()))
-with np.load("in.npz") as file:
-    leaves = [file[name] for name in file.files]
-try:
-    out = jax.block_until_ready(exported.call(*leaves))
-    np.savez("out.npz", *out)
-    print("ran")
-except Exception as error:
-    print(type(error).__name__, str(error)[:300].replace(chr(10), " "))
-"""
-
-
-def exported(library, folder):
-    """Writes a gradient step and its arguments; returns what it gives here."""
-    layer = library.dense(5)
-    leaves, treedef = jax.tree.flatten(library.variables(normal(1, (8, 5))))
+def exported(library):
+    """An exported gradient step, its arguments, and what it gives here."""
+    layer, x, variables = library.dense(5), normal(0, (6, 8)), library.variables(normal(1, (8, 5)))
 
     @jax.jit
-    def step(x, *leaves):
-        v = jax.tree.unflatten(treedef, leaves)
-        return jax.tree.leaves(jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(v))
+    def step(variables, x):
+        return jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2))(variables)
 
-    x = normal(0, (6, 8))
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
-    program = jax.export.export(step, disabled_checks=checks)(x, *leaves)
-    (folder / "step.bin").write_bytes(program.serialize())
-    np.savez(folder / "in.npz", x, *leaves)
-    return step(x, *leaves)
-
-
-def load(folder, imports, **environment) -> str:
-    """What a fresh process says that loads and runs the step; an AssertionError where it died."""
-    code = LOAD.replace("IMPORT", imports)
-    done = another_process.python("-c", code, cwd=folder, PYTHONPATH=another_process.PATH, **environment)
-    return done.stdout.strip().splitlines()[-1]
+    arguments = variables, x
+    return another_process.export(step, *arguments), (arguments, {}), jax.tree.leaves(step(*arguments))
 
 
 @row("export and reload in another process: the same bits")
 def reload(library):
-    tally = Tally()
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        here = exported(library, folder)
-        said = load(folder, "import jaxfp8" if library.is_ours else "")
-        tally(said == "ran", said, silent=False)
-        if said == "ran":
-            with np.load(folder / "out.npz") as file:
-                tally(same_bits([file[key] for key in file.files], here), "other bits")
+    tally, (program, arguments, here) = Tally(), exported(library)
+    got = another_process.call_exported(program, arguments, "import jaxfp8" if library.is_ours else "")
+    tally(not isinstance(got, str), got, silent=False)
+    tally(same_bits(got, here), "other bits")
     return tally.verdict("the same bits")
 
 
 @row("export and reload without the library: an error that names the call, process alive", peer=NONE)
 def reload_without(library):
-    tally = Tally()
-    with tempfile.TemporaryDirectory() as name:
-        exported(library, pathlib.Path(name))
-        said = load(pathlib.Path(name), "")
+    tally, (program, arguments, _) = Tally(), exported(library)
+    said = another_process.call_exported(program, arguments, "")
     tally("jaxfp8_" in said, said)
     return tally.verdict(said[:100])
 
@@ -125,20 +90,18 @@ def reload_without(library):
 @row("a persistent compile cache from another version: an error that names the call, process alive", peer=NONE)
 def cache(library):
     """Compiled where the calls are, run where they are not: the program comes from the cache."""
-    tally = Tally()
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+    tally, (program, arguments, here) = Tally(), exported(library)
+    with tempfile.TemporaryDirectory() as folder:
         options = {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_COMPILATION_CACHE_DIR": folder,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        exported(library, folder)
-        first = load(folder, "import jaxfp8", **options)
-        entries = len(list((folder / "cache").iterdir()))
-        again = load(folder, "import jaxfp8", **options)
-        said = load(folder, "", **options)
-    tally(first == again == "ran" and entries > 0, f"with the library: {first}, {again}, {entries} entries")
+        first = another_process.call_exported(program, arguments, **options)
+        entries = len(list(pathlib.Path(folder).iterdir()))
+        again = another_process.call_exported(program, arguments, **options)
+        said = another_process.call_exported(program, arguments, "", **options)
+    tally(same_bits(first, here) and same_bits(again, here) and entries > 0, f"with the library: {entries} entries")
     tally("jaxfp8_" in said, f"without it: {said}")
     return tally.verdict(said[:100])
 

@@ -80,21 +80,6 @@ def _ours(history=HISTORY, **fields):
     return functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
 
 
-class _Function:
-    """`jaxfp8.dot_general` with the variables of a Linen layer; without its state where there is none."""
-
-    def __init__(self, features, dtype, cls):
-        self.recipe, self.dtype = cls.keywords["recipe"], dtype
-
-    def apply(self, variables, x):
-        kernel, leaves = variables["params"]["kernel"], variables.get(OWG, {}).get("Fp8DotGeneral_0", {})
-        x, kernel = (jnp.asarray(v).astype(self.dtype or jnp.asarray(v).dtype) for v in (x, kernel))
-        parts = [(leaves[f"{name}_amax_history"], leaves[f"{name}_scale"]) for name in OPERANDS if leaves]
-        state = jaxfp8.DotGeneralState(*(jaxfp8.QuantizerState(*part) for part in parts)) if parts else None
-        numbers = (((x.ndim - 1,), (0,)), ((), ()))
-        return jaxfp8.dot_general(x, kernel, numbers, recipe=self.recipe, state=state)
-
-
 class _Nnx:
     """`nnx.Linear` with the variables of a Linen layer."""
 
@@ -169,12 +154,8 @@ OURS = Library(
     quantize=lambda x, scale, fmt: jaxfp8.ops.quantize(jnp.asarray(x), jnp.float32(scale), fmt.dtype)[0],
     is_ours=True,
 )
-# The same rows through our other layers.
-LAYERS = {
-    "Linen": OURS,
-    "functions": dataclasses.replace(OURS, name="jaxfp8's functions", layer=_Function),
-    "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx),
-}
+# The same rows through our other layer; programs/functional.py has jaxfp8.dot_general, which both call.
+LAYERS = {"Linen": OURS, "NNX": dataclasses.replace(OURS, name="jaxfp8 in NNX", layer=_Nnx)}
 
 
 def calibrated_first_step(library: Library) -> Library:

@@ -14,18 +14,10 @@ import jaxfp8
 from . import steps
 from .libraries import OWG
 from .steps import tally_amaxes, tally_state
+from .trainers import K, M, N, loss_of, operands, variables_of
 from .verdict import NotRun, Tally, refused, row
 
-M, K, N = 16, 24, 8
 NO_WRAPPER = "Flax gives optax the parameters alone, in a TrainState that has no more arguments"
-
-
-def operands(i):
-    return steps.operands(M, K, N, seed=3 * i)
-
-
-def loss(library, variables, x, grad):
-    return jnp.vdot(library.dense(N).apply(variables, x), grad)
 
 
 def train(
@@ -39,17 +31,16 @@ def train(
     """
     kernel = operands(0)[1]
     wrapped = jaxfp8.train.optimizer(tx)
-    variables = jax.tree.map(jnp.asarray, library.variables(kernel))
+    variables = variables_of(library)
     params, state = start(variables), library.state(variables)
     opt_state, alone_state = wrapped.init(params), tx.init(start({"params": variables["params"]}))
+    of_step = jax.jit(lambda variables, fp8, x, grad: loss_of(library, {OWG: fp8, **variables}, x, grad))
     for i in range(count):
-        x, _, grad = operands(i)
-        fp8 = params_of(params)[OWG]
+        (x, _, grad), trained = operands(i), params_of(params)
 
-        def objective(variables, x=x, grad=grad, fp8=fp8):
-            return loss(library, {OWG: fp8, **variables}, x, grad)
+        def objective(variables, fp8=trained[OWG], x=x, grad=grad):
+            return of_step(variables, fp8, x, grad)
 
-        trained = params_of(params)
         value, grads = jax.value_and_grad(objective)(trained)
         updates, opt_state = wrapped.update(grads, opt_state, params, **extra(value, grads, objective))
         # `tx` alone, at the same point; what it calls runs on the same state.
@@ -78,7 +69,7 @@ def more_than_gradients(library):
     tally = Tally()
     with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
         ahead = optax.lookahead(optax.sgd(1e-2), 3, 0.5)
-        train(library, ahead, tally, "lookahead", 7, lambda p: p.fast, optax.LookaheadParams.init_synced)
+        train(library, ahead, tally, "lookahead", 4, lambda p: p.fast, optax.LookaheadParams.init_synced)
         sam = optax.contrib.sam(optax.sgd(1e-2), optax.sgd(1e-3), sync_period=3, opaque_mode=True)
 
         def for_sam(value, grads, objective):
@@ -108,13 +99,6 @@ def schedule_free(library):
     return tally.verdict()
 
 
-def _equinox():
-    try:
-        return importlib.import_module("equinox"), importlib.import_module("equinox.internal")
-    except ImportError:
-        raise NotRun("Equinox is not installed") from None
-
-
 NO_FUNCTIONS = "Flax's FP8 is Linen modules"
 USES = 3
 
@@ -123,8 +107,10 @@ USES = 3
 def checkpointed_loop(library):
     """The loop's own backward adds cotangents up. With `fork` in its carry the true amax, as its bounded kind has by
     itself; state that it closes over is refused."""
-    eqx, internal = _equinox()
-    del eqx
+    try:
+        while_loop = importlib.import_module("equinox.internal").while_loop
+    except ImportError:
+        raise NotRun("Equinox is not installed") from None
     tally, recipe = Tally(), jaxfp8.DelayedScaling(amax_history_len=4)
     x, _, _ = steps.operands(M, K, K)
     kernel = steps.operands(K, K, K, seed=5)[0]
@@ -140,12 +126,10 @@ def checkpointed_loop(library):
                 return jnp.tanh(y), i + 1, state
 
             carry = jnp.asarray(x), jnp.int32(0), state if is_carried else None
-            return jnp.sum(
-                internal.while_loop(lambda c: c[1] < USES, body, carry, max_steps=4, kind=kind, **options[kind])[0]
-            )
+            return jnp.sum(while_loop(lambda c: c[1] < USES, body, carry, max_steps=4, kind=kind, **options[kind])[0])
 
         options = {"checkpointed": {"checkpoints": 2}, "bounded": {}}
-        return grad(objective)((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
+        return jax.jit(grad(objective))((jnp.asarray(kernel), jaxfp8.init_state(recipe)))[1]
 
     # The amaxes of x and its successors: exact products, since a first step has scale 1 and rounds as the oracle does.
     largest, y = [], x
@@ -165,26 +149,13 @@ def checkpointed_loop(library):
     return tally.verdict("the true amax, or an error")
 
 
-@row("Equinox's `apply_updates`: an error that names ours", peer=NO_FUNCTIONS)
-def apply_updates(library):
-    eqx, _ = _equinox()
-    tally, (x, kernel, grad) = Tally(), operands(0)
-    tx, variables = jaxfp8.train.optimizer(optax.sgd(1e-2)), jax.tree.map(jnp.asarray, library.variables(kernel))
-    grads = jax.grad(lambda v: loss(library, v, x, grad))(variables)
-    updates, _ = tx.update(grads, tx.init(variables), variables)
-    refused(lambda: eqx.apply_updates(variables, updates), tally, "eqx.apply_updates", "Jaxfp8ApplyUpdates")
-    after = jaxfp8.train.apply_updates(variables, updates)
-    tally_state(tally, library, after, library.state(variables), (x, kernel, grad), what="ours")
-    return tally.verdict()
-
-
 @row("updates of two optimizers are added up", peer=NO_WRAPPER)
 def added_updates(library):
     """Each update overwrites state, and there is no sum of two: what is stored is below zero, which no step makes and
     the next one shows; not a number that looks right. One after the other, or zeroed, they are right."""
     tally, (x, kernel, grad) = Tally(), operands(0)
-    tx, variables = jaxfp8.train.optimizer(optax.sgd(1e-2)), jax.tree.map(jnp.asarray, library.variables(kernel))
-    grads = jax.grad(lambda v: loss(library, v, x, grad))(variables)
+    tx, variables = jaxfp8.train.optimizer(optax.sgd(1e-2)), variables_of(library)
+    grads = jax.grad(lambda v: loss_of(library, v, x, grad))(variables)
     updates, _ = tx.update(grads, tx.init(variables), variables)
     for add in (optax.apply_updates, jax.jit(optax.apply_updates)):
         added = add(variables, jax.tree.map(jnp.add, updates, updates))
@@ -201,14 +172,14 @@ def norm_of_all(library):
     """State is no part of a norm: an error that says so, where gradients of state combine by max; of the parameters
     alone it is right."""
     tally, (x, kernel, grad) = Tally(), operands(0)
-    variables = jax.tree.map(jnp.asarray, library.variables(kernel))
+    variables = variables_of(library)
     for name, norm in (
         ("optax.global_norm", optax.global_norm),
         ("a sum of squares", lambda v: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(v))),
     ):
-        call = library.grad(lambda v, norm=norm: loss(library, v, x, grad) + norm(v))
+        call = library.grad(lambda v, norm=norm: loss_of(library, v, x, grad) + norm(v))
         refused(lambda call=call: call(variables), tally, name, "FP8 state")
-        call = library.grad(lambda v, norm=norm: loss(library, v, x, grad) + norm(v["params"]))
+        call = library.grad(lambda v, norm=norm: loss_of(library, v, x, grad) + norm(v["params"]))
         with tally.raising(f"{name} of the parameters"):
             tally_amaxes(tally, library, call(variables), (x, kernel, grad))
     return tally.verdict("an error")
@@ -217,10 +188,10 @@ def norm_of_all(library):
 @row("the gradient of an earlier step", any_layer=True)
 def stale_gradient(library):
     """State that is stored from a gradient which was taken of the state before the last: an error that names it."""
-    tally, variables, grads = Tally(), jax.tree.map(jnp.asarray, library.variables(operands(0)[1])), []
+    tally, variables, grads = Tally(), variables_of(library), []
     for i in range(4):
         x, _, grad = operands(i)
-        grads.append(library.grad(lambda v, x=x, grad=grad * 4**i: loss(library, v, x, grad))(variables))
+        grads.append(library.grad(lambda v, x=x, grad=grad * 4**i: loss_of(library, v, x, grad))(variables))
         variables = library.update(variables, grads[-1])
     refused(lambda: library.update(variables, grads[1]), tally, "two steps late", "another step")
     return tally.verdict("an error")
@@ -233,7 +204,7 @@ def pmapped(library):
     variables = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (8, *np.shape(leaf))), library.variables(kernel))
 
     def step(variables, x, grad):
-        grads = jax.grad(lambda v: loss(library, v, x, grad))(variables)
+        grads = jax.grad(lambda v: loss_of(library, v, x, grad))(variables)
         return library.update(variables, jax.lax.pmean(grads, "data"))
 
     parts = [steps.operands(M, K, N, 2.0**j, seed=j) for j in range(8)]

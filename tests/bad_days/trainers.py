@@ -38,6 +38,16 @@ def loss(train, variables, x, grad):
     return jnp.vdot(train.apply_fn(variables, x), grad)
 
 
+def loss_of(library, variables, x, grad):
+    """The loss of one layer, without a TrainState."""
+    return jnp.vdot(library.dense(N).apply(variables, x), grad)
+
+
+def variables_of(library):
+    """Of one layer, as JAX has them."""
+    return jax.tree.map(jnp.asarray, library.variables(operands(0)[1]))
+
+
 @jax.jit
 def advance(train, x, grad):
     return train.apply_gradients(grads=jax.grad(lambda v: loss(train, v, x, grad))(train.params))
@@ -50,41 +60,42 @@ def tally_next(tally, library, variables, what, i=1):
     tally_products(tally, step_of(library, N)(variables, x, grad), (x, kernel, grad), what)
 
 
-@row("DynamicScale")
-def flax_dynamic_scale(library):
-    """Flax's own loss scaling, which divides the whole tree of gradients by 65536; three steps in the library's
-    TrainState. The stored state must be that of the gradients that the layer saw."""
-    train, scaler, tally = create(library, optax.sgd(1e-3)), dynamic_scale.DynamicScale(scale=65536.0), Tally()
+def scaled_steps(tally, library, gradient, factor):
+    """Three steps in the library's TrainState; what is stored must be the state of the gradients that the layer saw.
 
-    @jax.jit
-    def step(train, scaler, x, grad):
-        scaler, _, _, grads = scaler.value_and_grad(lambda v: loss(train, v, x, grad))(train.params)
-        return train.apply_gradients(grads=grads), scaler
-
+    gradient: `(train, x, grad) -> gradients`, of the loss times `factor`, divided by it as the trainer divides.
+    """
+    train = create(library, optax.sgd(1e-3))
+    step = jax.jit(lambda train, x, grad: train.apply_gradients(grads=gradient(train, x, grad)))
     for i in range(3):
         x, _, grad = operands(i)
         kernel = kernel_of(train)
-        train, scaler = step(train, scaler, x, grad)
-        tally_amaxes(tally, library, train.params, (x, kernel, grad * 65536), rtol=1e-5)
+        train = step(train, x, grad)
+        tally_amaxes(tally, library, train.params, (x, kernel, grad * factor), rtol=1e-5)
     tally_next(tally, library, train.params, "the step after")
+
+
+@row("DynamicScale")
+def flax_dynamic_scale(library):
+    """Flax's own loss scaling, which divides the whole tree of gradients by 65536."""
+    tally, scaler = Tally(), dynamic_scale.DynamicScale(scale=65536.0)
+
+    def gradient(train, x, grad):
+        return scaler.value_and_grad(lambda v: loss(train, v, x, grad))(train.params)[3]
+
+    scaled_steps(tally, library, gradient, 65536)
     return tally.verdict("the true amax")
 
 
 @row("our loss scaling", peer="Flax has DynamicScale alone")
 def our_loss_scale(library):
     """Unscaling leaves state alone, and the scale backs off after a step that overflows."""
-    train, scaler, tally = create(library, optax.sgd(1e-3)), mixed_precision.DynamicLossScale(initial=2.0**10), Tally()
+    tally, scaler = Tally(), mixed_precision.DynamicLossScale(initial=2.0**10)
 
-    @jax.jit
-    def step(train, x, grad):
-        grads = jax.grad(lambda v: scaler.scale(loss(train, v, x, grad)))(train.params)
-        return train.apply_gradients(grads=scaler.unscale(grads))
+    def gradient(train, x, grad):
+        return scaler.unscale(jax.grad(lambda v: scaler.scale(loss(train, v, x, grad)))(train.params))
 
-    for i in range(3):
-        x, _, grad = operands(i)
-        kernel = kernel_of(train)
-        train = step(train, x, grad)
-        tally_amaxes(tally, library, train.params, (x, kernel, grad * 2**10), rtol=1e-5)
+    scaled_steps(tally, library, gradient, 2**10)
     tally(scaler.adjust(jnp.asarray(False)).value == 2**9, "the scale did not back off")
     return tally.verdict("the true amax")
 

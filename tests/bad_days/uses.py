@@ -1,4 +1,4 @@
-"""Programs in which one layer has several uses in a step, and their data; models with layers that do not run."""
+"""Programs in which one layer has several uses in a step, and their data."""
 
 import functools
 
@@ -62,25 +62,3 @@ SHARED = {
     "nn.scan broadcast": scan_broadcast,
     "vmap over examples": examples,
 }
-
-
-class Experts(nn.Module):
-    """One of three layers by an index that is known on the device only; with index 3 none of them."""
-
-    library: object
-
-    @nn.compact
-    def __call__(self, x, index):
-        experts = [self.library.dense(N, name=f"expert_{i}") for i in range(3)]
-        if self.is_initializing():
-            return sum(expert(x) for expert in experts)
-        branches = [lambda module, x, i=i: experts[i](x) for i in range(3)]
-        return nn.switch(index, [*branches, lambda module, x: jnp.zeros((len(x), N))], self, x)
-
-
-class TwoLayers(nn.Module):
-    library: object
-
-    @nn.compact
-    def __call__(self, x):
-        return self.library.dense(N, name="head")(nn.relu(self.library.dense(7, name="backbone")(x)))

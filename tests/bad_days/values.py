@@ -61,12 +61,12 @@ def bad_value_in_x(library):
     return bad_value(library, "input")
 
 
-@row(BAD_VALUE, "in the kernel", any_layer=True)
+@row(BAD_VALUE, "in the kernel")
 def bad_value_in_kernel(library):
     return bad_value(library, "kernel")
 
 
-@row(BAD_VALUE, "in the gradient", any_layer=True)
+@row(BAD_VALUE, "in the gradient")
 def bad_value_in_grad(library):
     return bad_value(library, "output_grad")
 

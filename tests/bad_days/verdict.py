@@ -43,7 +43,7 @@ class Row:
         case: which case, where there are several; else "".
         judge: `library -> Verdict`. It may raise what the library raises.
         peer: why it does not apply to Flax, or None.
-        any_layer: whether it knows nothing of Linen, so that functions and NNX have it as well.
+        any_layer: whether NNX has it as well; not where it knows Linen, or is about the numbers of operands alone.
     """
 
     of: str

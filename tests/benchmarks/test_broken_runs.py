@@ -10,19 +10,10 @@ import pytest
 
 import jaxfp8
 
+NAME, SIZES = "broken_runs", {"BATCH": 2, "LENGTH": 8, "WIDTH": 32}
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
-
-
-@pytest.fixture
-def program(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import broken_runs
-
-    for name, value in {"BATCH": 2, "LENGTH": 8, "WIDTH": 32}.items():
-        monkeypatch.setattr(broken_runs, name, value)
-    return broken_runs
 
 
 def run(*losses, figures=()):

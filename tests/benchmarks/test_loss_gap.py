@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+NAME, SIZES = "loss_gap", {"BATCH": 2, "LENGTH": 16, "WIDTH": 32}
 CHANGED = {
     "only_input": [True, False, True],
     "input_in_fprop": [True, False, False],
@@ -21,16 +22,6 @@ CHANGED = {
 }
 
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
-
-
-@pytest.fixture
-def program(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import loss_gap
-
-    for name, value in {"BATCH": 2, "LENGTH": 16, "WIDTH": 32}.items():
-        monkeypatch.setattr(loss_gap, name, value)
-    return loss_gap
 
 
 @pytest.mark.slow
@@ -71,25 +62,6 @@ def test_arms_start_from_the_same_weights(program):
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
 
 
-def test_what_is_missing_is_run(program, tmp_path):
-    from _runs import run_missing
-
-    asked = []
-
-    def run(*key):
-        asked.append(key)
-        if key == ("manual", "flax", 1):
-            raise KeyboardInterrupt
-        return {"validation": 1.5 + key[2]}
-
-    keys = [("manual", arm, seed) for seed in (0, 1) for arm in ("bf16", "flax")]
-    with pytest.raises(KeyboardInterrupt):
-        run_missing(tmp_path, keys, 7, run)
-    assert asked == keys and len(list(tmp_path.iterdir())) == 3
-    found = run_missing(tmp_path, keys, 7, lambda *key: {"validation": 9.0})
-    assert [found[key]["validation"] for key in keys] == [1.5, 1.5, 2.5, 9.0]
-
-
 @pytest.mark.parametrize(
     "loss, expected",
     [
@@ -110,26 +82,12 @@ def test_lag(program, loss, expected):
     assert program.lag(curve, reference) == pytest.approx(expected, nan_ok=True)
 
 
-def test_figures_are_of_pairs(program):
-    def run(loss, cpu="x86"):
-        return {"validation": loss, "curve": [[1, 3.0], [2, loss]], "environment": {"cpu": cpu}}
+def test_pairs_are_of_one_kind_of_processor(program):
+    def runs(arm, *seeds, cpu="x86"):
+        return {("manual", arm, seed): {"environment": {"cpu": cpu}} for seed in seeds}
 
-    found = {("manual", "bf16", seed): run(1.0 + seed) for seed in (0, 2, 3)}
-    found |= {("manual", "flax", seed): run(1.25 + seed) for seed in (0, 1, 2)} | {("source", "flax", 0): run(1.0)}
-    found["manual", "flax", 3] = run(9.0, "another processor")
-    results = program.figures(found)
-    assert list(results) == ["manual"] and results["manual"]["flax"]["seeds"] == [0, 2]
-    assert results["manual"]["flax"]["differences"] == [0.25, 0.25]
-    assert "to_delayed" not in results["manual"]["flax"]
-    title = program.ARMS["flax"].title
-    assert f"| {title} | 2 | +0.2500±0.0000 | - | +2" in program.table(results)
-    found |= {("manual", "delayed", seed): run(1.5 + seed) for seed in (1, 2)}
-    assert program.figures(found)["manual"]["flax"]["to_delayed"] == {
-        "mean": -0.25,
-        "low": -0.25,
-        "high": -0.25,
-        "seeds": 2,
-    }
+    found = runs("bf16", 0, 2, 3) | runs("flax", 0, 1, 2) | runs("flax", 3, cpu="another")
+    assert list(program.pairs(found, "manual", "flax", "bf16")) == [0, 2]
 
 
 def test_the_docs_have_the_figures(program):
@@ -153,7 +111,8 @@ def test_stochastic_rounding_is_right_on_average(program):
     # One value a column; largest first, which sets the scale to 1. Subnormals of e5m2 are below 2**-14.
     values = np.array([57344.0, 1.1, -3.3, 0.3, 2.0**-16, 1.3 * 2.0**-15, 0.0, 1e-7, 1.0, -1.75], np.float32)
     rows = 4096
-    q, state = StochasticQuantizer().quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
+    quantize = jax.jit(StochasticQuantizer().quantize)
+    q, state = quantize(jnp.tile(values, (rows, 1)), {"steps": jnp.ones((1,), jnp.float32)})
     codes = np.asarray(q.data).astype(np.float64)
     assert state["steps"] == 2 and q.scale_inv == 1
     # Neighbours among all finite codes.

@@ -7,7 +7,7 @@ import pytest
 
 from jaxfp8 import convert
 
-from .cases import OWG, assert_same_tree, state_leaves
+from .cases import OWG, assert_same_tree, model_variables
 
 
 def histories(length, amaxes):
@@ -49,28 +49,7 @@ def test_resized_as_if_the_run_had_had_that_length(length, new_length):
             oracle.assert_bitwise(state.amax_history, runs[new_length][t + new_length], f"{new_length} steps later")
 
 
-@pytest.mark.parametrize(
-    "tree, length, error, match",
-    [
-        ({"input_amax_history": np.zeros(3)}, 0, ValueError, "at least 1, got 0"),
-        ({"input_amax_history": np.zeros(3)}, 2.0, TypeError, "expected an int"),
-        ({"kernel": np.zeros(3)}, 2, ValueError, "without any"),
-    ],
-)
-def test_errors_of_resize_history(tree, length, error, match):
-    with pytest.raises(error, match=f"resize_history: .*{match}"):
-        convert.resize_history(tree, length)
-
-
 # ------------------------------------------------------------------------------------------------------- changed models
-
-
-def model_variables(seed=6, length=4, layers=("Dense_0", "Dense_1"), lead=()):
-    rng = np.random.default_rng(seed)
-    return {
-        "params": {layer: {"kernel": rng.normal(size=(2, 2)).astype(np.float32)} for layer in layers},
-        OWG: {layer: {"Fp8DotGeneral_0": state_leaves(seed + i, length, lead)} for i, layer in enumerate(layers)},
-    }
 
 
 def test_merge_keeps_what_the_checkpoint_has():
@@ -91,23 +70,3 @@ def test_merge_fits_length_and_dtype():
     narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])
     got = convert.merge_state(new, {**old, OWG: narrow})[OWG]
     assert_same_tree(got, convert.resize_history(jax.tree.map(oracle.widen, narrow), 6), "cast to bfloat16")
-
-
-def test_errors_of_merge_state():
-    new = model_variables()
-    flax = convert.to_flax(model_variables())
-    with pytest.raises(ValueError, match="merge_state: restored: Dense_0/Fp8DirectDotGeneralOp_0/.*from_flax"):
-        convert.merge_state(new, flax)
-    with pytest.raises(ValueError, match="Dense_1/Fp8DotGeneral_0/input_amax_history: the model has no such state"):
-        convert.merge_state(model_variables(layers=("Dense_0",)), new)
-    with pytest.raises(ValueError, match=r"input_amax_history: expected shape \(4,\) up to .*, got \(2, 4\)"):
-        convert.merge_state(new, model_variables(lead=(2,)))
-    bad = model_variables()
-    bad[OWG]["Dense_0"]["Fp8DotGeneral_0"]["kernel_scale"] = np.ones(2, np.float32)
-    with pytest.raises(ValueError, match=r"kernel_scale: expected shape \(1,\), got \(2,\)"):
-        convert.merge_state(new, bad)
-    bad[OWG]["Dense_0"]["Fp8DotGeneral_0"]["kernel_scale"] = np.ones(1, np.int8)
-    with pytest.raises(TypeError, match="kernel_scale: expected a floating dtype, got int8"):
-        convert.merge_state(new, bad)
-    with pytest.raises(TypeError, match="merge_state: restored: .*list"):
-        convert.merge_state(new, [])

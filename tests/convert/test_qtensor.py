@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,7 @@ import pytest
 import jaxfp8
 from jaxfp8.convert import from_qarray, from_scaled_matmul, to_qarray, to_scaled_matmul
 
-E4M3, E8M0 = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
-
-
-@dataclasses.dataclass(frozen=True)
-class QArray:
-    """The fields of qwix 0.1.8."""
-
-    qvalue: Any
-    scale: Any
-    zero_point: Any = None
-    qtype: Any = None
+from .cases import E4M3, E8M0, QArray, qtensor
 
 
 def stand_in_dequantize(array):
@@ -43,23 +32,6 @@ def dequantize(request, monkeypatch):
         return stand_in_dequantize
     qwix = pytest.importorskip("qwix")
     return lambda array: np.asarray(qwix.dequantize(array))
-
-
-def qtensor(shape, block, *, cols=1, batch=0, dtype=np.float32):
-    """Random codes with a scale for each block of matrices."""
-    rng = np.random.default_rng(0)
-    codes = jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(E4M3)
-    first = len(shape) - cols
-    if block is None:
-        return jaxfp8.QTensor(codes, jnp.asarray([0.37], jnp.float32), cols=cols)
-    sizes = np.prod(shape[batch:first]), np.prod(shape[first:])
-    counts = [-(-int(size) // (step or int(size))) for size, step in zip(sizes, block, strict=True)]
-    scales = (
-        2.0 ** rng.integers(-6, 6, (*shape[:batch], *counts))
-        if dtype == E8M0
-        else rng.uniform(1, 9, (*shape[:batch], *counts))
-    )
-    return jaxfp8.QTensor(codes, jnp.asarray(scales, jnp.float32).astype(dtype), block=block, cols=cols)
 
 
 SHAPES = {
@@ -150,40 +122,3 @@ def test_scaled_matmul(recipe, batch):
     back = from_scaled_matmul(a, a_scales)
     assert back.data is a and back.scale_inv is a_scales and back.power_2_scale == (a_scales.dtype == E8M0)
     np.testing.assert_array_equal(back.dequantize(jnp.float32).reshape(x.shape), quantize[0](x).dequantize(jnp.float32))
-
-
-@pytest.mark.parametrize(
-    "convert, value, message",
-    [
-        (
-            to_qarray,
-            jaxfp8.QTensor(jnp.ones((4, 4)), None),
-            "to_qarray: q: expected FP8 codes with scales, got float32",
-        ),
-        (to_qarray, qtensor((150, 128), (128, 128)), r"expected blocks \(128, 128\) that divide .*\(150, 128\)"),
-        (to_qarray, qtensor((2, 96, 128), (128, 128)), "cut off, or lies across dimensions"),
-        (from_qarray, QArray(jnp.ones((4, 4), jnp.int8), jnp.ones((1, 1))), "expected codes in FP8 .*got int8"),
-        (from_qarray, QArray(jnp.ones((4, 4), E4M3), jnp.ones((1, 1)), jnp.zeros((1, 1))), "zero_point"),
-        (from_qarray, QArray(jnp.ones((4, 6, 8), E4M3), jnp.ones((1, 2, 8))), "after 0 batch dimensions"),
-        (
-            from_qarray,
-            QArray(jnp.ones((4, 6, 8), E4M3), jnp.ones((2, 6, 8))),
-            r"codes \(4, 6, 8\) and scales \(2, 6, 8\)",
-        ),
-        (
-            lambda v: from_qarray(v, batch=1),
-            QArray(jnp.ones((3, 4, 8), E4M3), jnp.ones((1, 4, 1))),
-            "after 1 batch dimensions",
-        ),
-        (to_scaled_matmul, qtensor((8, 64), None), r"expected blocks \(1, c\) .* got block=None"),
-        (to_scaled_matmul, qtensor((256, 256), (128, 128)), r"got block=\(128, 128\)"),
-        (to_scaled_matmul, qtensor((8, 72), (1, 32)), "that divide the 72 columns"),
-        (lambda v: from_scaled_matmul(*v), (jnp.ones((2, 4, 64), E4M3), jnp.ones((2, 4, 5))), "whose number divides K"),
-        (lambda v: from_scaled_matmul(*v), (jnp.ones((4, 64), E4M3), jnp.ones((4, 2))), "expected codes "),
-        (lambda v: from_scaled_matmul(*v), (jnp.ones((1, 4, 64)), jnp.ones((1, 4, 2))), "got float32 and float32"),
-    ],
-)
-def test_errors(convert, value, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, "qwix", types.SimpleNamespace(QArray=QArray))
-    with pytest.raises(ValueError, match=message):
-        convert(value)

@@ -37,155 +37,76 @@ def convolution():
     return {"params": models.linen("rules")[2]["params"] | {"conv": conv}}
 
 
-ONE = r"kernel: expected scales of layout '{}', from .*, got scales {}.*those of the recipe {}; {}"
+def frozen(name):
+    """The frozen variables of a layout of `convert/exported.py`, or of a model of `inference/models.py`."""
+    return trained(name)[2] if name in RECIPES else models.linen(name)[2]
+
+
+def kernel_with(layout, value):
+    return with_kernel(layout, lambda w: w.at[3, 4].set(value))
+
+
+# name -> (variables, layout, scales found, their recipe, what to do)
+LAYOUTS = {
+    "tensor as blocks": ("tensor", "block128", r"float32\[1\]", "DelayedScaling or Float8Current", "write .* 'tensor'"),
+    "tensor as mx": ("tensor", "mxfp8", "float32", "DelayedScaling", "write layout 'tensor'"),
+    "blocks as tensor": ("block128", "tensor", r"float32\[2, 2\]", "Float8BlockScaling", "write layout 'block128'"),
+    "mx as blocks": ("mxfp8", "block128", "float8_e8m0fnu", "MXFP8BlockScaling", "write layout 'mxfp8'"),
+    "rows": ("row-wise", "tensor", r"float32\[48, 1\]", "Float8RowwiseScaling or a custom", "no layout has such"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scales_of_another_layout(name, tmp_path):
+    variables, layout, scales, recipe, remedy = LAYOUTS[name]
+    names = None if name == "rows" else NAMES
+    message = (
+        f"kernel: expected scales of layout '{layout}', from .*, got scales {scales}.*those of the recipe {recipe}"
+    )
+    with pytest.raises(ValueError, match=f"^to_safetensors: .*{message}.*; {remedy}"):
+        to_safetensors(frozen(variables), tmp_path / "file", names, layout=layout)
+    assert not (tmp_path / "file").exists()
+
+
+def of(name):
+    return lambda: frozen(name)
+
+
+UP_DOWN, OTHERS = "(up|down)/kernel", {".*": None}
+PARTS = {"wi/kernel": ("a.weight", "b.{}.weight")} | OTHERS
+BLOCKS = {"up/kernel": ("a.weight", "b.weight")} | OTHERS
+STACKED = {r".*/(\w+)/kernel": r"{}.\1.weight"} | OTHERS
+E5M2 = jaxfp8.Float8BlockScaling(fp8_format=jaxfp8.E5M2)
+NOT_FINITE = "up/kernel: expected finite codes and scales, got NaN"
+# name -> (variables, layout, names, message)
 ERRORS = {
-    "tensor as blocks": (
-        lambda: trained("tensor")[2],
-        "block128",
-        NAMES,
-        ONE.format("block128", r"float32\[1\]", "DelayedScaling or Float8CurrentScaling", "write layout 'tensor'"),
-    ),
-    "tensor as mx": (
-        lambda: trained("tensor")[2],
-        "mxfp8",
-        NAMES,
-        ONE.format("mxfp8", "float32", "DelayedScaling.*", "write layout 'tensor'"),
-    ),
-    "blocks as tensor": (
-        lambda: trained("block128")[2],
-        "tensor",
-        NAMES,
-        ONE.format("tensor", r"float32\[2, 2\]", "Float8BlockScaling", "write layout 'block128'"),
-    ),
-    "mx as blocks": (
-        lambda: trained("mxfp8")[2],
-        "block128",
-        NAMES,
-        ONE.format("block128", "float8_e8m0fnu", "MXFP8BlockScaling", "write layout 'mxfp8'"),
-    ),
-    "rows": (
-        lambda: models.linen("row-wise")[2],
-        "tensor",
-        None,
-        ONE.format("tensor", r"float32\[48, 1\]", "Float8RowwiseScaling or a custom one", "no layout has such scales"),
-    ),
-    "layout": (
-        lambda: trained("tensor")[2],
-        "nvfp4",
-        NAMES,
-        r"layout: expected one of \['block128', 'mxfp8', 'tensor'\], got 'nvfp4'",
-    ),
-    "e5m2": (
-        lambda: one_layer(jaxfp8.Float8BlockScaling(fp8_format=jaxfp8.E5M2)),
-        "block128",
-        None,
-        "kernel: expected codes in float8_e4m3fn, got float8_e5m2",
-    ),
-    "a part of an MX block": (
-        lambda: one_layer(RECIPES["mxfp8"], k=48),
-        "mxfp8",
-        None,
-        "expected inputs that are a multiple of 32, got 48",
-    ),
-    "not frozen": (
-        lambda: trained("tensor")[1],
-        "tensor",
-        NAMES,
-        "frozen: expected the variables, .* found no frozen product",
-    ),
-    "params alone": (lambda: trained("tensor")[2]["params"], "tensor", NAMES, "got a dict without 'params': .*'down'"),
+    "layout": (of("tensor"), "nvfp4", NAMES, r"layout: expected one of \['block128', 'mxfp8', 'tensor'\], got 'nvfp4'"),
+    "e5m2": (lambda: one_layer(E5M2), "block128", None, "kernel: expected codes in float8_e4m3fn, got float8_e5m2"),
+    "a part of an MX block": (lambda: one_layer(RECIPES["mxfp8"], k=48), "mxfp8", None, "a multiple of 32, got 48"),
+    "not frozen": (lambda: trained("tensor")[1], "tensor", NAMES, "frozen: expected .* found no frozen product"),
+    "params alone": (lambda: frozen("tensor")["params"], "tensor", NAMES, "got a dict without 'params': .*'down'"),
     "no variables": (lambda: np.zeros(3), "tensor", NAMES, "that jaxfp8.freeze gave, got ndarray"),
-    "NaN, tensor": (
-        lambda: with_kernel("tensor", lambda w: w.at[3, 4].set(jnp.nan)),
-        "tensor",
-        NAMES,
-        "up/kernel: expected finite codes and scales, got NaN",
-    ),
-    "NaN, block": (
-        lambda: with_kernel("block128", lambda w: w.at[3, 4].set(jnp.nan)),
-        "block128",
-        NAMES,
-        "up/kernel: expected finite codes and scales, got NaN",
-    ),
-    "inf, mx": (
-        lambda: with_kernel("mxfp8", lambda w: w.at[3, 4].set(jnp.inf)),
-        "mxfp8",
-        NAMES,
-        "up/kernel: expected finite codes and scales, got NaN",
-    ),
-    "no name": (
-        lambda: trained("tensor")[2],
-        "tensor",
-        dict(list(NAMES.items())[:2]),
-        "names: head/kernel matches no expression",
-    ),
-    "unused name": (
-        lambda: trained("tensor")[2],
-        "tensor",
-        NAMES | {"ups/kernel": "x"},
-        r"names: \['ups/kernel'\] match no parameter",
-    ),
-    "one name for two": (
-        lambda: trained("tensor")[2],
-        "tensor",
-        {"(up|down)/kernel": "a.weight", ".*": None},
-        "two tensors would be 'a.weight'",
-    ),
-    "not a weight": (
-        lambda: trained("tensor")[2],
-        "tensor",
-        {"(up|down)/kernel": r"\1", ".*": None},
-        "down/kernel: expected a name <module>.weight, got 'down'",
-    ),
-    "braces in one part": (
-        lambda: models.linen("GatedMLP")[2],
-        "tensor",
-        {"wi/kernel": ("a.weight", "b.{}.weight"), ".*": None},
-        "wi/kernel: expected as many {} in each of",
-    ),
-    "parts of blocks": (
-        lambda: trained("block128")[2],
-        "block128",
-        {"up/kernel": ("a.weight", "b.weight"), ".*": None},
-        r"up/kernel: expected rows that divide into 2 parts, of whole blocks \(128, 128\), got 224 rows",
-    ),
-    "stacked, without braces": (
-        lambda: models.linen("scan")[2],
-        "tensor",
-        None,
-        r"Dense_0/kernel: expected a matrix.*write {} in the name",
-    ),
-    "stacked along 1": (
-        lambda: models.linen("scan along 1")[2],
-        "tensor",
-        {r".*/(\w+)/kernel": r"{}.\1.weight", ".*": None},
-        "expected a matrix.*stack along the first dimension",
-    ),
-    "braces, not stacked": (
-        lambda: models.linen("GatedMLP")[2],
-        "tensor",
-        {"(w.)/kernel": r"{}.\1.weight"},
-        "wi/kernel: expected a matrix",
-    ),
-    "fixed and not": (
-        mixed,
-        "tensor",
-        None,
-        "expected inputs with fixed scales in all layers or in none, got a/kernel with one and b/kernel without",
-    ),
-    "convolution": (
-        convolution,
-        "tensor",
-        None,
-        r"conv/kernel: expected 2 dimensions for 'conv.weight', got \[3, 3, 4, 8\]",
-    ),
+    "NaN, tensor": (lambda: kernel_with("tensor", jnp.nan), "tensor", NAMES, NOT_FINITE),
+    "NaN, block": (lambda: kernel_with("block128", jnp.nan), "block128", NAMES, NOT_FINITE),
+    "inf, mx": (lambda: kernel_with("mxfp8", jnp.inf), "mxfp8", NAMES, NOT_FINITE),
+    "no name": (of("tensor"), "tensor", dict(list(NAMES.items())[:2]), "names: head/kernel matches no expression"),
+    "unused name": (of("tensor"), "tensor", NAMES | {"ups/kernel": "x"}, r"names: \['ups/kernel'\] match no parameter"),
+    "one name for two": (of("tensor"), "tensor", {UP_DOWN: "a.weight"} | OTHERS, "two tensors would be 'a.weight'"),
+    "not a weight": (of("tensor"), "tensor", {UP_DOWN: r"\1"} | OTHERS, "down/kernel: expected a name <module>.weight"),
+    "braces in one part": (of("GatedMLP"), "tensor", PARTS, "wi/kernel: expected as many {} in each of"),
+    "parts of blocks": (of("block128"), "block128", BLOCKS, r"2 parts, of whole blocks \(128, 128\), got 224 rows"),
+    "stacked, without braces": (of("scan"), "tensor", None, r"Dense_0/kernel: expected a matrix.*write {} in the name"),
+    "stacked along 1": (of("scan along 1"), "tensor", STACKED, "a matrix.*stack along the first dimension"),
+    "braces, not stacked": (of("GatedMLP"), "tensor", {"(w.)/kernel": r"{}.\1.weight"}, "wi/kernel: expected a matrix"),
+    "fixed and not": (mixed, "tensor", None, "fixed scales in all .* or in none, got a/kernel with one and b/kernel"),
+    "convolution": (convolution, "tensor", None, r"conv/kernel: expected 2 dimensions .*, got \[3, 3, 4, 8\]"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name, tmp_path):
-    frozen, layout, names, message = ERRORS[name]
-    frozen = frozen()
+    variables, layout, names, message = ERRORS[name]
+    variables = variables()
     with pytest.raises(TypeError if name == "no variables" else ValueError, match=f"^to_safetensors: .*{message}"):
-        to_safetensors(frozen, tmp_path / "file", names, layout=layout)
+        to_safetensors(variables, tmp_path / "file", names, layout=layout)
     assert not (tmp_path / "file").exists()

@@ -31,53 +31,25 @@ def test_msgpack(name):
     assert_same_bits(models.run(model, restored), models.run(model, variables), name)
 
 
-LOAD = """
-import sys
-import jax
-import numpy as np
-{imports}
-folder = sys.argv[1]
-program = jax.export.deserialize(bytearray(open(f"{{folder}}/program", "rb").read()))
-arguments = [np.load(f"{{folder}}/{{i}}.npy") for i in range({count})]
-{prepare}
-np.save(f"{{folder}}/y.npy", np.asarray(program.call(*arguments)).view(np.uint16))
-assert "jaxfp8" not in sys.modules or {with_jaxfp8}
-"""
-
-
-def in_a_fresh_process(folder, program, arguments, imports="", prepare=""):
-    """What an exported program gives in a process that knows nothing else; bfloat16."""
-    (folder / "program").write_bytes(program.serialize())
-    for i, argument in enumerate(arguments):
-        np.save(folder / f"{i}.npy", argument)
-    script = LOAD.format(imports=imports, prepare=prepare, count=len(arguments), with_jaxfp8="jaxfp8" in imports)
-    another_process.python("-c", script, folder, JAX_PLATFORMS="cpu", PYTHONPATH=another_process.PATH)
-    return np.load(folder / "y.npy").view(oracle.BF16)
-
-
-def exported(function, *arguments):
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jaxfp8.ops.custom_call_targets()]
-    return jax.export.export(jax.jit(function), disabled_checks=checks)(*arguments)
-
-
-def test_export_with_weights_inside(tmp_path):
+def test_export_with_weights_inside():
     """A program of x alone; the process imports jaxfp8, which has its custom calls."""
     model, variables, frozen = models.linen("own Dense")
-    program = exported(lambda x: model.apply(frozen, x), X)
+    program = another_process.export(lambda x: model.apply(frozen, x), X)
     assert "custom_call @jaxfp8_quantize" in program.mlir_module()
-    y = in_a_fresh_process(tmp_path, program, [X], imports="import jaxfp8")
+    (y,) = another_process.call_exported(program, ((X,), {}), JAX_PLATFORMS="cpu")
     oracle.assert_bitwise(y, np.asarray(models.run(model, variables)), "y")
 
 
 @pytest.mark.slow
-def test_export_without_jaxfp8(tmp_path):
+def test_export_without_jaxfp8():
     """The reference is plain StableHLO: a process with JAX alone runs it, to the same bits."""
     model, variables, frozen = models.linen("own Dense")
     with jaxfp8.ops.implementation("reference"):
-        program = exported(lambda x: model.apply(frozen, x), X)
+        program = another_process.export(lambda x: model.apply(frozen, x), X)
         wanted = np.asarray(models.run(model, variables))
     assert "custom_call @jaxfp8" not in program.mlir_module()
-    oracle.assert_bitwise(in_a_fresh_process(tmp_path, program, [X]), wanted, "y")
+    (y,) = another_process.call_exported(program, ((X,), {}), imports="", JAX_PLATFORMS="cpu")
+    oracle.assert_bitwise(y, wanted, "y")
 
 
 def test_what_is_in_a_program():

@@ -1,6 +1,6 @@
 """inspect.plot: what is drawn, where."""
 
-import builtins
+import sys
 
 import jax.numpy as jnp
 import matplotlib.image
@@ -55,13 +55,6 @@ def test_errors(monkeypatch):
         with pytest.raises(error, match=match):
             inspect.plot(histories)
 
-    real = builtins.__import__
-
-    def without_matplotlib(name, *args, **kwargs):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="inspect.plot: needs matplotlib; install it: pip install matplotlib"):
         inspect.plot({"a": np.ones(2)})

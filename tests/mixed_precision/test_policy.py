@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,8 @@ from flax import nnx
 
 import jaxfp8
 from jaxfp8.mixed_precision import Policy
+
+from . import leaves
 
 HALF = Policy.parse("params=float32,compute=float16,output=float32")
 FLOATS = [np.float16, oracle.BF16, np.float32, np.float64]
@@ -67,47 +68,21 @@ def test_floats_are_cast(to, dtype):
     oracle.assert_bitwise(got, (array.astype(np.float32) if dtype == np.float64 else array).astype(wanted), to)
 
 
-def test_all_else_stays():
-    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
-    qtensor = jaxfp8.QTensor(jnp.ones((2, 2), jnp.float8_e4m3fn), jnp.ones(1), source=jnp.ones((2, 2)))
-    tree = {
-        jaxfp8.OVERWRITE_WITH_GRADIENT: {"Dense_0": {"x_amax_history": jnp.ones(2), "x_scale": jnp.ones(1)}},
-        "own": {jaxfp8.OVERWRITE_WITH_GRADIENT: {"linear_input_amax": jnp.ones(2)}},
-        "plain": jaxfp8.init_state(recipe),
-        "codes": jnp.ones(2, jnp.float8_e5m2),
-        "ints": jnp.arange(2),
-        "flag": np.bool_(True),
-        "complex": jnp.ones(2, jnp.complex64),
-        "key": jax.random.key(0),
-        "number": 1.5,
-        "nothing": None,
-        "text": "relu",
-    }
-    for to in ("param", "compute", "output"):
-        got = getattr(Policy.parse("f16"), f"cast_to_{to}")({**tree, "q": qtensor})
-        of_q = got.pop("q")
-        assert jax.tree.structure(got) == jax.tree.structure(tree)
-        assert all(a is b for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True))
-        assert of_q.data is qtensor.data and of_q.scale_inv is qtensor.scale_inv
-        assert of_q.source.dtype == jnp.float16
+@pytest.mark.parametrize("to", ["param", "compute", "output"])
+def test_all_else_stays(to):
+    tree = {"complex": jnp.ones(2, jnp.complex64), "number": 1.5, "text": "relu"}
+    got, source = leaves.assert_others_stay(getattr(Policy.parse("f16"), f"cast_to_{to}"), tree)
+    assert got["complex"] is tree["complex"] and (got["number"], got["text"]) == (1.5, "relu")
+    assert source.dtype == jnp.float16
 
 
 # --------------------------------------------------------------------------------------------------------------- table
 
 
-def test_models():
-    """The variables of Linen and NNX models: parameters are cast, state is not."""
-    x = np.ones((4, 8), np.float32)
-    variables = nn.Dense(3, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
-    got = HALF.cast_to_compute(variables)
-    assert {leaf.dtype for leaf in jax.tree.leaves(got["params"])} == {jnp.dtype("float16")}
-    owg = jaxfp8.OVERWRITE_WITH_GRADIENT
-    assert all(a is b for a, b in zip(jax.tree.leaves(got[owg]), jax.tree.leaves(variables[owg]), strict=True))
-
+def test_state_of_nnx_models():
     model = nnx.Linear(8, 3, dot_general=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
-    model(x)
-    state = HALF.cast_to_compute(nnx.state(model))
-    dtypes = {type(v): v.get_value().dtype for _, v in nnx.to_flat_state(state)}
+    model(np.ones((4, 8), np.float32))
+    dtypes = {type(v): v.get_value().dtype for _, v in nnx.to_flat_state(HALF.cast_to_compute(nnx.state(model)))}
     assert dtypes[nnx.Param] == jnp.float16 and dtypes[jaxfp8.nnx.OverwriteWithGradient] == jnp.float32
 
 

@@ -88,16 +88,6 @@ def test_a_skipped_step_leaves_everything(make, fp8):
     assert sum(alike) <= 3  # scales of FP8 state stay for a while
 
 
-def test_bad_data_is_skipped():
-    """An Inf in the data is no overflow, but the step is as bad: nothing of it stays, in the history neither."""
-    trainer = MAKERS["our TrainState"](True, optax.adam(0.1))
-    x, grad = batch(1)
-    x[2, 3] = np.nan
-    train, loss_scale = jax.jit(trainer.step)(trainer.train, DynamicLossScale(), x, grad)
-    assert_same_bits(train, trainer.train.replace(step=np.int32(0)), "skipped")
-    assert loss_scale.value == 32768
-
-
 def test_nnx_states_are_no_copies():
     """Two states of one module are one; `select` says so, and `as_pure` is the way out."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -168,15 +158,6 @@ def accumulate(make, fp8, form, steps=8):
 @pytest.mark.varied
 def test_accumulation(make, fp8, form):
     accumulate(make, fp8, form)
-
-
-# ------------------------------------------------------------------------------------------------------------- clipping
-
-
-# ------------------------------------------------------------------------------------------------------ delayed scaling
-
-
-# ---------------------------------------------------------------------------------------------------------- convergence
 
 
 # ------------------------------------------------------------------------------------------------------- value_and_grad

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxfp8 import optim
 
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
 # Shards of "odd" and "layers" are not multiples of 128; those of "wide" are.
 MESHES = {
     "one device": ((1,), ("d",), {}),
@@ -53,12 +54,6 @@ def trained(variables, steps=3, start=0, opt_state=None):
 def expected():
     with jax.numpy_dtype_promotion("standard"):
         return jax.device_get(trained(on("one device"))[0])
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
-        yield
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -6,20 +6,16 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from bad_days import rows
-from bad_days.libraries import LAYERS, OURS
-from bad_days.steps import Step, excesses, normal, operands
-from bad_days.trainers import K, M, N
+from bad_days import rows, trainers
+from bad_days.libraries import FLAX, LAYERS, OURS
+from bad_days.steps import excesses, normal, step_of
 from bad_days.verdict import Outcome, judged
-from flax.training import dynamic_scale, train_state
+from flax.training import dynamic_scale
 
-import jaxfp8
-
-# One of each kind is what `make test` shows. Those that start processes, need 12 GiB or train are slow.
+# One of each kind is what `make test` shows. Those that start processes, need 12 GiB, train, or make all calls of
+# ops/test_raw_targets.py once more are slow.
 SHOWN = {
     "bad_value_in_x",
     "empty_batch",
@@ -29,7 +25,7 @@ SHOWN = {
     "under_jit",
     "error_in_a_program",
 }
-SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof"}
+SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof", "bad_buffers"}
 NEEDS_A_GPU = {"gpus"}
 # Where neither optax nor Flax's own classes promote dtypes, the session's strict rules hold.
 STRICT = ("values", "shapes", "meshes", "ffi")
@@ -55,46 +51,30 @@ def test_row(row, layer):
 # ------------------------------------------------------------------------------------------ what nobody can tell
 
 
-LAYER = OURS.dense(N)
-
-
-def loss(variables, x, grad):
-    return jnp.vdot(LAYER.apply(variables, x), grad)
-
-
-def loss_scale(variables, helped):
-    """Flax's DynamicScale divides the whole tree by 65536, and Flax's TrainState stores what it is given."""
-    cls = jaxfp8.linen.TrainState if helped else train_state.TrainState
-    scaler = dynamic_scale.DynamicScale(scale=65536.0)
-
-    def advance(train, x, grad):
-        *_, grads = scaler.value_and_grad(lambda v: loss(v, x, grad))(train.params)
-        return train.apply_gradients(grads=grads)
-
-    return cls.create(apply_fn=LAYER.apply, params=variables, tx=optax.sgd(0.1)), advance, lambda train: train.params
-
-
 UNSEEN = pytest.mark.xfail(
     strict=True, reason="a product cannot tell state that is right from state that was scaled as a whole"
 )
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("helped", [True, pytest.param(False, marks=UNSEEN)], ids=["with helper", "without"])
-def test_products_after_a_hundred_steps(helped):
-    """With our TrainState the products are right; without it, nobody says that they are not."""
-    x, kernel, _ = operands(M, K, N)
-    grad = normal(1, (M, N), 1e-4)
+@pytest.mark.parametrize("cls", [OURS.train_state, pytest.param(FLAX.train_state, marks=UNSEEN)], ids=["ours", "Flax"])
+def test_products_after_a_hundred_steps(cls):
+    """With our TrainState the products are right. Flax's stores what DynamicScale has divided, and nobody says so."""
+    library, scaler = dataclasses.replace(OURS, train_state=cls), dynamic_scale.DynamicScale(scale=65536.0)
+    x, _, _ = trainers.operands(0)
+    grad = normal(1, (trainers.M, trainers.N), 1e-4)
     with jax.numpy_dtype_promotion("standard"):
-        train, advance, variables_in = loss_scale(jax.tree.map(jnp.asarray, OURS.variables(kernel)), helped)
-        advance = jax.jit(advance)
+        train = trainers.create(library, optax.sgd(0.1))
+
+        @jax.jit
+        def advance(train):
+            *_, grads = scaler.value_and_grad(lambda v: trainers.loss(train, v, x, grad))(train.params)
+            return train.apply_gradients(grads=grads)
+
         for _ in range(100):
-            train = advance(train, x, grad)
-    variables = variables_in(train)
-    y, vjp = jax.vjp(LAYER.apply, variables, x)
-    gradient, dx = vjp(grad)
-    got = Step(y, dx, gradient["params"]["kernel"], variables)
-    assert excesses(got, x, np.asarray(variables["params"]["kernel"]), grad)["y"] <= 1
+            train = advance(train)
+    got = step_of(library, trainers.N)(train.params, x, grad)
+    assert excesses(got, x, trainers.kernel_of(train), grad)["y"] <= 1
 
 
 # ------------------------------------------------------------------------------------------------------ the table

@@ -1,4 +1,4 @@
-"""examples/equinox_language_model.py: its table, and what makes its comparison fair."""
+"""examples/equinox_language_model.py: what makes its comparison fair."""
 
 import equinox as eqx
 import jax
@@ -8,17 +8,9 @@ import pytest
 
 import jaxfp8
 
-from . import running
-
 pytestmark = pytest.mark.slow
 
 NAME = "equinox_language_model"
-
-
-def test_prints_a_table(tmp_path):
-    done = running.run(tmp_path, NAME, "--tiny")
-    assert "Warning" not in done.stderr
-    running.assert_table(done.stdout.splitlines())
 
 
 def test_arms_start_from_the_same_weights_and_train(example, monkeypatch):

@@ -1,4 +1,4 @@
-"""examples/nnx_language_model.py: its table, and what makes its comparison fair."""
+"""examples/nnx_language_model.py: what makes its comparison fair."""
 
 import chex
 import jax
@@ -8,16 +8,9 @@ from flax import nnx
 
 import jaxfp8.nnx
 
-from . import running
-
 pytestmark = pytest.mark.slow
 
 NAME = "nnx_language_model"
-
-
-def test_prints_a_table(tmp_path):
-    done = running.run(tmp_path, NAME, "--tiny")
-    running.assert_table(done.stdout.splitlines())
 
 
 def test_arms_start_from_the_same_weights_and_train(example):

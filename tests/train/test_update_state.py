@@ -236,8 +236,9 @@ def test_casts_of_the_tree_pass():
 # ---------------------------------------------------------------------------------------------- programs that are fine
 
 
-def floor(history):
-    return jnp.maximum(history.max(), 1e-3)
+def floor(least):
+    """The largest amax, but no less; a step from one multiple of the least to another is no sum of uses."""
+    return lambda history: jnp.maximum(history.max(), least)
 
 
 RECIPES = [
@@ -248,7 +249,7 @@ RECIPES = [
         {"first_step": "current", "margin": 2},
         {"first_step": "current", "margin": 0.5, "fp8_format": jaxfp8.E5M2},
         {"amax_compute_algo": "most_recent"},
-        {"amax_compute_algo": floor},
+        *({"amax_compute_algo": floor(least)} for least in (1e-3, 7.0, 448.0, 1344.0)),
         {"amax_history_len": 1},
         {"amax_history_len": 2},
     )
