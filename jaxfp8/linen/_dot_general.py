@@ -93,12 +93,12 @@ class Fp8Module(nn.Module):
             return {"recipe": None, "state": None}
         missing, is_mutable = [], self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
 
-        def variable(name, leaf):
+        def variable(name, first):
             if not self.has_variable(OVERWRITE_WITH_GRADIENT, name):
                 missing.append(name)
                 if not is_mutable:
-                    return leaf
-            return self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: leaf).value
+                    return None
+            return self.variable(OVERWRITE_WITH_GRADIENT, name, first).value
 
         # Ask for each variable of the recipe, and note those that are missing.
         state = recipes.map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))

@@ -52,7 +52,7 @@ class _Fp8Product(nnx.Module):
         _not_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
         self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
-        map_variables(self.recipe, lambda name, leaf: setattr(self, name, OverwriteWithGradient(leaf)))
+        map_variables(self.recipe, lambda name, first: setattr(self, name, OverwriteWithGradient(first())))
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
         """Return a context in which warnings name the layer by its path, or by its kernel where the path is unknown."""
@@ -96,7 +96,7 @@ class _Fp8Product(nnx.Module):
         if recipe is None:
             return {"recipe": None, "state": None}
 
-        def read(name, leaf):
+        def read(name, first):
             if not hasattr(self, name):
                 raise ValueError(
                     f"{type(self).__name__}: {recipe!r} has state {name!r}, which this layer lacks: the layer was made "

@@ -1,6 +1,7 @@
 """Quantizer state: explicit pytrees whose leaves are arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,21 +133,35 @@ def init_state(recipe: Recipe) -> DotGeneralState:
 def map_variables(
     recipe: Recipe, function: Callable[..., Any], has: Callable[[str], bool] = lambda name: False
 ) -> DotGeneralState:
-    """Return `init_state(recipe)` with `function(name, leaf)` in place of each leaf; `name` is that of a Flax variable.
+    """Return the state of a product with `function(name, first)` in place of each leaf.
 
-    The name of a leaf begins with the role in `recipe.operands`: `input_amax_history`, in a custom recipe
-    `linear_input_amax_history`. A state that is an array itself is called `input_state`. A state of delayed scaling
-    gets counters where `has("input_counters")` is true.
+    `name` is that of a Flax variable, and `first()` gives the leaf of `init_state(recipe)`. The name begins with the
+    role in `recipe.operands`: `input_amax_history`, in a custom recipe `linear_input_amax_history`. A state that is an
+    array itself is called `input_state`. A state of delayed scaling gets counters, which have no first leaf, where
+    `has("input_counters")` is true.
     """
+    # Most calls only read variables: make arrays where a variable is new, and no sooner.
+    first_leaves = functools.cache(lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe))))
 
-    def named(operand, state):
-        def leaf(path, value):
-            name = jax.tree_util.keystr(path, simple=True, separator="_") if path else "state"
-            return function(f"{operand}_{name}", value)
-
-        if isinstance(state, QuantizerState) and has(f"{operand}_counters"):
-            state = dataclasses.replace(state, counters=jnp.zeros((3,), jnp.float32))
-        return jax.tree_util.tree_map_with_path(leaf, state)
+    def leaf(path, _):
+        field, *rest = path
+        name = jax.tree_util.keystr(tuple(rest), simple=True, separator="_") if rest else "state"
+        return function(f"{operands[field.name]}_{name}", lambda: first_leaves()[path])
 
     # Stock recipes have no quantizers of results.
-    return DotGeneralState(*map(named, recipe.operands, init_state(recipe).by_quantizer()))
+    operands, state = dict(zip(_FIELDS, recipe.operands, strict=False)), _types_of_state(recipe)
+    for field, operand in operands.items():
+        old = getattr(state, field)
+        if isinstance(old, QuantizerState) and has(f"{operand}_counters"):
+            state = dataclasses.replace(state, **{field: dataclasses.replace(old, counters=_COUNTERS)})
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+_COUNTERS = jax.ShapeDtypeStruct((3,), jnp.float32)
+_FIELDS = [field.name for field in dataclasses.fields(DotGeneralState)]
+
+
+@functools.lru_cache(maxsize=256)
+def _types_of_state(recipe) -> DotGeneralState:
+    """Return `init_state(recipe)` with types in place of arrays."""
+    return jax.eval_shape(lambda: init_state(recipe))
