@@ -63,9 +63,3 @@ def test_a_batch_of_kernels_is_a_loop(x_batched):
         got = (y[i], dx[i] if x_batched else expected[1], dkernels[i])
         for a, b, what in zip(got, expected, ("y", "dx", "dkernel"), strict=True):
             oracle.assert_bitwise(a, np.asarray(b), f"{what} {i}")
-
-
-def test_plain_functions_ask_for_a_state():
-    x, kernel, _ = operands()
-    with pytest.raises(ValueError, match=r"dot_general: state: .*DotGeneralState\(None, None, None\)"):
-        jaxfp8.dot_general(x, kernel, MATMUL, recipe=jaxfp8.DelayedScaling())

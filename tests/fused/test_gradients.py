@@ -264,12 +264,3 @@ def test_custom_calls_on_cuda():
     }
     read = [op for op, operands, _ in found if "x2x48xbf16" in operands or "64x96xbf16" in operands]
     assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, "gate and up themselves"
-
-
-def test_errors():
-    x, wi, *_ = parameters("silu_gated")
-    options = {"recipe": RECIPE, "state": jaxfp8.init_state(RECIPE)}
-    with pytest.raises(ValueError, match=r"dot_general: activation: expected one of .*got 'tanh'"):
-        jaxfp8.dot_general(x, wi, MATMUL, **options, activation="tanh")
-    with pytest.raises(ValueError, match=r"dot_general: activation: the product: expected \[\.\.\., 2, n\]"):
-        jaxfp8.dot_general(x, wi[:, :1], MATMUL, **options, activation="gelu_gated")

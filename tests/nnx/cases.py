@@ -1,6 +1,5 @@
 """What the tests of NNX layers share; programs whose every amax is known are in `programs/`."""
 
-import jax
 import numpy as np
 import oracle
 from equality import assert_same_bits
@@ -36,10 +35,3 @@ def assert_state(product, expected, what):
     """Compare the variables of a Fp8DotGeneral or Fp8Einsum with an oracle.LayerState."""
     got = nnx.to_pure_dict(nnx.state(product, jaxfp8.nnx.OverwriteWithGradient))
     assert_same_bits(got, leaves(expected), what)
-
-
-def assert_plain(model):
-    """Nothing but float32 arrays is left in the model's state."""
-    leaves = jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient))
-    assert leaves and all(leaf.dtype == np.dtype(np.float32) for leaf in leaves)
-    np.asarray(leaves[0])
