@@ -7,9 +7,6 @@ import pytest
 
 from jaxfp8 import ops
 
-FORMATS = tuple(oracle.FORMATS.values())
-DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
-DTYPE_IDS = ("bf16", "f16", "f32")
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one.
 GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 
