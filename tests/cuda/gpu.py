@@ -25,8 +25,3 @@ def random_values(shape, dtype, seed=0):
 
 def random_codes(shape, fmt, seed=0):
     return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
-
-
-def assert_all_bitwise(got, expected, what):
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        oracle.assert_bitwise(g, e, f"{what}: result {i}")

@@ -84,3 +84,15 @@ def test_bf16_state_is_read_as_f32():
     expected = oracle.dense_step(*operands, state)
     expected.check(y=y, dgrad=dx, wgrad=dkernel)
     assert_state(got, expected.state, "bf16 state", oracle.BF16)
+
+
+@pytest.mark.parametrize("margin", [0, 1])
+def test_without_state(margin):
+    """Inference: a product is what delayed scaling gives when every history holds the tensor's own amax."""
+    operands = next(random_run(11, 1, np.float32))
+    states = [oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1)) for operand in operands]
+    expected = oracle.dense_step(*operands, oracle.LayerState(*states), oracle.Options(margin=margin))
+    step, without = training_step(jaxfp8.DelayedScaling(margin=margin)), jaxfp8.DotGeneralState(None, None, None)
+    y, dx, dkernel, after = step(*operands, without)
+    expected.check(y=y, dgrad=dx, wgrad=dkernel)
+    assert after == without

@@ -17,6 +17,7 @@ from aot import count
 from equality import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from programs import functional
 from programs.known_amax import HISTORY, RECIPES
 from recipes.cases import KINDS
 
@@ -180,10 +181,7 @@ def test_products_that_are_not_fp8(why):
 
 TRANSFORMATIONS = {
     "remat": jax.checkpoint,
-    **{
-        f"remat, {policy}": functools.partial(jax.checkpoint, policy=getattr(jaxfp8.checkpoint_policies, policy))
-        for policy in ("save_fp8_residuals", "save_gemm_outputs", "save_fp8_residuals_and_gemm_outputs")
-    },
+    **{f"remat, {name}": remat for name, remat in functional.POLICIES.items()},
     "jit": jax.jit,
     "vmap over x": lambda loss: lambda x, *rest: jnp.sum(jax.vmap(lambda x: loss(x, *rest))(x.reshape(3, 2, -1))),
     "scan over x": lambda loss: (

@@ -68,7 +68,7 @@ def test_frozen_kernel():
 
 
 def trained():
-    layer = linear()
+    layer = linear(0)
     (x,), (grad,) = operands(0, 1)
     jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(use)(layer, x, grad))
     return layer
@@ -81,7 +81,7 @@ def merged(layer):
 def through_pure_dicts(layer):
     """As a checkpoint would: numpy in nested dicts, into a module that was never initialized."""
     stored = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer)))
-    graphdef, abstract = nnx.split(nnx.eval_shape(linear))
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: linear(0)))
     nnx.replace_by_pure_dict(abstract, stored)
     return nnx.merge(graphdef, abstract)
 

@@ -48,7 +48,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_five_steps(make):
     """State is the oracle's; parameters get what optax gives them where there is no FP8 state at all."""
-    layer, state = linear(), oracle.LayerState.init(H)
+    layer, state = linear(0), oracle.LayerState.init(H)
     update = make(layer, HARSH)
     params = {"kernel": layer.kernel.get_value()}
     opt_state = HARSH.init(params)
@@ -66,7 +66,7 @@ def test_five_steps(make):
 @pytest.mark.parametrize("how", ["MultiSteps", "accumulate_gradients"])
 def test_microbatches_make_one_entry(how):
     """The max over the microbatches, once per optimizer step."""
-    layer, state = linear(), oracle.LayerState.init(H)
+    layer, state = linear(0), oracle.LayerState.init(H)
     tx = optax.MultiSteps(optax.sgd(1e-3), 3) if how == "MultiSteps" else optax.sgd(1e-3)
     optimizer = jaxfp8.nnx.Optimizer(layer, tx)
 
@@ -123,7 +123,7 @@ def test_models_without_fp8():
 
 
 def test_model_is_as_before_after_an_error_in_the_loss():
-    layer = linear()
+    layer = linear(0)
     before = jax.tree.leaves(nnx.state(layer, OverwriteWithGradient))
 
     def loss(layer):
@@ -137,7 +137,7 @@ def test_model_is_as_before_after_an_error_in_the_loss():
 
 def test_state_returned_by_the_loss_is_plain():
     """Aux that holds the model's state, taken while uses combine by max."""
-    layer = linear()
+    layer = linear(0)
     xs, grads = operands(0, 1)
 
     def loss(layer):
@@ -148,7 +148,7 @@ def test_state_returned_by_the_loss_is_plain():
 
 
 def test_gradient_of_parameters_alone_warns():
-    layer = linear()
+    layer = linear(0)
     (x,), (grad,) = operands(0, 1)
     with warnings.catch_warnings(record=True, action="always") as caught:
         gradients = nnx.grad(use)(layer, x, grad)
@@ -162,12 +162,12 @@ def test_gradient_of_parameters_alone_warns():
 
 def test_bound_methods_are_refused_as_by_nnx():
     with pytest.raises(ValueError, match="bound method"):
-        jaxfp8.nnx.grad(linear().__call__)(jnp.ones((M, K)))
+        jaxfp8.nnx.grad(linear(0).__call__)(jnp.ones((M, K)))
 
 
 def test_summed_state_is_found():
     """NNX's own grad adds what two rematerialized calls give; once there is a history, nothing goes in unnoticed."""
-    layer = linear()
+    layer = linear(0)
     xs, grads = operands(0, 2)
     loss = lambda layer: sum(nnx.remat(use)(layer, x, grad) for x, grad in zip(xs, grads, strict=True))  # noqa: E731
     jaxfp8.nnx.update_state(layer, jaxfp8.nnx.grad(loss)(layer))

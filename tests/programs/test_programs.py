@@ -7,7 +7,7 @@ import pytest
 from recipes.cases import KINDS
 
 from . import functional, linen, nnx
-from .known_amax import RECIPES, check
+from .known_amax import RECIPES, WITHOUT_STATE, check
 
 ADAPTERS = {
     "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
@@ -62,6 +62,12 @@ def test_accumulation(recipe):
 
 def test_max_grad_of_nnx():
     check(nnx.NNX, nnx.PROGRAMS["remat of each"], differentiate=nnx.max_grad)
+
+
+@pytest.mark.parametrize("program", ["vmap", "members", "experts of one state"])
+def test_without_state(program):
+    """Delayed scaling then has the scale of the tensor at hand: one for a batch of x, one for each kernel."""
+    check(functional.Functional, functional.PROGRAMS[program], WITHOUT_STATE)
 
 
 @pytest.mark.parametrize("program", ["vmap of vmap", "branches in scan", "remat with arguments"])

@@ -136,6 +136,7 @@ RECIPE = DELAYED(amax_history_len=2)
 STATE, WITHOUT = jaxfp8.init_state(RECIPE), jaxfp8.DotGeneralState(None, None, None)
 GOOD = {
     "dot_general": {"x": X, "kernel": KERNEL, "dimension_numbers": MATMUL, "recipe": RECIPE, "state": STATE},
+    "einsum": {"eqn": "mk,kn->mn", "x": X, "kernel": KERNEL, "recipe": RECIPE, "state": STATE},
     "ragged_dot": {
         **{"lhs": X, "rhs": np.ones((2, 6, 5), np.float32), "group_sizes": np.int32([2, 1])},
         **{"recipe": RECIPE, "state": WITHOUT},
@@ -163,6 +164,20 @@ ARGUMENTS = [
     ("dot_general", "bias", TYPE, [np.ones(5, np.int32)], "expected bfloat16"),
     ("dot_general", "activation", VALUE, ["tanh"], r"expected one of .*got 'tanh'"),
     ("dot_general", "activation", VALUE, ["gelu_gated"], r"the product: expected \[\.\.\., 2, n\]"),
+    ("einsum", "eqn", TYPE, [None], "string"),
+    ("einsum", "eqn", VALUE, ["mk->mn", "mk,kn,no->mo"], "two operands"),
+    ("einsum", "eqn", VALUE, ["mk,kn->m,n"], "one output"),
+    ("einsum", "eqn", VALUE, ["mk,kn->mn->m", "m1,1n->mn", "m.,kn->mn"], "letters"),
+    ("einsum", "eqn", VALUE, ["...m...,kn->mn"], "x"),
+    ("einsum", "eqn", VALUE, ["m,kn->mn"], "dimensions of x"),
+    ("einsum", "eqn", VALUE, ["mk,kno->mn"], "dimensions of kernel"),
+    ("einsum", "eqn", VALUE, ["mk,kn->mm", "mm,kn->mn"], "'m'"),  # twice in the output; no diagonal of a rectangle
+    ("einsum", "eqn", VALUE, ["mk,kn->mo"], "'o'"),
+    ("einsum", "eqn", VALUE, ["km,kn->mn"], "'k'"),  # of two sizes
+    ("einsum", "x", TYPE, [X.astype(np.int32)], ""),
+    ("einsum", "kernel", TYPE, [KERNEL.astype(np.complex64)], ""),
+    ("einsum", "preferred_element_type", TYPE, [{"x": X[:0], "preferred_element_type": np.int32}], ""),
+    ("einsum", "", VALUE, [{"state": None}], "dot_general: state"),
     ("ragged_dot", "lhs", TYPE, [X.astype(np.float64), X.astype(np.int32)], ""),
     ("ragged_dot", "lhs", VALUE, [X[None]], ""),
     ("ragged_dot", "rhs", TYPE, [np.ones((2, 6, 5), jnp.float8_e4m3fn)], ""),
@@ -180,7 +195,7 @@ ARGUMENTS = [
 def test_arguments_of_products(op, name, error, values, says):
     getattr(jaxfp8, op)(**GOOD[op])
     for value in values:
-        with pytest.raises(error, match=rf"{op}: {name}\b.*{says}" if name else says):
+        with pytest.raises(error, match=rf"(?s){op}: {name}\b.*{says}" if name else says):
             getattr(jaxfp8, op)(**GOOD[op] | (value if isinstance(value, dict) else {name: value}))
             pytest.fail(f"{value!r} is accepted")
 
