@@ -9,6 +9,7 @@ from aot.count import residual_bytes
 from equality import assert_same_bits
 
 import jaxfp8
+from jaxfp8.dot import _fused_input
 
 ROWS, WIDTH, HIDDEN = 32, 16, 48
 
@@ -63,6 +64,16 @@ def test_only_gradients_differ_and_by_little(layer):
         jax.tree.leaves(variables["params"]), jax.tree.leaves(expected_variables["params"]), strict=True
     ):
         assert np.linalg.norm(got - kernel) <= 2**-3 * np.linalg.norm(kernel)
+
+
+def test_scale_is_a_power_of_two_of_the_tensor():
+    x = jax.random.normal(jax.random.key(3), (ROWS, WIDTH)) * 1e-6
+    q = _fused_input.compressed(x)
+    amax = np.max(np.abs(x))
+    assert np.log2(q.scale_inv[0]) % 1 == 0
+    assert 224 < amax / q.scale_inv[0] <= 448
+    codes = np.asarray(np.float32(x) / q.scale_inv[0]).astype(jaxfp8.E4M3.dtype)
+    assert_same_bits(q.data, jnp.asarray(codes))
 
 
 def test_a_byte_an_element_is_kept():

@@ -51,8 +51,8 @@ X, S = cases.random_values((6, 10), oracle.BF16, 1), np.float32(3.3)
 
 
 def amaxes(*shape):
-    """Histories, and what else is above zero."""
-    return np.abs(integers(*shape))
+    """Histories, and what else is not below zero; all of some members is zero, so that the stored scale counts."""
+    return np.abs(integers(*shape)) * np.float32([[1, 0, 1], [0, 1, 1]]).reshape(OUTER, INNER, *(1,) * len(shape))
 
 
 def as_products(*leaves):
@@ -61,7 +61,7 @@ def as_products(*leaves):
     return [pairs[:2], pairs[2:]]
 
 
-PRODUCTS = amaxes(4), powers(1), amaxes(7), powers(1), amaxes(3), powers(1)
+PRODUCTS = amaxes(4), powers(1), amaxes(7), 2 * powers(1), amaxes(3), 4 * powers(1)
 # The op as a function of what may be batched; each array has a value for every member of a batch of batches.
 CALLS = {
     "amax": (ops.amax, integers(6, 10)),
@@ -74,7 +74,7 @@ CALLS = {
     "amax_to_scale": (lambda a, s: ops.amax_to_scale(a, s, fp8_max=448.0), AMAX, powers()),
     "delayed_scales": (
         lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 57344.0]),
-        *(amaxes(4), amaxes(7), powers(), powers()),
+        *(amaxes(4), amaxes(7), powers(), 2 * powers()),
     ),
     "push_amaxes": (lambda h, k, a, b: ops.push_amaxes([h, k], [a, b]), amaxes(4), amaxes(7), AMAX, powers()),
     "read_histories": (lambda *leaves: ops.read_histories(as_products(*leaves)), *PRODUCTS),
