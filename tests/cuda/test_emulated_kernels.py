@@ -12,7 +12,7 @@ import oracle
 import oracle_blocks
 import oracle_gradients
 import pytest
-from equality import assert_same_bits
+from equality import assert_all_bitwise
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 
@@ -36,7 +36,7 @@ def test_sizes(kernels, size, dtype):
     x = random_values((1, size), dtype, size)
     codes, top = each_group(oracle.quantize, x, np.float32(3), E4M3)
     for shift, data_shift in ((0, 0), (dtype.itemsize, 1), (0, 1)):
-        assert_same_bits(kernels.quantize(x, 3, E4M3, shift, data_shift), (codes, top), f"quantize, shift {shift}")
+        assert_all_bitwise(kernels.quantize(x, 3, E4M3, shift, data_shift), (codes, top), f"quantize, shift {shift}")
         oracle.assert_bitwise(kernels.amax(x, shift), top, f"amax, shift {shift}")
     out = oracle.dequantize(codes, np.float32(0.3), dtype)
     for shift in (0, dtype.itemsize):
@@ -48,7 +48,7 @@ def test_groups(kernels, groups, size):
     x = random_values((groups, size), BF16, groups)
     scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
     codes, top = each_group(oracle.quantize, x, scales, E5M2)
-    assert_same_bits(kernels.quantize(x, scales, E5M2), (codes, top), "quantize")
+    assert_all_bitwise(kernels.quantize(x, scales, E5M2), (codes, top), "quantize")
     oracle.assert_bitwise(kernels.amax(x), top, "amax")
 
 
@@ -59,7 +59,7 @@ def test_groups(kernels, groups, size):
 def transposed(x):
     scales = np.float32(2.0) ** np.arange(len(x), dtype=np.float32)
     expected = each_group(oracle.quantize_transpose, x, scales, E4M3)
-    return lambda k, **shifts: k.quantize_transpose(x, scales, E4M3, **shifts), lambda got: assert_same_bits(
+    return lambda k, **shifts: k.quantize_transpose(x, scales, E4M3, **shifts), lambda got: assert_all_bitwise(
         got, expected, "quantize_transpose"
     )
 
@@ -69,7 +69,7 @@ def with_sums(x):
 
     def check(got):
         *others, parts = got
-        assert_same_bits(others, expected, "with sums")
+        assert_all_bitwise(others, expected, "with sums")
         for group, part in np.ndindex(parts.shape[:2]):
             oracle.assert_column_sums(parts[group, part], x[group, 128 * part : 128 * part + 128])
 
@@ -104,7 +104,7 @@ def gradient(name, x):
     def run(kernels, **shifts):
         *without, top = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, transpose=False, **shifts)
         *others, _ = got = kernels.quantize_activation_grad(x, grad, 3, E5M2, name, sums=True, **shifts)
-        assert_same_bits([without[0], top], [others[0], others[2]], "without data_t and sums")
+        assert_all_bitwise([without[0], top], [others[0], others[2]], "without data_t and sums")
         return got
 
     return run, check
@@ -123,7 +123,7 @@ def check_norm(got, inputs, scale, fmt):
     for i in range(len(x)):
         values = oracle.affine(x[i], statistics[i], gamma[i], None if beta is None else beta[i])
         expected = oracle.quantize_transpose(values, np.float32(scale), fmt)
-        assert_same_bits([part[i] for part in got], expected, f"group {i}")
+        assert_all_bitwise([part[i] for part in got], expected, f"group {i}")
 
 
 def normed(statistics, x):
@@ -153,10 +153,10 @@ def in_blocks(block, scaling, x):
 
     def run(kernels, **shifts):
         one = kernels.quantize_blocks_transpose(x, E4M3, block, scaling, transpose=False, **shifts)
-        assert_same_bits(one, expected[:2], "one layout")
+        assert_all_bitwise(one, expected[:2], "one layout")
         return kernels.quantize_blocks_transpose(x, E4M3, block, scaling, **shifts)
 
-    return run, lambda got: assert_same_bits(got, expected, f"{block}, {scaling}")
+    return run, lambda got: assert_all_bitwise(got, expected, f"{block}, {scaling}")
 
 
 TILES = {
@@ -204,7 +204,7 @@ def test_transposed_blocks(kernels, g, m, n, block):
     expected = [np.stack([group[0] for group in groups]), np.stack([group[1] for group in groups]).view(np.uint8)]
     for shift, data_t_shift in ((0, 0), (1, 1), (0, 1), (4, 0)):
         got = kernels.transpose_blocks(data, scale_inv, block, shift=shift, data_t_shift=data_t_shift)
-        assert_same_bits(got, expected, f"shifted by {shift}, {data_t_shift}")
+        assert_all_bitwise(got, expected, f"shifted by {shift}, {data_t_shift}")
 
 
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])

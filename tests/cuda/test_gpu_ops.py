@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from equality import assert_same_bits
+from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
@@ -30,7 +30,7 @@ def test_groups(groups, size):
     scales = (2.0 ** np.random.default_rng(1).uniform(-5, 5, groups)).astype(np.float32)
     data, top = jax.vmap(lambda x, s: ops.quantize(x, s, fmt.dtype))(x, scales)
     for i in (0, 1, groups // 2, groups - 1):
-        assert_same_bits((data[i], top[i]), oracle.quantize(x[i], scales[i], fmt), f"group {i}")
+        assert_all_bitwise((data[i], top[i]), oracle.quantize(x[i], scales[i], fmt), f"group {i}")
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_same_bytes_every_time():
     expected = [np.asarray(v) for v in plain(*inputs)]
     for run in (plain, graph):
         for _ in range(5):
-            assert_same_bits(run(*inputs), expected, "chain")
+            assert_all_bitwise(run(*inputs), expected, "chain")
 
 
 def test_first_call_inside_a_graph():
@@ -104,7 +104,7 @@ def test_threads():
     expected = [np.asarray(v) for v in run(*inputs)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for outputs in pool.map(lambda _: [np.asarray(v) for v in run(*inputs)], range(64)):
-            assert_same_bits(outputs, expected, "chain")
+            assert_all_bitwise(outputs, expected, "chain")
 
 
 def test_two_streams():
@@ -113,4 +113,4 @@ def test_two_streams():
     expected = [np.asarray(v) for v in jax.jit(chain)(*inputs)]
     both = jax.jit(lambda x, kernel, scale: (chain(x, kernel, scale), chain(x, kernel, jnp.abs(scale))))
     for outputs in both(*inputs):
-        assert_same_bits(outputs, expected, "chain")
+        assert_all_bitwise(outputs, expected, "chain")

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import oracle_gradients
 import pytest
-from equality import assert_same_bits
+from equality import assert_all_bitwise
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxfp8 import ops
@@ -36,9 +36,9 @@ def test_one_tensor(spec):
     data, top = oracle.quantize(x, scale, FORMAT)
     cut = put(x, spec)
     oracle.assert_bitwise(np.asarray(jax.jit(ops.amax)(cut)), top, "amax")
-    assert_same_bits(jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut), (data, top), "quantize")
+    assert_all_bitwise(jax.jit(lambda x: ops.quantize(x, scale, FORMAT.dtype))(cut), (data, top), "quantize")
     both = jax.jit(lambda x: ops.quantize_transpose(x, scale, FORMAT.dtype))(cut)
-    assert_same_bits(both, (data, data.swapaxes(1, 2), top), "quantize_transpose")
+    assert_all_bitwise(both, (data, data.swapaxes(1, 2), top), "quantize_transpose")
     out = jax.jit(lambda q: ops.dequantize(q, scale, np.float32))(put(data, spec))
     oracle.assert_bitwise(np.asarray(out), oracle.dequantize(data, scale, np.dtype(np.float32)), "dequantize")
 
@@ -123,7 +123,7 @@ def test_histories(spec, count):
         moved, *pair = oracle.delayed_scale(histories[i], stored[i][0], np.float32(448))
         got = scales[i].history, scales[i].scale, scales[i].scale_inv, pushed[i]
         expected = moved, *(np.reshape(v, 1) for v in pair), oracle.push_amax(moved, amaxes[i][0])
-        assert_same_bits(got, expected, f"quantizer {i}")
+        assert_all_bitwise(got, expected, f"quantizer {i}")
 
 
 def test_amaxes_are_pushed_by_xla_on_a_mesh():
@@ -151,7 +151,7 @@ def test_column_sums(spec):
             return ops.quantize_transpose(x, np.float32(3), FORMAT.dtype, rows=rows, cols=cols, column_sums=True)
 
         data, _, top, sums = jax.jit(run)(put(x, spec))
-        assert_same_bits((data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}")
+        assert_all_bitwise((data, top), oracle.quantize(x, np.float32(3), FORMAT), f"{rows} by {cols}")
         batch = x.reshape(-1, np.prod(x.shape[3 - rows - cols : 3 - cols]), np.prod(x.shape[3 - cols :]))
         for i, matrix in enumerate(batch):
             oracle.assert_column_sums(np.asarray(sums).reshape(len(batch), -1)[i], matrix, f"{rows} by {cols}, {i}")
@@ -192,7 +192,7 @@ def test_state_of_layers(spec):
             for q, (h, _) in enumerate(pairs):
                 expected = oracle.write_history(h[j], recorded[i][j][4 * q :])
                 got = (np.asarray(x[j]) for x in written[i][q])
-                assert_same_bits(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
+                assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
     text = compiled.as_text()
     assert text.count('custom_call_target="jaxfp8_read_histories_v2"') == 2  # one for each batch
     assert text.count('custom_call_target="jaxfp8_write_histories_v2"') == 2
