@@ -4,15 +4,14 @@ import os
 import re
 import subprocess
 import sys
-import types
 
 import jax
 import pytest
 from ops import cases
+from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8._jax import _compat
 from jaxfp8.inspect import _active, _machine
 from jaxfp8.ops import _ffi, _modules, _support
 
@@ -23,24 +22,6 @@ BLOCKS = ("Float8RowwiseScaling", "Float8BlockScaling")
 
 def by_name(rows) -> dict:
     return {row["name"]: row for row in rows}
-
-
-@pytest.fixture
-def gpus(monkeypatch, cuda_custom_calls):
-    """A machine with GPUs of one compute capability, and maybe a broken cuBLASLt."""
-    monkeypatch.setattr(_support, "_warned", set())
-
-    def has(capability, cublaslt=""):
-        def check():
-            if cublaslt:
-                raise RuntimeError(cublaslt)
-
-        gpu = types.SimpleNamespace(device_kind="A fake GPU", compute_capability=capability, local_hardware_id=0)
-        monkeypatch.setattr(_support, "local_gpus", lambda: [gpu])
-        monkeypatch.setattr(_compat, "gpus_of", lambda ctx: [])
-        monkeypatch.setattr(_ffi, "check_cublaslt", check)
-
-    return has
 
 
 @pytest.fixture
@@ -99,9 +80,9 @@ def test_recipes_on_cpu():
 @pytest.mark.parametrize(
     "capability, ops, recipes", [("9.0", [], ["MXFP8BlockScaling"]), ("10.0", ["block_scaled_matmul"], BLOCKS)]
 )
-def test_capable_gpus(gpus, capability, ops, recipes):
+def test_capable_gpus(machine, capability, ops, recipes):
     """Which ops do not run there, and which recipes have fewer than three FP8 products."""
-    gpus(capability)
+    machine(gpu(capability))
     assert [row["name"] for row in _active.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
         *cases.CPU_ONLY,
         *ops,
@@ -111,15 +92,15 @@ def test_capable_gpus(gpus, capability, ops, recipes):
     assert all(rows[name]["why"].startswith("block_scaled_matmul:") for name in recipes)
 
 
-def test_a_gpu_without_fp8(gpus, few_programs):
-    gpus("8.0")
+def test_a_gpu_without_fp8(machine, few_programs):
+    machine(gpu("8.0"))
     rows = [*_active.active_ops("cuda"), *_active.active_recipes("cuda")]
     reason = "A fake GPU has compute capability 8.0, FP8 needs 8.9 or newer"
     assert {row["why"] for row in rows} == {reason} and not any(row["calls"] for row in rows)
 
 
-def test_a_gpu_without_cublaslt(gpus):
-    gpus("9.0", cublaslt="libcublasLt.so.13: cannot open")
+def test_a_gpu_without_cublaslt(machine):
+    machine(gpu("9.0"), cublaslt="libcublasLt.so.13: cannot open")
     rows = by_name(_active.active_ops("cuda"))
     without = dict.fromkeys(("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open")
     without |= dict.fromkeys(cases.CPU_ONLY, "no kernel for cuda")
@@ -127,9 +108,9 @@ def test_a_gpu_without_cublaslt(gpus):
     assert command.cublaslt() == {"error": "libcublasLt.so.13: cannot open"}
 
 
-def test_asking_takes_no_warning_away(gpus):
+def test_asking_takes_no_warning_away(machine):
     """A program lowered later warns as if nobody had asked."""
-    gpus("8.0")
+    machine(gpu("8.0"))
     _active.active_ops("cuda")
     function, arguments = _active.OPS["amax"]
     with pytest.warns(RuntimeWarning, match=r"capability 8\.0"):

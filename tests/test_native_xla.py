@@ -1,4 +1,4 @@
-"""implementation("xla"): the values and the state are those of the other implementations; the examples of XLA's guide.
+"""implementation("xla"): the values and the state are those of the other implementations.
 
 What XLA makes of the programs on an H200 is in `aot/test_xla.py`.
 """
@@ -7,11 +7,9 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from flax.linen import fp8_ops
 from ops import cases
 
 import jaxfp8
@@ -95,37 +93,3 @@ def test_without_an_fp8_product():
     with ops.implementation("xla"):
         got = ops.scaled_matmul(a, b, scale, scale)
     oracle.scaled_matmul(a, b, scale, scale, out_dtype=oracle.BF16).check(got)
-
-
-def test_the_gradient_accumulation_of_the_guide():
-    """Three uses of one state in a scan: `fp32_max_grad` and in_qdq of Flax, `max_grad` and a product of ours."""
-    f32 = jnp.float32
-    history, scale = jnp.zeros(3, f32), jnp.ones(1, f32)
-
-    def flax(x, history, scale):
-        history, scale = (jax.lax.convert_element_type(leaf, fp8_ops.fp32_max_grad) for leaf in (history, scale))
-
-        def body(carry, _):
-            return fp8_ops.in_qdq(f32, jnp.float8_e4m3fn, carry, scale, history), None
-
-        return jax.lax.scan(body, jnp.array([x], f32), None, length=3)[0][0]
-
-    recipe = jaxfp8.DelayedScaling(amax_history_len=3)
-    state = jaxfp8.init_state(recipe)
-
-    def ours(x, state, uses=3):
-        state = jaxfp8.max_grad(state)
-
-        def body(carry, _):
-            y = jaxfp8.dot_general(carry, jnp.ones((1, 1), f32), ROWS_BY_COLUMNS, recipe=recipe, state=state)
-            return y, None
-
-        return jax.lax.scan(body, jnp.full((1, 1), x, f32), None, length=uses)[0][0, 0]
-
-    dx, new_history, new_scale = jax.jit(jax.grad(flax, (0, 1, 2)))(2.0, history, scale)
-    with ops.implementation("xla"):
-        our_dx, new = jax.jit(jax.grad(ours, (0, 1)))(2.0, state)
-    oracle.assert_bitwise(our_dx, np.asarray(dx), "gradient of x")
-    oracle.assert_bitwise(new.input.amax_history, np.asarray(new_history), "history")
-    oracle.assert_bitwise(new.input.scale, np.asarray(new_scale), "scale")
-    np.testing.assert_array_equal(new_history, [2, 0, 0])  # added up, they would be [6, 0, 0]

@@ -6,6 +6,8 @@ of each twice, for the two GEMMs that read it.
 
 import pytest
 
+from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+
 GROUP = "dense"
 MIB = 2**20
 OURS = ("drop-in", "own")

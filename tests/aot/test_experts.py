@@ -1,15 +1,8 @@
 """A mixture of experts' product on an H200: three custom calls, nothing of the size of all experts times all rows."""
 
-import json
-
-import pytest
-
 from .experts import EXPERTS, HIDDEN, ROWS, WIDTH
 
-
-@pytest.fixture(scope="module")
-def report(on_h200):
-    return json.loads(on_h200("experts"))
+PROGRAM = "experts"
 
 
 def test_three_products_and_three_quantizations(report):

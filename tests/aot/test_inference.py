@@ -3,23 +3,18 @@
 A floor for bytes outside of the GEMM: x is read and its codes are written, 32 + 16 MiB.
 """
 
-import json
-
 import pytest
+
+PROGRAM = "inference"
 
 pytestmark = pytest.mark.slow  # seconds of starting a compiler
 
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def counts(on_h200):
-    return json.loads(on_h200("inference"))
-
-
-def test_the_counts_of_others_are_known(counts):
+def test_the_counts_of_others_are_known(report):
     """bf16 is its GEMM. A layer as it was trained reads scales, quantizes x and a float32 kernel, and multiplies."""
-    bf16, trained = counts["bf16"], counts["fp8"]
+    bf16, trained = report["bf16"], report["fp8"]
     assert (bf16["launches"], bf16["bytes"], bf16["fp8_gemms"], bf16["weights"]) == (1, 0, 0, 128 * MIB)
     assert trained["launches"] == 4 and trained["fp8_gemms"] == 1
     # The kernel: 256 MiB in, and 64 out in both layouts, of which the forward pass reads one.
@@ -36,8 +31,8 @@ def test_the_counts_of_others_are_known(counts):
         ("frozen block", 3, 50),  # scales in the order that cuBLASLt wants
     ],
 )
-def test_frozen(counts, name, launches, mib):
-    found = counts[name]
+def test_frozen(report, name, launches, mib):
+    found = report[name]
     assert found["gemms"] == found["fp8_gemms"] == 1
     assert found["launches"] <= launches, found["kinds"]
     assert 48 * MIB <= found["bytes"] <= mib * MIB + 1024, "no kernel is quantized or transposed"
@@ -45,14 +40,14 @@ def test_frozen(counts, name, launches, mib):
 
 
 @pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
-def test_an_op_alone(counts, op):
+def test_an_op_alone(report, op):
     """Nothing comes before the custom call, such as a copy of a constant zero for the amax so far."""
-    assert counts[op]["kinds"] == {"custom-call": 1}
+    assert report[op]["kinds"] == {"custom-call": 1}
 
 
-def test_gated_mlp(counts):
+def test_gated_mlp(report):
     """Gate and up are one product; their results are read once, for the codes of the hidden activations."""
-    found, hidden = counts["frozen mlp"], 2048 * 14336
+    found, hidden = report["frozen mlp"], 2048 * 14336
     assert found["gemms"] == found["fp8_gemms"] == 2 and found["launches"] <= 6
     # The fused kernel writes both layouts, of which one is read.
     assert found["bytes"] <= 48 * MIB + (2 * 2 + 2) * hidden + 1024

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+
 GROUP = "layers"
 LAYERS = 8
 PRODUCTS = {"fused": 2, "fused, FP8 kept": 2}  # of an MLP: gate and up are one there; 3 elsewhere

@@ -1,6 +1,5 @@
 """FSDP, tensor and sequence parallel training on eight H200s: what crosses the links, beside bf16's program."""
 
-import json
 import math
 from collections import Counter
 
@@ -8,10 +7,7 @@ import pytest
 
 from .meshes import LAYOUTS
 
-
-@pytest.fixture(scope="module")
-def report(on_h200):
-    return json.loads(on_h200("meshes"))
+PROGRAM = "meshes"
 
 
 def is_amax(collective):

@@ -1,10 +1,10 @@
 """The products of a mesh are those of each device's shards: for autotune, and with the scales of their blocks."""
 
-import json
-
 import pytest
 
 from .products import LAYOUTS, K, M, N
+
+PROGRAM = "products"
 
 # (m, n, k) of one device.
 SHARDS = {
@@ -14,11 +14,6 @@ SHARDS = {
     "contracted": (M, N, K // 8),
     "shard_map": (M // 8, N, K),
 }
-
-
-@pytest.fixture(scope="module")
-def report(on_h200):
-    return json.loads(on_h200("products"))
 
 
 @pytest.mark.parametrize("layout", SHARDS)

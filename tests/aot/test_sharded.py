@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from .results import test_the_counts_are_those_of_the_programs as test_the_counts_are_those_of_the_programs
+
 GROUP = "sharded"
 MIB = 2**20
 CASES = ("fsdp-8", "dp x tp", "fsdp-8 scan")

@@ -1,15 +1,10 @@
 """implementation("xla") on H200s: every product is one that XLA rewrote to cuBLASLt's FP8, with unrounded scales."""
 
-import json
-
 import pytest
 
 from .native_xla import BESIDE, CASES, GROUPS, SHARDED, K, N
 
-
-@pytest.fixture(scope="module")
-def report(on_h200):
-    return json.loads(on_h200("native_xla"))
+PROGRAM = "native_xla"
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHARDED])

@@ -7,9 +7,6 @@ import pytest
 
 from jaxfp8 import ops
 
-FORMATS = tuple(oracle.FORMATS.values())
-DTYPES = (oracle.BF16, oracle.F16, np.dtype(np.float32))
-DTYPE_IDS = ("bf16", "f16", "f32")
 # XLA records custom calls that allow it into CUDA graphs, also when there is only one.
 GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
 
@@ -28,8 +25,3 @@ def random_values(shape, dtype, seed=0):
 
 def random_codes(shape, fmt, seed=0):
     return oracle.quantize(np.random.default_rng(seed).standard_normal(shape), np.float32(fmt.max / 8), fmt)[0]
-
-
-def assert_all_bitwise(got, expected, what):
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        oracle.assert_bitwise(g, e, f"{what}: result {i}")

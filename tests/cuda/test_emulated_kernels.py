@@ -12,6 +12,7 @@ import oracle
 import oracle_blocks
 import oracle_gradients
 import pytest
+from equality import assert_all_bitwise
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 
@@ -26,11 +27,6 @@ def each_group(function, x, scale, *rest):
     scale = np.broadcast_to(scale, x.shape[:1])
     groups = [function(x[i], scale[i], *rest) for i in range(x.shape[0])]
     return [np.stack(parts) for parts in zip(*groups, strict=True)]
-
-
-def assert_all_bitwise(got, expected, what):
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        oracle.assert_bitwise(g, e, f"{what}: result {i}")
 
 
 # Around a vector (4, 8), a warp's tile (512, 1024), a block's (4096, 8192); and more than a small device's grid.

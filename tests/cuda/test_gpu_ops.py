@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ffi
 
-from .gpu import GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes, random_values
+from .gpu import GRAPHS, custom_calls as custom_calls, random_codes, random_values
 
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,14 @@ import numpy as np
 import oracle
 import oracle_blocks
 import pytest
+from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
 from jaxfp8.autotune import _plan_files
 
-from .gpu import GRAPHS, assert_all_bitwise, custom_calls as custom_calls, random_codes
+from .gpu import GRAPHS, custom_calls as custom_calls, random_codes
+from .test_block_handlers import scaled_operands
 
 pytestmark = pytest.mark.gpu
 
@@ -70,12 +72,7 @@ def test_block_scaled(blocks, power_2_scale, m, n, k):
     capabilities = SCALED_BLOCKS[blocks, power_2_scale]
     if not capability.startswith(capabilities):
         pytest.skip(f"cuBLASLt has this on compute capability {capabilities}, this GPU has {capability}")
-    rng, sides = np.random.default_rng(0), []
-    for rows, block in zip((m, n), blocks, strict=True):
-        x = rng.standard_normal((rows, k)) * 2.0 ** (np.arange(rows)[:, None] % 5 + np.arange(k) // 32 % 7)
-        scaling = {"scale": "e8m0"} if block[1] == 32 else {"power_2_scale": power_2_scale}
-        sides.append(oracle_blocks.quantize(np.float32(x), oracle.E4M3, block, **scaling))
-    (a, a_scale), (b, b_scale) = sides
+    a, b, a_scale, b_scale = scaled_operands(m, n, k, blocks, power_2_scale=power_2_scale)
     options = {"a_block": blocks[0], "b_block": blocks[1]}
     product = functools.partial(ops.block_scaled_matmul, **options, power_2_scale=power_2_scale, out_dtype=jnp.float32)
     for precise in (False, True):

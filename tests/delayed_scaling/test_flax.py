@@ -1,32 +1,36 @@
 """Delayed scaling in Flax's own layers and TrainState."""
 
+import dataclasses
+import inspect
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from programs.known_amax import OPERANDS
+from equality import assert_same_bits
 
 import jaxfp8
+from jaxfp8.linen import Fp8Einsum
 
 
 def test_variables_are_those_of_flax():
     """Names, shapes, dtypes, first values and collection of nn.Fp8DotGeneral: checkpoints and trainers interchange."""
-    x = np.ones((2, 3), np.float32)
+    classes, x = (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral), np.ones((2, 3), np.float32)
+    ours, theirs = (nn.Dense(4, dot_general_cls=cls).init(jax.random.key(0), x) for cls in classes)
+    assert set(ours) == {"params", "_overwrite_with_gradient"} and jaxfp8.OVERWRITE_WITH_GRADIENT in ours
+    (theirs_of_product,) = theirs[jaxfp8.OVERWRITE_WITH_GRADIENT].values()
+    assert_same_bits(ours, theirs | {jaxfp8.OVERWRITE_WITH_GRADIENT: {"Fp8DotGeneral_0": theirs_of_product}})
 
-    def state_of(cls):
-        return nn.Dense(4, dot_general_cls=cls).init(jax.random.key(0), x)
 
-    ours, theirs = state_of(jaxfp8.Fp8DotGeneral), state_of(nn.Fp8DotGeneral)
-    assert set(ours) == set(theirs) == {"params", "_overwrite_with_gradient"}
-    assert jaxfp8.OVERWRITE_WITH_GRADIENT == "_overwrite_with_gradient"
-    ((our_module, ours),) = ours[jaxfp8.OVERWRITE_WITH_GRADIENT].items()
-    ((_, theirs),) = theirs[jaxfp8.OVERWRITE_WITH_GRADIENT].items()
-    assert our_module == "Fp8DotGeneral_0"
-    assert set(ours) == {f"{name}_{leaf}" for name in OPERANDS for leaf in ("amax_history", "scale")}
-    assert set(ours) == set(theirs)
-    for name, leaf in ours.items():
-        oracle.assert_bitwise(leaf, theirs[name], name)
+def test_fp8_einsum_is_that_of_flax():
+    """A plain swap: variables, arguments and fields; its products are in `programs/`."""
+    classes, operands = (Fp8Einsum, nn.Fp8Einsum), (np.ones((3, 5, 6), np.float32), np.ones((2, 3, 4, 5), np.float32))
+    assert_same_bits(*(cls().init(jax.random.key(0), "emh,gecm->gech", *operands) for cls in classes))
+    ours, theirs = (list(inspect.signature(cls.__call__).parameters) for cls in classes)
+    assert ours == [*theirs, "out_sharding"]
+    ours, theirs = ({field.name for field in dataclasses.fields(cls)} for cls in classes)
+    assert ours - theirs == {"recipe"} and theirs <= ours
 
 
 def test_flax_fields():

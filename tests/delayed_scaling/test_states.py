@@ -7,7 +7,7 @@ import pytest
 
 import jaxfp8
 
-from .cases import MATMUL, OPERANDS, K, M, N, assert_state, assert_step, random_run, to_package, training_step, values
+from .cases import OPERANDS, K, M, N, assert_state, assert_step, random_run, to_package, training_step, values
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 STATES = {
@@ -86,21 +86,13 @@ def test_bf16_state_is_read_as_f32():
     assert_state(got, expected.state, "bf16 state", oracle.BF16)
 
 
-def test_mixed_operand_dtypes():
-    """x bf16 with an f32 kernel: no bf16 copy of the kernel, an f32 kernel gradient; result dtype by result_type."""
-    x, kernel, grad = next(random_run(10, 1, np.float32))
-    x = x.astype(oracle.BF16)
-    recipe = jaxfp8.DelayedScaling(amax_history_len=2)
-    state = oracle.LayerState.init(2)
-    for out_dtype in (None, oracle.BF16, oracle.F16):
-
-        def run(x, kernel, state, out_dtype=out_dtype):
-            return jaxfp8.dot_general(x, kernel, MATMUL, recipe=recipe, state=state, preferred_element_type=out_dtype)
-
-        y, vjp = jax.vjp(run, x, kernel, to_package(state))
-        assert y.dtype == (out_dtype or np.float32)
-        cotangent = grad.astype(y.dtype)
-        got = (y, *vjp(cotangent))
-        assert got[1].dtype == oracle.BF16 and got[2].dtype == np.float32
-        expected = oracle.dense_step(x, kernel, cotangent, state, out_dtype=y.dtype, dgrad_dtype=oracle.BF16)
-        assert_step(got, expected, f"{y.dtype}")
+@pytest.mark.parametrize("margin", [0, 1])
+def test_without_state(margin):
+    """Inference: a product is what delayed scaling gives when every history holds the tensor's own amax."""
+    operands = next(random_run(11, 1, np.float32))
+    states = [oracle.State(np.full(4, oracle.amax(operand), np.float32), np.float32(1)) for operand in operands]
+    expected = oracle.dense_step(*operands, oracle.LayerState(*states), oracle.Options(margin=margin))
+    step, without = training_step(jaxfp8.DelayedScaling(margin=margin)), jaxfp8.DotGeneralState(None, None, None)
+    y, dx, dkernel, after = step(*operands, without)
+    expected.check(y=y, dgrad=dx, wgrad=dkernel)
+    assert after == without

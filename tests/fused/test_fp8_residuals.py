@@ -110,9 +110,3 @@ def test_in_remat_and_scan():
     assert_same_bits(gradients(True, jaxfp8.checkpoint_policies.save_fp8_residuals), expected)
     exact = jax.tree.leaves(gradients(False, None))
     assert any(np.any(a != b) for a, b in zip(exact, jax.tree.leaves(expected), strict=True))
-
-
-@pytest.mark.parametrize("value", [1, "fp8", None])
-def test_it_is_a_bool(value):
-    with pytest.raises(TypeError, match="DelayedScaling: fp8_residuals: expected a bool, got"):
-        jaxfp8.DelayedScaling(fp8_residuals=value)

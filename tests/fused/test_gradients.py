@@ -17,6 +17,7 @@ from aot import count
 from equality import assert_same_bits
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
+from programs import functional
 from programs.known_amax import HISTORY, RECIPES
 from recipes.cases import KINDS
 
@@ -180,10 +181,7 @@ def test_products_that_are_not_fp8(why):
 
 TRANSFORMATIONS = {
     "remat": jax.checkpoint,
-    **{
-        f"remat, {policy}": functools.partial(jax.checkpoint, policy=getattr(jaxfp8.checkpoint_policies, policy))
-        for policy in ("save_fp8_residuals", "save_gemm_outputs", "save_fp8_residuals_and_gemm_outputs")
-    },
+    **{f"remat, {name}": remat for name, remat in functional.POLICIES.items()},
     "jit": jax.jit,
     "vmap over x": lambda loss: lambda x, *rest: jnp.sum(jax.vmap(lambda x: loss(x, *rest))(x.reshape(3, 2, -1))),
     "scan over x": lambda loss: (
@@ -264,12 +262,3 @@ def test_custom_calls_on_cuda():
     }
     read = [op for op, operands, _ in found if "x2x48xbf16" in operands or "64x96xbf16" in operands]
     assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, "gate and up themselves"
-
-
-def test_errors():
-    x, wi, *_ = parameters("silu_gated")
-    options = {"recipe": RECIPE, "state": jaxfp8.init_state(RECIPE)}
-    with pytest.raises(ValueError, match=r"dot_general: activation: expected one of .*got 'tanh'"):
-        jaxfp8.dot_general(x, wi, MATMUL, **options, activation="tanh")
-    with pytest.raises(ValueError, match=r"dot_general: activation: the product: expected \[\.\.\., 2, n\]"):
-        jaxfp8.dot_general(x, wi[:, :1], MATMUL, **options, activation="gelu_gated")

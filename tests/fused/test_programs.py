@@ -11,7 +11,7 @@ import pytest
 from aot import count
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
-from programs import known_amax
+from programs import functional, known_amax
 
 import jaxfp8
 
@@ -57,14 +57,13 @@ def test_several_uses(name, way):
     case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
     operands, grads = uses(case)
 
+    def of_layer(layer, x, grad):
+        parameters, kernel, state = layer
+        return use(case, (x, *parameters), kernel, state, grad)
+
     def total(operands, kernel, state, grads):
         x, *parameters = operands
-        if way == "vmap":
-            return jnp.sum(jax.vmap(lambda x, grad: use(case, (x, *parameters), kernel, state, grad))(x, grads))
-        if way == "loop":
-            return sum(use(case, (x[i], *parameters), kernel, state, grads[i]) for i in range(len(grads)))
-        body = lambda sum, each: (sum + use(case, (each[0], *parameters), kernel, state, each[1]), None)  # noqa: E731
-        return lax.scan(body, jnp.float32(0), (x, grads))[0]
+        return functional.PROGRAMS[way].run(of_layer, (parameters, kernel, state), x, grads)
 
     got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
     check_uses(case, operands, kernel, grads, state, got)

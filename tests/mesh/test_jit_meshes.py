@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -13,7 +12,6 @@ from jaxfp8.ops import _partition
 from mesh import cases
 
 KINDS = ("auto", "explicit")
-CURRENT = dataclasses.replace(cases.RECIPE, first_step="current")
 
 
 def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
@@ -28,21 +26,6 @@ def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps(kind, name):
     cases.assert_same(train(kind, name), cases.reference(), f"{kind} {name}")
-
-
-@pytest.mark.parametrize("kind, name", [("auto", "all"), pytest.param("explicit", "sp", marks=pytest.mark.slow)])
-def test_first_step_current(kind, name):
-    """The first scale is that of the whole tensor, not of a shard."""
-    mesh, layout = cases.mesh(kind), cases.LAYOUTS[name]
-    with jax.set_mesh(mesh):
-        weights, state, batches = cases.arguments(mesh, layout, CURRENT)
-        step = cases.jitted(mesh, layout, CURRENT)
-        first = cases.train(step, weights, state, batches[:1])
-        rest = cases.train(step, first.weights, first.state, batches[1:])
-    assert np.asarray(first.state["w1"].input.scale) == 7 / 448, "else this is the scale of first_step='unit'"
-    cases.assert_same(first, cases.reference(CURRENT, steps=1), f"{kind} {name}: step 1")
-    rest.losses = first.losses + rest.losses
-    cases.assert_same(rest, cases.reference(CURRENT), f"{kind} {name}")
 
 
 @pytest.mark.parametrize("kind, name", [("auto", "tp"), ("auto", "all"), ("explicit", "fsdp+tp")])

@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import oracle_gradients
 import pytest
+from equality import assert_all_bitwise
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxfp8 import ops
@@ -27,11 +28,6 @@ def values(*shape, seed=0):
 
 def codes(*shape, seed=0):
     return oracle.quantize(values(*shape, seed=seed), np.float32(FORMAT.max / 8), FORMAT)[0]
-
-
-def assert_all_bitwise(got, expected, what):
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        oracle.assert_bitwise(np.asarray(g), e, f"{what}: result {i}")
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

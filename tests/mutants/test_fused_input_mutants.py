@@ -1,14 +1,14 @@
-"""Mutants of fused inputs must fail the comparisons of their tests; the package as it is must not."""
+"""Mutants of fused inputs and of gradients behind an activation must fail the comparisons of their tests."""
 
 import dataclasses
 
 import pytest
-from fused import cases
+from fused import cases, test_gradients
 from jax import lax
 from programs import known_amax
 
 from jaxfp8 import ops
-from jaxfp8.dot import _fused_input, _gemms
+from jaxfp8.dot import _fused_input, _gemms, _product
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
@@ -77,6 +77,41 @@ def change(**values):
     return mutant
 
 
+def rounded_first(original):
+    """The plain path: the gradient in bf16, and then its codes."""
+
+    def mutant(quantizer, grad, step, options):
+        is_fused = isinstance(grad, _fused_input.ActivationGradient)
+        return original(quantizer, grad.value if is_fused else grad, step, options)
+
+    return mutant
+
+
+def without_derivative(original):
+    """The cotangent of the values, as if the function were its own derivative."""
+    return lambda y, grad, *arguments, **options: original(y, grad * 0 + 1, *arguments, **options)
+
+
+def forgets_the_amax_of_a_gradient(original):
+    def mutant(*arguments):
+        q, dbias = original(*arguments)
+        return dataclasses.replace(q, step=dataclasses.replace(q.step, amax=0 * q.step.amax)), dbias
+
+    return mutant
+
+
+def forgets_the_bias(original):
+    def mutant(*arguments):
+        q, dbias = original(*arguments)
+        return q, 0 * dbias
+
+    return mutant
+
+
+def forgets_the_activation(original):
+    return lambda product, y, *cotangents: original(product, y * 0, *cotangents)
+
+
 def forgets_the_amax(q):
     return dataclasses.replace(q.step, amax=0 * q.step.amax)
 
@@ -94,6 +129,14 @@ MUTANTS = {
     "codes have another scale": attribute(_gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
     "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
 }
+# Of the gradient behind an activation.
+GRADIENT_MUTANTS = {
+    "rounded to bf16 first": attribute(_gemms, "quantize_gradient", rounded_first),
+    "another gradient": attribute(_fused_input, "quantize_activation_grad_with", without_derivative),
+    "the gradient's amax is forgotten": attribute(_gemms, "quantize_gradient", forgets_the_amax_of_a_gradient),
+    "the bias has no gradient": attribute(_gemms, "quantize_gradient", forgets_the_bias),
+    "another y": attribute(_product, "_gradient", forgets_the_activation),
+}
 
 
 @pytest.fixture
@@ -106,9 +149,18 @@ def forgets_functions():
         cached.cache_clear()
 
 
+def compare_gradients() -> None:
+    test_gradients.test_steps("silu_gated", cases.BF16)
+
+
+def test_the_package_passes():
+    compare()
+    compare_gradients()
+
+
 @pytest.mark.usefixtures("forgets_functions")
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *GRADIENT_MUTANTS])
 def test_mutant_is_caught(monkeypatch, mutant):
-    MUTANTS[mutant](monkeypatch)
+    (MUTANTS | GRADIENT_MUTANTS)[mutant](monkeypatch)
     with pytest.raises(AssertionError):
-        compare()
+        compare() if mutant in MUTANTS else compare_gradients()

@@ -135,22 +135,15 @@ NORM_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", ACTIVATION_MUTANTS)
-def test_activation_mutant_is_caught(monkeypatch, mutant):
-    ACTIVATION_MUTANTS[mutant](monkeypatch)
+COMPARED = [
+    *((mutant, compare_activations) for mutant in ACTIVATION_MUTANTS.values()),
+    *((mutant, compare_gradients) for mutant in GRADIENT_MUTANTS.values()),
+    *((mutant, compare_norms) for mutant in NORM_MUTANTS.values()),
+]
+
+
+@pytest.mark.parametrize("install, compare", COMPARED, ids=[*ACTIVATION_MUTANTS, *GRADIENT_MUTANTS, *NORM_MUTANTS])
+def test_mutant_is_caught(monkeypatch, install, compare):
+    install(monkeypatch)
     with pytest.raises(AssertionError):
-        compare_activations()
-
-
-@pytest.mark.parametrize("mutant", GRADIENT_MUTANTS)
-def test_gradient_mutant_is_caught(monkeypatch, mutant):
-    GRADIENT_MUTANTS[mutant](monkeypatch)
-    with pytest.raises(AssertionError):
-        compare_gradients()
-
-
-@pytest.mark.parametrize("mutant", NORM_MUTANTS)
-def test_norm_mutant_is_caught(monkeypatch, mutant):
-    NORM_MUTANTS[mutant](monkeypatch)
-    with pytest.raises(AssertionError):
-        compare_norms()
+        compare()

@@ -1,30 +1,25 @@
 """What the tests of NNX layers share; programs whose every amax is known are in `programs/`."""
 
-import jax
-import numpy as np
+import functools
+
 import oracle
 from equality import assert_same_bits
 from flax import nnx
-from programs.known_amax import HISTORY, OPERANDS as OPERANDS, RECIPES, leaves, merged
-from programs.nnx import use as use
+from programs import known_amax
+from programs.known_amax import HISTORY, RECIPES, K as K, M as M, N as N, leaves, merged
+from programs.nnx import NNX, use as use
 
 import jaxfp8
 import jaxfp8.nnx
 
-M, K, N, H = 6, 8, 5, HISTORY
-RECIPE = RECIPES["delayed"].recipe
-
-
-def linear(seed=0):
-    return nnx.Linear(K, N, use_bias=False, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(seed))
+RECIPE, H = RECIPES["delayed"].recipe, HISTORY
+linear = functools.partial(NNX.make, RECIPE)
 
 
 def operands(seed, uses):
     """x `(uses, M, K)` and grad `(uses, M, N)`, f32, of another size in each use."""
-    rng = np.random.default_rng(seed)
-    sizes = rng.permutation(2.0 ** np.arange(uses))[:, None, None]
-    draw = lambda *shape: (rng.standard_normal((uses, *shape)) * sizes).astype(np.float32)  # noqa: E731
-    return draw(M, K), draw(M, N)
+    x, _, grad = known_amax.operands(seed)
+    return x[:uses], grad[:uses]
 
 
 def expected_state(uses, state):
@@ -36,10 +31,3 @@ def assert_state(product, expected, what):
     """Compare the variables of a Fp8DotGeneral or Fp8Einsum with an oracle.LayerState."""
     got = nnx.to_pure_dict(nnx.state(product, jaxfp8.nnx.OverwriteWithGradient))
     assert_same_bits(got, leaves(expected), what)
-
-
-def assert_plain(model):
-    """Nothing but float32 arrays is left in the model's state."""
-    leaves = jax.tree.leaves(nnx.state(model, jaxfp8.nnx.OverwriteWithGradient))
-    assert leaves and all(leaf.dtype == np.dtype(np.float32) for leaf in leaves)
-    np.asarray(leaves[0])

@@ -96,12 +96,3 @@ def test_linen_and_nnx_agree(name, dtype):
         oracle.assert_bitwise(y, np.asarray(expected), f"step {i}: y")
         assert_same_bits(variables_of(model), variables, f"step {i}: ")
         assert y.dtype == dtype
-
-
-def test_errors():
-    with pytest.raises(ValueError, match='GatedMLP: activation: expected "silu" or "gelu", got \'tanh\''):
-        GatedMLP(WIDTH, HIDDEN, activation="tanh", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match='GatedMLP: norm: expected "rms", "layer" or None, got \'batch\''):
-        GatedMLP(WIDTH, HIDDEN, norm="batch", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match='NormDense: kind: expected "rms" or "layer", got \'batch\''):
-        NormDense(WIDTH, 7, kind="batch", rngs=nnx.Rngs(0))

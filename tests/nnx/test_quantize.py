@@ -1,8 +1,5 @@
 """nnx.quantize: the model edited by hand is the reference, and every comparison with it is bitwise."""
 
-import copy
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +7,12 @@ import pytest
 from equality import assert_same_bits as assert_same
 from flax import nnx
 from linen.test_quantize import last_match, search
+from linen.test_quantize_copies import COPIES as LINEN_COPIES
 
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
 from jaxfp8.recipes import _rules
-
-try:
-    import cloudpickle
-except ImportError:
-    cloudpickle = None
 
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
 D = 8
@@ -169,14 +162,7 @@ def test_stacked_layers():
     assert_same(run(quantized, x()), run(hand, x()))
 
 
-COPIES = {
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "clone": nnx.clone,
-}
-if cloudpickle:
-    COPIES["cloudpickle"] = lambda model: pickle.loads(cloudpickle.dumps(model))
+COPIES = {name: copy for name, copy in LINEN_COPIES.items() if name != "protocol 0"} | {"clone": nnx.clone}
 
 
 @pytest.mark.parametrize("how", COPIES)

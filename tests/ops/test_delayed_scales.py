@@ -65,48 +65,6 @@ def test_pushed_amaxes(implementation):
     cases.assert_bitwise(ops.push_amaxes([histories[3]], [amaxes[1:2]])[0], oracle.push_amax(histories[3], 1), "f32[1]")
 
 
-def test_a_history_that_is_needed_otherwise_stays(implementation):
-    before = np.float32([0, 2, 3])
-    after, same = jax.jit(lambda h: (ops.push_amaxes([h], [np.float32(7)])[0], h))(before)
-    cases.assert_bitwise(after, np.float32([7, 2, 3]), "pushed")
-    cases.assert_bitwise(same, before, "the operand")
-
-
-@pytest.mark.varied
-@pytest.mark.parametrize("shared", [(), (0,), (1, 2), (0, 1, 2)], ids=str)
-def test_vmap(implementation, shared):
-    """Quantizers that are not batched keep one state for all members."""
-    lengths = (4, 4, 7)
-    histories = [history(2 * length, length + i).reshape(2, length) for i, length in enumerate(lengths)]
-    stored, amaxes = np.float32([[0.5, 2], [0.3, 3], [1, 7]]), np.float32([[1, 2], [3, np.inf], [5, 6]])
-    axes = [None if i in shared else 0 for i in range(3)]
-    own = [[v[0] if i in shared else v for i, v in enumerate(values)] for values in (histories, stored, amaxes)]
-    shapes = []
-
-    def step(histories, stored, amaxes):
-        scales = ops.delayed_scales(histories, stored, fp8_max=[448.0, 448.0, 57344.0])
-        pushed = ops.push_amaxes([scale.history for scale in scales], amaxes)
-        shapes.append([jax.typeof(x).shape for x in pushed])
-        return scales, pushed
-
-    def members(x, i, member):
-        return x[0 if i in shared else member]
-
-    run = step if len(shared) == 3 else jax.vmap(step, in_axes=(axes, axes, axes))
-    scales, pushed = jax.jit(run)(*own)
-    for i, numerator in enumerate((448.0, 448.0, 57344.0)):
-        for member in range(2):
-            moved, *pair = oracle.delayed_scale(
-                members(histories[i], i, member), members(stored[i], i, member), np.float32(numerator)
-            )
-            after = oracle.push_amax(moved, members(amaxes[i], i, member))
-            got = [scales[i].history, scales[i].scale, scales[i].scale_inv, pushed[i]]
-            got = [x if len(shared) == 3 else x[member] for x in got]
-            expected = [moved, *(np.reshape(v, 1) for v in pair), after]
-            for value, want in zip(got, expected, strict=True):
-                cases.assert_bitwise(value, want, f"quantizer {i}, member {member}")
-
-
 def test_state_that_is_not_batched_is_not_repeated():
     """A kernel's batch does not make a batch of what all members share."""
 

@@ -160,15 +160,6 @@ def test_bad_argument_is_named(op, argument, exception, values):
             pytest.fail(f"{value!r} is accepted")
 
 
-def test_tracers_are_checked_like_arrays():
-    quantize = jax.jit(lambda x, scale: ops.quantize(x, scale, E4M3))
-    quantize(X, S)
-    with pytest.raises(TypeError, match=r"quantize: x\b.*int32"):
-        quantize(np.ones(3, np.int32), S)
-    with pytest.raises(ValueError, match=r"quantize: scale\b"):
-        quantize(X, np.ones(2, np.float32))
-
-
 FLOAT64 = [
     ("amax", "x", (4, 6)),
     ("quantize", "scale", ()),

@@ -85,22 +85,6 @@ def test_bitwise(implementation, which):
     check(PRODUCTS[which])
 
 
-def test_vmap(implementation):
-    """Of other products than those that are batched there is one state."""
-    first, second, third = (product((4, 2), (3, 5), seed) for seed in range(3))
-    second = [(h[0], scale[0]) for h, scale in second]
-    products, recorded = [first, second, third], [record(first), record(second), record(third)]
-    axes = [0, None, 1]
-    third = [tuple(np.moveaxis(x, 0, 1) for x in pair) for pair in third]
-    operands = [first, second, third], [*recorded[:2], np.moveaxis(recorded[2], 0, 1)]
-    of_state = [[(axis, axis)] * 2 for axis in axes]
-    outs = [0, None, 0]
-    read = jax.vmap(ops.read_histories, in_axes=(of_state,), out_axes=outs)
-    write = jax.vmap(ops.write_histories, in_axes=(of_state, axes), out_axes=[[(axis, axis)] * 2 for axis in outs])
-    assert_tree(jax.jit(read)(operands[0]), list(map(expected_reading, products)), "read")
-    assert_tree(jax.jit(write)(*operands), list(map(expected_state, products, recorded)), "written")
-
-
 def calls(function, *arguments):
     """The numbers of quantizers of the custom calls in a program."""
     equations = jax.make_jaxpr(function)(*arguments).eqns
@@ -114,14 +98,6 @@ def test_one_call_has_room_for_64():
     state = product((), (1,))
     assert calls(ops.write_histories, [*layers[:3], state], [*map(record, [*layers[:3], state])]) == [9, 1]
     assert calls(ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]) == [64]
-
-
-def test_a_history_that_is_needed_otherwise_stays(implementation):
-    (pairs,) = products = [product((3,), (4, 300))]
-    recorded = [record(pairs)]
-    written, same = jax.jit(lambda products: (ops.write_histories(products, recorded), products))(products)
-    assert_tree(written, [expected_state(pairs, recorded[0])], "written")
-    assert_tree(same, products, "the operands")
 
 
 def overwrite():

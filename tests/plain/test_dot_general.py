@@ -49,25 +49,6 @@ def test_precision_reaches_the_handlers(precision, precise, cuda_custom_calls):
     assert len(lines) == 3 and sum("precise = true" in line for line in lines) == precise
 
 
-BAD_OPTIONS = {
-    "one operand": ({"precision": (HIGHEST, DEFAULT)}, ValueError, "precision"),
-    "tf32": ({"precision": "tensorfloat32"}, ValueError, "precision"),
-    "preset": ({"precision": lax.DotAlgorithmPreset.F32_F32_F32}, ValueError, "precision"),
-    "algorithm": ({"precision": lax.DotAlgorithm(np.float32, np.float32, np.float32)}, ValueError, "precision"),
-    "not a precision": ({"precision": 3}, ValueError, "precision"),
-    "out_sharding": ({"out_sharding": "data"}, TypeError, "out_sharding"),
-    "f64": ({"preferred_element_type": np.float64}, TypeError, "preferred_element_type"),
-    "fp8": ({"preferred_element_type": jnp.float8_e4m3fn}, TypeError, "preferred_element_type"),
-    "no dtype": ({"preferred_element_type": "float99"}, TypeError, "preferred_element_type"),
-}
-
-
-@pytest.mark.parametrize("options, error, name", BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_options_that_cannot_be_honoured(options, error, name):
-    with pytest.raises(error, match=f"dot_general: {name}: expected"):
-        product(X, KERNEL, PACKED, **options)
-
-
 # ------------------------------------------------------------------------------------------------------------ warnings
 
 
@@ -137,19 +118,6 @@ def test_a_vjp_called_twice():
         expected = cases.one_product(X, KERNEL, grad, STATE)
         cases.assert_state(state, expected.state, f"size {size}")
         expected.check(dgrad=dx, wgrad=dkernel)
-
-
-def test_symbolic_shapes():
-    """Traced for any number of rows, as exported programs are."""
-    (rows,) = jax.export.symbolic_shape("rows")
-    x = jax.ShapeDtypeStruct((rows, cases.K), np.float32)
-    dx, dkernel, _ = jax.eval_shape(
-        lambda x, kernel, state: jax.grad(lambda *a: jnp.sum(product(*a)), argnums=(0, 1, 2))(x, kernel, state),
-        x,
-        KERNEL,
-        PACKED,
-    )
-    assert dx.shape == (rows, cases.K) and dkernel.shape == KERNEL.shape
 
 
 # ------------------------------------------------------------------------------------------------- what it must refuse

@@ -36,31 +36,22 @@ def loss_fn(model, x, grad):
     return jnp.vdot(jax.vmap(model)(x), grad)
 
 
-def expected_step(model, x, grad, state):
-    return cases.one_product(x, np.asarray(model.kernel), grad, state)
-
-
-@pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "filter_jit"])
-@pytest.mark.parametrize("gradient", [eqx.filter_grad, eqx.filter_value_and_grad], ids=["grad", "value_and_grad"])
-def test_filtered_gradients(gradient, jit):
-    """The gradient of a module is a module: the next state in place of the state, None for what is no array."""
-    model, x, grad, state = setting()
-    grads = jit(gradient(loss_fn))(model, x, grad)
-    grads = grads[1] if gradient is eqx.filter_value_and_grad else grads
-    expected = expected_step(model, x, grad, state)
-    cases.assert_state(grads.state, expected.state)
-    expected.wgrad.check(grads.kernel)
-    assert grads.activation is None and grads.name is None
-
-
 def test_updates_of_equinox_raise():
-    """`eqx.apply_updates` adds, and state must be overwritten: JAX's error names what does, by the type of a node."""
+    """`eqx.apply_updates` adds, and state must be overwritten: JAX's error names what does, by the type of a node.
+
+    The gradient of a module is a module: the next state in place of the state, None for what is no array.
+    """
     model, x, grad, state = setting()
     tx = jaxfp8.train.optimizer(optax.sgd(0.1))
     arrays = eqx.filter(model, eqx.is_array)
-    updates, _ = tx.update(eqx.filter_grad(loss_fn)(model, x, grad), tx.init(arrays), arrays)
+    gradient = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, x, grad)
+    expected = cases.one_product(x, np.asarray(model.kernel), grad, state)
+    cases.assert_state(gradient.state, expected.state)
+    expected.wgrad.check(gradient.kernel)
+    assert gradient.activation is None and gradient.name is None
+    updates, _ = tx.update(gradient, tx.init(arrays), arrays)
     with pytest.raises(ValueError, match="NeedsJaxfp8ApplyUpdates"):
         eqx.apply_updates(model, updates)
     updated = jaxfp8.train.apply_updates(model, updates)
-    cases.assert_state(updated.state, expected_step(model, x, grad, state).state)
+    cases.assert_state(updated.state, expected.state)
     assert updated.activation is model.activation and updated.name == model.name

@@ -107,6 +107,8 @@ def test_a_frozen_kernel_keeps_no_input(how):
     product = frozen(how, kernel)
     codes = (cases.K, cases.N)
     assert kept(product, x, packed) == [codes]
+    # The other way round: the codes of the kernel are for dgrad alone.
+    assert kept(lambda kernel, packed: cases.product(x, kernel, packed), kernel, packed) == [(cases.K, cases.ROWS)]
 
     def loop(x, packed):
         return lax.scan(lambda x, _: (product(x, packed) @ np.ones((cases.N, cases.K), np.float32), None), x, None, 3)

@@ -42,7 +42,7 @@ class Functional:
         )
 
     def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad, jit=True):
-        self.packed = None
+        self.packed = jaxfp8.DotGeneralState(None, None, None)
         if state:
             parts = [(state[f"{name}_amax_history"], state[f"{name}_scale"]) for name in OPERANDS]
             parts = [jaxfp8.recipes.QuantizerState(*map(jnp.asarray, part)) for part in parts]
@@ -60,13 +60,13 @@ class Functional:
 
     def step(self, kernel, xs, grads):
         value, ((dkernel, state), dx) = self.run((kernel, self.packed), xs, grads)
-        if self.packed is not None:
+        if self.state:
             self.packed = jaxfp8.update_state(self.packed, state)
         return value, dkernel, dx
 
     @property
     def state(self):
-        if self.packed is None:
+        if not jax.tree.leaves(self.packed):
             return {}
         return {
             f"{name}_{leaf}": getattr(getattr(self.packed, name), leaf)

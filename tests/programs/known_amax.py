@@ -68,6 +68,8 @@ RECIPES = {
 }
 
 
+WITHOUT_STATE = Recipe(jaxfp8.DelayedScaling(), rule=cases.CURRENT)
+
 # ---------------------------------------------------------------------------------------------------------- the layer
 
 

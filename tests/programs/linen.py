@@ -9,9 +9,12 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 import jaxfp8
+import jaxfp8.linen
+import jaxfp8.nnx
 
 from .known_amax import OWN, USES, K, M, N, Program
 
@@ -22,17 +25,19 @@ VMAP = {"in_axes": (None, 0), "out_axes": 0}
 VMAP_SHARED = VMAP | {"variable_axes": {"params": None, OWG: None}, "split_rngs": {"params": False}}
 
 
-def make_use(recipe):
-    """The class of modules of one use of a Dense."""
+def make_dense(recipe, **options):
+    cls = functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe)
+    return nn.Dense(N, use_bias=False, dot_general_cls=cls, **options)
+
+
+def make_use(make, recipe):
+    """The class of modules of one use of a layer."""
 
     class Use(nn.Module):
         @nn.compact
         def __call__(self, total, use):
             x, grad = use
-            dense = nn.Dense(
-                N, use_bias=False, dot_general_cls=functools.partial(jaxfp8.Fp8DotGeneral, recipe=recipe), name="dense"
-            )
-            return total + jnp.vdot(dense(x), grad), None
+            return total + jnp.vdot(make(recipe, name="dense")(x), grad), None
 
     return Use
 
@@ -49,11 +54,12 @@ class Run(nn.Module):
 
 
 class Linen:
-    """A layer is a module's variables; `program.run` may be a module of its own, with one Dense in it."""
+    """A layer is a module's variables."""
+
+    make = staticmethod(make_dense)
 
     def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.value_and_grad):
-        is_module = isinstance(program.run, nn.Module)
-        module = program.run if is_module else Run(program.run, make_use(recipe))
+        module = Run(program.run, make_use(self.make, recipe))
 
         def loss(variables, xs, grads):
             return jnp.sum(module.apply(variables, jnp.float32(0), (xs, grads))[0])
@@ -72,6 +78,32 @@ class Linen:
     @property
     def state(self):
         return {path[-1].key: leaf for path, leaf in jax.tree.leaves_with_path(self.variables.get(OWG, {}))}
+
+
+class Einsum(Linen):
+    """A layer is an `Fp8Einsum` of a kernel."""
+
+    @staticmethod
+    def make(recipe, name):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                kernel = self.param("kernel", nn.initializers.zeros, (K, N))
+                return jaxfp8.linen.Fp8Einsum(recipe=recipe)("mk,kn->mn", x, kernel)
+
+        return Layer(name=name)
+
+
+class NNXInLinen(Linen):
+    """A layer is an `nnx.Linear` in `nnx.bridge.ToLinen`, which makes its module anew in every call."""
+
+    @staticmethod
+    def make(recipe, name):
+        def linear(rngs):
+            product = jaxfp8.nnx.Fp8DotGeneral(recipe)
+            return nnx.Linear(K, N, use_bias=False, dot_general=product, rngs=rngs)
+
+        return nnx.bridge.ToLinen(linear, name=name)
 
 
 def _fill(tree, values):

@@ -9,7 +9,8 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.nnx
 
-from .known_amax import OWN, USES, K, N, Program
+from .known_amax import OWN, USES, K, M, N, Program
+from .linen import make_dense
 
 
 def use(layer, x, grad):
@@ -31,19 +32,34 @@ def max_grad(loss):
     return nnx.value_and_grad(cast, argnums=nnx.DiffState(0, ...))
 
 
+def of_split_state(loss):
+    """The gradient of a split model's `nnx.State` in place of that of the module."""
+
+    def run(layer, xs, grads):
+        graphdef, state = nnx.split(layer)
+        merged = lambda state, xs, grads: loss(nnx.merge(graphdef, state), xs, grads)  # noqa: E731
+        return jaxfp8.nnx.value_and_grad(merged)(state, xs, grads)
+
+    return run
+
+
 class NNX:
-    """A layer is an `nnx.Linear`, or a stack of them."""
+    """A layer is an `nnx.Linear`, or a stack of them; `product` is the name of what holds the state."""
+
+    product = "dot_general"
+
+    @staticmethod
+    def make(recipe, key):
+        dot_general = jaxfp8.nnx.Fp8DotGeneral(recipe)
+        return nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(key))
 
     def __init__(self, program, recipe, kernel, state, differentiate=jaxfp8.nnx.value_and_grad, jit=True):
-        def linear(key):
-            dot_general = jaxfp8.nnx.Fp8DotGeneral(recipe)
-            return nnx.Linear(K, N, use_bias=False, dot_general=dot_general, rngs=nnx.Rngs(key))
-
-        keys = jax.random.split(jax.random.key(0), USES)
-        self.layer = nnx.vmap(linear)(keys) if kernel.ndim == 3 else linear(0)
-        for name, leaf in state.items():
-            getattr(self.layer.dot_general, name).set_value(jnp.asarray(leaf))
-        self.names = state
+        make, keys = functools.partial(self.make, recipe), jax.random.split(jax.random.key(0), USES)
+        self.layer = nnx.vmap(make)(keys) if kernel.ndim == 3 else make(0)
+        if state:
+            variables = nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient)
+            nnx.replace_by_pure_dict(variables, {self.product: jax.tree.map(jnp.asarray, state)})
+            nnx.update(self.layer, variables)
 
         def step(layer, xs, grads):
             value, gradient = differentiate(functools.partial(program.run, use))(layer, xs, grads)
@@ -59,7 +75,27 @@ class NNX:
     @property
     def state(self):
         leaves = nnx.to_pure_dict(nnx.state(self.layer, jaxfp8.nnx.OverwriteWithGradient))
-        return leaves["dot_general"] if leaves else {}
+        return leaves[self.product] if leaves else {}
+
+
+class Einsum(NNX):
+    """A layer is an `nnx.Einsum`."""
+
+    product = "einsum_op"
+
+    @staticmethod
+    def make(recipe, key):
+        return nnx.Einsum("mk,kn->mn", (K, N), einsum_op=jaxfp8.nnx.Fp8Einsum(recipe), rngs=nnx.Rngs(key))
+
+
+class LinenInNNX(NNX):
+    """A layer is an `nn.Dense` in `nnx.bridge.ToNNX`."""
+
+    product = "Fp8DotGeneral_0"
+
+    @staticmethod
+    def make(recipe, key):
+        return nnx.bridge.ToNNX(make_dense(recipe), rngs=nnx.Rngs(key)).lazy_init(jnp.ones((M, K)))
 
 
 def each(use, layer, xs, grads):

@@ -1,12 +1,13 @@
 """Every program of every adapter, and every recipe: value, gradients and state are the oracle's."""
 
+import flax.nnx
 import jax
 import oracle
 import pytest
 from recipes.cases import KINDS
 
 from . import functional, linen, nnx
-from .known_amax import RECIPES, check
+from .known_amax import RECIPES, WITHOUT_STATE, check
 
 ADAPTERS = {
     "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
@@ -63,6 +64,12 @@ def test_max_grad_of_nnx():
     check(nnx.NNX, nnx.PROGRAMS["remat of each"], differentiate=nnx.max_grad)
 
 
+@pytest.mark.parametrize("program", ["vmap", "members", "experts of one state"])
+def test_without_state(program):
+    """Delayed scaling then has the scale of the tensor at hand: one for a batch of x, one for each kernel."""
+    check(functional.Functional, functional.PROGRAMS[program], WITHOUT_STATE)
+
+
 @pytest.mark.parametrize("program", ["vmap of vmap", "branches in scan", "remat with arguments"])
 def test_bfloat16(program):
     check(functional.Functional, functional.PROGRAMS[program], dtype=oracle.BF16)
@@ -76,3 +83,26 @@ def test_without_jit(program):
 @pytest.mark.parametrize("program", ["calls", pytest.param("scan", marks=pytest.mark.slow)])
 def test_nnx_without_jit(program):
     check(nnx.NNX, nnx.PROGRAMS[program], jit=False)
+
+
+OTHER_LAYERS = {
+    "nnx.Einsum": (nnx.Einsum, nnx.PROGRAMS["calls"]),
+    "Linen in NNX": (nnx.LinenInNNX, nnx.PROGRAMS["remat of each"]),
+    "linen.Fp8Einsum": (linen.Einsum, linen.PROGRAMS["scan"]),
+    "NNX in Linen": (linen.NNXInLinen, linen.PROGRAMS["called"]),
+}
+
+
+@pytest.mark.parametrize("adapter, program", OTHER_LAYERS.values(), ids=OTHER_LAYERS)
+def test_other_layers(adapter, program):
+    check(adapter, program, steps=3)
+
+
+def test_nnx_state_as_argument():
+    check(nnx.NNX, nnx.PROGRAMS["remat of each"], differentiate=nnx.of_split_state)
+
+
+def test_nnx_without_the_graph_protocol():
+    """NNX differentiates the whole module; the state comes with it."""
+    with flax.nnx.set_graph_mode(False):
+        check(nnx.NNX, nnx.PROGRAMS["calls"], jit=False)

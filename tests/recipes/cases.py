@@ -212,11 +212,11 @@ SHAPES = {
         "mbkc", "nbck", {"b": 2, "c": 3, "m": 5, "k": 36, "n": 4}, {"b": "bc", "m": "m", "k": "k", "n": "n"}
     ),
     "rows of two": Shapes(
-        "abk", "kno", {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5}, {"m": "ab", "k": "k", "n": "no"}, bias=True
+        *("abk", "kno", {"a": 6, "b": 7, "k": 33, "n": 2, "o": 5}, {"m": "ab", "k": "k", "n": "no"}),
+        x_dtype=BF16,
+        bias=True,
     ),
-    "contracts two": Shapes(
-        "mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}, kernel_dtype=F32
-    ),
+    "contracts two": Shapes("mjk", "jkn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
     "contracts two, crossed": Shapes("mjk", "kjn", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
     "transpose between": Shapes("jmk", "nkj", {"m": 5, "j": 6, "k": 7, "n": 4}, {"m": "m", "k": "jk", "n": "n"}),
 }

@@ -202,8 +202,3 @@ WRONG = [({"recipe": "mx"}, "recipe"), ({"recipe": jaxfp8.MXFP8BlockScaling}, "r
 def test_errors(options, name):
     with pytest.raises(TypeError, match=f"autocast: {name}: expected"), jaxfp8.autocast(**options):
         pass
-
-
-def test_delayed_where_no_state_was_made():
-    """A model made without state and applied with delayed scaling takes its scales from the tensors at hand."""
-    np.testing.assert_array_equal(layer(DELAYED).apply(PARAMS, X), of(WITHOUT_STATE))

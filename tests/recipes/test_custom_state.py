@@ -13,6 +13,7 @@ import oracle
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from programs import functional
 
 import jaxfp8
 from recipes import grids
@@ -79,32 +80,19 @@ def uses_of(count=4):
 # Uses of one state ----------------------------------------------------------------------------------------------------
 
 
-def several(state, x, kernel, grad):
-    return sum(loss(state, x_i, kernel, grad_i) for x_i, grad_i in zip(x, grad, strict=True))
-
-
-def scanned(state, x, kernel, grad):
-    body = jax.checkpoint(lambda total, use: (total + loss(state, use[0], kernel, use[1]), None))
-    return jax.lax.scan(body, jnp.float32(0), (x, grad))[0]
-
-
-def mapped(state, x, kernel, grad):
-    """vmap over examples: one larger product, so the amaxes of results are those of it."""
-    return jnp.sum(jax.vmap(lambda x, grad: loss(state, x, kernel, grad))(x, grad))
-
-
-@pytest.mark.parametrize("program", [several, scanned, mapped])
+@pytest.mark.parametrize("program", ["loop", "remat in scan", "vmap"])
 @pytest.mark.parametrize("entry", [lambda tree: tree, jaxfp8.max_grad], ids=["grad", "max_grad"])
 def test_uses_combine_by_max(program, entry):
+    """Under vmap the uses are one larger product, so the amaxes of results are those of it."""
     x, kernel, grad = uses_of()
-    state = jaxfp8.init_state(RECIPE)
+    state, run = jaxfp8.init_state(RECIPE), functional.PROGRAMS[program].run
 
-    def of_program(state, *arrays):
-        return program(entry(state), *arrays)
+    def of_program(state, x, grad):
+        return run(lambda state, x, grad: loss(state, x, kernel, grad), entry(state), x, grad)
 
     step = jax.jit(lambda *args: state_gradient(of_program, *args))
     for count in range(3):
-        gradient = step(state, x, kernel, grad)
+        gradient = step(state, x, grad)
         assert_state(gradient, seen(x, kernel, grad, count, uses=len(x)), count + 1)
         state = jaxfp8.update_state(state, gradient)
 

@@ -227,3 +227,50 @@ def test_quantized_matrices_that_do_not_fit(shape, dims):
     x = jnp.ones((4, *shape[: len(dims[0][0])]), jnp.float32)
     with pytest.raises(ValueError, match="dot_general: kernel: a QTensor with a scale for each block"):
         jaxfp8.dot_general(x, kernel, dims, recipe=recipe)
+
+
+# ------------------------------------------------------------------------------------------------ derivatives, mutants
+
+SMALL = cases.dense(5, 36, 4)
+
+
+def twice(f):
+    return jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, twice], ids=["hessian", "jacfwd", "grad of grad"])
+@pytest.mark.varied
+@pytest.mark.ci
+def test_only_first_derivatives(name, transform):
+    product, (x, kernel, grad, _) = cases.product(SMALL, RECIPES[name][0]), SMALL.arrays()
+    with pytest.raises(TypeError, match="first derivatives"):
+        transform(lambda x: jnp.vdot(product(x, kernel), grad) ** 2)(x)
+
+
+def check(name, **fields):
+    """A recipe beside its oracle, with another rule where fields are given."""
+    (recipe, rule), arrays = RECIPES[name], SMALL.arrays()[:3]
+    wanted = SMALL.expected(dataclasses.replace(rule, **fields), *arrays)
+    SMALL.check(wanted, *cases.run(SMALL, recipe, *arrays)[:3])
+
+
+# Powers of two round alike in any block: that those of MX lie right, only codes and scales show.
+MUTANTS = {
+    "scale of a row, not of the tensor": ("current", {"tile": (1, None)}),
+    "scale of the tensor, not of a row": ("rowwise", {"tile": None}),
+    "kernel in tiles": ("block", {"square": (1, 128)}),
+    "e5m2 backward": ("mx", {"backward": oracle.E5M2}),
+    "e4m3 backward": ("current", {"backward": oracle.E4M3}),
+    "floor": ("mx", {"rounding": "floor"}),
+    "powers of two": ("block", {"power_2_scale": True}),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_oracle_tells_recipes_apart(mutant):
+    name, fields = MUTANTS[mutant]
+    check(name)
+    with pytest.raises(AssertionError, match="out of bound"):
+        check(name, **fields)

@@ -14,8 +14,7 @@ from bad_days.steps import excesses, normal, step_of
 from bad_days.verdict import Outcome, judged
 from flax.training import dynamic_scale
 
-# One of each kind is what `make test` shows. Those that start processes, need 12 GiB, train, or make all calls of
-# ops/test_raw_targets.py once more are slow.
+# One of each kind is what `make test` shows. Those that start processes, need 12 GiB or train are slow.
 SHOWN = {
     "bad_value_in_x",
     "empty_batch",
@@ -25,7 +24,7 @@ SHOWN = {
     "under_jit",
     "error_in_a_program",
 }
-SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof", "bad_buffers"}
+SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof"}
 NEEDS_A_GPU = {"gpus"}
 # Where neither optax nor Flax's own classes promote dtypes, the session's strict rules hold.
 STRICT = ("values", "shapes", "meshes", "ffi")

@@ -118,65 +118,55 @@ def nested(outer_axis, inner_axis):
     return jax.vmap(jax.vmap(cases.product, in_axes=(0, None, inner_axis)), in_axes=(0, None, outer_axis))
 
 
-@pytest.mark.parametrize("through", ["vmap", "scan"])
-def test_shared_in_batched(through):
-    """An ensemble of members, each mapped over its own batch."""
-    x, kernel, grad = cases.operands(B, C)
-    states = [used_state(seed) for seed in range(B)]
-
-    def scanned(x, kernel, state):
-        return jax.lax.scan(lambda c, x: (c, cases.product(x, kernel, state)), 0, x)[1]
-
-    function = nested(0, None) if through == "vmap" else jax.vmap(scanned, in_axes=(0, None, 0))
-    y, dx, _, got = gradients(function, x, kernel, cases.pack(states), grad)
-    steps = [cases.one_product(x[i], kernel, grad[i], states[i]) for i in range(B)]
-    cases.assert_state(got, [step.state for step in steps])
-    for i, step in enumerate(steps):
-        step.check(f"member {i}", y=y[i].reshape(-1, cases.N), dgrad=dx[i].reshape(-1, cases.K))
+def scanned(x, kernel, state):
+    return jax.lax.scan(lambda _, x: (None, cases.product(x, kernel, state)), None, x)[1]
 
 
-def test_batched_in_shared():
-    """Examples outside, members inside: member j sees x[:, j]."""
-    x, kernel, grad = cases.operands(C, B)
-    states = [used_state(seed) for seed in range(B)]
-    y, dx, _, got = gradients(nested(None, 0), x, kernel, cases.pack(states), grad)
-    steps = [cases.one_product(x[:, j], kernel, grad[:, j], states[j]) for j in range(B)]
-    cases.assert_state(got, [step.state for step in steps])
-    for j, step in enumerate(steps):
-        step.check(f"member {j}", y=y[:, j].reshape(-1, cases.N), dgrad=dx[:, j].reshape(-1, cases.K))
+# The product, the batch of x, and the axis of the members in x, in the state and in y.
+ENSEMBLES = {
+    "shared in batched": (nested(0, None), (B, C), 0, 0, 0),
+    "a scan in batched": (jax.vmap(scanned, in_axes=(0, None, 0)), (B, C), 0, 0, 0),
+    "batched in shared": (nested(None, 0), (C, B), 1, 0, 1),
+    "axis 1 of the state": (jax.vmap(cases.product, in_axes=(0, None, 1)), (B,), 0, 1, 0),
+    "the last axis": (jax.vmap(cases.product, in_axes=(0, None, -1), out_axes=1), (B,), 0, -1, 1),
+}
 
 
-@pytest.mark.parametrize("state_axis, out_axes", [(1, 0), (-1, 1)])
-def test_the_axis_of_the_state(state_axis, out_axes):
-    """The members' axis of the state comes back where it was."""
-    x, kernel, grad = cases.operands(B)
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_ensembles(name):
+    """Each member has a state, and maybe a batch; the axis of the states comes back where it was."""
+    function, batch, axis, state_axis, out_axis = ENSEMBLES[name]
+    x, kernel, grad = cases.operands(*batch)
     states = [used_state(seed) for seed in range(B)]
     packed = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, state_axis), cases.pack(states))
-    function = jax.vmap(cases.product, in_axes=(0, None, state_axis), out_axes=out_axes)
-    *_, got = gradients(function, x, kernel, packed, np.moveaxis(grad, 0, out_axes))
+    y, dx, _, got = gradients(function, x, kernel, packed, np.moveaxis(grad, axis, out_axis))
+    steps = [cases.one_product(np.take(x, i, axis), kernel, np.take(grad, i, axis), states[i]) for i in range(B)]
     got = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, state_axis, 0), got)
-    cases.assert_state(got, [dense(x[i], kernel, grad[i], states[i]).state for i in range(B)])
+    cases.assert_state(got, [step.state for step in steps])
+    for i, step in enumerate(steps):
+        member, dx_i = np.take(np.asarray(y), i, out_axis), np.take(np.asarray(dx), i, axis)
+        step.check(f"member {i}", y=member.reshape(-1, cases.N), dgrad=dx_i.reshape(-1, cases.K))
 
 
-def test_a_predicate_for_each_member():
-    """What vmap makes of a cond, written with `jnp.where`: all rows go through both branches.
+@pytest.mark.parametrize("state_axis", [None, 0])
+def test_a_bias_for_each_kernel(state_axis):
+    """Experts: the gradient of each bias is the sum of its rows of grad."""
+    x, kernels, grad = cases.operands(B, kernels=(B,))
+    biases, states = np.float32(np.arange(B * cases.N).reshape(B, -1)), [used_state(seed) for seed in range(B)]
+    packed = cases.pack(states if state_axis == 0 else states[0])
 
-    Both states see the amax of all of x, and `output_grad` that of the selected rows, the other gradients being zero.
-    """
-    x, kernel, grad = cases.operands(B)
-    selected = np.array([True, False, True])
-    state = used_state()
+    def product(x, kernel, bias, state):
+        return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=cases.RECIPE, state=state, bias=bias)
 
-    def loss(states):
-        def one(x, selected):
-            return jnp.where(selected, *(cases.product(x, kernel, state) for state in states))
+    def members(biases, states):
+        return jax.vmap(product, (0, 0, 0, state_axis))(x, kernels, biases, states)
 
-        return jnp.sum(jax.vmap(one)(x, selected) * grad)
-
-    got = jax.jit(jax.grad(loss))((cases.pack(state),) * 2)
-    for i, rows in enumerate((selected, ~selected)):
-        masked = np.where(rows[:, None, None], grad, np.float32(0))
-        cases.assert_state(got[i], cases.one_product(x, kernel, masked, state).state, f"branch {i}")
+    y, vjp = jax.vjp(members, biases, packed)
+    dbiases, _ = vjp(grad)
+    states = states if state_axis == 0 else states[:1] * B
+    for i, (dbias, state) in enumerate(zip(dbiases, states, strict=True)):
+        oracle.assert_column_sums(dbias, grad[i], f"bias {i}")
+        oracle.dense_step(x[i], kernels[i], grad[i], state, bias=biases[i]).y.check(y[i], f"y {i}")
 
 
 # -------------------------------------------------------------------------------------------------------- structure

@@ -1,0 +1,242 @@
+"""Wrong recipes, options and operands: errors that name the argument and say what to do."""
+
+import copy
+import dataclasses
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxfp8
+import jaxfp8.linen
+import jaxfp8.nnx
+from recipes.cases import RECIPES
+
+X, KERNEL = np.ones((4, 6), np.float32), np.ones((6, 5), np.float32)
+MATMUL = (((1,), (0,)), ((), ()))
+NO_RECIPES = {
+    "string": ("mx", "got 'mx'"),
+    "class": (jaxfp8.MXFP8BlockScaling, "call the class"),
+    "format": (jaxfp8.HYBRID, "got HYBRID"),
+    "quantizer": (jaxfp8.MXFP8Quantizer(), "got MXFP8Quantizer"),
+}
+
+
+@pytest.mark.parametrize("recipe, says", NO_RECIPES.values(), ids=NO_RECIPES)
+def test_not_a_recipe(recipe, says):
+    """Wherever a recipe is taken."""
+    takers = {
+        "dot_general: recipe": lambda: jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe),
+        "dot_general: recipe ": lambda: jaxfp8.einsum("mk,kn->mn", X, KERNEL, recipe=recipe),
+        "ragged_dot: recipe": lambda: jaxfp8.ragged_dot(X, KERNEL[None], np.int32([4]), recipe=recipe),
+        "init_state: recipe": lambda: jaxfp8.init_state(recipe),
+        "quantize_params: recipe": lambda: jaxfp8.quantize_params({}, {}, recipe),
+        "layer: recipe": lambda: jaxfp8.linen.Dense(5, recipe=recipe).init(jax.random.key(0), X),
+        "layer: recipe ": lambda: nn.Dense(5, dot_general_cls=lambda: jaxfp8.Fp8DotGeneral(recipe)).init(
+            jax.random.key(0), X
+        ),
+        "layer: recipe  ": lambda: jaxfp8.nnx.Fp8DotGeneral(recipe),
+    }
+    for name, take in takers.items():
+        with pytest.raises(TypeError, match=f"{name.strip()}: expected a recipe.*{says}"):
+            take()
+
+
+DELAYED = jaxfp8.DelayedScaling
+STATELESS = (
+    jaxfp8.Float8CurrentScaling,
+    jaxfp8.Float8RowwiseScaling,
+    jaxfp8.Float8BlockScaling,
+    jaxfp8.MXFP8BlockScaling,
+)
+QUANTIZERS = (
+    jaxfp8.Float8CurrentScalingQuantizer,
+    jaxfp8.Float8RowwiseQuantizer,
+    jaxfp8.Float8BlockQuantizer,
+    jaxfp8.MXFP8Quantizer,
+)
+EVERY, TYPE, VALUE = (DELAYED, *STATELESS), TypeError, ValueError
+# Classes, option, exception, values.
+OPTIONS = [
+    (EVERY, "fp8_format", TYPE, ["HYBRID", None, jnp.float8_e4m3fn]),
+    (EVERY, "precise", TYPE, ["fprop"]),
+    (EVERY, "precise", VALUE, [("forward",)]),
+    (EVERY, "min_size", TYPE, [0.5, True]),
+    (EVERY, "min_size", VALUE, [-1]),
+    (EVERY, "pipeline_axes", TYPE, ["stage"]),
+    (STATELESS[:3], "power_2_scale", TYPE, [1]),
+    (STATELESS[3:], "rounding", VALUE, ["nearest", None]),
+    ([DELAYED], "amax_compute_algo", VALUE, ["mean", None, 3]),
+    ([DELAYED], "first_step", VALUE, ["none", None]),
+    ([DELAYED], "amax_history_len", (TYPE, VALUE), [0, -1, 2.5, "8"]),
+    ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
+    ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
+    ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
+    # HYBRID is two: a quantizer has one.
+    (QUANTIZERS, "fp8_dtype", TYPE, [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3]),
+]
+ROWS = [(cls, *rest) for classes, *rest in OPTIONS for cls in classes]
+
+
+@pytest.mark.parametrize("cls, name, error, values", ROWS, ids=[f"{cls.__name__}-{name}" for cls, name, *_ in ROWS])
+def test_options(cls, name, error, values):
+    for value in values:
+        with pytest.raises(error, match=f"{cls.__name__}: {name}: expected"):
+            cls(**{name: value})
+            pytest.fail(f"{value!r} is accepted")
+
+
+def most_recent(history):
+    return history[0]
+
+
+POSITIONAL = {
+    jaxfp8.DelayedScaling: {
+        "margin": 1,
+        "amax_history_len": 16,
+        "amax_compute_algo": most_recent,
+        "fp8_format": jaxfp8.E4M3,
+        "first_step": "current",
+    },
+    **{cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]},
+    jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
+    jaxfp8.CustomRecipe: {"qfactory": most_recent},
+    jaxfp8.HighPrecision: {},
+}
+
+
+@pytest.mark.parametrize("cls", POSITIONAL)
+def test_positions_of_options(cls):
+    """Options of a recipe keep their positions; those that all recipes share are given by keyword."""
+    options = POSITIONAL[cls]
+    recipe = cls(*options.values())
+    assert {name: getattr(recipe, name) for name in options} == options
+    shared = {"precise": ("fprop",), "min_size": 3, "pipeline_axes": ("stage",)}
+    recipe = cls(*options.values(), **shared)
+    assert {name: getattr(recipe, name) for name in shared} == shared
+    with pytest.raises(TypeError, match="positional argument"):
+        cls(*options.values(), ("fprop",))
+
+
+@pytest.mark.parametrize("cls", QUANTIZERS)
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.complex64, jnp.float8_e5m2])
+def test_what_quantizers_refuse(cls, dtype):
+    with pytest.raises(TypeError, match=r": x: expected .*bfloat16"):
+        cls(fp8_dtype=jnp.float8_e4m3fn).quantize(jnp.zeros((4, 4), dtype), None)
+
+
+# --------------------------------------------------------------------------------------------- arguments of products
+
+RECIPE = DELAYED(amax_history_len=2)
+STATE, WITHOUT = jaxfp8.init_state(RECIPE), jaxfp8.DotGeneralState(None, None, None)
+GOOD = {
+    "dot_general": {"x": X, "kernel": KERNEL, "dimension_numbers": MATMUL, "recipe": RECIPE, "state": STATE},
+    "einsum": {"eqn": "mk,kn->mn", "x": X, "kernel": KERNEL, "recipe": RECIPE, "state": STATE},
+    "ragged_dot": {
+        **{"lhs": X, "rhs": np.ones((2, 6, 5), np.float32), "group_sizes": np.int32([2, 1])},
+        **{"recipe": RECIPE, "state": WITHOUT},
+    },
+}
+HIGHEST, DEFAULT = lax.Precision.HIGHEST, lax.Precision.DEFAULT
+BATCHES = {
+    **{"x": np.ones((2, 4, 6), np.float32), "kernel": np.ones((3, 6, 5), np.float32)},
+    "dimension_numbers": (((2,), (1,)), ((0,), (0,))),
+}
+PAIR = np.ones((6, 2, 5), np.float32)
+# The argument, its exception and values, and a pattern; a dict changes several arguments.
+ARGUMENTS = [
+    ("dot_general", "x", TYPE, [X.astype(np.float64)], ""),
+    ("dot_general", "", VALUE, [{"kernel": np.ones((5, 4), np.float32)}], "contracting"),
+    ("dot_general", "", VALUE, [BATCHES], "batch"),
+    ("dot_general", "", VALUE, [{"dimension_numbers": (((2,), (0,)), ((), ()))}], "dimension"),
+    ("dot_general", "state", VALUE, [None], r".*DotGeneralState\(None, None, None\)"),
+    ("dot_general", "preferred_element_type", TYPE, [np.int32, np.float64, jnp.float8_e4m3fn, "float99"], "expected"),
+    ("dot_general", "precision", VALUE, [(HIGHEST, DEFAULT), "tensorfloat32", 3], "expected"),
+    ("dot_general", "precision", VALUE, [lax.DotAlgorithmPreset.F32_F32_F32], "expected"),
+    ("dot_general", "precision", VALUE, [lax.DotAlgorithm(*[np.float32] * 3)], "expected"),
+    ("dot_general", "out_sharding", TYPE, ["data"], "expected"),
+    ("dot_general", "bias", VALUE, [np.ones(4, np.float32)], r"expected shape \(5,\), got float32\[4\]"),
+    ("dot_general", "bias", TYPE, [np.ones(5, np.int32)], "expected bfloat16"),
+    ("dot_general", "activation", VALUE, ["tanh"], r"expected one of .*got 'tanh'"),
+    ("dot_general", "activation", VALUE, ["gelu_gated"], r"the product: expected \[\.\.\., 2, n\]"),
+    ("einsum", "eqn", TYPE, [None], "string"),
+    ("einsum", "eqn", VALUE, ["mk->mn", "mk,kn,no->mo"], "two operands"),
+    ("einsum", "eqn", VALUE, ["mk,kn->m,n"], "one output"),
+    ("einsum", "eqn", VALUE, ["mk,kn->mn->m", "m1,1n->mn", "m.,kn->mn"], "letters"),
+    ("einsum", "eqn", VALUE, ["...m...,kn->mn"], "x"),
+    ("einsum", "eqn", VALUE, ["m,kn->mn"], "dimensions of x"),
+    ("einsum", "eqn", VALUE, ["mk,kno->mn"], "dimensions of kernel"),
+    ("einsum", "eqn", VALUE, ["mk,kn->mm", "mm,kn->mn"], "'m'"),  # twice in the output; no diagonal of a rectangle
+    ("einsum", "eqn", VALUE, ["mk,kn->mo"], "'o'"),
+    ("einsum", "eqn", VALUE, ["km,kn->mn"], "'k'"),  # of two sizes
+    ("einsum", "x", TYPE, [X.astype(np.int32)], ""),
+    ("einsum", "kernel", TYPE, [KERNEL.astype(np.complex64)], ""),
+    ("einsum", "preferred_element_type", TYPE, [{"x": X[:0], "preferred_element_type": np.int32}], ""),
+    ("einsum", "", VALUE, [{"state": None}], "dot_general: state"),
+    ("ragged_dot", "lhs", TYPE, [X.astype(np.float64), X.astype(np.int32)], ""),
+    ("ragged_dot", "lhs", VALUE, [X[None]], ""),
+    ("ragged_dot", "rhs", TYPE, [np.ones((2, 6, 5), jnp.float8_e4m3fn)], ""),
+    ("ragged_dot", "rhs", VALUE, [np.ones(s, np.float32) for s in ((3, 6, 5), (2, 3, 5), (6, 5))], ""),
+    ("ragged_dot", "group_sizes", TYPE, [np.float32([2, 3])], ""),
+    ("ragged_dot", "group_sizes", VALUE, [np.int32([[2, 3]])], ""),
+    ("ragged_dot", "preferred_element_type", TYPE, [np.int32], ""),
+    ("ragged_dot", "state", VALUE, [None, jaxfp8.init_state(DELAYED(amax_history_len=7))], ""),
+    ("ragged_dot", "state", TYPE, [()], ""),
+    ("ragged_dot", "recipe", VALUE, [jaxfp8.CustomRecipe(lambda role: None)], ""),
+]
+
+
+@pytest.mark.parametrize("op, name, error, values, says", ARGUMENTS, ids=[f"{row[0]}-{row[1]}" for row in ARGUMENTS])
+def test_arguments_of_products(op, name, error, values, says):
+    getattr(jaxfp8, op)(**GOOD[op])
+    for value in values:
+        with pytest.raises(error, match=rf"(?s){op}: {name}\b.*{says}" if name else says):
+            getattr(jaxfp8, op)(**GOOD[op] | (value if isinstance(value, dict) else {name: value}))
+            pytest.fail(f"{value!r} is accepted")
+
+
+LAYERS = [
+    ("GatedMLP", {"activation": "tanh"}, 'GatedMLP: activation: expected "silu" or "gelu", got \'tanh\''),
+    ("GatedMLP", {"norm": "batch"}, 'GatedMLP: norm: expected "rms"'),
+    ("NormDense", {"kind": "batch"}, 'NormDense: kind: expected "rms" or "layer", got \'batch\''),
+]
+
+
+@pytest.mark.parametrize("name, options, message", LAYERS)
+def test_options_of_layers(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(jaxfp8.linen, name)(7, **options).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=message):
+        getattr(jaxfp8.nnx, name)(6, 7, **options, rngs=nnx.Rngs(0))
+
+
+# --------------------------------------------------------------------------------------------------- recipes as values
+
+
+def test_recipes_are_values():
+    """They hash and compare, so that a recipe made twice is one program."""
+    for recipe, _ in RECIPES.values():
+        again = dataclasses.replace(recipe)
+        assert again == recipe and hash(again) == hash(recipe) and again is not recipe
+    recipes = {recipe for recipe, _ in RECIPES.values()}
+    changes = [{"margin": 1}, {"amax_history_len": 17}, {"amax_compute_algo": "most_recent"}]
+    changes += [{"amax_compute_algo": most_recent}, {"fp8_format": jaxfp8.E4M3}, {"first_step": "current"}]
+    assert len(recipes | {DELAYED(**change) for change in changes}) == len(RECIPES) + len(changes)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DELAYED().margin = 3
+    defaults = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max", "fp8_format": jaxfp8.HYBRID}
+    assert DELAYED() == DELAYED(**defaults, first_step="unit", reduce_amax=True) == dataclasses.replace(DELAYED())
+
+
+def test_no_stages_and_nothing_said_are_two_recipes():
+    """A warning names `pipeline_axes=()` as its cure, so no cache may take the one recipe for the other."""
+    unsaid, said = jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling(pipeline_axes=())
+    assert unsaid != said and unsaid == jaxfp8.DelayedScaling() and said == jaxfp8.DelayedScaling(pipeline_axes=[])
+    assert jaxfp8.make_dot_general_cls(said) is not jaxfp8.make_dot_general_cls(unsaid)
+    for again in (pickle.loads(pickle.dumps(unsaid)), copy.deepcopy(unsaid), dataclasses.replace(unsaid)):
+        assert again == unsaid != said and not again.pipeline_axes
