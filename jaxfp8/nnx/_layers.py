@@ -77,7 +77,17 @@ class Linear(nnx.Module):
 class _Normalizing(nnx.Module):
     """Base of layers with a norm before their first product: `norm` is None, `"rms"` or `"layer"`; see `GatedMLP`."""
 
-    def __init__(self, norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs):
+    def __init__(
+        self,
+        norm: str | None,
+        in_features: int,
+        epsilon: float,
+        dtype: Any,
+        param_dtype: Any,
+        scale_init: Initializer,
+        norm_bias_init: Initializer,
+        rngs: nnx.Rngs,
+    ):
         self.norm, self.epsilon, self.dtype = norm, epsilon, dtype
 
         def parameter(init, is_there):
