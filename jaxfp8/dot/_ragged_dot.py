@@ -167,7 +167,7 @@ class _RaggedProduct(Product):
 
 def _in_a_group(x, group_sizes):
     """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
-    rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]))
+    rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
 

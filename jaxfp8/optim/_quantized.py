@@ -159,11 +159,11 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         )
 
     def quantize(kind, leaf):
-        (x,) = jax.tree.leaves(leaf)
-        if not is_large(x, min_size):
+        arrays = jax.tree.leaves(leaf)  # none in a Variable that `optax.masked` left out
+        if not (arrays and is_large(*arrays, min_size)):
             return leaf
         # Moments of `init` are constants, whose codes XLA would compute, slowly, while it compiles.
-        moment = encode(kind, lax.optimization_barrier(x))
+        moment = encode(kind, lax.optimization_barrier(*arrays))
         # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
         return kind(*(jax.tree.map(lambda _, part=part: part, leaf) for part in moment))
 

@@ -149,6 +149,19 @@ def test_an_nnx_optimizer():
     assert jnp.dtype(jnp.float8_e4m3fn) in dtypes
 
 
+def test_an_nnx_optimizer_of_fp8_layers():
+    """`train.optimizer` masks the state of the layers, which NNX keeps as a Variable without an array."""
+    product = jaxfp8.nnx.Fp8DotGeneral(jaxfp8.DelayedScaling(amax_history_len=4))
+    model = nnx.Linear(96, 128, dot_general=product, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 96))
+    model(x)
+    optimizer = jaxfp8.nnx.Optimizer(model, optim.quantized(optax.adamw(1e-2)))
+    grads = jaxfp8.nnx.grad(lambda model: jnp.mean((model(x) - 0.5) ** 2))(model)
+    optimizer.update(model, grads)
+    assert jaxfp8.E4M3.dtype in {leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))}
+    assert product.input_amax_history[0] == 1
+
+
 def test_memory():
     params = cases.params()
     state = optim.quantized(adam()).init(params)

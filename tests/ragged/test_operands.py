@@ -178,6 +178,13 @@ def test_rows_beyond_the_last_group_reach_no_gradient_of_a_fused_input(recipe, k
     assert np.any(got[1][inside]) and not np.any(got[1][inside.stop :])
 
 
+def test_strict_promotion_with_64_bits():
+    lhs, rhs, _ = operands(len(EXPERTS))
+    expected = ragged_dot(lhs, rhs, DELAYED, STATE)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert_same_bits(ragged_dot(lhs, rhs, DELAYED, STATE), expected)
+
+
 def test_fused_input_is_quantized_where_it_is_computed():
     """Its values are not in the forward: nothing but codes is written."""
     _, rhs, _ = operands(len(EXPERTS))
