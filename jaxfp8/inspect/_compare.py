@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn, nnx
 
+from .._jax import _compat
 from .._jax._arrays import split_arrays
 from .._jax._table import aligned, member, natural
 from ..dot import _wrapping
@@ -200,6 +201,8 @@ class _Recorder:
 
 def _cotangent(leaf, ct, zero):
     """Return `ct` for a leaf, after the host has recorded it; state and codes get zeros."""
+    if _compat.is_max(leaf):  # the reading of a loop over layers
+        return _compat.to_max(jnp.zeros(leaf.shape, jnp.float32), leaf.dtype)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return np.zeros(leaf.shape, jax.dtypes.float0)
     return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)

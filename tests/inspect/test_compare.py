@@ -144,6 +144,23 @@ def test_nnx():
     assert jax.tree.all(jax.tree.map(np.array_equal, before, after))  # nothing is updated
 
 
+def test_a_loop_that_reads_state_before_it_runs():
+    """`linen.scan` gives its products a reading in place of state; their rows are those of `nn.scan`."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(16, dot_general_cls=jaxfp8.make_dot_general_cls(A))(x), None
+
+    def compared(scan):
+        axes = {"params": 0, jaxfp8.OVERWRITE_WITH_GRADIENT: 0}
+        model = scan(Block, variable_axes=axes, split_rngs={"params": True}, length=2)()
+        x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
+        return inspect.compare(model, (x, None), model.init(jax.random.key(0), x, None), loss=lambda out: out[0].sum())
+
+    assert compared(jaxfp8.linen.scan).rows == compared(nn.scan).rows
+
+
 def test_what_is_lost_wholly_or_not_at_all():
     x, kernel = jnp.ones((4, 8)), jnp.ones((8, 4))
 
