@@ -82,6 +82,9 @@ def flatten(tree) -> StateTree:
     Args:
         tree: a state collection, a variables dict, an NNX state or module, a `DotGeneralState`, or a pytree that mixes
             parameters with any of these.
+
+    Raises:
+        ValueError: `nn.WeightNorm` has made a parameter of quantizer state.
     """
     leaves, paths, nodes = [], [], []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_state)[0]:
@@ -89,6 +92,11 @@ def flatten(tree) -> StateTree:
             leaves.append(inner)
             paths.append(_names((*path, *rest)))
             nodes.append(leaf)
+    if taken := next((path for path in paths if path and path[-1].endswith(f"{_HISTORY}/{_SCALE}")), None):
+        raise ValueError(
+            "nn.WeightNorm: variable_filter: expected a filter of kernels, got one that matches FP8 state, and "
+            f"made of it {'/'.join(taken)}: name the kernel alone, variable_filter={{'layer_instance/kernel'}}"
+        )
     quantizers = _pairs(paths)
     paired = {i for q in quantizers for i in q.positions()}
     is_state = [_is_state(node) or OVERWRITE_WITH_GRADIENT in path for node, path in zip(nodes, paths, strict=True)]

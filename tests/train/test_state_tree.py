@@ -4,8 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.core import freeze
 
 import jaxfp8
@@ -93,3 +94,19 @@ def test_state_of_own_quantizers():
     custom = jaxfp8.DotGeneralState(input={"count": np.zeros(2)}, kernel=(), output_grad=None)
     found = _state_tree.flatten({"w": np.ones(2), "fp8": custom})
     assert [found.name(i) for i in found.positions()] == ["fp8/input/count"]
+
+
+def test_state_that_weight_norm_takes_for_a_kernel_is_refused():
+    """Its filter of kernels matches the names of state too; the norm of a history would be its state."""
+    dense, x = nn.Dense(8, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((4, 16))
+    variables = nn.WeightNorm(dense).init(jax.random.key(0), x)
+    name = "layer_instance/Fp8DotGeneral_0/kernel_amax_history/scale: name the kernel alone"
+    for use in (
+        lambda: jaxfp8.grad(lambda variables: 0.0)(variables),
+        lambda: jaxfp8.train.optimizer(optax.sgd(0.1)).init(variables),
+        lambda: jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            use()
+    kernel = nn.WeightNorm(dense, variable_filter={"layer_instance/kernel"})
+    jaxfp8.grad(lambda variables: kernel.apply(variables, x).sum())(kernel.init(jax.random.key(0), x))
