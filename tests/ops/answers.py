@@ -106,7 +106,7 @@ def _decode_moment(data, amax, exponent, results):
 
 
 def _encode_moment(data, amax, exponent, after, keys, results, squared):
-    if not np.isfinite(amax).all():
+    if not np.isfinite(amax).all() or np.signbit(amax).any():  # no amax is negative
         return [None] * 3
     keys = keys if keys.shape == amax.shape else None
     return list(oracle_moments.encode(data, amax, exponent, after, keys, squared))
