@@ -15,8 +15,7 @@ from delayed_scaling.cases import compare_run, scripted_run
 from ops import cases
 
 import jaxfp8
-from jaxfp8 import ops
-from jaxfp8.dot import _gemms
+from jaxfp8 import ops, recipes
 from jaxfp8.numerics import _scaling
 from jaxfp8.recipes import _tensorwise
 
@@ -58,11 +57,11 @@ def read_mutant(change):
     """Change what is read of states: `change(step, state) -> step`."""
 
     def install(monkeypatch):
-        def mutant(quantizers, states, reading, original=_gemms.read_states):
+        def mutant(quantizers, states, reading, original=recipes.read_states):
             steps = zip(original(quantizers, states, reading), states, strict=True)
             return [None if step is None else change(step, state) for step, state in steps]
 
-        monkeypatch.setattr(_gemms, "read_states", mutant)
+        monkeypatch.setattr(recipes, "read_states", mutant)
 
     return install
 
@@ -71,11 +70,11 @@ def next_mutant(change):
     """Change the next states: `change(next state, q) -> next state`."""
 
     def install(monkeypatch):
-        def mutant(quantized, reduce, reading, original=_gemms.next_states):
+        def mutant(quantized, reduce, reading, original=recipes.next_states):
             states = zip(original(quantized, reduce, reading), quantized, strict=True)
             return [None if state is None else change(state, q) for state, q in states]
 
-        monkeypatch.setattr(_gemms, "next_states", mutant)
+        monkeypatch.setattr(recipes, "next_states", mutant)
 
     return install
 

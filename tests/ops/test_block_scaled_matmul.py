@@ -321,6 +321,6 @@ def test_attributes_of_the_custom_call(machine):
         (line,) = (x for x in cuda_text(pair, precise=precise).splitlines() if "custom_call @jaxfp8" in x)
         assert f"precise = {expected}" in line, line
     (line,) = (x for x in cuda_text(ON_HOPPER[2], 5, 7, 33, bias=np.ones(7, F32)).splitlines() if "@jaxfp8" in x)
-    assert "tensor<1x16x128xf8E4M3FN>, tensor<1x16x128xf8E4M3FN>, tensor<1x1x16xf32>, tensor<1x1x4xf32>" in line
-    assert "tensor<1x16x16xf32>, tensor<33554432xui8>" in line
+    assert "tensor<16x128xf8E4M3FN>, tensor<16x128xf8E4M3FN>, tensor<1x1x16xf32>, tensor<1x1x4xf32>" in line
+    assert "tensor<16x16xf32>, tensor<33554432xui8>" in line
     assert 'a_scales = "1x128", b_scales = "128x128"' in line

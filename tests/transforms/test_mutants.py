@@ -10,8 +10,8 @@ from programs import functional, known_amax
 from programs.functional import PROGRAMS
 
 import jaxfp8
+from jaxfp8 import recipes
 from jaxfp8._jax import _compat
-from jaxfp8.dot import _gemms
 from jaxfp8.recipes import _reading
 
 from . import test_readings
@@ -75,11 +75,11 @@ def max_grad_forgotten(monkeypatch):
 def newest_amax_unrolled(monkeypatch):
     """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
 
-    def mutant(quantizers, states, reading, original=_gemms.read_states):
+    def mutant(quantizers, states, reading, original=recipes.read_states):
         runs = zip(original(quantizers, states, reading), states, strict=True)
         return [run and dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
 
-    monkeypatch.setattr(_gemms, "read_states", mutant)
+    monkeypatch.setattr(recipes, "read_states", mutant)
 
 
 MUTANTS = {
@@ -144,11 +144,11 @@ def not_finite_amaxes_count(monkeypatch):
 def another_kernels_scale(monkeypatch):
     """The scale that the backward computes again is that of x for the kernel, too."""
 
-    def mutant(quantizers, states, reading, original=_gemms.read_states):
+    def mutant(quantizers, states, reading, original=recipes.read_states):
         steps = original(quantizers, states, reading)
         return [steps[0], steps[0], *steps[2:]] if reading is not None and len(steps) == 3 else steps
 
-    monkeypatch.setattr(_gemms, "read_states", mutant)
+    monkeypatch.setattr(recipes, "read_states", mutant)
 
 
 READINGS = {
