@@ -1,4 +1,4 @@
-"""What the layers of Linen and NNX share: their product in the compute dtype, and the sizes of features."""
+"""Multiply in the compute dtype, and check the sizes of features, for the layers of both Linen and NNX."""
 
 import operator
 
