@@ -11,9 +11,6 @@ import snippets
 
 import jaxfp8
 
-# Two runs of these take 3 to 30 seconds each on two shared cores; the other pages are slow.
-FAST = {"README.md", "docs/getting_started.md", "docs/delayed_scaling.md"}
-
 
 def check_custom_recipes(names):
     assert names["recipe"].quantizers()[0] is not None and names["amax"].shape == (1,)
@@ -44,12 +41,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page in FAST else pytest.mark.slow)
-        for page in [*snippets.pages(), *snippets.notebooks()]
-        if snippets.has_program(page)
-    ],
+    "page", [page for page in [*snippets.pages(), *snippets.notebooks()] if snippets.has_program(page)]
 )
 def test_programs(page, tmp_path, monkeypatch):
     """Each page runs twice in one process and one folder: the second run finds the names and the files of the first."""

@@ -1,6 +1,7 @@
 """The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks and the table below.
 
-`slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand.
+`slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand. Of a
+product of parameters CI runs the cases that differ from the first values in one place, and a diagonal.
 """
 
 import collections
@@ -43,7 +44,7 @@ def mark(items, tests: pathlib.Path) -> None:
         for case, position in zip(cases, positions, strict=True):
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
-            if case.get_closest_marker("varied") and _differences(case, position) > 1 and not on_diagonal:
+            if _differences(case, position) > 1 and not on_diagonal:
                 case.add_marker("slow")
             elif not in_fast:
                 case.add_marker("ci")
@@ -74,6 +75,8 @@ def _positions(case, values) -> dict:
 
 def _differences(case, position) -> int:
     """How many `parametrize` marks do not give their first value; the jnp reference and emulation are too."""
+    if not hasattr(case, "callspec"):
+        return 0
     others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
     return others + (case.callspec.params.get("implementation") in ("reference", "emulated"))
 

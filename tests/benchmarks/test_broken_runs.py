@@ -73,7 +73,6 @@ def test_figures_are_the_worst_of_all_quantizers(program):
     np.testing.assert_array_equal(nothing, [np.nan] * 5 + [7.0])
 
 
-@pytest.mark.slow
 def test_breaks_do_what_they_say(program, tmp_path, capsys):
     options = ["--seeds", "1", "--clean", "2", "--steps", "8", "--json", str(tmp_path / "runs.json")]
     assert program.main(options) == 0

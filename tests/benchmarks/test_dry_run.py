@@ -25,7 +25,6 @@ def dry_run(tmp_path_factory):
     return output, json.loads(path.read_text()), path
 
 
-@pytest.mark.slow
 def test_every_case_runs(dry_run):
     output, record, _ = dry_run
     assert record["environment"]["dry_run"] and record["environment"]["device"] == "cpu"
@@ -44,8 +43,7 @@ def test_every_case_runs(dry_run):
         assert all(sum(row["gemms"].values()) >= 3 for row in rows.values()), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["dense512", pytest.param("language_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["dense512", "language_model"])
 def test_cpu_goals(case, tmp_path):
     path = tmp_path / "cpu.json"
     output = run("train_step.py", "--tiny", "--turns", 2, "--only", case, "--json", path)
@@ -64,7 +62,6 @@ def options(monkeypatch):
         yield Options(tiny=True, turns=1)
 
 
-@pytest.mark.slow
 def test_a_wrong_answer_has_no_time(options, monkeypatch):
     from _gpu_ops import gemm
 
@@ -78,7 +75,6 @@ def test_a_wrong_answer_has_no_time(options, monkeypatch):
     assert {"jaxfp8 precise", "bf16"} == set(rows) and "a row is off by" in errors["jaxfp8 fast"]
 
 
-@pytest.mark.slow
 def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     import _gpu_layers
 

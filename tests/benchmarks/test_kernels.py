@@ -16,9 +16,6 @@ import kernels  # noqa: E402
 from jaxfp8 import ops  # noqa: E402
 from jaxfp8.ops import _ffi  # noqa: E402
 
-FAST = ("quantize bf16", "quantize_blocks_transpose 1x32", "scaled_matmul fast", "delayed_scales")
-
-
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
@@ -39,9 +36,7 @@ def wrong(leaf, is_product):
                 yield jnp.asarray(changed.astype(dtype))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in kernels.KERNELS]
-)
+@pytest.mark.parametrize("name", kernels.KERNELS)
 def test_no_wrong_answer_is_timed(name):
     """Whatever an element of a result should be, another one is refused: no result is left unchecked."""
     make, shapes = kernels.KERNELS[name]

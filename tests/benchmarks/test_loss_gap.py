@@ -24,7 +24,6 @@ CHANGED = {
 pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
-@pytest.mark.slow
 def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     arms = ["bf16", "own_layer", "flax", "ends_in_bf16", "stochastic_grad"]
     corpus = program.corpora()["source"]
@@ -51,7 +50,6 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     assert len({loss for pair in losses for loss in pair}) == 10, "no two arms, and no two seeds, are the same run"
 
 
-@pytest.mark.slow
 def test_arms_start_from_the_same_weights(program):
     tokens = jnp.zeros((1, 8), jnp.int32)
     weights = {}

@@ -18,7 +18,6 @@ def test_the_docs_have_the_table(program):
     assert between.strip() == program.table(rows(program))
 
 
-@pytest.mark.slow
 def test_measured_again(program):
     """Codes are the same everywhere, so are the figures; a product's last bits are not."""
     kept = [row for row in rows(program) if row["format"] == "e4m3" and row["tensor"] in ("columns x10000", "constant")]

@@ -28,7 +28,6 @@ def moved_rows(x, recipe, state):
     return collectives.all_to_all(x, "e", 0, 0, recipe=recipe, state=state, tiled=True)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
 @CHECK_VMA
@@ -36,7 +35,6 @@ def test_recipes(case, recipe, check_vma):
     cases.compare(case, recipe, check_vma=check_vma)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("program", cases.PROGRAMS[1:], ids=lambda program: program.__name__)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("case", ["all_to_all", "all_gather"])

@@ -21,7 +21,6 @@ def rows(text) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()}
 
 
-@pytest.mark.slow
 def test_all_arms_train(tmp_path):
     done = run(tmp_path, "--tiny", "--json", "out/all.json", "--out", "all.png")
     written = json.loads((tmp_path / "out/all.json").read_text())
@@ -59,8 +58,7 @@ def first(done, name):
     return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith(name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", [math.nan, pytest.param(4.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", [math.nan, 4.5])
 def test_a_wrong_arm_is_not_timed(monkeypatch, as_users_have_jax, loss):
     args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
     comparison = command.Comparison(args, command.Corpus())

@@ -22,7 +22,6 @@ def state_of(name, seed=3):
     return _training.create_state(arm, model, seed, _training.make_optimizer(100))
 
 
-@pytest.mark.slow
 def test_arms_start_from_the_same_weights():
     reference = state_of("bf16")
     assert set(reference.params) == {"params"}

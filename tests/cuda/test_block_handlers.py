@@ -23,7 +23,6 @@ BLOCK_KINDS = {
 }
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("options", BLOCK_KINDS.values(), ids=BLOCK_KINDS)
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(("x", "y"))], ids=str)
 def test_quantized_blocks_on_a_mesh(options, spec):
@@ -94,7 +93,6 @@ MESH_SPECS = (
 )
 
 
-@pytest.mark.varied
 @PAIRS
 @pytest.mark.parametrize("specs", MESH_SPECS, ids=str)
 def test_block_scaled_products_on_a_mesh(blocks, specs):

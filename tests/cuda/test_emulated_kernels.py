@@ -182,7 +182,6 @@ SHAPES = [(1, 1, 1), (1, 9, 1), (1, 128, 128), (1, 16, 8), (1, 217, 41), (1, 130
 SHAPES += [(2, 100, 100), (1, 16, 3000), (1, 3000, 16)]
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("op", TILES)
 @pytest.mark.parametrize("g, m, n", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])

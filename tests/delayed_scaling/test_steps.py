@@ -19,7 +19,6 @@ def test_fifty_random_steps(dtype):
     compare_run(jaxfp8.DelayedScaling(amax_history_len=8), random_run(1, 50, dtype))
 
 
-@pytest.mark.varied
 @DTYPES
 @pytest.mark.parametrize("name", ["ffi", "reference"])
 def test_scripted_steps(dtype, name):

@@ -50,7 +50,6 @@ def exact_state(seed):
     return oracle.LayerState(*powers, oracle.State(rng.uniform(1, 9, HISTORY).astype(F32), np.float32(1)))
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_steps(name, dtype):
@@ -127,7 +126,6 @@ def both(name, operands, given, through=lambda loss: loss, **options):
     return [run(*operands, given) for run in wanted]
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("recipe", ["delayed", "most_recent", "margin", "e4m3", *KINDS])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_float32_is_the_plain_path(name, recipe):
@@ -201,7 +199,6 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("way", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", ["silu_gated", "gelu"])
 def test_transformations(name, way):

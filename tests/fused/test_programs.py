@@ -50,7 +50,6 @@ def check_uses(case, operands, kernel, grads, expected_state, got):
     cases.check_step(case, rows, kernel, flat, expected_state, (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate))
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
 def test_several_uses(name, way):
@@ -84,7 +83,6 @@ def test_a_batch_of_examples_has_one_scale(name):
     assert (np.stack([product(each) for each in x]) != whole).any(), "the same with a scale for each example"
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel(name, axis_type):

@@ -17,7 +17,6 @@ from . import cases
 from .cases import BF16, CASES, F16, F32, RECIPE
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("implementation", ["ffi", "reference"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -56,7 +55,6 @@ NOT_FUSED = {
 }
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("rows, kernel_shape, dimension_numbers", NOT_FUSED.values(), ids=NOT_FUSED)
 @pytest.mark.parametrize("name", ["silu_gated", "layer with bias"])
 def test_products_that_are_not_fused(name, rows, kernel_shape, dimension_numbers):

@@ -56,7 +56,6 @@ def test_codes_that_are_not_transposed(monkeypatch):
         compare()
 
 
-@pytest.mark.slow
 def test_the_kernel_in_its_own_dtype(monkeypatch):
     """Not in the layer's: codes of a float32 kernel where the layer computes in bfloat16."""
     _, variables, _ = models.linen("Dense, bf16")
@@ -70,7 +69,6 @@ def test_the_kernel_in_its_own_dtype(monkeypatch):
         compare()
 
 
-@pytest.mark.slow
 def test_histories_by_sum(monkeypatch):
     """Without `max_grad` autodiff adds what the calls of a checkpointed layer return; and `update_state` says so."""
     test_calibrate.test_a_layer_called_twice()
@@ -80,7 +78,6 @@ def test_histories_by_sum(monkeypatch):
         test_calibrate.test_a_layer_called_twice()
 
 
-@pytest.mark.slow
 def test_histories_that_do_not_move(monkeypatch):
     monkeypatch.setattr(_calibrate, "update_state", lambda old, new: old)
     with pytest.raises(AssertionError, match="differ"):

@@ -72,7 +72,6 @@ def written_out(layer, variables, x, dtype):
     return product(x, variables, (), *options)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("recipe, dtype", CASES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_values_and_gradients(layer, recipe, dtype):

@@ -21,7 +21,6 @@ def train(kind, name, recipe=cases.RECIPE, with_state=True, steps=cases.STEPS):
         return cases.train(cases.jitted(mesh, layout, recipe), weights, state, batches[:steps])
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", cases.LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps(kind, name):

@@ -14,7 +14,7 @@ from jaxfp8.ops import _partition
 from jaxfp8.recipes import AmaxReduction
 from mesh import cases, pipelines, test_shard_map
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 STEPS = 2
 

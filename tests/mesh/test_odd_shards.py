@@ -72,7 +72,6 @@ def train_uneven(cut, shape):
     cases.assert_same(jax.jit(functools.partial(step, place=place))(*tensors, state), wanted, f"{cut} {shape}")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("shape", [(10, 12, 14), (3, 16, 7), (1, 1, 1)])
 @pytest.mark.parametrize("cut", CUTS)
 def test_dimensions_that_the_devices_do_not_divide(cut, shape):
@@ -97,7 +96,6 @@ def steps(run, weights, state, batches):
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")
 
 
-@pytest.mark.varied
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
 @pytest.mark.parametrize("context", ["none", "with mesh"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,7 +130,6 @@ def test_outside_of_jit():
         cases.assert_same(cases.train(cases.make_step(), weights, state, batches[:2]), wanted, "eager")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("kind, spmd_axis_name", [("auto", None), ("auto", "data"), ("explicit", None)])
 @pytest.mark.parametrize("own", ["", "kernel", "state", "kernel, state"])
 def test_vmap(own, kind, spmd_axis_name):
@@ -170,7 +167,6 @@ def test_vmap(own, kind, spmd_axis_name):
         cases.assert_same(run(*placed), wanted, f"vmap {kind}, own {own}")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own state", "shared state"])
 @pytest.mark.parametrize("kind, is_remat", [("auto", False), ("explicit", True)])
 def test_scan_over_stacked_layers(kind, is_remat, is_shared):

@@ -72,7 +72,6 @@ def test_producers(spec):
     oracle.norm(x, gamma, None, "layer", 1e-6).check(data, data_t, top, scale, FORMAT, start=scale)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("extra", ["", "bias", "accumulator", "bias accumulator"])
 @pytest.mark.parametrize("spec", [P("data", "tp"), P("tp", "data"), P(None, ("data", "tp")), P(("data", "fsdp"), None)])
 def test_product(spec, extra):

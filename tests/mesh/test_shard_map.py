@@ -104,7 +104,6 @@ def train(step, mesh, layout, recipe=RECIPE, with_state=True, steps=cases.STEPS)
 # ----------------------------------------------------------------------------------------------------- ten steps
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", cases.LAYOUTS)
 @CHECKED
 def test_gradient_inside(name, checked):
@@ -193,7 +192,6 @@ def test_constants_inside_of_the_map(name, constant):
     cases.assert_same(got, wanted, name)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("where", ["check_vma", "no check_vma", "around"])
 def test_wrapped(where, wrap):
@@ -219,7 +217,6 @@ def test_a_map_in_a_map(checked):
     cases.assert_same(run, cases.reference(), "nested")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name, manual", [("fsdp+tp", ("data",)), ("all", ("data", "tp"))])
 @CHECKED
 def test_some_axes_manual(name, manual, checked):

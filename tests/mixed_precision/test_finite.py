@@ -35,7 +35,6 @@ def tree(spoil=(), value=np.nan, dtype=np.float32):
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32, np.complex64])
-@pytest.mark.varied
 def test_one_bad_value(value, dtype):
     check = jax.jit(all_finite)
     assert check(tree(dtype=dtype)) and all_finite(tree(dtype=dtype))
@@ -196,7 +195,6 @@ def in_shard_map(function, mesh, check_vma, **specs):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
 @pytest.mark.parametrize("bad", [True, False])
-@pytest.mark.varied
 def test_gradients_that_differ_in_shard_map(check_vma, shape, bad):
     """FSDP, or pipeline stages: one device has the NaN, all skip. The answer has no axis left in its type."""
     mesh = mesh_of(AxisType.Auto, *shape)

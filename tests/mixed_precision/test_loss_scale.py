@@ -58,7 +58,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("bad", [0.0, 0.0004, 0.05, 0.5, 1.0])
-@pytest.mark.varied
 def test_thousands_of_random_steps(options, bad):
     """Bitwise; long enough to meet the bounds where overflows are as rare or as frequent as that."""
     finite = np.random.default_rng(len(str(options))).random(9000) >= bad

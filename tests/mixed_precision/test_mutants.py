@@ -16,7 +16,6 @@ from . import test_finite, test_loss_scale, test_training, trainers
 
 pytestmark = [
     pytest.mark.usefixtures("promotion_as_optax_wants"),
-    pytest.mark.slow,
     pytest.mark.usefixtures("nothing_stays_traced"),
 ]
 OURS = trainers.MAKERS["our TrainState"]

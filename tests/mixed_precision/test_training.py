@@ -51,7 +51,6 @@ def run(make, fp8, step=None):
 
 
 @everywhere
-@pytest.mark.varied
 def test_run(make, fp8):
     run(make, fp8)
 
@@ -73,7 +72,6 @@ def test_gradient_of_an_fp8_layer(initial):
 
 
 @everywhere
-@pytest.mark.varied
 def test_a_skipped_step_leaves_everything(make, fp8):
     """Parameters, both moments and the count of Adam, step, FP8 state; eager and jitted; then a good step moves all."""
     trainer = make(fp8, optax.adamw(0.1))
@@ -155,7 +153,6 @@ def accumulate(make, fp8, form, steps=8):
 
 @everywhere
 @pytest.mark.parametrize("form", [in_a_loop, in_a_scan, scaled_sums])
-@pytest.mark.varied
 def test_accumulation(make, fp8, form):
     accumulate(make, fp8, form)
 

@@ -11,7 +11,7 @@ from jaxfp8 import ops
 from jaxfp8.dot import _fused_input, _gemms, _product
 from jaxfp8.ops import _quantize_activation, _quantize_norm
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
 def compare() -> None:

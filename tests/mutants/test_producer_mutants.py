@@ -11,7 +11,7 @@ from jax import lax
 from jaxfp8 import ops
 from jaxfp8.ops import _quantize_activation, _quantize_activation_grad, _quantize_norm, _shapes
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
 def compare_activations() -> None:

@@ -33,13 +33,11 @@ def build(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chunks", "parallel_for", "kernels", "bands", "moments", "amax_to_scale"])
 def test_program(build, name):
     assert ", 0 failed" in run(build / "cpu" / "native_tests" / f"jaxfp8_{name}_test")
 
 
-@pytest.mark.slow
 def test_nothing_else_is_exported():
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
@@ -48,7 +46,6 @@ def test_nothing_else_is_exported():
     assert [line.split()[-1] for line in lines] == ["PyInit__cpu"]
 
 
-@pytest.mark.slow
 def test_instruction_sets_share_no_code(build):
     """A function that the linker may take from any object must not come from one compiled for a newer processor."""
     if not shutil.which("nm") or sys.platform == "darwin":
@@ -58,7 +55,6 @@ def test_instruction_sets_share_no_code(build):
         assert not weak, f"{path.name}: {weak}"
 
 
-@pytest.mark.slow
 def test_handlers_in_a_process_of_their_own():
     module = _modules.path("_cpu") or pytest.skip("the CPU module is not installed")
     assert ", 0 failed" in run(sys.executable, ROOT / "tests" / "native" / "handlers.py", module)

@@ -60,7 +60,6 @@ def variables_of(model):
     return {"params": as_linen(model, nnx.Param), OWG: as_linen(model, jaxfp8.nnx.OverwriteWithGradient)}
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_linen_and_nnx_agree(name, dtype):

@@ -86,14 +86,12 @@ def check(implementation, args, pair, out_dtype=F32, **options):
 
 @ALL_PAIRS
 @pytest.mark.parametrize("shape", [(16, 48, 256), (7, 5, 131), (130, 129, 64), (1, 1, 1)], ids=str)
-@pytest.mark.varied
 def test_shapes(implementation, shape, pair):
     check(implementation, operands(*shape, pair), pair)
 
 
 @pytest.mark.parametrize("formats", FORMAT_PAIRS, ids=lambda formats: "x".join(fmt.name for fmt in formats))
 @OUT_DTYPES
-@pytest.mark.varied
 def test_formats_and_output_dtypes(implementation, formats, out_dtype):
     for pair in (("1x128", "128x128"), ("MX", "MX"), ("rows", "rows")):
         args = operands(33, 17, 150, pair, formats)
@@ -145,7 +143,6 @@ def test_bad_blocks_reach_their_rows_and_columns_only(implementation):
 
 
 @ALL_PAIRS
-@pytest.mark.varied
 def test_dimensions_of_their_own(implementation, pair):
     """Two batch dimensions, two of m, one of n, two contracting: as merged."""
     batch, (m, n, k) = (2, 2), (6, 10, 64)

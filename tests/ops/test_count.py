@@ -21,7 +21,6 @@ def assert_counted(x, scale, fmt, what):
     cases.assert_bitwise(found, oracle.counts(x, scale, fmt), what)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES, ids=cases.DTYPE_IDS)
 @pytest.mark.parametrize(

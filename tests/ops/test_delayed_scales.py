@@ -39,7 +39,6 @@ def check_scales(histories, stored, fp8_max, margin=0.0, algo="max"):
         cases.assert_bitwise(scale.amax, np.zeros(1, np.float32), f"{what}: amax")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 20, -64])
 def test_scales(implementation, algo, margin):

@@ -37,7 +37,6 @@ def test_results_and_scales_below_the_normal_numbers(implementation, dtype, fmt)
     check_rows(oracle.all_codes(fmt), scales, dtype, "scale_inv")
 
 
-@pytest.mark.varied
 @FORMATS
 def test_shapes(implementation, fmt):
     for seed, shape in enumerate(cases.SHAPES + cases.EMPTY_SHAPES):

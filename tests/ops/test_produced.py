@@ -78,7 +78,6 @@ def check(got, name, x, *params, scale=SCALE, fmt=oracle.E4M3, epsilon=EPSILON, 
         oracle.Product(expected.exact.sum(0), bound).check(total.reshape(-1), f"{name}: sums")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS, *GRADIENTS])
 @DTYPES
 @pytest.mark.parametrize("fmt", cases.FORMATS, ids=cases.FORMAT_IDS)
@@ -94,7 +93,6 @@ def test_values(implementation, fmt, dtype, name):
         check(got, name, x, *params, fmt=fmt, what=f"{name} of {shape}")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", GRADIENTS)
 @DTYPES
 def test_gradient_of_every_magnitude(implementation, dtype, name):
@@ -109,7 +107,6 @@ def test_gradient_of_every_magnitude(implementation, dtype, name):
         assert 1 <= top < 1.2 and np.abs(oracle.widen(data)).max() <= 1.25
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("name", ["gelu", "silu", "relu"])
 @pytest.mark.parametrize("dtype", [oracle.BF16, oracle.F16], ids=["bf16", "f16"])
 def test_activation_of_every_half_code(implementation, dtype, name):
@@ -207,7 +204,6 @@ def test_bad_values_stay_in_their_row(implementation, name, bad):
     check((np.delete(np.asarray(data), 2, axis=0), None, top), name, others, *params)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize(
     "name", ["gelu", "silu_gated", "rms", "layer with beta", "gradient of gelu", "gradient of silu_gated"]
 )

@@ -61,7 +61,6 @@ def test_subnormal_scales(implementation, fmt, name):
     check_rows(name, x, scales, fmt, "subnormal scale")
 
 
-@pytest.mark.varied
 @NAMES
 @FORMATS
 def test_shapes(implementation, fmt, name):
@@ -76,7 +75,6 @@ def test_shapes(implementation, fmt, name):
         cases.assert_codes(name, got, x, scale, fmt, f"{shape}")
 
 
-@pytest.mark.varied
 @FORMATS
 @DTYPES
 def test_one_bad_value_stays_visible_and_alone(implementation, dtype, fmt):
@@ -101,7 +99,6 @@ def test_bad_values_on_every_edge_of_a_tile(implementation, dtype, fmt):
     assert np.isnan(oracle.widen(got[0])).sum() == np.isnan(oracle.widen(got[1])).sum() == 5
 
 
-@pytest.mark.varied
 @NAMES
 @FORMATS
 @DTYPES
@@ -188,7 +185,6 @@ def test_codes_alone(implementation, name):
 SUM_SHAPES = ((1, 1), (1, 9), (9, 1), (127, 65), (128, 128), (129, 257), (400, 72), (1000, 520), (0, 5), (5, 0))
 
 
-@pytest.mark.varied
 @DTYPES
 def test_column_sums(implementation, dtype):
     """The sums come beside results that do not know of them, and twice the same."""

@@ -110,7 +110,6 @@ def test_contract(implementation, name):
 @FORMATS
 @ALL_KINDS
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
-@pytest.mark.varied
 def test_every_half_code(implementation, dtype, fmt, options):
     """In blocks of neighbours, so that most are finite; and in blocks of anything, smaller numbers beside larger."""
     codes = oracle.all_half_codes(dtype).reshape(2048, 32)
@@ -122,7 +121,6 @@ def test_every_half_code(implementation, dtype, fmt, options):
 
 @FORMATS
 @ALL_KINDS
-@pytest.mark.varied
 def test_f32_corner_cases(implementation, fmt, options):
     """Subnormals, the largest numbers, NaNs with payloads; blocks of one element have their own scale."""
     x = oracle.f32_corner_cases(3)
@@ -135,7 +133,6 @@ def test_f32_corner_cases(implementation, fmt, options):
 
 @FORMATS
 @ALL_KINDS
-@pytest.mark.varied
 def test_every_significand_next_to_the_boundary(implementation, fmt, options):
     """The exponent steps where the significand of amax passes 1.75; f32 neighbours of that, at several exponents."""
     near = (np.float32(1.75).view(np.int32) + np.arange(-4, 5, dtype=np.int32)).view(np.float32)
@@ -146,7 +143,6 @@ def test_every_significand_next_to_the_boundary(implementation, fmt, options):
 @FORMATS
 @ALL_KINDS
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.varied
 def test_blocks_and_ragged_edges(implementation, block, fmt, options):
     for shape in ((1, 1), (7, 33), (130, 257), *cases.EMPTY_MATRIX_SHAPES):
         check(cases.random_values(shape, F32, sum(shape)), fmt, block, f"{shape}", **options)
@@ -154,7 +150,6 @@ def test_blocks_and_ragged_edges(implementation, block, fmt, options):
 
 @DTYPES
 @ALL_KINDS
-@pytest.mark.varied
 def test_dtypes_and_sliced_operands(implementation, dtype, options):
     x = cases.random_values((40, 70), dtype, 5)
     run = jax.jit(lambda x: ops.quantize_blocks(x[3:, ::2].T, oracle.E4M3.dtype, block=(1, 16), **options))
@@ -176,7 +171,6 @@ def test_an_inf_leaves_other_blocks_alone(implementation):
 
 
 @ALL_KINDS
-@pytest.mark.varied
 def test_merged_rows_and_columns(implementation, options):
     """Blocks are those of the merged matrix; leading dimensions are matrices of their own."""
     x = cases.random_values((2, 3, 4, 5, 6), F32, 3)
@@ -198,7 +192,6 @@ def mesh(axis_type=AxisType.Auto):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("spec", [P("data"), P(None, "tp"), P("tp", "data"), P(("data", "tp"))], ids=str)
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (5, 7)], ids=str)
-@pytest.mark.varied
 def test_meshes(axis_type, spec, block):
     """Blocks may lie on several devices."""
     x = cases.random_values((16, 64), F32, 9)

@@ -31,7 +31,6 @@ def assert_layouts(got, x, fmt, block, what="", **options):
 @BLOCKS
 @ALL_KINDS
 @DTYPES
-@pytest.mark.varied
 def test_layouts(implementation, block, options, dtype):
     """Sizes around blocks; a NaN in one block and an Inf in another."""
     shapes = (130, 70), (33, 257), *cases.EMPTY_MATRIX_SHAPES
@@ -43,7 +42,6 @@ def test_layouts(implementation, block, options, dtype):
         assert_layouts(got, x, fmt, block, **options)
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("block", [(1, 32), (1, None), (128, 128)], ids=str)
 def test_merged_rows_and_columns_and_vmap(implementation, block):
     x = cases.random_values((2, 3, 4, 9, 5, 8), F32, 3)

@@ -48,7 +48,6 @@ def check(implementation, kind, sizes, a, b):
     expected.check(got, f"{kind}, {sizes}")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sizes(implementation, kind, sizes):

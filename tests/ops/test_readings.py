@@ -79,7 +79,6 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("which", PRODUCTS)
 def test_bitwise(implementation, which):
     check(PRODUCTS[which])

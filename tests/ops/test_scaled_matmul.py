@@ -59,7 +59,6 @@ def test_shapes(implementation, a_fmt, b_fmt):
         expected.check(got, f"{a.shape} x {b.shape} -> {dtype}")
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("precise", [False, True], ids=["fast", "precise"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("with_accumulator", [False, True], ids=["", "accumulator"])

@@ -21,7 +21,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs(program, recipe):
@@ -29,7 +28,6 @@ def test_programs(program, recipe):
     check(adapter, program, RECIPES[recipe])
 
 
-@pytest.mark.varied
 @pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.rule is None])
 @pytest.mark.parametrize("program", functional.RAGGED)
 def test_ragged_dot(program, recipe):

@@ -93,7 +93,6 @@ def test_jit_in_bfloat16(name):
     "lhs_spec, rhs_spec", [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))]
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.varied
 def test_meshes(lhs_spec, rhs_spec, axis_type):
     """Cuts through groups and through blocks."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])

@@ -50,7 +50,6 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
         ((), (("x", "y"),)),
     ],
 )
-@pytest.mark.varied
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_meshes(lhs_spec, rhs_spec, axis_type):
     """Rows, experts, k and n may be cut; a device finds its groups in the sizes of all."""

@@ -48,7 +48,6 @@ STEPS = {"linear_input": 16, "linear_weight": 8, "linear_grad_output": 4}
 
 
 @pytest.mark.parametrize("quantized", list(itertools.product([False, True], repeat=3)))
-@pytest.mark.varied
 def test_none_keeps_a_tensor_as_it_is(quantized):
     steps = {role: s for (role, s), wanted in zip(STEPS.items(), quantized, strict=True) if wanted}
     got = run(recipe_of({role: Grid(s) for role, s in steps.items()}), *grids.data())
@@ -172,7 +171,6 @@ def floats(seed, m=5, k=70, n=33, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize("stock", STOCK, ids=lambda recipe: type(recipe).__name__)
-@pytest.mark.varied
 def test_stock_quantizers_are_the_stock_recipe(stock):
     """Results and next states, to the bit, over three steps."""
     roles = ("linear_input", "linear_weight", "linear_grad_output")

@@ -26,7 +26,6 @@ SHAPES, PART = cases.dense(24, 136, 16), cases.dense(6, 136, 16)
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.varied
 def test_any_numbers(name, where):
     """Scales that are no powers of two are those of one device: within its bounds. An amax of a shard would not be.
 
@@ -44,7 +43,6 @@ def test_any_numbers(name, where):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
-@pytest.mark.varied
 def test_shard_map(name, checked):
     """Current scaling reduces its amax; blocks are those of the rows that a device has. Kernel gradients are sums."""
     recipe, rule = RECIPES[name]

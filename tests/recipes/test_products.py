@@ -75,7 +75,6 @@ RESULTS = {(name, "7x5x3") for name in KINDS} | {(KINDS[i % len(KINDS)], shapes)
 
 
 @pytest.mark.parametrize("name, shapes", table(READ))
-@pytest.mark.varied
 def test_what_products_read(name, shapes, monkeypatch):
     """Codes and scales of both operands of fprop, dgrad and wgrad, to the bit."""
     (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
@@ -109,7 +108,6 @@ def test_other_blocks_are_seen(tile):
 
 
 @pytest.mark.parametrize("name, shapes", table(RESULTS))
-@pytest.mark.varied
 def test_results(name, shapes):
     """y, both gradients and that of the bias, in the dtypes of what they are gradients of."""
     (recipe, rule), shapes = RECIPES[name], SHAPES[shapes]
@@ -132,7 +130,6 @@ def test_results(name, shapes):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("where", ["x", "kernel", "grad"])
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["NaN", "Inf"])
-@pytest.mark.varied
 def test_one_value_that_is_not_finite(name, where, value):
     """It is NaN in every result that needs it, and all others are as the oracle has them."""
     (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
@@ -148,7 +145,6 @@ def test_one_value_that_is_not_finite(name, where, value):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("size", [2.0**-120, 2.0**-140, 2.0**100], ids=["tiny", "subnormal", "huge"])
-@pytest.mark.varied
 def test_far_from_one(name, size):
     """x of any size that float32 holds, subnormals too; the kernel brings the product back to ordinary numbers."""
     (recipe, rule), shapes = RECIPES[name], SHAPES["7x5x3"]
@@ -162,7 +158,6 @@ def test_far_from_one(name, size):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("m, k, n", [(0, 5, 3), (7, 0, 3), (7, 5, 0)], ids=str)
-@pytest.mark.varied
 def test_nothing(name, m, k, n):
     """Zero-size operands give zeros, and a bias alone."""
     shapes = cases.dense(m, k, n, bias=True)
@@ -240,7 +235,6 @@ def twice(f):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("transform", [jax.hessian, jax.jacfwd, twice], ids=["hessian", "jacfwd", "grad of grad"])
-@pytest.mark.varied
 @pytest.mark.ci
 def test_only_first_derivatives(name, transform):
     product, (x, kernel, grad, _) = cases.product(SMALL, RECIPES[name][0]), SMALL.arrays()

@@ -9,8 +9,6 @@ import jaxfp8
 
 from . import running
 
-pytestmark = pytest.mark.slow
-
 NAME = "custom_recipes"
 MATMUL = (((1,), (0,)), ((), ()))
 

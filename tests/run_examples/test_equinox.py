@@ -4,11 +4,8 @@ import equinox as eqx
 import jax
 import numpy as np
 import oracle
-import pytest
 
 import jaxfp8
-
-pytestmark = pytest.mark.slow
 
 NAME = "equinox_language_model"
 

@@ -7,8 +7,6 @@ import pytest
 
 from . import running
 
-pytestmark = pytest.mark.slow
-
 NAME = "fsdp_language_model"
 
 

@@ -12,8 +12,6 @@ import pytest
 
 from . import running
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def language_model(monkeypatch):

@@ -3,12 +3,9 @@
 import chex
 import jax
 import numpy as np
-import pytest
 from flax import nnx
 
 import jaxfp8.nnx
-
-pytestmark = pytest.mark.slow
 
 NAME = "nnx_language_model"
 

@@ -8,8 +8,6 @@ import pytest
 
 from . import running
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("name", ["nnx_language_model", "equinox_language_model"])
 def test_one_device(name, tmp_path):

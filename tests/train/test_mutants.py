@@ -13,7 +13,6 @@ from . import test_accumulate, test_optimizer, test_update_state
 
 pytestmark = [
     pytest.mark.usefixtures("promotion_as_optax_wants"),
-    pytest.mark.slow,
     pytest.mark.usefixtures("nothing_stays_traced"),
 ]
 

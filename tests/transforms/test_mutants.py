@@ -16,7 +16,7 @@ from jaxfp8.recipes import _reading
 
 from . import test_readings
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
 
 class Raw(functional.Functional):
