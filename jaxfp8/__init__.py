@@ -56,6 +56,8 @@ from .recipes import (
     QTensor as QTensor,
     Quantizer as Quantizer,
     QuantizerState as QuantizerState,
+    StaticScaling as StaticScaling,
+    StaticScalingQuantizer as StaticScalingQuantizer,
     autocast as autocast,
     init_state as init_state,
 )

@@ -185,6 +185,19 @@ def test_an_amax_that_is_not_there_is_empty(name, of_amax, cuda_custom_calls):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("grad, amaxes", [(0.1, {}), (None, {"amax": 1, "amax_to_scale": 1})])
+def test_static_scales_need_no_amax(grad, amaxes, cuda_custom_calls):
+    """A Dense step is six launches; the gradient's own scale takes two more."""
+    recipe, (x, kernel, cotangent, _) = jaxfp8.StaticScaling(grad=grad), dense_arguments()
+
+    def step(x, kernel, cotangent):
+        y, vjp = jax.vjp(lambda x, k: jaxfp8.dot_general(x, k, (((1,), (0,)), ((), ())), recipe=recipe), x, kernel)
+        return y, vjp(cotangent)
+
+    calls = custom_calls(cuda_text(step, x, kernel, cotangent))
+    assert calls == {"quantize_transpose": 3, "scaled_matmul": 3, **amaxes}
+
+
 @pytest.mark.parametrize("precise", [False, True])
 def test_precise_reaches_the_handler(precise, cuda_custom_calls):
     text = cuda_text(lambda a, b: ops.scaled_matmul(a, b, S, S, precise=precise), CODES, CODES)

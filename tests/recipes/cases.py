@@ -29,11 +29,12 @@ class Rule:
     scale: str = "f32"
     rounding: str = "ceil"
     power_2_scale: bool = False
+    bounds: tuple = (None, None, None)  # of x, kernel and grad, in place of their amaxes
 
-    def quantize(self, x, block, fmt):
+    def quantize(self, x, block, fmt, bound=None):
         """`Codes` of matrices `[batch, rows, cols]`; one scale for a whole tensor is that of all of them."""
         if block is None:
-            sf, scale_inv = oracle.scale_pair(oracle.amax(x), 1, fmt.max)
+            sf, scale_inv = oracle.scale_pair(oracle.amax(x) if bound is None else F32(bound), 1, fmt.max)
             if self.power_2_scale:
                 sf = F32(np.ldexp(0.5, np.frexp(sf)[1]))
                 scale_inv = F32(1 / np.float64(sf))
@@ -73,9 +74,10 @@ class Step:
 def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32) -> Step:
     """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad `[batch, m, n]`, in grad's dtype."""
     square = rule.square or rule.tile
-    x_last, x_first = (rule.quantize(of, rule.tile, rule.forward) for of in (x, x.swapaxes(1, 2)))
-    k_last, k_first = (rule.quantize(of, square, rule.forward) for of in (kernel, kernel.swapaxes(1, 2)))
-    g_rows, g_cols = (rule.quantize(of, rule.tile, rule.backward) for of in (grad, grad.swapaxes(1, 2)))
+    of_x, of_kernel, of_grad = rule.bounds
+    x_last, x_first = (rule.quantize(of, rule.tile, rule.forward, of_x) for of in (x, x.swapaxes(1, 2)))
+    k_last, k_first = (rule.quantize(of, square, rule.forward, of_kernel) for of in (kernel, kernel.swapaxes(1, 2)))
+    g_rows, g_cols = (rule.quantize(of, rule.tile, rule.backward, of_grad) for of in (grad, grad.swapaxes(1, 2)))
     return Step(
         {"fprop": (x_last, k_last), "dgrad": (g_rows, k_first), "wgrad": (x_first, g_cols)},
         y=x_last.by(k_last, grad.dtype, None if bias is None else bias.astype(grad.dtype)),
@@ -99,6 +101,12 @@ RECIPES = {
     "current": (jaxfp8.Float8CurrentScaling(), CURRENT),
     "current e4m3": (jaxfp8.Float8CurrentScaling(jaxfp8.E4M3), _with(CURRENT, **_E4M3)),
     "current power_2": (jaxfp8.Float8CurrentScaling(power_2_scale=True), _with(CURRENT, power_2_scale=True)),
+    "static": (jaxfp8.StaticScaling(), _with(CURRENT, bounds=(224.0, 224.0, None))),
+    # Bounds that saturate, that are no powers of two, and one whose scale is the largest there is.
+    "static e4m3": (
+        jaxfp8.StaticScaling(1.3, 1e-37, 0.07, jaxfp8.E4M3),
+        _with(CURRENT, bounds=(1.3, 1e-37, 0.07), **_E4M3),
+    ),
     "rowwise": (jaxfp8.Float8RowwiseScaling(), ROWWISE),
     "rowwise e4m3 power_2": (
         jaxfp8.Float8RowwiseScaling(jaxfp8.E4M3, power_2_scale=True),

@@ -53,6 +53,7 @@ STATELESS = (
     jaxfp8.Float8RowwiseScaling,
     jaxfp8.Float8BlockScaling,
     jaxfp8.MXFP8BlockScaling,
+    jaxfp8.StaticScaling,
 )
 QUANTIZERS = (
     jaxfp8.Float8CurrentScalingQuantizer,
@@ -70,13 +71,15 @@ OPTIONS = [
     (EVERY, "min_size", VALUE, [-1]),
     (EVERY, "pipeline_axes", TYPE, ["stage"]),
     (STATELESS[:3], "power_2_scale", TYPE, [1]),
-    (STATELESS[3:], "rounding", VALUE, ["nearest", None]),
+    (STATELESS[3:4], "rounding", VALUE, ["nearest", None]),
     ([DELAYED], "amax_compute_algo", VALUE, ["mean", None, 3]),
     ([DELAYED], "first_step", VALUE, ["none", None]),
     ([DELAYED], "amax_history_len", (TYPE, VALUE), [0, -1, 2.5, "8"]),
     ([DELAYED], "margin", (TYPE, VALUE), ["1", None, np.nan, np.inf]),
     ([DELAYED], "reduce_amax", VALUE, [False, None, "yes"]),
     ([DELAYED], "fp8_residuals", TYPE, [1, "fp8", None]),
+    *[(STATELESS[4:], name, TYPE, ["224", True]) for name in ("input", "kernel", "grad")],
+    *[(STATELESS[4:], name, VALUE, [0, -1.0, np.nan, np.inf, 1e39, 1e-50]) for name in ("input", "kernel", "grad")],
     # HYBRID is two: a quantizer has one.
     (QUANTIZERS, "fp8_dtype", TYPE, [jnp.float16, "e4m3", jaxfp8.HYBRID, jnp.float8_e4m3b11fnuz, None, 3]),
 ]
@@ -105,6 +108,7 @@ POSITIONAL = {
     },
     **{cls: {"fp8_format": jaxfp8.E5M2, "power_2_scale": True} for cls in STATELESS[:3]},
     jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
+    jaxfp8.StaticScaling: {"input": 1.5, "kernel": 2, "grad": np.float32(3), "fp8_format": jaxfp8.E5M2},
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
     jaxfp8.HighPrecision: {},
 }
