@@ -1,7 +1,11 @@
 // The Python module jaxfp8._cuda. It loads where there is neither a driver nor cuBLASLt.
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+
 #include "common/bindings.h"
 #include "cuda/ffi/handlers.h"
-#include "cuda/tuner_bindings.h"
+#include "cuda/kernels/cublaslt.h"
 
 namespace nb = nanobind;
 
@@ -25,6 +29,13 @@ nb::dict Registrations() {
   return targets;
 }
 
+size_t CublasLtVersion() {
+  const nb::gil_scoped_release release;
+  const CublasLt& lt = GetCublasLt();
+  if (!lt.error.empty()) throw std::runtime_error(lt.error);
+  return lt.GetVersion();
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, module) {
@@ -33,7 +44,8 @@ NB_MODULE(_cuda, module) {
   module.def(
       "architectures", [] { return JAXFP8_ARCHITECTURES; },
       "Return the names of the GPU architectures that the kernels are compiled for, separated by spaces.");
-  BindTuner(module);
+  module.def("cublaslt_version", &CublasLtVersion,
+             "Return the version of cuBLASLt; raise a RuntimeError with the reason if it cannot be opened.");
 }
 
 }  // namespace jaxfp8::cuda

@@ -21,7 +21,6 @@ from . import (
     optim as optim,
     train as train,
 )
-from .autotune import AutotuneReport as AutotuneReport, _plan_files, autotune as autotune
 from .dot import (
     activated as activated,
     checkpoint_policies as checkpoint_policies,
@@ -73,11 +72,6 @@ from .train import (
 
 # The version; a wheel with the CUDA module is of this version and "+cuda13".
 __version__ = "0.2.0"
-
-# Plans are loaded here and not when a product is lowered: programs from a cache or an export, which are not lowered,
-# use the plans too.
-if has_cuda_kernels():
-    _plan_files.store.load()
 
 # `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not public.
 _sys.modules[f"{__name__}.checkpoint_policies"] = checkpoint_policies

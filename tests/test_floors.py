@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxfp8"
 FLOORS = [
     "numerics _jax",
     "ops",
-    "recipes autotune",
+    "recipes",
     "dot",
     "train",
     "mixed_precision collectives optim",

@@ -34,7 +34,6 @@ CublasLt Open() {
   Find(library, "cublasLtMatmulPreferenceDestroy", &lt.MatmulPreferenceDestroy, &lt.error);
   Find(library, "cublasLtMatmulPreferenceSetAttribute", &lt.MatmulPreferenceSetAttribute, &lt.error);
   Find(library, "cublasLtMatmulAlgoGetHeuristic", &lt.MatmulAlgoGetHeuristic, &lt.error);
-  Find(library, "cublasLtMatmulAlgoCheck", &lt.MatmulAlgoCheck, &lt.error);
   Find(library, "cublasLtMatmul", &lt.Matmul, &lt.error);
   return lt;
 }

@@ -37,7 +37,7 @@ std::string Create(int ordinal, GemmDevice* device) {
     return "FP8 GEMMs need compute capability 8.9 or newer, device " + std::to_string(ordinal) + " has " +
            std::to_string(properties.major) + "." + std::to_string(properties.minor);
   }
-  *device = {ordinal, capability, properties.name, properties.l2CacheSize, nullptr};
+  *device = {ordinal, capability, properties.name, nullptr};
   const cublasStatus_t created = GetCublasLt().Create(&device->handle);
   if (created == CUBLAS_STATUS_SUCCESS) return "";
   return std::string("cublasLtCreate failed: ") + GetCublasLt().GetStatusName(created);

@@ -13,7 +13,6 @@ struct GemmDevice {
   int ordinal;
   int capability;    // 90 for sm_90
   std::string name;  // "NVIDIA H200"
-  int64_t l2_bytes;
   cublasLtHandle_t handle;
 };
 

@@ -61,8 +61,8 @@ std::string DescribeShape(const GemmDevice& device, const GemmShape& shape, cons
 
 }  // namespace
 
-std::string FindGemmAlgorithms(const GemmDevice& device, const GemmShape& shape, const GemmLimits& limits,
-                               const GemmDescriptors& descriptors, std::vector<cublasLtMatmulAlgo_t>* algorithms) {
+std::string FindGemmAlgorithm(const GemmDevice& device, const GemmShape& shape, const GemmLimits& limits,
+                              const GemmDescriptors& descriptors, cublasLtMatmulAlgo_t* algorithm) {
   const CublasLt& lt = GetCublasLt();
   Preference preference;
   cublasStatus_t status = MakePreference(limits, &preference);
@@ -73,27 +73,17 @@ std::string FindGemmAlgorithms(const GemmDevice& device, const GemmShape& shape,
                                        descriptors.out(), descriptors.out(), preference.get(), kCandidates, candidates,
                                        &found);
   }
-  algorithms->clear();
   // Sorted by estimated time; each has a status of its own.
   for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < found; ++i) {
     const cublasLtMatmulHeuristicResult_t& candidate = candidates[i];
     if (candidate.state == CUBLAS_STATUS_SUCCESS &&
         candidate.workspaceSize <= static_cast<uint64_t>(limits.workspace_bytes)) {
-      algorithms->push_back(candidate.algo);
+      *algorithm = candidate.algo;
+      return "";
     }
   }
-  if (!algorithms->empty()) return "";
   const char* reason = status == CUBLAS_STATUS_SUCCESS ? "no candidate" : lt.GetStatusName(status);
   return std::string("no cuBLASLt algorithm (") + reason + ") for " + DescribeShape(device, shape, limits);
-}
-
-bool IsRunnable(const GemmDevice& device, const GemmLimits& limits, const GemmDescriptors& descriptors,
-                const cublasLtMatmulAlgo_t& algorithm) {
-  cublasLtMatmulHeuristicResult_t result = {};
-  const cublasStatus_t status =
-      GetCublasLt().MatmulAlgoCheck(device.handle, descriptors.operation(), descriptors.a(), descriptors.b(),
-                                    descriptors.out(), descriptors.out(), &algorithm, &result);
-  return status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= static_cast<uint64_t>(limits.workspace_bytes);
 }
 
 }  // namespace jaxfp8::cuda

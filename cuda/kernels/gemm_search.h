@@ -1,10 +1,9 @@
-// What cuBLASLt offers for a GEMM: its algorithms, the best expected first.
+// What cuBLASLt offers for a GEMM: the algorithm that it expects to be the fastest.
 #ifndef JAXFP8_CUDA_KERNELS_GEMM_SEARCH_H_
 #define JAXFP8_CUDA_KERNELS_GEMM_SEARCH_H_
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "cuda/kernels/cublaslt_handles.h"
 #include "cuda/kernels/gemm_descriptors.h"
@@ -21,14 +20,10 @@ struct GemmLimits {
   uint32_t alignment;  // bytes, a power of two, of every matrix and of the bias
 };
 
-// Asks on the host alone: nothing is launched or allocated on the device. The algorithms that can run within `limits`, in
-// cuBLASLt's order; at least one unless the returned reason of a failure is not empty.
-std::string FindGemmAlgorithms(const GemmDevice& device, const GemmShape& shape, const GemmLimits& limits,
-                               const GemmDescriptors& descriptors, std::vector<cublasLtMatmulAlgo_t>* algorithms);
-
-// Whether an algorithm that another process found can run here within `limits`. On the host alone.
-bool IsRunnable(const GemmDevice& device, const GemmLimits& limits, const GemmDescriptors& descriptors,
-                const cublasLtMatmulAlgo_t& algorithm);
+// Asks on the host alone: nothing is launched or allocated on the device. Of the algorithms that can run within `limits`,
+// the first in cuBLASLt's order. Returns the reason of a failure, or an empty string.
+std::string FindGemmAlgorithm(const GemmDevice& device, const GemmShape& shape, const GemmLimits& limits,
+                              const GemmDescriptors& descriptors, cublasLtMatmulAlgo_t* algorithm);
 
 }  // namespace jaxfp8::cuda
 

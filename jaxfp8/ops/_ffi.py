@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _modules
-from ._plans import Gemm, Plan, Platform
 
 # Versions of custom calls, by the platforms that have a handler. A version goes up when the handler's contract changes.
 _ON_BOTH = {
@@ -152,26 +151,6 @@ def call(op: str, results, *operands, aliases=None, **attributes):
     )(*operands, **{k: np.bool_(v) if isinstance(v, bool) else v for k, v in attributes.items()})
 
 
-def check_cublaslt() -> None:
-    """Raise a RuntimeError that says why cuBLASLt cannot be opened, or what it lacks."""
-    _loaded["CUDA"].check_cublaslt()
-
-
-def gemm_platform(device: int) -> Platform:
-    """Return the platform of the GPU with this CUDA ordinal: its model and the version of cuBLASLt."""
-    return Platform(*_loaded["CUDA"].gemm_platform(device))
-
-
-def set_gemm_plan(platform: Platform, gemm: Gemm, algorithm: str) -> None:
-    """Use `algorithm` for `gemm` on `platform` from now on; the platform need not be this machine's."""
-    _loaded["CUDA"].set_gemm_plan(platform, gemm, algorithm)
-
-
-def count_gemm_plans() -> tuple[int, int]:
-    """Return the numbers of measured plans, and of first choices of cuBLASLt, that products have used so far."""
-    return _loaded["CUDA"].count_gemm_plans()
-
-
-def tune_gemm(device: int, gemm: Gemm) -> Plan:
-    """Time the algorithms for `gemm` on the GPU with this CUDA ordinal, and set and return the fastest as the plan."""
-    return Plan(*_loaded["CUDA"].tune_gemm(device, gemm))
+def cublaslt_version() -> int:
+    """Return the version of cuBLASLt; raise a RuntimeError that says why it cannot be opened, or what it lacks."""
+    return _loaded["CUDA"].cublaslt_version()

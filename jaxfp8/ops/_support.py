@@ -81,7 +81,7 @@ def missing_on(gpus, *, cublaslt: bool) -> Missing | None:
             )
     if cublaslt and local_gpus():
         try:
-            _ffi.check_cublaslt()
+            _ffi.cublaslt_version()
         except RuntimeError as error:
             return Missing(str(error), False)
     return None

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what eight H200s multiply: FP8 products that autotune finds, custom calls of block-scaled products.
+"""Prints, as JSON, what eight H200s multiply: the custom calls of FP8 products and of block-scaled products.
 
 Of each device's shards; and the devices that ops ask about.
 """
@@ -13,7 +13,6 @@ from mesh.hlo import collectives, custom_calls as operands_of
 
 from jaxfp8 import ops
 from jaxfp8._jax import _compat
-from jaxfp8.autotune._autotune import gemms_of
 from jaxfp8.ops import _support
 
 from .programs import AXES, gpus
@@ -51,7 +50,11 @@ def block_scaled(scalings):
         blocks = {"a_block": scalings[0]["block"], "b_block": scalings[1]["block"]}
         return ops.block_scaled_matmul(a, b, a_scale, b_scale, **blocks)
 
-    return jax.jit(run)
+    return run
+
+
+def compiled(product, *operands):
+    return jax.jit(product).lower(*operands).compile().as_text()
 
 
 def custom_calls(text):
@@ -75,13 +78,15 @@ def main():
         ]
 
     _support.gpus = record
-    found = {name: gemms_of(product, *operands(specs, jnp.float8_e4m3fn)) for name, specs in LAYOUTS.items()}
+    found = {
+        name: operands_of(compiled(product, *operands(specs, jnp.float8_e4m3fn)), "jaxfp8_scaled_matmul")
+        for name, specs in LAYOUTS.items()
+    }
     in_shards = jax.shard_map(product, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
-    found["shard_map"] = gemms_of(in_shards, *(jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N)))
+    whole = (jax.ShapeDtypeStruct((rows, K), jnp.float8_e4m3fn) for rows in (M, N))
+    found["shard_map"] = operands_of(compiled(in_shards, *whole), "jaxfp8_scaled_matmul")
     blocks = {
-        f"{scaling} {layout}": custom_calls(
-            block_scaled(options).lower(*operands(specs, jnp.bfloat16)).compile().as_text()
-        )
+        f"{scaling} {layout}": custom_calls(compiled(block_scaled(options), *operands(specs, jnp.bfloat16)))
         for scaling, options in SCALINGS.items()
         for layout, specs in LAYOUTS.items()
     }

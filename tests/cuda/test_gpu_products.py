@@ -1,10 +1,6 @@
-"""Products on a GPU, cuBLASLt's and our own, within the bound of the device's tensor cores; measured plans."""
+"""Products on a GPU, cuBLASLt's and our own, within the bound of the device's tensor cores."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +8,9 @@ import numpy as np
 import oracle
 import oracle_blocks
 import pytest
-from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
-from jaxfp8.autotune import _plan_files
 
 from .gpu import GRAPHS, custom_calls as custom_calls, random_codes
 from .test_block_handlers import scaled_operands
@@ -115,62 +109,3 @@ def test_ragged_neighbours(ragged):
         for sizes in ([100, 39, 60], [0, 139, 121], [139, 1, 120], [0, 0, 0]):
             expected = oracle.ragged_matmul(a, b, one, one, sizes, **cases.accumulation("cuda", precise=True))
             expected.check(run(a, b, np.int32(sizes)), f"{sizes}")
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
-
-SHAPES = ((48, 80, 112), (512, 384, 256), (2048, 1024, 1024))
-
-
-def products(operands):
-    one = np.float32(2.0**-8)
-    return [ops.scaled_matmul(a, b, one, one, out_dtype=jnp.float32, precise=True) for a, b in operands]
-
-
-def products_inputs():
-    return [
-        (random_codes((m, k), oracle.E4M3, i), random_codes((n, k), oracle.E5M2, i + 9))
-        for i, (m, n, k) in enumerate(SHAPES)
-    ]
-
-
-# A later process: its plans come from the files, and its bytes are those of the process that measured.
-LATER = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, sys.argv[1])
-from cuda.test_gpu_products import products, products_inputs
-from jaxfp8.ops import _ffi
-outputs = jax.jit(products, compiler_options={"xla_gpu_enable_command_buffer": ""})(products_inputs())
-np.savez(sys.argv[2], counts=_ffi.count_gemm_plans(), *map(np.asarray, outputs))
-"""
-
-
-@pytest.mark.alone
-def test_autotune(tmp_path):
-    """Measured algorithms are used, in graphs too, keep the bound, and are found again by the next process.
-
-    The counts also show that buffers lie as plans assume (kGemmAlignment).
-    """
-    inputs = products_inputs()
-    environment = os.environ | {"JAXFP8_CACHE_DIR": str(tmp_path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    script = "import sys, jaxfp8; sys.path.insert(0, sys.argv[1]); from cuda.test_gpu_products import *\n"
-    script += "print(jaxfp8.autotune(products, products_inputs()))"
-    tests = str(Path(__file__).parents[1])
-    for _ in range(2):  # measured, then known
-        subprocess.run([sys.executable, "-c", script, tests], env=environment, check=True)
-    saved = tmp_path / "outputs.npz"
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", LATER, tests, str(saved)], env=environment, check=True)
-        with np.load(saved) as outputs:
-            assert tuple(outputs["counts"]) == (len(SHAPES), 0)
-            later = [outputs[f"arr_{i}"] for i in range(len(SHAPES))]
-        for (a, b), output in zip(inputs, later, strict=True):
-            options = cases.accumulation("cuda", precise=True)
-            oracle.scaled_matmul(a, b, np.float32(2.0**-8), np.float32(2.0**-8), **options).check(output)
-    # Here, where the plans have not been loaded before.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXFP8_CACHE_DIR", str(tmp_path))
-        _plan_files.store.load()
-    for options in ({}, GRAPHS):
-        assert_all_bitwise(jax.jit(products, compiler_options=options)(inputs), later, "products")

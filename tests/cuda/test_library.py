@@ -11,14 +11,11 @@ from ops import cases
 
 import jaxfp8
 from jaxfp8.ops import _ffi, _modules
-from jaxfp8.ops._plans import Gemm, Platform
 
 MODULE = _modules.path("_cuda")
 # What ptxas said of each kernel; a wheel does not have it.
 REPORTS = [path for folder in jaxfp8.__path__ for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))]
 ARCHITECTURES = next(library.built_for for library in _ffi.libraries() if library.platform == "cuda").split()
-GEMM = Gemm(1, 16, 48, 32, "f8e4m3fn", "f8e5m2", "bf16", False, False, True, 32 << 20, 128)
-PLATFORM = Platform("NVIDIA H200", 90, 130002)
 
 pytestmark = pytest.mark.skipif(MODULE is None, reason="the CUDA module was not built")
 
@@ -77,24 +74,3 @@ def test_has_code_for_its_architectures():
     assert ARCHITECTURES
     for architecture in ARCHITECTURES:
         assert architecture.encode() in data, f"no {architecture} in {MODULE}"
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"m": 24}, RuntimeError, "not a product that scaled_matmul computes"),
-        ({"alignment": 2**40 + 16}, RuntimeError, "not a product"),
-        ({"a": "f8e5m2"}, RuntimeError, "not formats that scaled_matmul computes with"),
-        ({"a": "f64"}, ValueError, "expected bf16, f16, f32, f8e4m3fn or f8e5m2, got f64"),
-        ({"k": "16"}, RuntimeError, "bad_cast"),
-    ],
-)
-def test_a_plan_that_is_none(change, error, message):
-    with pytest.raises(error, match=message):
-        _ffi.set_gemm_plan(PLATFORM, GEMM._replace(**change), "0" * 128)
-
-
-@pytest.mark.parametrize("digits", ["0" * 127, "g" * 128, "0x" + "0" * 126])
-def test_an_algorithm_that_is_none(digits):
-    with pytest.raises(ValueError, match="expected 128 hexadecimal digits"):
-        _ffi.set_gemm_plan(PLATFORM, GEMM, digits)

@@ -207,11 +207,11 @@ def test_this_machine(monkeypatch):
     def no_cublaslt():
         raise RuntimeError("libcublasLt.so.13 cannot be opened")
 
-    monkeypatch.setattr(_ffi, "check_cublaslt", no_cublaslt)
+    monkeypatch.setattr(_ffi, "cublaslt_version", no_cublaslt)
     assert the_reason(fp8, X, K) == "libcublasLt.so.13 cannot be opened"
     with jaxfp8.ops.implementation("xla"):
         inspect.assert_fp8(fp8, X, K)
-    monkeypatch.setattr(_ffi, "check_cublaslt", lambda: None)
+    monkeypatch.setattr(_ffi, "cublaslt_version", lambda: None)
     inspect.assert_fp8(gradients(fp8), X, K)
     inspect.assert_fp8(gradients(in_recipe(BLOCK)), X, K)
     gpu.compute_capability = "8.9"

@@ -43,7 +43,7 @@ def machine(monkeypatch, cuda_custom_calls):
         monkeypatch.setattr(_support, "local_gpus", lambda: list(gpus))
         gpus_of_program = list(lowered_for)
         monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus_of_program)
-        monkeypatch.setattr(_ffi, "check_cublaslt", check)
+        monkeypatch.setattr(_ffi, "cublaslt_version", check)
         monkeypatch.setattr(_disabled, "_disabled", _disabled.parsed(disabled))
         jax.clear_caches()
 

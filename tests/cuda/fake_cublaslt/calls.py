@@ -1,12 +1,14 @@
 """Checks of single products: operands, scales, alignment, errors."""
 
 import ctypes
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import oracle
 import oracle_blocks
-from gemm import FIRST, Gemm, aligned, spaced, with_package
+from gemm import FIRST, Gemm, aligned, spaced
 
 FORMATS = ((oracle.E4M3, oracle.E4M3), (oracle.E4M3, oracle.E5M2), (oracle.E5M2, oracle.E4M3))
 
@@ -68,6 +70,41 @@ def _scaled(gemm, modes, g, m, n, k, capability=None, scale_shift=0):
     return error
 
 
+def plans(folder):
+    """The heuristic is asked once for each kind of call, and told the alignment."""
+    gemm = Gemm(folder)
+
+    def asked(*args, **kwargs):
+        before = gemm.counts()["heuristics"]
+        gemm.check(*args, **kwargs)
+        return gemm.counts()["heuristics"] - before
+
+    assert asked(1, 16, 48, 32) == 1
+    assert gemm.counts()["alignment"] == 256 and gemm.counts()["fast"] == 1
+    assert asked(1, 16, 48, 32) == 0
+    assert asked(1, 16, 48, 32, precise=True) == 1 and gemm.counts()["fast"] == 0
+    assert asked(1, 16, 48, 32, workspace=1024) == 1
+    assert asked(1, 48, 16, 32) == 1
+    assert asked(1, 16, 48, 32, (oracle.E5M2, oracle.E4M3)) == 1
+    assert asked(1, 16, 48, 32, bias=True) == 1
+    assert asked(1, 16, 48, 32, accumulator="apart") == 1
+    assert asked(2, 16, 48, 32) == 1
+    # 16 x 48 codes a group: the second group's `a` starts 768 bytes in, its `b` at a multiple of 16 only.
+    assert asked(2, 16, 17 * 16, 17 * 16, scales=(2, 1)) >= 1
+    # Of the same model, and of another.
+    gemm.set_device(1, 90)
+    assert asked(1, 16, 48, 32) == 0 and gemm.counts()["handles"] == 2
+    gemm.set_device(4, 90)
+    assert asked(1, 16, 48, 32) == 1 and gemm.counts()["handles"] == 3
+
+
+def first_algorithm(folder):
+    """The first that cuBLASLt says can run, within the workspace."""
+    gemm = Gemm(folder)
+    gemm.check(1, 16, 48, 32)
+    assert gemm.counts()["algorithm"] == FIRST
+
+
 def block_scales(folder):
     """Each mode where the manual says that it reads its scales; distinct sizes, several blocks and tiles, groups."""
     gemm = Gemm(folder)
@@ -95,7 +132,8 @@ def block_scale_plans(folder):
 
 def capabilities(folder):
     """cuBLASLt has on each GPU what jaxfp8.ops asks of it there, and no more."""
-    gemm, *_ = with_package(folder)
+    gemm = Gemm(folder)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from jaxfp8.ops import _scale_layouts
 
     for ordinal, capability in enumerate(CAPABILITIES):
@@ -159,12 +197,11 @@ def threads(folder):
 
 
 def capture(folder):
-    """What allocates on the device happens before a capture, in the handler's first stage; a new plan needs nothing."""
+    """What allocates on the device happens in the handler's first stage, before a capture; a new plan needs nothing."""
     gemm = Gemm(folder)
     reason = ctypes.create_string_buffer(4096)
     gemm.library.prepare(reason)
     assert reason.value == b"" and gemm.counts()["handles"] == 1
-    gemm.library.fake_capture(1)
     gemm.check(1, 16, 48, 32)
     gemm.check(1, 16, 32, 32)
     assert gemm.counts()["handles"] == 1 and gemm.counts()["heuristics"] == 2

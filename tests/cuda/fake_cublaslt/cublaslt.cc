@@ -1,8 +1,7 @@
 // A stand-in for libcublasLt.so.13: the functions that the GEMM calls, in three loops. It refuses what is in rules.h.
 //
 // It multiplies what the descriptors say, so a swapped operand, a wrong leading dimension or another group's scale gives
-// wrong numbers, and it spoils the workspace first. It has many algorithms, with made-up needs and times: a product
-// moves a clock, which the stand-in for the CUDA runtime (entry.cc) reads.
+// wrong numbers, and it spoils the workspace first. It has some algorithms, with made-up needs.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -20,39 +19,26 @@ std::atomic<uint32_t> last_alignment{0};
 std::atomic<int> last_fast{-1};
 std::atomic<int64_t> last_batch{0};
 std::atomic<int64_t> last_algorithm{-1};
-std::atomic<size_t> version{130002};
 std::atomic<int> capability{90};
-std::atomic<int64_t> clock_ns{0};
-std::atomic<const void*> last_a{nullptr};
 
 constexpr uint64_t kAlgorithm = 0xa190;
 constexpr uint64_t kTooMuch = uint64_t{1} << 40;
-constexpr int64_t kNanosecondsFromCache = 10;
 
-// In the order of the heuristic. data[0] of an algorithm is kAlgorithm, data[1] its index here, data[2] its version.
+// In the order of the heuristic. data[0] of an algorithm is kAlgorithm, data[1] its index here.
 struct Algorithm {
-  int64_t nanoseconds;
   uint64_t workspace = 0;
   uint32_t alignment = 16;
   bool offered = true;  // has the status of success
   bool runs = true;     // cublasLtMatmul takes it
 };
 constexpr Algorithm kAlgorithms[] = {
-    {1, 0, 16, /*offered=*/false},
-    {1, kTooMuch},
-    {5000},
-    {3000, 1 << 16, /*alignment=*/128},  // the fastest at full alignment
-    {2000, 0, 16, true, /*runs=*/false},
-    {4000},  // the fastest otherwise, and with little workspace
-    {9000},
-    {6000},
-    {6000},
-    {6000},
-    {6000},
-    {10},  // too far back to be timed
+    {0, 16, /*offered=*/false},
+    {kTooMuch},
+    {0},  // the first that runs
+    {1 << 16, /*alignment=*/128},
+    {0, 16, true, /*runs=*/false},
 };
 constexpr int kCount = sizeof(kAlgorithms) / sizeof(Algorithm);
-constexpr int kFirst = 2;  // of those that run
 
 float Bias(const Object& operation, int64_t row) {
   if (operation.Get(CUBLASLT_MATMUL_DESC_EPILOGUE) != CUBLASLT_EPILOGUE_BIAS) return 0;
@@ -73,7 +59,7 @@ void Spoil(void* workspace, size_t bytes) {
 
 extern "C" {
 
-size_t cublasLtGetVersion() { return version; }
+size_t cublasLtGetVersion() { return 130002; }
 const char* cublasLtGetStatusName(cublasStatus_t) { return "CUBLAS_STATUS_FAKE"; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
@@ -145,18 +131,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     result.workspaceSize = algorithm.workspace;
     result.algo.data[0] = kAlgorithm;
     result.algo.data[1] = static_cast<uint64_t>(i);
-    result.algo.data[2] = version;
   }
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
-                                       cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-                                       const cublasLtMatmulAlgo_t* algorithm, cublasLtMatmulHeuristicResult_t* result) {
-  if (algorithm->data[0] != kAlgorithm || algorithm->data[1] >= kCount || algorithm->data[2] != version) {
-    return CUBLAS_STATUS_INVALID_VALUE;
-  }
-  result->workspaceSize = kAlgorithms[algorithm->data[1]].workspace;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -179,9 +154,6 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t descriptor,
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
   Spoil(workspace, workspace_bytes);
-  // The first algorithm is fastest of all where the operands are still in the cache.
-  const bool from_cache = algorithm->data[1] == kFirst && last_a.exchange(a_data) == a_data;
-  clock_ns += from_cache ? kNanosecondsFromCache : chosen.nanoseconds;
   last_algorithm = static_cast<int64_t>(algorithm->data[1]);
   last_fast = static_cast<int>(operation.Get(CUBLASLT_MATMUL_DESC_FAST_ACCUM));
   last_batch = d.batch;
@@ -217,10 +189,5 @@ void fake_counts(int64_t* out) {
 
 // Of every device.
 void fake_capability(int new_capability) { capability = new_capability; }
-
-void fake_version(int64_t new_version) { version = static_cast<size_t>(new_version); }
-
-int64_t fake_clock_ns() { return clock_ns; }
-int64_t fake_last_algorithm() { return last_algorithm; }
 
 }  // extern "C"

@@ -1,9 +1,6 @@
 """The GEMM on numpy arrays, over the stand-ins for cuBLASLt and the CUDA runtime."""
 
 import ctypes
-import importlib.util
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +10,7 @@ DTYPES = {dtype: code for code, dtype in enumerate((oracle.BF16, oracle.F16, np.
 DTYPES |= {oracle.E4M3.dtype: 3, oracle.E5M2.dtype: 4}
 COUNTS = ("heuristics", "matmuls", "handles", "alive", "alignment", "fast", "batch", "algorithm")
 WORKSPACE = 1 << 20
-# Algorithms of the stand-in (cublaslt.cc): the first that runs, and the fastest of those that are timed.
-FIRST, FASTEST = 2, 3
+FIRST = 2  # of the stand-in's algorithms (cublaslt.cc), the first that runs
 
 
 class Gemm:
@@ -108,16 +104,3 @@ def spaced(scales, shift=0) -> np.ndarray:
     if scales.size > 1:
         scales = np.stack([scales, *[np.full_like(scales, np.nan)] * 3], axis=1)
     return aligned(scales, shift)
-
-
-def with_package(folder):
-    """Give the package the tuner over the stand-ins, as its CUDA module."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    from jaxfp8.ops import _ffi, _plans
-
-    gemm = Gemm(folder)
-    spec = importlib.util.spec_from_file_location("libgemm", folder / "libgemm.so")
-    _ffi._loaded["CUDA"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(_ffi._loaded["CUDA"])
-    return gemm, _ffi, _plans.Gemm
