@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from _compare_arms import Arm as Precision
+from _compare_model import DENSE, LanguageModel
 from jax import lax
 
 import jaxfp8
-from jaxfp8.compare._arms import Arm as Precision
-from jaxfp8.compare._model import DENSE, LanguageModel
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")

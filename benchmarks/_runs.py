@@ -5,9 +5,8 @@ import pathlib
 import sys
 
 import optax
+from _compare_corpus import Corpus
 from _environment import environment
-
-from jaxfp8.compare import Corpus
 
 TEXTS = ("manual", "source")
 

@@ -3,7 +3,7 @@
     python benchmarks/broken_runs.py [--breaks NAME ...] [--seeds N] [--json PATH] [--picture PATH]     runs and writes
     python benchmarks/broken_runs.py --report [--json PATH] [--picture PATH]                            runs nothing
 
-A clean run trains the character-level transformer of `jaxfp8.compare`. A broken run goes on from its state in mid-run,
+A clean run trains the character-level transformer of `compare.py`. A broken run goes on from its state in mid-run,
 with the same batches and one thing broken. After every step the figures of `jaxfp8.inspect.measure`, with counters, are
 reduced over all quantizers: the largest `saturated`, `flushed`, `growth` and `scale_lag`, and the smallest `scale_lag`.
 The norm of the gradient, which needs no FP8, is there to compare with.
@@ -31,12 +31,12 @@ import numpy as np
 
 import jaxfp8
 from jaxfp8 import mixed_precision
-from jaxfp8.compare import Corpus
-from jaxfp8.compare._arms import ARMS
-from jaxfp8.compare._model import LanguageModel
-from jaxfp8.compare._training import create_state, loss_fn, make_optimizer
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
+from _compare_arms import ARMS  # noqa: E402
+from _compare_corpus import Corpus  # noqa: E402
+from _compare_model import LanguageModel  # noqa: E402
+from _compare_training import create_state, loss_fn, make_optimizer  # noqa: E402
 from _environment import environment  # noqa: E402
 
 RESULT = pathlib.Path(__file__).parent / "results" / "broken_runs_cpu.json"

@@ -27,10 +27,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxfp8.compare._runs import interval
-from jaxfp8.compare._training import create_state, make_optimizer, mean_loss, train_step
-
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
+from _compare_runs import interval  # noqa: E402
+from _compare_training import create_state, make_optimizer, mean_loss, train_step  # noqa: E402
 from _environment import environment  # noqa: E402
 from _loss_gap_arms import ABLATION, ARMS, RECIPES  # noqa: E402
 from _runs import TEXTS, corpora, found_runs, run_missing  # noqa: E402

@@ -28,12 +28,12 @@ import optax
 
 import jaxfp8
 from jaxfp8 import optim
-from jaxfp8.compare import Corpus
-from jaxfp8.compare._model import LanguageModel
-from jaxfp8.compare._runs import interval
-from jaxfp8.compare._training import PEAK_LEARNING_RATE, loss_fn
 
 sys.path[:0] = [str(pathlib.Path(__file__).parent)]
+from _compare_corpus import Corpus  # noqa: E402
+from _compare_model import LanguageModel  # noqa: E402
+from _compare_runs import interval  # noqa: E402
+from _compare_training import PEAK_LEARNING_RATE, loss_fn  # noqa: E402
 from _environment import environment  # noqa: E402
 from _runs import TEXTS, corpora, run_missing  # noqa: E402
 from _timing import interleaved  # noqa: E402

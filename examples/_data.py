@@ -1,3 +1,7 @@
-"""The text of `python -m jaxfp8.compare`, which needs no download: Python's own reference manual."""
+"""The text of `benchmarks/compare.py`, which needs no download: Python's own reference manual."""
 
-from jaxfp8.compare import Corpus as Corpus
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+from _compare_corpus import Corpus as Corpus  # noqa: E402

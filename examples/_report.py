@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import pathlib
+import sys
 
 import jax
 import matplotlib
 import numpy as np
 
-import jaxfp8.compare
-from jaxfp8.compare import environment, record, smooth, summarize as summarize, validation_of
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+import _compare_runs  # noqa: E402
+from _compare_report import environment  # noqa: E402
+from _compare_runs import record, smooth, summarize as summarize, validation_of  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
@@ -26,7 +29,7 @@ MIN_CONTROL_LOSS = 0.2
 
 
 @dataclasses.dataclass
-class Run(jaxfp8.compare.Run):
+class Run(_compare_runs.Run):
     """The curves, times and scales of one arm with one seed."""
 
     scales: list = dataclasses.field(default_factory=list)  # (step, {(layer, operand): scale})

@@ -20,7 +20,7 @@ FLOORS = [
     "inference",
     "convert integrations",
     "inspect",
-    "compare selftest __init__ __main__",
+    "selftest __init__ __main__",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
 

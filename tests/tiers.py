@@ -10,7 +10,7 @@ import pathlib
 # Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
 # training, and what a step on a mesh is beside right.
 CI = {
-    *("aot", "benchmarks", "collectives", "compare", "conformance", "convert", "counters", "cuda", "fuzz"),
+    *("aot", "benchmarks", "collectives", "conformance", "convert", "counters", "cuda", "fuzz"),
     *("inference", "inspect", "integrations", "mixed_precision", "mutants", "native", "plain", "ragged"),
     *("run_examples", "selftest", "soak", "optim/test_meshes.py", "optim/test_quantized.py"),
     *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py"),

@@ -1,4 +1,7 @@
-"""Arms start from equal weights and optimizers."""
+"""Arms of `benchmarks/compare.py` start from equal weights and optimizers."""
+
+import pathlib
+import sys
 
 import chex
 import jax
@@ -6,9 +9,11 @@ import numpy as np
 import pytest
 
 import jaxfp8
-from jaxfp8.compare import _training
-from jaxfp8.compare._arms import ARMS
-from jaxfp8.compare._model import LanguageModel
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import _compare_training  # noqa: E402
+from _compare_arms import ARMS  # noqa: E402
+from _compare_model import LanguageModel  # noqa: E402
 
 LENGTH, VOCABULARY = 16, 50
 
@@ -19,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 def state_of(name, seed=3):
     arm = ARMS[name]
     model = LanguageModel(VOCABULARY, LENGTH, arm.dtype, width=32, layers=1)
-    return _training.create_state(arm, model, seed, _training.make_optimizer(100))
+    return _compare_training.create_state(arm, model, seed, _compare_training.make_optimizer(100))
 
 
 def test_arms_start_from_the_same_weights():

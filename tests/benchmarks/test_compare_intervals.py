@@ -1,12 +1,15 @@
-"""Intervals of paired differences: Student's t by its printed table, and what the command prints."""
+"""Intervals of paired differences: Student's t by its printed table, and what `benchmarks/compare.py` prints."""
 
 import math
+import pathlib
 import statistics
+import sys
 
 import pytest
 
-from jaxfp8.compare import Run, _report, summarize
-from jaxfp8.compare._runs import interval, student_t
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import _compare_report  # noqa: E402
+from _compare_runs import Run, interval, student_t, summarize  # noqa: E402
 
 # Two-sided 95 %, as statistical tables print it: three decimals, so within half of the last one.
 PRINTED = {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 7: 2.365, 15: 2.131, 30: 2.042, 1000: 1.962}
@@ -34,7 +37,7 @@ def test_the_table_has_intervals_of_several_seeds(seeds):
     results = summarize(runs)
     for row in results.values():
         row |= {"peak_bytes": 1, "kept_bytes": 1, "skipped": [0] * seeds}
-    head, bf16, delayed = _report.table(results).splitlines()
+    head, bf16, delayed = _compare_report.table(results).splitlines()
     assert ("95 %" in head) == (seeds == 2)
     if seeds == 2:  # a mean of 0.003, and 12.706 * 0.004 / sqrt(2) / sqrt(2) beside it
         assert "+0.0030" in delayed and "-0.0224 to +0.0284" in delayed and " to " not in bf16

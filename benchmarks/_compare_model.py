@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ..linen import Fp8DotGeneral
+from jaxfp8.linen import Fp8DotGeneral
 
 HEAD = 32  # width of an attention head
 DENSE = functools.partial(nn.Dense, dot_general_cls=Fp8DotGeneral)

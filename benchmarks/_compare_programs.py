@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+from _compare_arms import Arm
+from _compare_training import TrainState, loss_fn, train_step
 
-from ..inspect import _programs
-from ._arms import Arm
-from ._training import TrainState, loss_fn, train_step
+from jaxfp8.inspect import _programs
 
 _PRODUCTS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul")
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from _compare_arms import Arm
+from _compare_model import LanguageModel
+from _compare_runs import Run
 from flax.training import train_state
 
-from .. import mixed_precision
-from ._arms import Arm
-from ._model import LanguageModel
-from ._runs import Run
+from jaxfp8 import mixed_precision
 
 PEAK_LEARNING_RATE = 3e-3
 

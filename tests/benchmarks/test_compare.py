@@ -1,20 +1,26 @@
-"""The command as a user runs it: table, JSON, picture, verdict, options."""
+"""`benchmarks/compare.py` as a user runs it: table, JSON, picture, verdict, options."""
 
 import json
 import math
+import pathlib
+import sys
 
 import another_process
 import pytest
 
-from jaxfp8.compare import Run, __main__ as command, _plot
-from jaxfp8.compare._arms import ARMS, FP8_ARMS
-from jaxfp8.compare._programs import Program
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+import _compare_plot  # noqa: E402
+import compare  # noqa: E402
+from _compare_arms import ARMS, FP8_ARMS  # noqa: E402
+from _compare_programs import Program  # noqa: E402
+from _compare_runs import Run  # noqa: E402
 
 HERE = [name for name in ARMS if name != "tf32"]  # a CPU has no TensorFloat-32
 
 
 def run(folder, *options):
-    return another_process.python("-m", "jaxfp8.compare", *options, cwd=folder, XLA_FLAGS=None)
+    return another_process.python(BENCHMARKS / "compare.py", *options, cwd=folder, XLA_FLAGS=None)
 
 
 def rows(text) -> dict[str, list[str]]:
@@ -60,11 +66,11 @@ def first(done, name):
 
 @pytest.mark.parametrize("loss", [math.nan, 4.5])
 def test_a_wrong_arm_is_not_timed(monkeypatch, as_users_have_jax, loss):
-    args = command.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
-    comparison = command.Comparison(args, command.Corpus())
+    args = compare.parse_arguments(["--tiny", "--time-only", "--arms", "bf16", "block"])
+    comparison = compare.Comparison(args, compare.Corpus())
     runs = {"bf16": Run(train_losses=[4.61]), "block": Run(train_losses=[loss])}
-    monkeypatch.setattr(command, "train", lambda *_: ({}, runs))
-    monkeypatch.setattr(command, "time_steps", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(compare, "train", lambda *_: ({}, runs))
+    monkeypatch.setattr(compare, "time_steps", lambda *_: pytest.fail("timed"))
     with pytest.raises(AssertionError, match="block: loss .* after 5 steps, expected 4.61"):
         comparison.time()
 
@@ -98,11 +104,11 @@ def test_proof_sets_the_exit_status(monkeypatch, capsys, tmp_path, options, diff
         return [{name: run_of(name, seed) for name in self.arms} for seed in range(self.args.seeds)]
 
     differences = {"bf16": 0.0} | differences
-    monkeypatch.setattr(command.Comparison, "compile", compiled)
-    monkeypatch.setattr(command.Comparison, "train", trained)
-    monkeypatch.setattr(_plot, "plot", lambda *_: None)
+    monkeypatch.setattr(compare.Comparison, "compile", compiled)
+    monkeypatch.setattr(compare.Comparison, "train", trained)
+    monkeypatch.setattr(_compare_plot, "plot", lambda *_: None)
     arguments = ["--steps", "1000", "--seeds", "3", *options, "--out", str(tmp_path / "proof.png")]
-    assert command.main(arguments) == (1 if verdict == "FAIL" else 0)
+    assert compare.main(arguments) == (1 if verdict == "FAIL" else 0)
     last = capsys.readouterr().out.splitlines()[-1]
     if verdict is None:
         assert not last.startswith(("PASS", "FAIL"))

@@ -10,14 +10,13 @@ import importlib.util
 import math
 import sys
 
+import _compare_report
 import jax.numpy as jnp
-
-from . import _report
-from ._arms import ARMS, Arm, has_tf32
-from ._corpus import Corpus
-from ._model import HEAD, LanguageModel
-from ._programs import Program, compile_step
-from ._training import create_state, make_optimizer, time_steps, train
+from _compare_arms import ARMS, Arm, has_tf32
+from _compare_corpus import Corpus
+from _compare_model import HEAD, LanguageModel
+from _compare_programs import Program, compile_step
+from _compare_training import create_state, make_optimizer, time_steps, train
 
 CHECK_STEPS = 5  # the steps whose losses are compared before times are taken
 MAX_CHECK_DIFFERENCE = 0.1  # nat, between losses after these steps; a first loss is log(103) = 4.6
@@ -28,9 +27,10 @@ TINY = {"steps": 4, "batch": 2, "width": HEAD, "layers": 1, "length": 32}
 def parse_arguments(argv=None) -> argparse.Namespace:
     """Read the command line; an option that makes no sense ends the program with a message."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxfp8.compare",
+        prog="python benchmarks/compare.py",
         description=__doc__.split("\n\n")[0],
-        epilog=f"The proof of convergence of every recipe: --steps {_report.PROOF_STEPS} --seeds {_report.PROOF_SEEDS}",
+        epilog="The proof of convergence of every recipe: "
+        f"--steps {_compare_report.PROOF_STEPS} --seeds {_compare_report.PROOF_SEEDS}",
     )
     arms = [name for name in ARMS if name != "tf32" or has_tf32()]
     parser.add_argument("--steps", type=int, default=200, help="training steps, or timed ones (default: 200)")
@@ -72,7 +72,7 @@ class Comparison:
         self.args, self.corpus = args, corpus
         self.arms: dict[str, Arm] = {name: ARMS[name] for name in args.arms}
         # Where only times are measured, any length of the schedule will do: take that of the proof.
-        self.optimizer = make_optimizer(_report.PROOF_STEPS if args.time_only else args.steps)
+        self.optimizer = make_optimizer(_compare_report.PROOF_STEPS if args.time_only else args.steps)
         count, size = len(corpus.vocabulary), {"width": args.width, "layers": args.layers}
         self.models = {name: LanguageModel(count, args.length, arm.dtype, **size) for name, arm in self.arms.items()}
         self.programs: dict[str, Program] = {}
@@ -120,7 +120,7 @@ class Comparison:
         states, runs = train(self.arms, self.steps, self.states(0), self.batches(0, CHECK_STEPS), None, CHECK_STEPS)
         # An arm may be fast because it computes something else: do not time such an arm.
         losses = {name: run.train_losses[-1] for name, run in runs.items()}
-        expected = losses[_report.reference_of(losses) or self.args.arms[0]]
+        expected = losses[_compare_report.reference_of(losses) or self.args.arms[0]]
         for name, loss in losses.items():
             if not (math.isfinite(loss) and abs(loss - expected) <= MAX_CHECK_DIFFERENCE):
                 raise AssertionError(f"{name}: loss {loss} after {CHECK_STEPS} steps, expected {expected}")
@@ -150,25 +150,25 @@ def main(argv=None) -> int:
     comparison = Comparison(args, Corpus())
     comparison.compile()
     if args.time_only:
-        seeds, results = [], _report.timed_results(comparison.time(), comparison.programs)
+        seeds, results = [], _compare_report.timed_results(comparison.time(), comparison.programs)
     else:
         seeds = comparison.train()
-        results = _report.results_of(seeds, comparison.programs)
-    print(_report.table(results))
-    print(_report.notes(comparison.programs))
+        results = _compare_report.results_of(seeds, comparison.programs)
+    print(_compare_report.table(results))
+    print(_compare_report.notes(comparison.programs))
     if args.json:
-        _report.write_json(args.json, vars(args), results, seeds)
+        _compare_report.write_json(args.json, vars(args), results, seeds)
     if importlib.util.find_spec("matplotlib"):
-        from ._plot import plot
+        from _compare_plot import plot
 
-        plot(args.out, _report.device_name(), results, seeds)
+        plot(args.out, _compare_report.device_name(), results, seeds)
         print(f"picture: {args.out}")
     else:
         print("no picture: pip install matplotlib")
     # Only a run that is long enough to prove convergence has a verdict.
-    if args.time_only or not _report.is_proof(args.steps, args.seeds, args.arms):
+    if args.time_only or not _compare_report.is_proof(args.steps, args.seeds, args.arms):
         return 0
-    passed, verdict = _report.judge(results)
+    passed, verdict = _compare_report.judge(results)
     print(verdict)
     return 0 if passed else 1
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import recipes
-from ..ops import _support
+from jaxfp8 import recipes
+from jaxfp8.ops import _support
 
 
 class Arm(NamedTuple):

@@ -2,11 +2,10 @@
 
 import matplotlib
 import numpy as np
+from _compare_arms import ARMS
+from _compare_report import MAX_LOSS, reference_of
+from _compare_runs import smooth, validation_of
 from matplotlib.figure import Figure
-
-from ._arms import ARMS
-from ._report import MAX_LOSS, reference_of
-from ._runs import smooth, validation_of
 
 
 def plot(path, title: str, results: dict, seeds: list) -> None:

@@ -5,11 +5,11 @@ import pathlib
 
 import jax
 import numpy as np
+from _compare_arms import ARMS, FP8_ARMS
+from _compare_runs import record, summarize
 
-from .._jax._table import aligned
-from ..inspect._machine import processor, versions
-from ._arms import ARMS, FP8_ARMS
-from ._runs import record, summarize
+from jaxfp8._jax._table import aligned
+from jaxfp8.inspect._machine import processor, versions
 
 MAX_LOSS = 0.02  # the largest mean of paired differences to bf16 that passes, in nat of validation loss
 PROOF_STEPS, PROOF_SEEDS = 1000, 3
