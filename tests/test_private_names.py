@@ -20,11 +20,13 @@ NEEDED = {
         "jax._src.interpreters.ad.LinearizeTrace",
         "jax._src.interpreters.ad.primitive_linearizations",
         "jax._src.ad_util.raw_jaxval_adders",
+        "jax._src.ad_util.stop_gradient_p",
         "jax._src.core.ShapedArray",
         "jax._src.core.physical_aval",
         "jax._src.dtypes.ExtendedDType",
         "jax._src.earray.EArray",
         "jax._src.interpreters.pxla.global_result_handlers",
+        "jax._src.lax.lax._stop_gradient",
     },
     "tests/compile_cache.py": {"jax._src.compiler._get_cache_key"},
 }

@@ -113,6 +113,7 @@ def gpus_of(ctx) -> list:
 try:
     from jax._src import ad_util, core, dtypes, earray
     from jax._src.interpreters import pxla
+    from jax._src.lax import lax as lax_internal
 
     class _MaxType(jax.dtypes.extended):
         """The kind of the dtype, for `jax.dtypes.issubdtype`."""
@@ -188,6 +189,14 @@ try:
         )
 
     ad.primitive_transposes[lax.broadcast_in_dim_p] = _refuse_broadcast_of_state
+
+    _stop_others = lax_internal._stop_gradient
+
+    def _stop_gradient(x):
+        """Stop the gradient of state too: `lax.stop_gradient` returns arrays of an extended dtype as they are."""
+        return ad_util.stop_gradient_p.bind(x) if is_max(x) else _stop_others(x)
+
+    lax_internal._stop_gradient = _stop_gradient
 except (ImportError, AttributeError):
     MAX_DTYPE = None
 

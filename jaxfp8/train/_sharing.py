@@ -30,9 +30,8 @@ def max_grad(tree: Tree) -> Tree:
     over a few numbers of each, and their histories move after it.
 
     Leaves that are cast have an internal dtype that only jaxfp8 reads; the gradient comes out as plain float32. JAX
-    cannot differentiate all of its own functions in such a dtype. Take `jax.lax.stop_gradient` before the cast: after
-    the cast it has no effect. Take the rows of stacked state with `jnp.unstack` or `lax.dynamic_index_in_dim`: a slice
-    raises.
+    cannot differentiate all of its own functions in such a dtype: take the rows of stacked state with `jnp.unstack` or
+    `lax.dynamic_index_in_dim`, because a slice raises.
 
     Args:
         tree: a variables dict, an `_overwrite_with_gradient` collection, a DotGeneralState, or any tree with these
@@ -80,8 +79,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate as `jax.value_and_grad` does, with right FP8 state in any loop.
 
-    Inside the loss, state is as `max_grad` leaves it. Pass state that must not move (a target network) as another
-    argument: `jax.lax.stop_gradient` does nothing to it here.
+    Inside the loss, state is as `max_grad` leaves it. Products that read state through `jax.lax.stop_gradient` (a
+    target network, a teacher) record nothing.
 
     Args:
         loss_fn: returns a scalar, or `(scalar, aux)` with `has_aux`.
