@@ -1,4 +1,4 @@
-"""Paired training runs: the texts, and one JSON file a run in a folder, where what is there is not run again."""
+"""Paired training runs: the texts, and one file with a line of JSON a run, where what is there is not run again."""
 
 import json
 import pathlib
@@ -18,38 +18,32 @@ def corpora() -> dict[str, Corpus]:
     return dict(zip(TEXTS, (Corpus(), Corpus(source)), strict=True))
 
 
-def file_of(folder: pathlib.Path, key: tuple, steps: int) -> pathlib.Path:
-    """The file of a run; `key` is `(text, arm, seed)`."""
-    text, arm, seed = key
-    return folder / f"{text}-{arm}-{steps}-{seed}.json"
+def found_runs(path: pathlib.Path, steps: int) -> dict:
+    """What the file has of all runs of that many steps, by key."""
+    if not path.exists():
+        return {}
+    runs = map(json.loads, path.read_text().splitlines())
+    return {(run["text"], run["arm"], run["seed"]): run for run in runs if run["steps"] == steps}
 
 
-def found_runs(folder: pathlib.Path, steps: int) -> dict:
-    """What the files of all runs of that many steps have, by key."""
-    found = {}
-    for path in folder.glob(f"*-*-{steps}-*.json"):
-        text, arm, _, seed = path.stem.split("-")
-        found[text, arm, int(seed)] = json.loads(path.read_text())
-    return found
-
-
-def run_missing(folder: pathlib.Path, keys, steps: int, run) -> dict:
-    """Run what is missing in `folder`; return what the files of all these runs have, by key.
+def run_missing(path: pathlib.Path, keys, steps: int, run) -> dict:
+    """Run what is missing in the file; return what it has of all these runs, by key.
 
     Args:
-        folder: of the files.
+        path: of the file, JSON lines; each run adds one.
         keys: `(text, arm, seed)`, in the order to run them.
         steps: of a run.
         run: `(text, arm, seed) -> dict` with the loss at its end, `validation`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = found_runs(path, steps)
     for key in keys:
-        path = file_of(folder, key, steps)
-        if not path.exists():
-            written = json.dumps(run(*key) | {"environment": environment()})
-            # A run that is interrupted leaves no half of a file.
-            path.with_suffix(".new").write_text(written + "\n")
-            path.with_suffix(".new").rename(path)
-        print(*key, json.loads(path.read_text())["validation"], file=sys.stderr, flush=True)
-    found = found_runs(folder, steps)
+        if key not in found:
+            text, arm, seed = key
+            found[key] = {"text": text, "arm": arm, "steps": steps, "seed": seed}
+            found[key] |= run(*key) | {"environment": environment()}
+            with path.open("a") as file:
+                # In one piece: a program that is interrupted leaves no half of a line.
+                file.write(json.dumps(found[key]) + "\n")
+        print(*key, found[key]["validation"], file=sys.stderr, flush=True)
     return {key: found[key] for key in keys}

@@ -1,9 +1,9 @@
 """The gap of FP8's validation loss to bf16's, and what makes it: paired runs on two texts.
 
-    python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N] [--runs FOLDER] [--report]
+    python benchmarks/loss_gap.py [--arms ARM ...] [--texts manual source] [--seeds N] [--runs PATH] [--report]
 
-All arms of a seed start from the same weights and see the same batches. A run is one JSON file in `--runs`; what is
-there is not run again, and `--report` runs nothing. Bits differ from processor to processor, so that two runs are a
+All arms of a seed start from the same weights and see the same batches. A run is one line of JSON in `--runs`; what
+is there is not run again, and `--report` runs nothing. Bits differ from processor to processor, so that two runs are a
 pair where one kind of processor made both. The figures of an arm are means over its pairs, with 95 % confidence
 intervals (Student's t):
 
@@ -34,7 +34,7 @@ from _environment import environment  # noqa: E402
 from _loss_gap_arms import ABLATION, ARMS, RECIPES  # noqa: E402
 from _runs import TEXTS, corpora, found_runs, run_missing  # noqa: E402
 
-RUNS = pathlib.Path(__file__).parent / "results" / "loss_gap"
+RUNS = pathlib.Path(__file__).parent / "results" / "loss_gap.jsonl"
 STEPS, BATCH, LENGTH, WIDTH, LAYERS = 600, 16, 64, 64, 2
 POINTS = 10  # of a validation curve
 
@@ -148,7 +148,7 @@ def main(argv=None) -> int:
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a run (default: %(default)s)")
-    parser.add_argument("--runs", type=pathlib.Path, default=RUNS, help="(default: benchmarks/results/loss_gap)")
+    parser.add_argument("--runs", type=pathlib.Path, default=RUNS, help="(default: benchmarks/results/loss_gap.jsonl)")
     parser.add_argument("--report", action="store_true", help="run nothing: figures of all runs that are there")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args(argv)

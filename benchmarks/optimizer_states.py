@@ -1,9 +1,9 @@
 """Compares Adam with moments in FP8 to float32 Adam: losses over paired seeds, sizes of updates, bytes, time.
 
-    python benchmarks/optimizer_states.py [--only losses updates memory time] [--seeds N] [--runs FOLDER] [--json PATH]
+    python benchmarks/optimizer_states.py [--only losses updates memory time] [--seeds N] [--runs PATH] [--json PATH]
 
 - losses: a character-level transformer in float32 on two texts, Python's manual and the source code of optax. All arms
-  of a seed start from the same weights and see the same batches. A run is one JSON file in `--runs`; what is there is
+  of a seed start from the same weights and see the same batches. A run is a line of JSON in `--runs`; what is there is
   not run again. The figure is the validation loss less that of float32 Adam: the mean over seeds with its 95 %
   confidence interval (Student's t).
 - updates: 2000 steps on gradients `mean + noise` whose noise is the same within a block ("alike") or lognormal with
@@ -117,11 +117,11 @@ class Losses:
         return {"validation": float(validation), "train": [round(float(loss), 4) for loss in losses[::10]]}
 
 
-def measure_losses(names: list[str], seeds: int, folder: pathlib.Path, steps: int) -> dict:
-    """Run the runs that `folder` lacks, seed by seed; return the figures of all runs in `folder`."""
+def measure_losses(names: list[str], seeds: int, path: pathlib.Path, steps: int) -> dict:
+    """Run the runs that `path` lacks, seed by seed; return the figures of all runs in `path`."""
     texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
     keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in ARMS]
-    found = run_missing(folder, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
+    found = run_missing(path, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
     results = {}
     for text in texts:
         losses = {arm: [found[text, arm, seed]["validation"] for seed in range(seeds)] for arm in ARMS}
@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs"), help="(default: %(default)s)")
+    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs.jsonl"), help="(default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args()
     measure = {

@@ -29,12 +29,23 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     corpus = program.corpora()["source"]
     corpus.validation = corpus.validation[:200]
     monkeypatch.setattr(program, "corpora", lambda: {"source": corpus})
-    options = ["--arms", *arms, "--texts", "source", "--seeds", "2", "--steps", "3", "--runs", str(tmp_path / "runs")]
+    options = [
+        "--arms",
+        *arms,
+        "--texts",
+        "source",
+        "--seeds",
+        "2",
+        "--steps",
+        "3",
+        "--runs",
+        str(tmp_path / "runs.jsonl"),
+    ]
     assert program.main(options) == 0
-    files = sorted((tmp_path / "runs").iterdir())
-    assert [file.name for file in files] == sorted(f"source-{arm}-3-{seed}.json" for arm in arms for seed in (0, 1))
-    for file in files:
-        run = json.loads(file.read_text())
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(run["arm"], run["seed"]) for run in runs] == [(arm, seed) for seed in (0, 1) for arm in arms]
+    for run in runs:
+        assert (run["text"], run["steps"]) == ("source", 3)
         assert [step for step, _ in run["curve"]] == [1, 2, 3] and run["curve"][-1][1] == run["validation"]
         assert all(3 < loss < 6 for _, loss in run["curve"]) and {"commit", "jax"} <= set(run["environment"])
     # What is there is not run again: the report has the same table.
