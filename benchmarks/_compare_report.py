@@ -8,6 +8,7 @@ import numpy as np
 from _compare_arms import ARMS, FP8_ARMS
 from _compare_runs import record, summarize
 
+from jaxfp8._jax import _files
 from jaxfp8._jax._table import aligned
 from jaxfp8.inspect._machine import processor, versions
 
@@ -100,7 +101,8 @@ def write_json(path, settings: dict, results: dict, seeds: list) -> None:
     written = {"settings": settings} | environment() | {"results": results, "seeds": record(seeds)}
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(written, indent=1) + "\n")
+    with _files.replaced(path, "w") as file:
+        file.write(json.dumps(written, indent=1) + "\n")
 
 
 def _mib(size) -> str:

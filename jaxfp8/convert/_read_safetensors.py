@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import numpy as np
@@ -9,6 +10,10 @@ import numpy as np
 # Codes and bfloat16 are kept as unsigned integers: numpy has no such floats.
 _KEPT_AS = {"F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
 _KEPT_AS |= {"BOOL": "?", "U8": "u1", "I8": "i1"} | {f"{k}{8 * n}": f"<{k.lower()}{n}" for k in "UI" for n in (2, 4, 8)}
+# Some writers have no E8M0, and store its codes as uint8.
+_E8M0 = ("F8_E8M0", "U8")
+_OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
+_MAX_HEADER = 100_000_000  # bytes, the format's limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +55,8 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
     |---|---|
     | `x.weight_scale_inv`, float32 or E8M0 | `(128, 128)` |
     | `x.weight_scale`, E8M0, also as uint8 | `(1, 32)` |
-    | `x.weight_scale_inv` or `x.weight_scale` with one element; `x.weight_scale` in other dtypes | None, one scale |
-    | `x.input_scale` or `x.activation_scale` | `input_scale_inv`, the scale of the layer's input |
+    | `x.weight_scale_inv` or `x.weight_scale` with one element that fits none of these | None, one scale |
+    | `x.input_scale` or `x.activation_scale`, with one element | `input_scale_inv`, the scale of the layer's input |
 
     Args:
         path: a file of `to_safetensors`, or of another writer of these layouts.
@@ -61,64 +66,125 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
         mapped from the file, and read when it is used.
 
     Raises:
-        ValueError: the file is not in the safetensors format, or is cut off; a dtype is unknown; or the shape of scales
-            fits none of the layouts above.
+        ValueError: the file is not in the safetensors format (tensors overlap, gaps, names that are there twice), or is
+            cut off; a dtype is unknown; or scales fit none of the layouts above. The message has the tensor's name.
 
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
     """
+    where = f"read_safetensors: {path}"
     file = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     begin = 8 + int.from_bytes(file[:8].tobytes(), "little")
-    if len(file) < 8 or len(file) < begin:
-        raise ValueError(f"read_safetensors: {path}: expected a header of {begin} bytes, got a file of {len(file)}")
+    if not 8 <= len(file) >= begin:
+        raise ValueError(f"{where}: expected a header of {begin} bytes, got a file of {len(file)}")
+    if begin > 8 + _MAX_HEADER:
+        raise ValueError(f"{where}: expected a header of at most {_MAX_HEADER} bytes, got {begin - 8}")
     try:
-        header = json.loads(file[8:begin].tobytes())
-    except ValueError as error:
-        raise ValueError(f"read_safetensors: {path}: expected a header in JSON; is it a safetensors file?") from error
+        header = json.loads(file[8:begin].tobytes().decode(), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected a header in JSON; is it a safetensors file? {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{where}: expected a header with an entry for each tensor, got a {type(header).__name__}")
     header.pop("__metadata__", None)
-    tensors = {name: _tensor(f"read_safetensors: {name}", file[begin:], **entry) for name, entry in header.items()}
+    tensors = _tensors(where, header, file[begin:])
     scales = set()
     for name, tensor in list(tensors.items()):
         if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], names = _with_scales(name, tensor, tensors)
+            tensors[name], names = _with_scales(f"{where}: {name}", name, tensor, tensors)
             scales.update(names)
     return {name: tensor for name, tensor in tensors.items() if name not in scales}
 
 
-def _tensor(where, data, dtype, shape, data_offsets) -> StoredTensor:
+def _without_duplicates(pairs: list[tuple]) -> dict:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return entries
+
+
+def _tensors(where, header, data) -> dict[str, StoredTensor]:
+    """Return the tensors of a header, which have to fill the data without gaps."""
+    tensors, places, end = {}, {}, 0
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, after]} if all(
+                type(number) is int and number >= 0 for number in (*shape, begin, after)
+            ):
+                tensors[name] = _tensor(f"{where}: {name}", data, dtype, tuple(shape), begin, after)
+                places[name] = begin, after
+            case _:
+                raise ValueError(
+                    f"{where}: {name}: expected a dtype, a shape and two data_offsets, of whole numbers, got {entry}"
+                )
+    for name, (begin, after) in sorted(places.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise ValueError(f"{where}: {name}: expected tensors without gaps, from {end} on, got offset {begin}")
+        end = after
+    if end != len(data):
+        raise ValueError(f"{where}: expected tensors that fill the file, got {len(data) - end} bytes after the last")
+    return tensors
+
+
+def _tensor(where, data, dtype, shape, begin, end) -> StoredTensor:
     if dtype not in _KEPT_AS:
         raise ValueError(f"{where}: expected a dtype of {sorted(_KEPT_AS)}, got {dtype}")
-    begin, end = data_offsets
-    kept, size = np.dtype(_KEPT_AS[dtype]), int(np.prod(shape, dtype=np.int64))
-    if not 0 <= begin <= end <= len(data) or end - begin != size * kept.itemsize:
+    kept = np.dtype(_KEPT_AS[dtype])
+    size = math.prod(shape) * kept.itemsize
+    if not begin <= end <= len(data) or end - begin != size:
         raise ValueError(
-            f"{where}: expected {size * kept.itemsize} bytes for {dtype}{shape}, got {data_offsets} of {len(data)}; "
+            f"{where}: expected {size} bytes for {dtype}{list(shape)}, got offsets {[begin, end]} of {len(data)}; "
             "the file is damaged or cut off"
         )
-    return StoredTensor(data[begin:end].view(kept).reshape(shape), dtype)
+    try:
+        if size == 0:
+            np.empty(shape, np.float64)  # as `decode` makes it: numpy limits also the shapes of nothing
+        return StoredTensor(data[begin:end].view(kept).reshape(shape), dtype)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: expected a shape that numpy has, got {list(shape)}: {error}") from error
 
 
-def _with_scales(name, weight, tensors):
-    """Return a weight with its scales, and the names that scales of the weight have in a file."""
+def _with_scales(where, name, weight, tensors):
+    """Return a weight with its scales, and the names that they have in the file."""
     prefix = name.removesuffix("weight")
-    names = (f"{name}_scale_inv", f"{name}_scale", f"{prefix}input_scale", f"{prefix}activation_scale")
-    squares, scale, *inputs = map(tensors.get, names)
-    scale, fixed = squares or scale, inputs[0] or inputs[1]
-    if scale is None:
-        return weight, names
-    e8m0 = scale.dtype in ("U8", "F8_E8M0")
-    scale_inv = _values(scale.data, "F8_E8M0" if e8m0 else scale.dtype).astype(np.float32)
-    block = (128, 128) if squares else (1, 32) if e8m0 else None
-    if block is None or scale_inv.ndim < 2:
-        block, scale_inv, needed = None, scale_inv.reshape(-1), (1,)
-    else:
-        needed = tuple(-(-size // step) for size, step in zip(weight.data.shape, block, strict=True))
-    if scale_inv.shape != needed:
-        raise ValueError(
-            f"read_safetensors: {name}: expected scales {needed} for codes {weight.data.shape}, got {scale_inv.shape}"
-        )
-    input_scale_inv = None if fixed is None else _values(fixed.data, fixed.dtype).astype(np.float32).reshape(-1)
-    return dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv), names
+    squares, others = f"{name}_scale_inv", f"{name}_scale"
+    inputs = f"{prefix}input_scale", f"{prefix}activation_scale"
+    names = [_only(where, tensors, pair) for pair in ((squares, others), inputs)]
+    scale, fixed = map(tensors.get, names)
+    scale_inv = block = input_scale_inv = None
+    if fixed is not None:
+        input_scale_inv = _scales(f"{where}: {names[1]}", fixed).reshape(-1)
+        if input_scale_inv.shape != (1,):
+            raise ValueError(f"{where}: expected one scale of the input, got {list(fixed.data.shape)} of {names[1]}")
+    if scale is not None:
+        scale_inv = _scales(f"{where}: {names[0]}", scale)
+        block = (128, 128) if names[0] == squares else (1, 32) if scale.dtype in _E8M0 else None
+        rows_and_columns = weight.data.shape if weight.data.ndim == 2 else ()
+        needed = block and tuple(-(-size // step) for size, step in zip(rows_and_columns, block, strict=False))
+        if scale_inv.ndim != 2 or scale_inv.shape != needed:
+            block, scale_inv = None, scale_inv.reshape(-1)
+            if scale_inv.shape != (1,):
+                raise ValueError(
+                    f"{where}: expected {f'scales {needed}, or one,' if needed else 'one scale'} for codes "
+                    f"{weight.data.shape}, got {scale.data.shape} of {names[0]}"
+                )
+    scaled = dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv)
+    return scaled, filter(None, names)
+
+
+def _only(where, tensors, names) -> str | None:
+    """Return which of two names is in the file; None where neither is."""
+    found = [name for name in names if name in tensors]
+    if len(found) > 1:
+        raise ValueError(f"{where}: expected {names[0]} or {names[1]}, got both")
+    return found[0] if found else None
+
+
+def _scales(where, scale: StoredTensor) -> np.ndarray:
+    """Return stored scales in float32, exactly."""
+    if scale.dtype not in _OF_SCALES:
+        raise ValueError(f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}")
+    return _values(scale.data, "F8_E8M0" if scale.dtype in _E8M0 else scale.dtype).astype(np.float32)
 
 
 def _values(data: np.ndarray, dtype: str) -> np.ndarray:

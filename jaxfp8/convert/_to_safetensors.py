@@ -9,13 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._jax import _files
 from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
 from ._tree import Path, at
 
+_METADATA = "__metadata__"  # an entry of the header that is no tensor
 # The names of Flax for parameters that PyTorch calls "weight".
 _WEIGHTS = ("kernel", "embedding", "scale")
 _DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {f"{name}{8 * n}": f"{name[0].upper()}{8 * n}" for name in ("float", "int", "uint") for n in (1, 2, 4, 8)}
+# A name: the texts between the places of an index.
+Template = tuple[str, ...]
 
 
 def to_safetensors(
@@ -67,7 +71,7 @@ def to_safetensors(
     find, tensors, ignored, fixed = _Names(names), {}, [], {True: [], False: []}
 
     def add(name, array):
-        if name in tensors:
+        if name in tensors or name == _METADATA:
             raise ValueError(
                 f"to_safetensors: names: two tensors would be {name!r}; every parameter needs its own name"
             )
@@ -80,9 +84,9 @@ def to_safetensors(
         templates = find(kernel.path)
         if templates:
             fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
-            matrices = kernel.matrices(layout, stacked=templates[0].count("{}"), parts=len(templates))
+            matrices = kernel.matrices(layout, stacked=len(templates[0]) - 1, parts=len(templates))
             for index, part, codes, scales, input_scale_inv in matrices:
-                name = templates[part].format(*index)
+                name = _filled(templates[part], index)
                 if name.rpartition(".")[2] != "weight":
                     raise ValueError(
                         f"to_safetensors: names: {at(kernel.path)}: expected a name <module>.weight, got {name!r}"
@@ -113,18 +117,19 @@ class _Names:
     def __init__(self, names):
         self.names, self.unused = names, dict.fromkeys(names or ())
 
-    def __call__(self, path: Path) -> tuple[str, ...]:
-        """Return a name template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
+    def __call__(self, path: Path) -> tuple[Template, ...]:
+        """Return a template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
         if self.names is None:
-            return (".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),)
+            return ((".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),),)
         for pattern, name in self.names.items():
             if match := re.fullmatch(pattern, at(path)):
                 self.unused.pop(pattern, None)
                 parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-                parts = tuple(match.expand(part) for part in parts)
-                if len({part.count("{}") for part in parts}) > 1:
+                # Groups are names of the model: braces in them are no places of an index.
+                templates = tuple(tuple(map(match.expand, part.split("{}"))) for part in parts)
+                if len(set(map(len, templates))) > 1:
                     raise ValueError(f"to_safetensors: names: {at(path)}: expected as many {{}} in each of {parts}")
-                return parts
+                return templates
         raise ValueError(f"to_safetensors: names: {at(path)} matches no expression; map it to None to leave it out")
 
     def check_used(self) -> None:
@@ -135,16 +140,21 @@ class _Names:
             )
 
 
-def _arrays(path: Path, leaf: Any, templates: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
+def _filled(template: Template, index: tuple[int, ...]) -> str:
+    return template[0] + "".join(f"{i}{text}" for i, text in zip(index, template[1:], strict=True))
+
+
+def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and arrays of a parameter in high precision."""
     if not templates:
         return
-    array, stacked = np.asarray(jax.device_get(leaf)), templates[0].count("{}")
+    array, stacked = np.asarray(jax.device_get(leaf)), len(templates[0]) - 1
     needed = {"kernel": stacked + 2}.get(path[-1])
     if array.ndim < stacked + (len(templates) > 1) or needed not in (None, array.ndim):
         raise ValueError(
-            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} dimensions for {templates[0]!r}, "
-            f"got {list(array.shape)}; reshape it in the tree, under another name where it is not [in, out]"
+            f"to_safetensors: {at(path)}: expected {needed or f'more than {stacked}'} dimensions for "
+            f"{'{}'.join(templates[0])!r}, got {list(array.shape)}; reshape it in the tree, "
+            "under another name where it is not [in, out]"
         )
     for index in np.ndindex(array.shape[:stacked]):
         one = array[index]
@@ -153,20 +163,20 @@ def _arrays(path: Path, leaf: Any, templates: tuple[str, ...]) -> Iterator[tuple
             raise ValueError(f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows")
         divided = np.split(one, len(templates)) if templates[1:] else [one]
         for template, part in zip(templates, divided, strict=True):
-            yield template.format(*index), part
+            yield _filled(template, index), part
 
 
 def _write(path: str | os.PathLike, tensors: dict[str, np.ndarray]) -> None:
     """Write tensors: the length of the header in 8 bytes, the header in JSON, then the tensors without gaps."""
     # Wide dtypes come first, so that all tensors are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header, end = {_METADATA: {"format": "pt"}}, 0
     for name, array in ordered.items():
         begin, end = end, end + array.nbytes
         header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with _files.replaced(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in ordered.values():
             file.write(np.ascontiguousarray(array).view(np.uint8).data)

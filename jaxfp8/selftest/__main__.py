@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from .._jax import _files
 from .._jax._table import aligned
 from ..inspect import _op_cases as _cases
 from ..ops import _disabled
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     passed = all(row["status"] == "passed" for row in rows)
     report = {"passed": passed, "seconds": time.perf_counter() - start, "quick": args.quick, "rows": rows}
     if args.json:
-        with open(args.json, "w") as file:
+        with _files.replaced(args.json, "w") as file:
             json.dump(report | {"environment": about}, file, indent=1)
     print(table(rows))
     if switch := remedy(rows):
