@@ -10,27 +10,6 @@ from .._jax._mesh import varying
 from ._warning import FP8StateWarning
 
 
-class _NotSaid(tuple):
-    """Default of `pipeline_axes`: a program whose types do not tell the axes of a state warns of this default.
-
-    It differs from `()`, so that no cache takes a recipe with it for one whose user said that there are no stages.
-    """
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, axes):
-        return self is axes
-
-    def __ne__(self, axes):
-        return self is not axes
-
-    def __reduce__(self):
-        return "NOT_SAID"
-
-
-NOT_SAID = _NotSaid()
-
-
 @dataclasses.dataclass(frozen=True)
 class AmaxReduction:
     """The reduction of an amax over the devices of a `shard_map` that share a state.
@@ -38,7 +17,7 @@ class AmaxReduction:
     Attributes:
         axes: the mesh axes to reduce over with `check_vma=False`, where types do not tell them; else None: the call
             finds the axes over which the amax varies and its state does not.
-        pipeline_axes: `recipe.pipeline_axes`, the axes along which each stage keeps its own state.
+        pipeline_axes: `recipe.pipeline_axes`, the axes along which each stage keeps its own state; `()` for None.
     """
 
     axes: tuple[str, ...] | None
@@ -51,14 +30,14 @@ class AmaxReduction:
         Raises:
             ValueError: with `check_vma=False`, `pipeline_axes` names an axis that the `shard_map` or `pmap` lacks.
         """
-        stages, manual = recipe.pipeline_axes, jax.sharding.get_abstract_mesh().manual_axes
+        stages, manual = recipe.pipeline_axes or (), jax.sharding.get_abstract_mesh().manual_axes
         if not manual or varying(lax.axis_index(manual[0])):
             return AmaxReduction(None, stages)
         if not set(stages) <= set(manual):
             needed = f"axes of this shard_map or pmap, which has {manual}"
             raise ValueError(f"dot_general: recipe.pipeline_axes: expected {needed}, got {stages}")
         axes = tuple(axis for axis in manual if axis not in stages)
-        if stages is NOT_SAID:
+        if recipe.pipeline_axes is None:
             _warnings.warn(
                 "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
                 f"{axes}. If the stages of a pipeline lie along one of them, set the recipe's pipeline_axes=(name,); "

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from ..numerics import Format
-from ._amax_reduction import NOT_SAID
 from ._quantizer import Quantizer
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -33,7 +32,7 @@ class Recipe:
             one device in `shard_map`.
         pipeline_axes: mesh axes along which the stages of a pipeline lie; amaxes are not reduced over these axes. Only
             `shard_map(check_vma=False)` and `pmap` need this option: elsewhere types tell over which axes a state
-            varies. Where it is needed and left out, amaxes are reduced over all axes, with a warning; `()` says that
+            varies. Where it is needed and None, amaxes are reduced over all axes, with a warning; `()` says that
             there are no such axes.
         fp8_residuals: whether the input of an activation or norm that a product is fused with (`GatedMLP`, `NormDense`,
             `jaxfp8.activated`, `normalized`) is kept for the backward in FP8, a byte an element, with a power of two
@@ -42,7 +41,7 @@ class Recipe:
 
     precise: tuple[str, ...] = ("dgrad", "wgrad")
     min_size: int = 0
-    pipeline_axes: tuple[str, ...] = NOT_SAID
+    pipeline_axes: tuple[str, ...] | None = None
     fp8_residuals: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,12 +93,14 @@ class Recipe:
             self.expect(isinstance(self.fp8_format, Format), "fp8_format", "jaxfp8.HYBRID, E4M3 or E5M2", TypeError)
         if hasattr(self, "power_2_scale"):
             self.expect(isinstance(self.power_2_scale, (bool, np.bool_)), "power_2_scale", "a bool", TypeError)
-        for name, needed in (("pipeline_axes", "mesh axis names"), ("precise", f"names out of {PRODUCTS}")):
-            is_names = isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str)
+        names = {"precise": f"names out of {PRODUCTS}"}
+        if self.pipeline_axes is not None:
+            names["pipeline_axes"] = "mesh axis names"
+        for name, needed in names.items():
+            value = getattr(self, name)
+            is_names = isinstance(value, Iterable) and not isinstance(value, str)
             self.expect(is_names, name, f"a tuple of {needed}", TypeError)
-        if self.pipeline_axes is not NOT_SAID:
-            object.__setattr__(self, "pipeline_axes", tuple(self.pipeline_axes))
-        object.__setattr__(self, "precise", tuple(self.precise))
+            object.__setattr__(self, name, tuple(value))
         self.expect(set(self.precise) <= set(PRODUCTS), "precise", f"names out of {PRODUCTS}")
         self.expect(isinstance(self.fp8_residuals, (bool, np.bool_)), "fp8_residuals", "a bool", TypeError)
         is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)

@@ -65,7 +65,7 @@ EVERY, TYPE, VALUE = (DELAYED, *STATELESS), TypeError, ValueError
 # Classes, option, exception, values.
 OPTIONS = [
     (EVERY, "fp8_format", TYPE, ["HYBRID", None, jnp.float8_e4m3fn]),
-    (EVERY, "precise", TYPE, ["fprop"]),
+    (EVERY, "precise", TYPE, ["fprop", None]),
     (EVERY, "precise", VALUE, [("forward",)]),
     (EVERY, "min_size", TYPE, [0.5, True]),
     (EVERY, "min_size", VALUE, [-1]),
@@ -243,4 +243,4 @@ def test_no_stages_and_nothing_said_are_two_recipes():
     assert unsaid != said and unsaid == jaxfp8.DelayedScaling() and said == jaxfp8.DelayedScaling(pipeline_axes=[])
     assert jaxfp8.make_dot_general_cls(said) is not jaxfp8.make_dot_general_cls(unsaid)
     for again in (pickle.loads(pickle.dumps(unsaid)), copy.deepcopy(unsaid), dataclasses.replace(unsaid)):
-        assert again == unsaid != said and not again.pipeline_axes
+        assert again == unsaid != said and again.pipeline_axes is None
