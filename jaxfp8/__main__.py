@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ._jax._table import aligned
-from .inspect import _active, _machine
 from .ops import _ffi, _support
+from .selftest import _active, _machine
 
 
 def about() -> dict[str, Any]:

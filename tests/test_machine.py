@@ -12,8 +12,8 @@ from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8.inspect import _active, _machine
 from jaxfp8.ops import _ffi, _modules, _support
+from jaxfp8.selftest import _active, _machine
 
 ON_CPU = {*cases.TARGETS, "quantize_blocks"}
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")

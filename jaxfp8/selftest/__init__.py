@@ -1,1 +1,1 @@
-"""`python -m jaxfp8.selftest`: check and measure every op on this machine, and write one file for a bug report."""
+"""What this machine runs: its parts, its active kernels, and `python -m jaxfp8.selftest`, which checks every op."""

@@ -12,9 +12,8 @@ import time
 
 from .._jax import _files
 from .._jax._table import aligned
-from ..inspect import _op_cases as _cases
 from ..ops import _disabled
-from . import _checks, _workers
+from . import _cases, _checks, _workers
 
 _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
 

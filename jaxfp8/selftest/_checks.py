@@ -13,10 +13,10 @@ import numpy as np
 
 from .. import ops
 from ..dot import dot_general
-from ..inspect import _op_cases as _cases, _op_comparisons as _comparisons
 from ..numerics import E4M3
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
+from . import _cases, _comparisons
 
 # With these options XLA records custom calls that allow it into CUDA graphs, also a single custom call.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}

@@ -1,7 +1,6 @@
 """The programs in which the selftest launches each op first, compiled for an H200; prints whether it is in a graph."""
 
-from jaxfp8.inspect import _op_cases as _cases
-from jaxfp8.selftest import _checks
+from jaxfp8.selftest import _cases, _checks
 
 from . import programs
 

@@ -13,8 +13,8 @@ import pytest
 import jaxfp8
 from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
-from jaxfp8.inspect import _active
 from jaxfp8.ops import _disabled, _ffi, _support
+from jaxfp8.selftest import _active
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
 

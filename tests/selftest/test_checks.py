@@ -8,9 +8,8 @@ from aot import compiler
 from jax import lax
 
 from cuda import emulated
-from jaxfp8.inspect import _op_cases as _cases, _op_comparisons as _comparisons
 from jaxfp8.ops import _ffi, _shapes
-from jaxfp8.selftest import _checks
+from jaxfp8.selftest import _cases, _checks, _comparisons
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 

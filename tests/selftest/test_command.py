@@ -5,9 +5,8 @@ import json
 import another_process
 import pytest
 
-from jaxfp8.inspect import _machine, _op_cases as _cases
 from jaxfp8.ops import _ffi
-from jaxfp8.selftest import __main__ as command, _workers
+from jaxfp8.selftest import __main__ as command, _cases, _machine, _workers
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 

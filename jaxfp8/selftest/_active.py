@@ -12,7 +12,7 @@ from .. import recipes
 from ..dot import dot_general
 from ..numerics import E4M3
 from ..ops import _ffi, _support
-from . import _op_cases as _cases
+from . import _cases
 
 _N = 256  # a multiple of every block
 _X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)

@@ -13,7 +13,7 @@ from ..numerics import E4M3, E5M2, Format
 from ..ops import _blocks, _moments
 from ..ops._quantize import quantize_with
 from ..ops._quantize_transpose import quantize_transpose_with
-from . import _op_comparisons as _comparisons, _op_values as _values
+from . import _comparisons, _values
 
 _F32 = np.dtype(np.float32)
 _PAIRS = tuple(itertools.product((np.dtype(jnp.bfloat16), np.dtype(np.float16), _F32), (E4M3, E5M2)))
@@ -78,7 +78,7 @@ def cases(op: str, quick: bool = False) -> Iterator[Case]:
 
 
 def call(op: str, kind: Kind, group: int = 0) -> tuple:
-    """Return `(function, arguments)`, and for a product `terms`: `_op_comparisons.product(*terms(*arguments), ...)`."""
+    """Return `(function, arguments)`, and for a product `terms`: `_comparisons.product(*terms(*arguments), ...)`."""
     return OPS[op](kind, np.random.default_rng([kind.index, group]))
 
 
