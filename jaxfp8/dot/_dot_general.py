@@ -192,6 +192,7 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     Raises:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
+    recipes.layer_asks()
     fields = dataclasses.fields(DotGeneralState)
     quantizers = recipes.checked(f"{op}: recipe", recipe).quantizers()
     quantizers += (recipes.HighPrecisionQuantizer(),) * (len(fields) - len(quantizers))

@@ -21,10 +21,12 @@ from typing import NamedTuple
 
 import jax
 from flax import core, linen as nn
+from flax.traverse_util import flatten_dict
 
+from .._jax import _warnings
 from .._jax._typing import Tree
 from ..dot import _scopes
-from ..recipes import Rule, Rules, checked_rules, first_match, kind, relative
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, relative, some
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, Fp8Module
 from ._scopes import Region, add_rules, regions, restore_path
@@ -56,6 +58,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Raises:
         TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
+        FP8StateWarning: the result is thrown away; or, while tracing, no rule gives a layer of the model FP8.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
             module in another transform, which hides the path of the block.
     """
@@ -70,10 +73,21 @@ def quantize(model: Tree, rules: Rules) -> Tree:
             f"linen.quantize: model: expected an unbound module, got a {type(model).__name__} with variables; call "
             "quantize outside of apply and of modules' methods, or make the module with parent=None"
         )
+    if _warnings.is_result_dropped():
+        warn_of_drop("linen.quantize")
     plain = model.clone()
     if isinstance(model, _Quantized):
         rules, plain = rules + model._fp8_rules, _plain(plain)
     return _with_rules(plain, rules) if rules else plain
+
+
+def warn_of_drop(function: str) -> None:
+    """Warn that a statement drops the quantized model that `function` returns."""
+    _warnings.warn(
+        f"{function}: the quantized model was thrown away, and a Linen model is not changed in place: it runs without "
+        f"these rules. Keep the result: model = jaxfp8.{function}(model, rules)",
+        FP8StateWarning,
+    )
 
 
 class Decision(NamedTuple):
@@ -121,7 +135,7 @@ class _Quantized:
     _fp8_class: type[nn.Module]
 
     def _call_wrapped_method(self, fun, args, kwargs):  # Flax calls a method of the plain class by this alone
-        with _intercepting():
+        with _intercepting(self):
             return super()._call_wrapped_method(fun, args, kwargs)
 
     def apply(self, variables, *args, **options):
@@ -187,7 +201,7 @@ def _method(method):
 
     @functools.wraps(method)
     def wrapped(self, *args, **kwargs):
-        with _intercepting():
+        with _intercepting(self):
             return method(self, *args, **kwargs)
 
     return wrapped
@@ -230,22 +244,58 @@ _is_intercepting = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
-def _intercepting():
-    """Enter a context in which layers get the recipes of their rules."""
+def _intercepting(model):
+    """Enter a context in which layers get the recipes of their rules; warn if it was no layer of the model."""
     if _is_intercepting.value:
         yield
         return
-    with _is_intercepting(True), nn.intercept_methods(_interceptor):
+    ran = {}
+
+    def intercept(next_method, args, kwargs, context):
+        return _interceptor(ran, next_method, args, kwargs, context)
+
+    with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
+    # A submodule that was handed out has the rules of a model that does not run here.
+    if model._fp8_rules and model.scope is not None and False in ran.values() and True not in ran.values():
+        _warn_of_rules(model, ran)
 
 
-def _interceptor(next_method, args, kwargs, context):
-    """Run a method of any module while a quantized model runs; Flax calls the interceptor in place of the method."""
+def _warn_of_rules(model, ran) -> None:
+    """Warn that no rule of a bound model gives FP8, unless a module that has not run in this call may get it."""
+    # Modules that hold variables: a method may run some of them only, and a block that nn.jit has kept runs unseen.
+    leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
+    rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
+    asking = []
+    for region in regions(model.scope):
+        paths = [path for path in (relative(path, region.root) for path in rest) if path is not None]
+        rules = [rule for rule in region.rules if rule.recipe is not None]
+        if any(rule.matches(paths, op) for rule in rules for op in ("dot_general", "einsum")):
+            return
+        asking += [rule.path for rule in rules]
+    if asking:
+        layers = some(["/".join(path) for path, gets_fp8 in ran.items() if gets_fp8 is False])
+        _warnings.warn(
+            f"linen.quantize: rules: none of {asking} gives a layer of {type(model).__name__} FP8: a regex has to "
+            f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are {layers}; see "
+            "jaxfp8.report(model, x)",
+            FP8StateWarning,
+        )
+
+
+def _interceptor(ran, next_method, args, kwargs, context):
+    """Run a method of any module while a quantized model runs; Flax calls the interceptor in place of the method.
+
+    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for other modules.
+    """
     module = context.module
     # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that this module makes need it.
     object.__setattr__(module, "scope", restore_path(module.scope))
     # 2. Run all modules but layers that a rule matches as they are.
+    ran.setdefault(module.path, None)
     decided = decision(module) if is_layer(module) else None
+    if is_layer(module):
+        ran[module.path] = ran[module.path] or (decided is not None and decided.rule.recipe is not None)
     if decided is None:
         return next_method(*args, **kwargs)
     # 3. Choose the fields that give the layer the recipe of the rule; the recipe None is high precision.

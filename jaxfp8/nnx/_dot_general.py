@@ -69,6 +69,14 @@ class _Fp8Product(nnx.Module):
         for name in [name for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)]:
             delattr(self, name)
 
+    def become(self, other: "_Fp8Product") -> None:
+        """Take recipe and state of another product in place of one's own."""
+        self.drop_state()
+        self.names_recipe, self.recipe = other.names_recipe, other.recipe
+        for name, value in vars(other).items():
+            if isinstance(value, OverwriteWithGradient):
+                setattr(self, name, value)
+
     def _codes(self) -> dict | None:
         """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]

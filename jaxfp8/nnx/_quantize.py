@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._jax import _warnings
 from .._jax._typing import Tree
-from ..recipes import Rule, Rules, checked_rules, first_match, kind
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, some
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
 from ._layers import Linear
 from ._variables import OverwriteWithGradient
@@ -42,19 +43,25 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     Raises:
         TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
-            The model is not changed then.
+            The model is not changed then, nor where a recipe raises.
+        FP8StateWarning: rules ask for FP8, and none gives it to a layer.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize")
-    changes = []
-    for path, layer, attribute in layers(model):
+    found_layers, changes = layers(model), []
+    for path, layer, attribute in found_layers:
         index = decision(rules, path, layer)
         if index is not None:
             _refuse_frozen(path, layer)
-            changes.append((layer, attribute, rules[index], _stacked("nnx.quantize", path, layer)))
-    for change in changes:
-        _change(*change)
+            stacked = _stacked("nnx.quantize", path, layer)
+            changes.append((layer, attribute, rules[index], _made(layer, attribute, rules[index], stacked)))
+    # All products exist before the first layer changes: an error above leaves the model as it was.
+    for layer, attribute, _, made in changes:
+        _change(layer, attribute, made)
+    asking = [rule.path for rule in rules if rule.recipe is not None]
+    if asking and all(rule.recipe is None for _, _, rule, _ in changes):
+        _warn_of_rules(model, asking, found_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
@@ -127,21 +134,35 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     return lead
 
 
-def _change(layer, attribute, rule: Rule, stacked) -> None:
-    if attribute is None:  # the product changes in place, because a list or several modules may hold it
-        layer.drop_state()
-        layer.__init__(rule.layer_recipe)
-        _stack(layer, stacked)
-        return
-    if rule.recipe is None and not isinstance(layer, Linear):
-        value = nnx.static(jax.lax.dot_general if attribute == "dot_general" else jnp.einsum)
+def _made(layer, attribute, rule: Rule, stacked):
+    """Make the product that a rule gives a layer; a function for high precision."""
+    if attribute is None:
+        made = type(layer)(rule.layer_recipe)
+    elif rule.recipe is None and not isinstance(layer, Linear):
+        return jax.lax.dot_general if attribute == "dot_general" else jnp.einsum
     else:
-        value = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
-        _stack(value, stacked)
-        value = nnx.data(value)  # NNX has the attribute as static, because it held a function
-    setattr(layer, attribute, value)
+        made = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
+    _stack(made, stacked)
+    return made
+
+
+def _change(layer, attribute, made) -> None:
+    if attribute is None:  # the product changes in place, because a list or several modules may hold it
+        layer.become(made)
+        return
+    # NNX has the attribute as static where it held a function.
+    setattr(layer, attribute, nnx.data(made) if isinstance(made, _Fp8Product) else nnx.static(made))
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
+
+
+def _warn_of_rules(model, paths, found_layers) -> None:
+    found = some(["/".join(map(str, path)) for path, *_ in found_layers]) or "none"
+    _warnings.warn(
+        f"nnx.quantize: rules: none of {paths} gives a layer of {type(model).__name__} FP8: a regex has to match the "
+        f"whole path of a layer, as '.*linear' does. The layers are {found}; see jaxfp8.report(model)",
+        FP8StateWarning,
+    )
 
 
 def _refuse_frozen(path, layer) -> None:

@@ -19,10 +19,11 @@ from ._high_precision import HighPrecision, HighPrecisionQuantizer
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max
 from ._recipe import Recipe, checked
-from ._rules import Rule, Rules, checked_rules, first_match, kind, relative
+from ._rules import Rule, Rules, checked_rules, first_match, kind, relative, some
 from ._state import DotGeneralState, QuantizerState, QuantizerStep, init_state, map_variables
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
 from ._static import StaticScaling, StaticScalingQuantizer
 from ._tensor import Block, QTensor, dequantized, value_of
 from ._tensorwise import Float8CurrentScaling, Float8CurrentScalingQuantizer, TensorwiseQuantizer, has_counters
 from ._warning import FP8StateWarning
+from ._without_fp8 import layer_asks

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from .._jax import _warnings
+from . import _without_fp8
 from ._high_precision import HighPrecision
 from ._recipe import Recipe, checked
 
@@ -38,6 +39,10 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     task of the thread that traces, or opens a region, gets an error, and a program that it compiled before runs with
     this region's recipe. A warning says where a region awaits.
 
+    A region in which products are traced, and no layer that takes a recipe, gives an FP8StateWarning when it ends. A
+    call of a function that jit has compiled in an equal region traces nothing and says nothing: it runs the recipe that
+    it was traced with. A recipe that has reached a layer once is not warned about again.
+
     Args:
         recipe: the recipe of layers that name no recipe; None is `DelayedScaling()`, the default outside of regions.
         enabled: False computes in high precision all that is traced inside, layers with a recipe of their own too.
@@ -55,7 +60,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     region = _Region(recipe, enabled)
     token = _region_of_task.set(region)
     try:
-        with _region(region), _warning_of_awaits():
+        asks_for_fp8 = enabled and not isinstance(recipe, HighPrecision)
+        with _region(region), _warning_of_awaits(), _without_fp8.warning(recipe, asks_for_fp8):
             yield
     finally:
         _region_of_task.reset(token)
@@ -108,6 +114,7 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     Raises:
         TypeError: `recipe`, or the result of `default`, is not a Recipe.
     """
+    _without_fp8.layer_asks()
     if is_off():
         return None
     if recipe is None:

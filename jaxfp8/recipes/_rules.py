@@ -73,6 +73,12 @@ def kind(value) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
+def some(names: list[str], most: int = 8) -> str:
+    """Return the first of some names for a message, and how many there are beside them."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + rest
+
+
 def first_match(rules, paths, op: str) -> int | None:
     """Return the index of the first rule that matches one of `paths`, all names of one layer."""
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)

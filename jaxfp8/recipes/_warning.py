@@ -2,4 +2,7 @@
 
 
 class FP8StateWarning(UserWarning):
-    """The category of warnings about FP8 state that is not updated or not read, or whose mesh axes are not known."""
+    """The category of warnings about FP8 state and FP8 that is not there.
+
+    State is not updated or not read, or its mesh axes are not known; or rules or a region reach no product.
+    """

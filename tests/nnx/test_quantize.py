@@ -185,3 +185,17 @@ def test_mutant_that_loses_state_is_caught(monkeypatch):
     monkeypatch.setattr(Fp8DotGeneral, "__getstate__", without_state)
     with pytest.raises(AssertionError):
         test_copies("pickle")
+
+
+def test_a_recipe_that_raises_leaves_the_model_alone():
+    """The recipe of a later rule may raise where its state is made."""
+
+    class Unlucky(jaxfp8.Float8CurrentScaling):
+        def quantizers(self):
+            raise RuntimeError("no state")
+
+    for make in (Model, lambda: Model(B, B, B, B)):
+        model, before = make(), nnx.graphdef(make())
+        with pytest.raises(RuntimeError, match="no state"):
+            quantize(model, [("again", A), (r"blocks/0/.*", A), (".*", Unlucky())])
+        assert nnx.graphdef(model) == before
