@@ -54,6 +54,17 @@ def probability_of_the_code_above(y, exponent):
     return below, fraction + product * (15 - below % 8) * factor // 2**15
 
 
+def is_code_above(u, y, exponent, random):
+    """Whether `draw < (u - below) / (above - below)`, so that the mean of what codes decode to is u, in f32."""
+    below = np.searchsorted(VALUES, np.asarray(y, np.float64), side="right") - 1
+    low, high = (
+        power(product(np.append(VALUES, np.nan).astype(F32)[code], F32(1 / 448)), -exponent)
+        for code in (below, below + 1)
+    )
+    draw = (random >> 8).astype(F32) * F32(2.0**-24)
+    return below, product(draw, high - low) < u - low
+
+
 def decode(data, amax, exponent):
     """The f32 elements of codes `[g, n]`; amaxes are finite."""
     codes, n = blocks(data), data.shape[1]
@@ -83,9 +94,12 @@ def encode(data, amax, exponent, after, keys, squared):
     if keys is None:
         codes = bits(y.astype(E4M3.dtype))
     else:
-        below, probability = probability_of_the_code_above(y, k)
-        random = mix(mix(keys[..., None] ^ np.arange(BLOCK, dtype=np.uint32))) % 2**20
-        codes = below + (probability + random >= 2**20)
+        random = mix(mix(keys[..., None] ^ np.arange(BLOCK, dtype=np.uint32)))
+        if squared:
+            below, probability = probability_of_the_code_above(y, k)
+            codes = below + (probability + random % 2**20 >= 2**20)
+        else:
+            codes = np.add(*is_code_above(u, y, k, random))
     if squared:
         codes = np.maximum(codes, is_number)
     codes = np.where(np.isfinite(x), codes, 0x7F) | np.where(np.signbit(x), 0x80, 0)

@@ -20,10 +20,16 @@ constexpr float kMomentMax = 448.0f;
 
 inline float Power(float u, int exponent) { return exponent > 0 ? u * u : exponent < 0 ? __builtin_sqrtf(u) : u; }
 
+// The fraction of the amax that a code in [0, 0x7f) stands for; NaN for 0x7f.
+template <int kExponent>
+float DecodeFraction(uint8_t code) {
+  return Power(Decode<E4M3>(code) * (1 / kMomentMax), -kExponent);
+}
+
 template <int kExponent>
 float DecodeElement(uint8_t code, float amax) {
-  const float power = Decode<E4M3>(code & 0x7f) * (1 / kMomentMax);
-  return BitsToFloat(FloatToBits(Power(power, -kExponent) * amax) ^ static_cast<uint32_t>(code & 0x80) << 24);
+  const float magnitude = DecodeFraction<kExponent>(code & 0x7f) * amax;
+  return BitsToFloat(FloatToBits(magnitude) ^ static_cast<uint32_t>(code & 0x80) << 24);
 }
 
 template <int kExponent>
@@ -63,45 +69,62 @@ inline int32_t RoundToNearest(float y) {
   return (FloatToBits(BitsToFloat(e + R::kMagic) + y) + (e >> R::kShift)) & 0x7f;
 }
 
-// A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
-// _round_stochastically of jaxfp8/ops/_moments.py derives it.
-template <int kExponent>
-int32_t RoundStochastically(float y, int32_t random) {
-  constexpr int32_t kDropped = 20, kFraction = (1 << kDropped) - 1;
-  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
+constexpr int32_t kDropped = 20;  // bits of the significand of an f32, in e4m3
+
+// The code of y in [0, 448] with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
+inline int32_t FixedPoint(float y) {
   constexpr float kMinNormal = 0x1p-6f;
-  // A code with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
   const int32_t multiple = static_cast<int32_t>((y < kMinNormal ? y : kMinNormal) * 0x1p29f);
-  const int32_t fixed_point = y < kMinNormal ? multiple : static_cast<int32_t>(FloatToBits(y)) - (120 << 23);
+  return y < kMinNormal ? multiple : static_cast<int32_t>(FloatToBits(y)) - (120 << 23);
+}
+
+// A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
+// _round_square of jaxfp8/ops/_moments.py derives it.
+template <int kExponent>
+int32_t RoundSquare(float y, uint32_t random) {
+  constexpr int32_t kFraction = (1 << kDropped) - 1;
+  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
+  const int32_t fixed_point = FixedPoint(y);
   const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
   const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
   const int32_t probability = fraction + ((product * (15 - (code & 7)) * kFactor) >> 15);
-  return code + ((probability + random) >> kDropped);
+  return code + ((probability + static_cast<int32_t>(random & kFraction)) >> kDropped);
 }
 
-template <int kExponent, bool kRandom>
-void EncodeElements(const float* x, float unit, float inverse, uint32_t key, bool squared, uint8_t* codes) {
-  const int32_t smallest = squared ? 1 : 0;
+// A neighbour of y = 448 u^k: the one above with a probability that keeps the mean of u.
+template <int kExponent>
+int32_t RoundSigned(float u, float y, uint32_t random) {
+  const int32_t code = FixedPoint(y) >> kDropped;
+  const float below = DecodeFraction<kExponent>(static_cast<uint8_t>(code));
+  const float above = DecodeFraction<kExponent>(static_cast<uint8_t>(code + 1));
+  const float draw = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f;
+  return code + (draw * (above - below) < u - below ? 1 : 0);
+}
+
+template <int kExponent, bool kRandom, bool kSquared>
+void EncodeElements(const float* x, float unit, float inverse, uint32_t key, uint8_t* codes) {
   for (int64_t i = 0; i < kMomentBlock; ++i) {
     const int32_t bits = static_cast<int32_t>(FloatToBits(x[i]));
     const int32_t magnitude = bits & static_cast<int32_t>(kAbsMask);
     const bool finite = magnitude < kInfinity;
     const float quotient = BitsToFloat(finite ? magnitude : 0) * unit * inverse;
-    const float y = kMomentMax * Power(quotient < 1 ? quotient : 1, kExponent);
+    const float u = quotient < 1 ? quotient : 1;
+    const float y = kMomentMax * Power(u, kExponent);
     int32_t code;
     if constexpr (kRandom) {
-      code = RoundStochastically<kExponent>(y, Mix(Mix(key ^ static_cast<uint32_t>(i))) & 0xfffffu);
+      const uint32_t random = Mix(Mix(key ^ static_cast<uint32_t>(i)));
+      code = kSquared ? RoundSquare<kExponent>(y, random) : RoundSigned<kExponent>(u, y, random);
     } else {
       code = RoundToNearest(y);
     }
-    const int32_t least = magnitude >= kSmallestNormal ? smallest : 0;
+    const int32_t least = kSquared && magnitude >= kSmallestNormal ? 1 : 0;
     code = code > least ? code : least;
     codes[i] = static_cast<uint8_t>((finite ? code : E4M3::kNanCode) | (bits >> 24 & 0x80));
   }
 }
 
-template <bool kRandom>
-void EncodeBlock(const float* x, uint32_t key, bool squared, uint8_t* codes, float* amax, int8_t* exponent) {
+template <bool kRandom, bool kSquared>
+void EncodeBlock(const float* x, uint32_t key, uint8_t* codes, float* amax, int8_t* exponent) {
   // 1. The span of the block, of numbers that are neither zero nor flushed to it.
   int32_t largest = 0, least = kInfinity;
   for (int64_t i = 0; i < kMomentBlock; ++i) {
@@ -112,17 +135,17 @@ void EncodeBlock(const float* x, uint32_t key, bool squared, uint8_t* codes, flo
     least = low < least ? low : least;
   }
   // 2. The exponent that it allows: 2^-7.4 and 2^-14.8 of squares, 2^-9.4 and 2^-18.8 else, as jnp rounds them.
-  const float of_2 = squared ? 0x1.8406p-8f : 0x1.8406p-10f, of_1 = squared ? 0x1.261118p-15f : 0x1.261118p-19f;
+  constexpr float of_2 = kSquared ? 0x1.8406p-8f : 0x1.8406p-10f, of_1 = kSquared ? 0x1.261118p-15f : 0x1.261118p-19f;
   const float top = BitsToFloat(largest), bottom = BitsToFloat(least);
   *amax = top;
   *exponent = bottom >= top * of_2 ? 1 : bottom >= top * of_1 ? 0 : -1;
   // 3. The inverse of an amax above 2^126 would be subnormal.
   const float unit = top > 1 ? 0x1p-32f : 1.0f, scaled = top * unit;
   const float inverse = 1 / (scaled > 0x1p-126f ? scaled : 0x1p-126f);
-  const auto encode = *exponent > 0   ? EncodeElements<1, kRandom>
-                      : *exponent < 0 ? EncodeElements<-1, kRandom>
-                                      : EncodeElements<0, kRandom>;
-  encode(x, unit, inverse, key, squared, codes);
+  const auto encode = *exponent > 0   ? EncodeElements<1, kRandom, kSquared>
+                      : *exponent < 0 ? EncodeElements<-1, kRandom, kSquared>
+                                      : EncodeElements<0, kRandom, kSquared>;
+  encode(x, unit, inverse, key, codes);
 }
 
 // Calls visit(block, offset of its first element, number of elements) for the blocks [begin, end) of all rows.
@@ -144,6 +167,9 @@ void DecodeMomentBlocks(const DecodeMomentParams& params, int64_t begin, int64_t
 }
 
 void EncodeMomentBlocks(const EncodeMomentParams& params, int64_t begin, int64_t end) {
+  const bool random = params.keys != nullptr;
+  const auto encode = params.squared ? (random ? EncodeBlock<true, true> : EncodeBlock<false, true>)
+                                     : (random ? EncodeBlock<true, false> : EncodeBlock<false, false>);
   ForEachMomentBlock(params.n, begin, end, [&](int64_t block, int64_t offset, int64_t size) {
     const uint8_t* old = params.data + offset;
     const float* x = params.after + offset;
@@ -163,11 +189,7 @@ void EncodeMomentBlocks(const EncodeMomentParams& params, int64_t begin, int64_t
     if (IsSame(old, amax, exponent, x)) {
       memmove(params.next_data + offset, params.data + offset, size);
     } else {
-      if (params.keys != nullptr) {
-        EncodeBlock<true>(x, params.keys[block], params.squared, codes, &amax, &exponent);
-      } else {
-        EncodeBlock<false>(x, 0, params.squared, codes, &amax, &exponent);
-      }
+      encode(x, random ? params.keys[block] : 0, codes, &amax, &exponent);
       if (size < kMomentBlock) memcpy(params.next_data + offset, codes, size);
     }
     params.next_amax[block] = amax;

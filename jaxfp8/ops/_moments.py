@@ -31,8 +31,8 @@ _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
 _FRACTION = (1 << _DROPPED_BITS) - 1
 _BIAS = 120  # of the exponents of f32, less that of e4m3
 _SMALLEST_NORMAL = np.float32(2.0**-6)
-# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code, so that nothing
-# is flushed; of squares, whose roots divide, it is a normal number, with an error of 2**-4 at most.
+# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code, so that nearest
+# flushes nothing, and at random an element is at most twice what it was; of squares, whose roots divide, it is a normal number, with an error of 2**-4 at most.
 _SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
 _SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
 
@@ -68,8 +68,8 @@ def encode_moment(
         after: f32 in the shape of `data`.
         keys: u32 in the shape of `amax`: rounds stochastically by the bits `mix(mix(keys ^ i))`, where i is the number
             of an element in its block. None rounds to nearest.
-        squared: whether the elements are squares. Squares round to zero only where they are zero, and k depends on
-            other spans.
+        squared: whether the elements are squares. Stochastic rounding keeps the mean of their fourth roots, of other
+            elements that of the elements. Squares round to zero only where they are zero, and k depends on other spans.
 
     Returns:
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
@@ -98,10 +98,14 @@ def _decode_reference(data, amax, exponent, vmap_dims, axis):
 
 
 def _decoded(codes, amax, exponent):
-    power = jnp.abs(codes) * _MAX_INV
-    u = jnp.where(exponent > 0, _scaling.round_sqrt(power), jnp.where(exponent < 0, power * power, power))
-    values = u * amax
+    values = _decoded_fraction(jnp.abs(codes), exponent) * amax
     return lax.select(jnp.signbit(codes), -values, values)
+
+
+def _decoded_fraction(codes, exponent):
+    """Return the fraction u of the amax that codes without a sign stand for."""
+    power = codes * _MAX_INV
+    return jnp.where(exponent > 0, _scaling.round_sqrt(power), jnp.where(exponent < 0, power * power, power))
 
 
 def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, axis):
@@ -121,7 +125,12 @@ def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, ax
     y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
 
     # 3. Round. Squares that are not zero have at least the smallest code.
-    codes = _round_stochastically(y, power, _random_bits(keys[0], blocks, axis)) if keys else rounded(y, E4M3.dtype)
+    if not keys:
+        codes = rounded(y, E4M3.dtype)
+    elif squared:
+        codes = _round_square(y, power, _random_bits(keys[0], blocks, axis))
+    else:
+        codes = _round_signed(u, y, power, _random_bits(keys[0], blocks, axis))
     if squared:
         codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
     codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
@@ -191,7 +200,32 @@ def _fraction(magnitude, amax):
     return jnp.minimum(magnitude * unit * inverse, 1)
 
 
-def _round_stochastically(y, exponent, random_bits):
+def _fixed_point(y):
+    """Return the code of y in [0, 448] in e4m3, as an integer with 20 bits after the point."""
+    multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
+    return jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
+
+
+def _round_signed(u, y, exponent, random_bits):
+    """Return the code, as an integer, of a neighbour of y = 448 u**k in e4m3, so that u keeps its mean.
+
+    With the fractions that the neighbours decode to, the probability of the code above is
+
+        (u - below) / (above - below)
+
+    No product is added to anything here: compilers would round the two at once on some platforms.
+    """
+    code = _fixed_point(y) >> _DROPPED_BITS
+
+    def fraction(code):
+        return _decoded_fraction(lax.bitcast_convert_type(code.astype(jnp.uint8), E4M3.dtype).astype(u.dtype), exponent)
+
+    below, above = fraction(code), fraction(code + 1)  # above the largest code is NaN, which is never taken
+    draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
+    return code + (draw * (above - below) < u - below).astype(jnp.int32)
+
+
+def _round_square(y, exponent, random_bits):
     """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
 
     With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
@@ -204,8 +238,7 @@ def _round_stochastically(y, exponent, random_bits):
     root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
     """
     # 1. Write y as a code with 20 bits after the point.
-    multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
-    fixed_point = jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
+    fixed_point = _fixed_point(y)
     code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
 
     # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
