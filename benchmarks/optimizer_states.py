@@ -1,10 +1,12 @@
-"""Compares Adam with moments in FP8 to float32 Adam: losses over paired seeds, sizes of updates, bytes, time.
+"""Compares optimizers with moments in FP8 to float32: losses over paired seeds, sizes of updates, bytes, time.
 
-    python benchmarks/optimizer_states.py [--only losses updates memory time] [--seeds N] [--runs PATH] [--json PATH]
+    python benchmarks/optimizer_states.py [--only losses updates memory time] [--arms ARM ...] [--seeds N]
+        [--runs PATH] [--json PATH]
 
-- losses: a character-level transformer in float32 on two texts, Python's manual and the source code of optax. All arms
-  of a seed start from the same weights and see the same batches. A run is a line of JSON in `--runs`; what is there is
-  not run again. The figure is the validation loss less that of float32 Adam: the mean over seeds with its 95 %
+- losses: a character-level transformer in float32 on two texts, Python's manual and the source code of optax, with
+  AdamW, and with Lion and SGD with momentum 0.9, whose moments are signed. All arms of a seed start from the same
+  weights and see the same batches. A run is a line of JSON in `--runs`; what is there is not run again. The figure is
+  the validation loss less that of the same optimizer in float32: the mean over seeds with its 95 %
   confidence interval (Student's t).
 - updates: 2000 steps on gradients `mean + noise` whose noise is the same within a block ("alike") or lognormal with
   sigma 2 ("mixed"). The mean size of the last update over float32 Adam's, and the norm of their difference over the
@@ -66,13 +68,25 @@ def linear(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
-def make_optimizer(steps: int):
-    """Make AdamW with default averages after clipping; warm-up over a tenth, then a cosine to a tenth of the peak."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, steps // 10, steps, PEAK_LEARNING_RATE / 10)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
+def make_optimizer(steps: int, name: str = "adam"):
+    """Make an optimizer with clipped gradients; warm-up over a tenth, then a cosine to a tenth of the peak."""
+    make, factor = OPTIMIZERS[name]
+    peak = factor * PEAK_LEARNING_RATE
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, peak / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), make(rate))
 
 
+# What makes an optimizer of a learning rate, and its peak over that of AdamW.
+OPTIMIZERS = {
+    "adam": (functools.partial(optax.adamw, weight_decay=0.1), 1.0),
+    "lion": (functools.partial(optax.lion, weight_decay=0.1), 0.2),
+    "momentum": (functools.partial(optax.sgd, momentum=0.9), 100.0),
+}
 ARMS = {"float32": lambda tx: tx, "fp8": optim.quantized, "linear": linear}
+# The arms of the losses: the optimizer, and one of ARMS.
+RUNS = {arm: ("adam", arm) for arm in ARMS} | {
+    f"{name}_{arm}": (name, arm) for name in ("lion", "momentum") for arm in ("float32", "fp8")
+}
 
 
 class Losses:
@@ -86,7 +100,8 @@ class Losses:
     def program(self, arm: str):
         """Return the optimizer and the training step of an arm."""
         if arm not in self.programs:
-            tx = ARMS[arm](make_optimizer(self.steps))
+            optimizer, wrap = RUNS[arm]
+            tx = ARMS[wrap](make_optimizer(self.steps, optimizer))
 
             @functools.partial(jax.jit, donate_argnums=(0, 1))
             def step(variables, opt_state, batch):
@@ -117,18 +132,21 @@ class Losses:
         return {"validation": float(validation), "train": [round(float(loss), 4) for loss in losses[::10]]}
 
 
-def measure_losses(names: list[str], seeds: int, path: pathlib.Path, steps: int) -> dict:
+def measure_losses(names: list[str], arms: list[str], seeds: int, path: pathlib.Path, steps: int) -> dict:
     """Run the runs that `path` lacks, seed by seed; return the figures of all runs in `path`."""
     texts = {name: Losses(corpus, steps) for name, corpus in corpora().items() if name in names}
-    keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in ARMS]
+    keys = [(text, arm, seed) for seed in range(seeds) for text in texts for arm in arms]
     found = run_missing(path, keys, steps, lambda text, arm, seed: texts[text].run(arm, seed))
     results = {}
     for text in texts:
-        losses = {arm: [found[text, arm, seed]["validation"] for seed in range(seeds)] for arm in ARMS}
-        results[text] = {"float32": {"validation": losses["float32"]}}
-        for arm in ("fp8", "linear"):
-            differences = [a - b for a, b in zip(losses[arm], losses["float32"], strict=True)]
-            results[text][arm] = {"validation": losses[arm], "difference": interval(differences)}
+        losses = {arm: [found[text, arm, seed]["validation"] for seed in range(seeds)] for arm in arms}
+        results[text] = {arm: {"validation": values} for arm, values in losses.items()}
+        for arm in arms:
+            name, wrap = RUNS[arm]
+            base = next(base for base in RUNS if RUNS[base] == (name, "float32"))
+            if wrap != "float32" and base in losses:
+                differences = [a - b for a, b in zip(losses[arm], losses[base], strict=True)]
+                results[text][arm]["difference"] = interval(differences)
     return results
 
 
@@ -207,9 +225,14 @@ def verdicts(results: dict) -> dict[str, bool]:
     """Return for each limit whether the results keep it, for the figures that were measured."""
     found = {}
     for text, arms in results.get("losses", {}).items():
-        low, high = (arms["fp8"]["difference"][end] for end in ("low", "high"))
-        found[f"loss, {text}: within"] = low is not None and -LIMITS["loss"] <= low and high <= LIMITS["loss"]
-        found[f"loss, {text}: the control is outside"] = not abs(arms["linear"]["difference"]["mean"]) <= LIMITS["loss"]
+        for arm, row in arms.items():
+            if "difference" in row and arm != "linear":
+                low, high = (row["difference"][end] for end in ("low", "high"))
+                is_within = low is not None and -LIMITS["loss"] <= low and high <= LIMITS["loss"]
+                found[f"loss, {text}, {arm}: within"] = is_within
+        if "difference" in arms.get("linear", {}):
+            is_outside = not abs(arms["linear"]["difference"]["mean"]) <= LIMITS["loss"]
+            found[f"loss, {text}: the control is outside"] = is_outside
     for name, arms in results.get("updates", {}).items():
         is_within = {
             arm: abs(row["size"] - 1) <= LIMITS["size"] and row["error"] <= LIMITS["error"] for arm, row in arms.items()
@@ -227,13 +250,14 @@ def main() -> int:
     parts = ("losses", "updates", "memory", "time")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="(default: all)")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
+    parser.add_argument("--arms", nargs="+", choices=list(RUNS), default=list(RUNS), help="of the losses")
     parser.add_argument("--seeds", type=int, default=8, help="paired runs of each text and arm (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs.jsonl"), help="(default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     args = parser.parse_args()
     measure = {
-        "losses": functools.partial(measure_losses, args.texts, args.seeds, args.runs, args.steps),
+        "losses": functools.partial(measure_losses, args.texts, args.arms, args.seeds, args.runs, args.steps),
         "updates": measure_updates,
         "memory": measure_memory,
         "time": measure_time,

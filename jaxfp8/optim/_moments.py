@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,6 +17,8 @@ from ..numerics import E4M3
 from ..ops import _moments as ops
 
 _NARROWEST = 64
+_INF_CODE = np.uint8(0xFF)
+_INF_BITS, _NEGATIVE_NAN_BITS = np.uint32(0x7F800000), np.uint32(0xFFC00000)
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
@@ -65,7 +68,11 @@ class Moment(NamedTuple):
 
 
 class SignedMoment(Moment):
-    """A moment of both signs, such as Adam's first moment. An update rounds to nearest."""
+    """A moment of both signs, such as Adam's first moment. An update rounds stochastically, and keeps the mean.
+
+    To nearest, a moment would not follow a gradient that turns round: the steps of an average can be smaller than half
+    of the spacing of codes.
+    """
 
 
 class SquaredMoment(Moment):
@@ -93,8 +100,17 @@ def encode(kind: type[Moment], x: jax.Array) -> Moment:
 
 
 def decode(moment: Moment) -> jax.Array:
-    """Compute the f32 elements of a moment."""
-    return ops.decode_moment(*moment, axis=block_axis(moment.data.shape))
+    """Compute the f32 elements of a moment, also of a stack of moments that `jax.vmap` made.
+
+    Blocks are along the axis on which there are fewer blocks than elements; if there is none, all axes do.
+    """
+    sizes = zip(moment.data.shape, moment.amax.shape, strict=True)
+    axis = next((i for i, (elements, blocks) in enumerate(sizes) if elements != blocks), None)
+    axis = block_axis(moment.data.shape) if axis is None else axis
+    x = ops.decode_moment(*moment, axis=axis)
+    if not isinstance(moment, SquaredMoment):
+        return x
+    return jnp.where(lax.bitcast_convert_type(moment.data, jnp.uint8) == _INF_CODE, np.float32(np.inf), x)
 
 
 def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> Moment:
@@ -108,4 +124,10 @@ def encode_changes(moment: Moment, after: jax.Array, keys: jax.Array | None) -> 
         keys: the result of `block_keys`, to round stochastically; None rounds to nearest.
     """
     squared, axis = isinstance(moment, SquaredMoment), block_axis(after.shape)
-    return type(moment)(*ops.encode_moment(*moment, after.astype(jnp.float32), keys, squared=squared, axis=axis))
+    after = after.astype(jnp.float32)
+    if squared:
+        # The sum of squares that overflows is Inf, by which a parameter does not move. Codes have no Inf, squares no
+        # sign: a NaN with a sign stands for it.
+        bits = lax.bitcast_convert_type(after, jnp.uint32)
+        after = lax.bitcast_convert_type(jnp.where(bits == _INF_BITS, _NEGATIVE_NAN_BITS, bits), jnp.float32)
+    return type(moment)(*ops.encode_moment(*moment, after, keys, squared=squared, axis=axis))

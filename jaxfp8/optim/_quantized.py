@@ -4,6 +4,7 @@ Random bits are made by counting: a function of the seed, the step, the leaf and
 """
 
 import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from .._jax import _warnings
 from ..numerics import E4M3
 from ..ops import _moments
 from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, decode, encode, encode_changes
@@ -20,10 +22,10 @@ from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, decode, e
 Table = Mapping[type, Mapping[str, type[Moment]]]
 
 # The moments that optax keeps. ScaleByRStdDevState is not here: a variance is a difference of moments, which rounding
-# can make negative.
+# can make negative. Of AMSGrad, neither `nu` nor its maximum is: the maximum of what is rounded at random climbs.
 MOMENTS: Table = {
     optax.ScaleByAdamState: {"mu": SignedMoment, "nu": SquaredMoment},
-    optax.ScaleByAmsgradState: {"mu": SignedMoment, "nu": SquaredMoment, "nu_max": SquaredMoment},
+    optax.ScaleByAmsgradState: {"mu": SignedMoment},
     optax.ScaleByBeliefState: {"mu": SignedMoment, "nu": SquaredMoment},
     optax.ScaleByLionState: {"mu": SignedMoment},
     optax.ScaleByNovogradState: {"mu": SignedMoment},
@@ -39,11 +41,11 @@ class QuantizedState(NamedTuple):
     """The state of `quantized(tx)`.
 
     Attributes:
-        count: i32[], the number of updates so far, on which the random bits of the next update depend.
+        update_count: i32[], the number of updates so far, on which the random bits of the next update depend.
         inner: the state of `tx`, with a Moment in the place of each large moment.
     """
 
-    count: jax.Array
+    update_count: jax.Array
     inner: Any
 
 
@@ -56,12 +58,13 @@ def quantized(
         opt_state = tx.init(params)
         updates, opt_state = tx.update(grads, opt_state, params)
 
-    `tx` sees its moments in float32. After the update each block of 128 elements is quantized with an amax of its own;
-    a block that the update did not change keeps its bits. The rest of the state, and moments of less than `min_size`
-    elements, stay as they are.
+    `tx` sees its moments in the dtypes that its `init` gives them. After the update each block of 128 elements is
+    quantized with an amax of its own; a block that the update did not change keeps its bits. The rest of the state, and
+    moments of less than `min_size` elements, stay as they are. A warning of `init` names large leaves that stay.
 
-    Blocks lie along the last axis with at least 64 elements, or else along the largest axis. State and random bits are
-    the same on every mesh. Inside of `jax.shard_map` each shard has blocks of its own.
+    Blocks lie along the last axis with at least 64 elements, or else along the largest axis. Random bits are the same
+    on every mesh, and for all members of an ensemble under `jax.vmap`. Inside of `jax.shard_map` each shard has blocks
+    of its own.
 
     Args:
         tx: an optax transformation, such as a chain. Other transformations (`optax.masked`, `optax.multi_transform`,
@@ -69,25 +72,31 @@ def quantized(
         min_size: the number of elements from which on a moment is quantized.
         moments: the moments in states of your own, besides those of optax: for each NamedTuple class a dict from its
             fields to `SignedMoment` or `SquaredMoment`: `{MyState: {"momentum": jaxfp8.optim.SignedMoment}}`.
-        seed: an int, the seed of the random bits that round squared moments.
+        seed: an int, modulo 2**32 the seed of the random bits that round moments.
 
     Returns:
         The transformation; its state is a `QuantizedState`.
 
     Raises:
+        TypeError: `seed` is no int.
         ValueError: in `init`, `tx` has no state whose moments are known, or already has moments in FP8; in `update`,
             the state is not that of this transformation.
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
+    seed = operator.index(seed) % 2**32
 
     def init(params):
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
 
     def update(grads, state, params=None, **extra_args):
-        # 1. Update with moments in float32.
+        # 1. Update with the moments that the transformation would have: `init` tells their dtypes.
         check(state, table, min_size)
-        updates, after = tx.update(grads, dequantize_moments(state.inner), params, **extra_args)
+        like = jax.eval_shape(tx.init, grads if params is None else params)
+        before = jax.tree.map(
+            lambda x, like: decode(x).astype(like.dtype) if is_moment(x) else x, state.inner, like, is_leaf=is_moment
+        )
+        updates, after = tx.update(grads, before, params, **extra_args)
 
         # 2. Quantize the moments that have changed. Each leaf has a number, and with it random bits of its own.
         numbers = itertools.count()
@@ -96,12 +105,10 @@ def quantized(
             number = next(numbers)
             if not is_moment(old):
                 return new
-            if not isinstance(old, SquaredMoment):
-                return encode_changes(old, new, None)
-            return encode_changes(old, new, block_keys(leaf_key(seed, state.count, number), new.shape))
+            return encode_changes(old, new, block_keys(leaf_key(seed, state.update_count, number), new.shape))
 
         inner = jax.tree.map(requantize, state.inner, after, is_leaf=is_moment)
-        return updates, QuantizedState(optax.safe_increment(state.count), inner)
+        return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -167,7 +174,19 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
         return kind(*(jax.tree.map(lambda _, part=part: part, leaf) for part in moment))
 
-    return QuantizedState(jnp.zeros((), jnp.int32), map_moments(quantize, opt_state, table))
+    inner = map_moments(quantize, opt_state, table)
+    stay = [
+        f"{jax.tree_util.keystr(path)} ({leaf.dtype})"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(inner, is_leaf=is_moment)
+        if not is_moment(leaf) and is_large(leaf, min_size)
+    ]
+    if stay:
+        _warnings.warn(
+            f"jaxfp8.optim: these leaves of the optimizer's state are large and stay as they are: {', '.join(stay)}; "
+            "name moments among them by quantized(tx, moments=...), or filter this warning",
+            UserWarning,
+        )
+    return QuantizedState(jnp.zeros((), jnp.int32), inner)
 
 
 def dequantize_state(opt_state: Any) -> Any:
@@ -177,7 +196,7 @@ def dequantize_state(opt_state: Any) -> Any:
         opt_state: a QuantizedState, or a tree with QuantizedStates inside, such as the state of a chain.
 
     Returns:
-        The tree, with the state of `tx` in the place of each QuantizedState.
+        The tree, with the state of `tx` in the place of each QuantizedState. Its moments are float32.
     """
 
     # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in FP8.

@@ -32,7 +32,11 @@ def encode(kind, x, axis, keys=None):
     def function(after, keys=None):
         count = len(after), -(-after.shape[1] // 128)
         zeros = np.zeros(after.shape, oracle_moments.E4M3.dtype), np.zeros(count, np.float32), np.ones(count, np.int8)
-        return oracle_moments.encode(*zeros, after, keys, kind == "squared")
+        data, *of_blocks = oracle_moments.encode(*zeros, after, keys, kind == "squared")
+        if kind == "squared":  # in which NaN with a sign stands for Inf
+            codes = np.where(np.isposinf(after), 0xFF, data.view(np.uint8))
+            data = codes.astype(np.uint8).view(data.dtype)
+        return data, *of_blocks
 
     return on_rows(function, axis, x.shape, x, *(() if keys is None else (keys,)))
 

@@ -15,7 +15,7 @@ from . import cases, oracle
 def updated(kind, x, seed=0, count=0):
     """The state of `quantized_store` after an update in which the moment becomes `x`."""
     tx = cases.quantized_store(kind, seed=seed)
-    state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(count=jnp.int32(count))
+    state = tx.init(jax.tree.map(jnp.zeros_like, x))._replace(update_count=jnp.int32(count))
     return jax.jit(tx.update)(x, state)[1]
 
 
@@ -26,15 +26,17 @@ def test_codes_are_those_of_the_oracle(kind, shape):
     x, axis, count, seed = cases.moment(kind, shape), cases.SHAPES[shape], 3, 7
     state = updated(kind, [x, x], seed, count)
     for leaf in range(2):
-        keys = oracle.keys(seed, count, leaf, shape, axis) if kind == "squared" else None
+        keys = oracle.keys(seed, count, leaf, shape, axis)
         data, amax, exponent = oracle.encode(kind, x, axis, keys)
         # The first eighth is zeros before and after: blocks of it keep what `init` wrote, the exponent of zeros.
         assert_same_bits(state.inner.moment[leaf], cases.KINDS[kind](data, amax, exponent))
         assert {-1, 0, 1} >= set(np.unique(exponent)) and len(np.unique(exponent)) > 1
         decoded = oracle.decode(data, amax, exponent, axis)
         got = np.asarray(optim.dequantize_state(state).moment[leaf])
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(decoded))
-        assert_same_bits(np.nan_to_num(got), np.nan_to_num(decoded))
+        infinite = (kind == "squared") & np.isposinf(x)
+        np.testing.assert_array_equal(np.isposinf(got), infinite)
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(decoded) & ~infinite)
+        assert_same_bits(np.where(np.isfinite(got), got, 0), np.nan_to_num(decoded))
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -42,7 +44,7 @@ def test_the_error_is_that_of_the_format(kind):
     """A normal code is off by 2**-4 at most, which the root of k divides: |error| <= 2**-4 / k (1 + 2**-3).
 
     With 0 <= e <= 2**-4, (1 + e)**(1/k) <= 1 + e / k (1 + e (1/k - 1) / 2), and 1/k - 1 <= 1; the 1.5 ulp of u and
-    the roundings after it are below 2**-20. Codes of squares may be rounded the other way, by twice as much.
+    the roundings after it are below 2**-20. Codes may be rounded the other way, by twice as much.
     """
     x = np.abs(cases.moment(kind, (64, 256), seed=1))
     x = np.where(np.isfinite(x) & (x < 1e37), x, 0)
@@ -50,7 +52,7 @@ def test_the_error_is_that_of_the_format(kind):
     got = np.asarray(optim.dequantize_state(optim.QuantizedState(jnp.int32(0), state)))
     normal = (np.asarray(state.data).view(np.uint8) & 0x7F) > 8
     k = np.repeat(2.0 ** np.asarray(state.exponent), 128, axis=1)
-    bound = (2 if kind == "squared" else 1) * 2.0**-4 / k * (1 + 2.0**-2)
+    bound = 2 * 2.0**-4 / k * (1 + 2.0**-2)
     error = np.abs(got - x) / np.where(x > 0, x, 1)
     assert np.all(error[normal] <= bound[normal])
     assert np.max(error[normal] * k[normal]) > 2.0**-5  # the bound is not idle
@@ -111,3 +113,44 @@ def test_the_mean_step_is_that_of_float32():
         (state, v), _ = jax.jit(lambda carry, step=step: jax.lax.scan(step, carry, jnp.arange(3000)))(carry)
         ratio = float(jnp.mean(jnp.sqrt(v / optim.dequantize_state(state).moment)))
         assert abs(ratio - 1) < 0.005
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.98, 0.99, 0.999])
+def test_a_signed_moment_follows_a_gradient_that_turns_round(decay):
+    """In blocks of which one element is constant and one small: so k is 1/2 and the steps are below half a spacing.
+
+    The mean of 126 elements of 16 blocks has an error of 0.5 % at most, from draws with relative errors of up to 23 %
+    that share no bits.
+    """
+    shape, steps = (16, 128), int(8 / (1 - decay))
+    tx, decay = cases.quantized_store("signed"), jnp.float32(decay)
+
+    def step(state, i):
+        g = jnp.full(shape, jnp.where(i < steps, 0.9, -0.9), jnp.float32).at[:, 0].set(1).at[:, 1].set(1e-6)
+        m = optim.dequantize_state(state).moment
+        return tx.update(decay * m + (1 - decay) * g, state)[1], None
+
+    run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(2 * steps))[0])
+    moment = np.asarray(optim.dequantize_state(run(tx.init(jnp.zeros(shape)))).moment)
+    assert abs(moment[:, 2:].mean() / -0.9 - 1) < 0.02
+    assert abs(moment[:, 0].mean() - 1) < 0.02
+
+
+@pytest.mark.parametrize("decay, largest", [(0.9, 0.10), (0.98, 0.20), (0.99, 0.27)])
+def test_the_error_and_the_size_of_a_signed_moment(decay, largest):
+    """With noise three times the mean, relative to float32's moment."""
+    shape = (64, 128)
+    tx, decay = cases.quantized_store("signed"), jnp.float32(decay)
+
+    def step(carry, i):
+        state, exact = carry
+        g = mean + 3 * jax.random.normal(jax.random.fold_in(jax.random.key(1), i), shape)
+        after = decay * optim.dequantize_state(state).moment + (1 - decay) * g
+        return (tx.update(after, state)[1], decay * exact + (1 - decay) * g), None
+
+    mean = jax.random.normal(jax.random.key(0), shape)
+    carry = tx.init(jnp.zeros(shape)), jnp.zeros(shape)
+    (state, exact), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, jnp.arange(600)))(carry)
+    moment = optim.dequantize_state(state).moment
+    assert np.linalg.norm(moment - exact) < largest * np.linalg.norm(exact)
+    assert abs(np.abs(moment).mean() / np.abs(exact).mean() - 1) < 0.02
