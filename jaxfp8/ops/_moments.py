@@ -31,9 +31,9 @@ _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
 _FRACTION = (1 << _DROPPED_BITS) - 1
 _BIAS = 120  # of the exponents of f32, less that of e4m3
 _SMALLEST_NORMAL = np.float32(2.0**-6)
-# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code, so that rounding
-# to nearest flushes nothing, and at random an element is at most 2**(1/k) times what it was; of squares, whose roots
-# divide, it is a normal number, with an error of 2**-4 at most.
+# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code: rounding to
+# nearest flushes nothing, and stochastic rounding makes an element at most 2**(1/k) times what it was. Of squares,
+# whose roots divide, it is a normal number, with an error of 2**-4 at most.
 _SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
 _SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
 
