@@ -1,0 +1,78 @@
+"""CONTRIBUTING and the pages for developers name what exists: every name in backticks, every package in the drawing."""
+
+import re
+
+import pytest
+import snippets
+from test_floors import FLOORS
+
+ROOT = snippets.ROOT
+PAGES = ["CONTRIBUTING.md", "docs/architecture.md", "docs/adding_a_kernel.md"]
+SOURCES = ["jaxfp8/**/*.py", "common/**/*.*", "cpu/**/*.*", "cuda/**/*.*", "tools/*", "pyproject.toml", "Makefile"]
+FILE = r"[\w./{},]*(/|\.(py|md|h|cc|cu|txt|toml))[\w./{},]*"
+
+
+def words() -> set[str]:
+    """Every word of the sources: a name that is defined or imported there is one of them."""
+    paths = (path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file() and path.suffix != ".md")
+    return set(re.findall(r"\w+", " ".join(path.read_text(errors="ignore") for path in paths)))
+
+
+def files(name: str) -> list[str]:
+    """The files that a name with `{op}`, `{h,cc}` or `.h,.cc` stands for, as patterns."""
+    name = re.sub(r"\.(\w+),\.(\w+)$", r".{\1,\2}", name.rstrip("/")).replace("{op}", "*")
+    stem, brace, ends = name.partition("{")
+    return [stem + end for end in ends.rstrip("}").split(",")] if brace else [name]
+
+
+def missing(text: str, known: set[str]) -> list[str]:
+    """The code in backticks that names a file, a target of make or a word that does not exist."""
+    prose = " ".join(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
+    return [code for code in dict.fromkeys(re.findall(r"`([^`]+)`", prose)) if not _exists(code, known)]
+
+
+def _exists(code, known):
+    if target := re.fullmatch(r"make (\w[\w-]*)", code):
+        return re.search(rf"^{target[1]}( [\w-]+)*:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    # A placeholder and a file that the command writes need not exist.
+    code = re.sub(r"<[^>]*>|\S+\.json", "", code)
+    parts = code.split() if code.startswith("python ") else [code]
+    return all(all(map(_glob, files(part))) if re.fullmatch(FILE, part) else _known(part, known) for part in parts)
+
+
+def _known(code, known):
+    return all(word in known for word in re.findall(r"[A-Za-z_]\w{2,}", code))
+
+
+def _glob(pattern):
+    # A page may leave out the folder that its sentence is about.
+    folders = ("", "jaxfp8/", "tests/*/", "jaxfp8/*/", "cpu/", "cpu/*/")
+    return any(path.exists() for folder in folders for path in ROOT.glob(folder + pattern))
+
+
+@pytest.fixture(scope="module")
+def known():
+    return words()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page, known):
+    assert missing((ROOT / page).read_text(), known) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["scale_of", "make tea", "tests/ops/test_nothing.py", "jaxfp8.nothing_at_all", "cpu/ffi/handlers.{h,rs}"]
+)
+def test_a_name_that_does_not_exist_is_missed(code, known):
+    assert missing(f"Override `{code}`, as `amax` does in `jaxfp8/ops/_{{op}}.py`.", known) == [code]
+
+
+def test_the_drawing_has_every_package_on_its_floor():
+    svg = (ROOT / "docs" / "images" / "architecture.svg").read_text()
+    boxes = re.findall(r'y="(\d+)"[^>]*font-weight="bold">([^<]+)<', svg)
+    height = {name: -int(y) for y, names in boxes for name in names.split(", ") if "library" not in name}
+    packages = {path.parent.name for path in (ROOT / "jaxfp8").glob("*/__init__.py")}
+    assert set(height) == packages
+    floors = [[height[name] for name in floor.split() if name in packages] for floor in FLOORS]
+    for below, above in zip(floors, floors[1:], strict=False):
+        assert max(below) < min(above)
