@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import snippets
+from flax.training import train_state
 
 import jaxfp8
 
@@ -43,7 +44,7 @@ CHECKS = {
 @pytest.mark.parametrize(
     "page", [page for page in [*snippets.pages(), *snippets.notebooks()] if snippets.has_program(page)]
 )
-def test_programs(page, tmp_path, monkeypatch):
+def test_programs(page, tmp_path, monkeypatch, capsys):
     """Each page runs twice in one process and one folder: the second run finds the names and the files of the first."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -51,6 +52,36 @@ def test_programs(page, tmp_path, monkeypatch):
     for _ in range(2):
         names = snippets.run(page, names)
         CHECKS.get(page, lambda names: None)(names)
+    printed = without_numbers(capsys.readouterr().out)
+    assert [part for part in outputs(page) if without_numbers(part) not in printed] == []
+
+
+def outputs(page) -> list[str]:
+    """The parts of a page that its programs print: ```text fences, without the lines that "..." stands for."""
+    fences = re.findall(r"^```text\n(.*?)^```$", snippets.text_of(page), re.MULTILINE | re.DOTALL)
+    return [part for fence in fences for part in fence.split("...\n") if part]
+
+
+def without_numbers(text) -> str:
+    """The text with one sign for a number and one space between words: names and columns stay, digits and widths go."""
+    return re.sub(r"-?\b\d[\d.]*(e[+-]?\d+)?\b", "#", " ".join(text.split()))
+
+
+def test_the_lines_that_change():
+    """README and the index show the same ones, and README's program without FP8 runs with the old ones."""
+    pages = (snippets.text_of(page) for page in ("README.md", "docs/index.md"))
+    shown, again = (re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines() for page in pages)
+    assert shown == again
+    old, new = ([line[1:].strip() for line in shown if line[0] == sign] for sign in "-+")
+    assert len(old) == len(new) == 3
+    program = re.search(r"```python\n(.*?)```", snippets.text_of("README.md"), re.DOTALL)[1]
+    for before, after in zip(old, new, strict=True):
+        assert program.count(after) == 1
+        program = program.replace(after, before)
+    names = {"TrainState": train_state.TrainState}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile(program, "README.md", "exec"), names)
+    assert names["loss"] < 0.5 and "_overwrite_with_gradient" not in names["variables"]
 
 
 @pytest.mark.parametrize("page", [*snippets.pages(), *snippets.notebooks()])
