@@ -1,10 +1,17 @@
-"""Rules that all primitives share: how a primitive runs outside of jit, and that ops have no derivative."""
+"""Rules that all primitives share: how a primitive runs outside of jit, and a derivative that nothing may use."""
 
 import functools
 from collections.abc import Callable
 
 import jax
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+_FIRST_DERIVATIVES_ONLY = (
+    "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only (jax.grad, jax.vjp): a "
+    "second one (the gradient of a gradient, a Hessian) or forward mode (jax.jvp, jax.jacfwd) would be silently wrong; "
+    "if no second one is meant, take jax.lax.stop_gradient of the inner gradient, or of its arguments"
+)
 
 
 def compiled(op: Primitive) -> Callable:
@@ -22,10 +29,53 @@ def compiled(op: Primitive) -> Callable:
     return run
 
 
-def not_differentiable(name, primals, tangents, **params):
-    """Raise where autodiff goes through an op: a derivative of rounding would be silently wrong."""
+def refuse_derivative(*args, op: str | None = None, **params):
+    """Raise the error of a second derivative and of forward mode; `op` names an op, which has no derivative at all."""
+    del args, params
+    if op is None:
+        raise TypeError(_FIRST_DERIVATIVES_ONLY)
     raise TypeError(
-        "jaxfp8.dot_general, and all that is made of it, has first derivatives in reverse mode only: a second one (the "
-        f"gradient of a gradient, a Hessian) or forward mode would be silently wrong. jaxfp8.ops.{name} is not "
-        "differentiable at all: use jaxfp8.dot_general, which has the straight-through gradient"
+        f"{_FIRST_DERIVATIVES_ONLY}. jaxfp8.ops.{op} is not differentiable at all: use jaxfp8.dot_general, which has "
+        "the straight-through gradient"
     )
+
+
+def undefined_tangents(results, tangents, op: str | None = None) -> list:
+    """Return tangents for `results` whose use raises, where a derivative does not exist.
+
+    JAX differentiates an inner gradient together with the loss around it, and `lax.stop_gradient` comes after. So an
+    error here would also refuse programs that want first derivatives alone. Reverse mode raises where a cotangent
+    reaches these tangents, forward mode where it computes them.
+
+    Args:
+        results: arrays.
+        tangents: those of the arrays that the results depend on; at least one is not an `ad.Zero`.
+        op: see `refuse_derivative`.
+    """
+    types = [jax.typeof(result).to_tangent_aval() for result in results]
+    avals = tuple(aval for aval in types if aval.dtype != jax.dtypes.float0)
+    nonzero = [t for t in tangents if type(t) is not ad.Zero and t.dtype != jax.dtypes.float0]
+    undefined = iter(_undefined_p.bind(*nonzero, avals=avals, op=op))
+    return [ad.Zero(aval) if aval.dtype == jax.dtypes.float0 else next(undefined) for aval in types]
+
+
+def not_differentiable(op: Primitive, name: str, primals, tangents, **params):
+    """Compute an op; the derivative of a rounding, which is zero almost everywhere, is undefined."""
+    results = op.bind(*primals, **params)
+    undefined = undefined_tangents(results if op.multiple_results else [results], tangents, name)
+    return results, undefined if op.multiple_results else undefined[0]
+
+
+def _transpose(cotangents, *tangents, avals, op):
+    if any(type(ct) is not ad.Zero for ct in cotangents):
+        refuse_derivative(op=op)
+    return [None] * len(tangents)
+
+
+_undefined_p = Primitive("undefined_derivative")
+_undefined_p.multiple_results = True
+_undefined_p.def_abstract_eval(lambda *tangents, avals, op: list(avals))
+_undefined_p.def_impl(refuse_derivative)
+ad.deflinear2(_undefined_p, _transpose)
+batching.primitive_batchers[_undefined_p] = refuse_derivative
+mlir.register_lowering(_undefined_p, refuse_derivative)

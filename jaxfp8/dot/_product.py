@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
 from .._jax import _compat, _mesh
-from .._jax._primitives import compiled
+from .._jax._primitives import compiled, refuse_derivative, undefined_tangents
 from ..ops._implementation import selected, using
 from ..recipes import QTensor, QuantizerStep, largest, value_of
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
@@ -187,7 +187,7 @@ def _linearize(is_linear, *primals, product, tree, implementation):
         warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
-    codes = [q and _differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]
+    codes = [q and differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]
     codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
@@ -265,22 +265,19 @@ def _gradient(product, y, ct, ct_activated=None):
     return parts[0] if parts else None
 
 
-def _only_reverse(*args, **params):
-    del args, params
-    raise TypeError(
-        "jaxfp8.dot_general has first derivatives in reverse mode only (jax.grad, jax.vjp): jax.jvp, jax.linearize "
-        "applied forward, jax.jacfwd, vmap of a jvp and second derivatives of an FP8 product would be silently wrong"
-    )
-
-
 @jax.custom_jvp
-def _differentiated_once(codes, source):
+def differentiated_once(codes, source):
     """Return `codes`. A derivative of this function with respect to `source`, a second one of the product, raises."""
     del source
     return codes
 
 
-_differentiated_once.defjvp(_only_reverse)
+@differentiated_once.defjvp
+def _(primals, tangents):
+    leaves, tree = jax.tree.flatten(primals[0])
+    undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
+    return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
+
 
 _product_p = Primitive("fp8_product")
 _product_p.multiple_results = True
@@ -296,7 +293,7 @@ _linear_p = Primitive("fp8_product_linear")
 _linear_p.multiple_results = True
 _linear_p.def_abstract_eval(lambda *args, outs, **params: outs)
 ad.deflinear2(_linear_p, _transpose)
-ad.primitive_jvps[_linear_p] = _only_reverse
-batching.primitive_batchers[_linear_p] = _only_reverse
-_linear_p.def_impl(_only_reverse)
-mlir.register_lowering(_linear_p, _only_reverse)
+ad.primitive_jvps[_linear_p] = refuse_derivative
+batching.primitive_batchers[_linear_p] = refuse_derivative
+_linear_p.def_impl(refuse_derivative)
+mlir.register_lowering(_linear_p, refuse_derivative)

@@ -21,7 +21,7 @@ from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 from ._layout import Layout
 from ._matmul import is_blockwise
-from ._product import OUTPUT_NAME
+from ._product import OUTPUT_NAME, differentiated_once
 from ._shared_state import shared
 from ._vmapped_state import Static, vmapped_state
 from ._wrapping import wrapped
@@ -192,6 +192,7 @@ def _fp8_fwd(product, *operands):
     check_sources(product, (lhs, rhs), perturbed)
     # A gradient without the state would never update the scales: warn.
     warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
+    codes = [q and differentiated_once(q, operand) for q, operand in zip(codes, (lhs, rhs), strict=True)]
     # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
     y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)

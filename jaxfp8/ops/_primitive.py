@@ -176,7 +176,7 @@ def tensor_op(
     _NOT_ON[op] = lambda *types, **static: _disabled.reason(custom_call) or not_on(*types, **static)
     op.def_abstract_eval(abstract)
     op.def_impl(compiled(op))
-    ad.primitive_jvps[op] = functools.partial(not_differentiable, name)
+    ad.primitive_jvps[op] = functools.partial(not_differentiable, op, name)
     batching.primitive_batchers[op] = batch
     # The rule without a platform is the default: every platform without a native library lowers to the reference.
     for platform, native, loaded in (

@@ -96,19 +96,22 @@ def value_and_grad(
         NotImplementedError: when called, this JAX version lacks the dtype hook; see `max_grad`.
     """
 
-    @functools.wraps(loss_fn)
-    def loss_with_shared_state(*args, **kwargs):
+    def at_argnums(function, args):
         positions = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
         positions = {n % len(args) for n in positions}
-        out = loss_fn(*(max_grad(arg) if i in positions else arg for i, arg in enumerate(args)), **kwargs)
-        return without_max(out)
+        return [function(arg) if i in positions else arg for i, arg in enumerate(args)]
+
+    @functools.wraps(loss_fn)
+    def loss_with_shared_state(*args, **kwargs):
+        return without_max(loss_fn(*at_argnums(max_grad, args), **kwargs))
 
     differentiated = jax.value_and_grad(loss_with_shared_state, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
 
     @functools.wraps(loss_fn)
     def value_and_gradients(*args, **kwargs):
         with named_errors("value_and_grad"):
-            return differentiated(*args, **kwargs)
+            # JAX takes no gradient with respect to state that the loss around this one has cast.
+            return differentiated(*at_argnums(without_max, args), **kwargs)
 
     return value_and_gradients
 

@@ -1,0 +1,137 @@
+"""Losses with a gradient inside: right where the loss takes it as a constant, refused where it is differentiated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equality import assert_same_bits
+from jax import lax
+
+import jaxfp8
+
+# Inner gradients with respect to x leave the state as it is.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxfp8.FP8StateWarning")
+MATMUL = (((1,), (0,)), ((), ()))
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
+RNG = np.random.default_rng(0)
+X, KERNEL = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 6)))
+LAYER = jnp.asarray(KERNEL), jaxfp8.init_state(RECIPE)
+
+
+def loss(layer, x):
+    kernel, state = layer
+    return jnp.sum(jnp.tanh(jaxfp8.dot_general(x, kernel, MATMUL, recipe=RECIPE, state=state)))
+
+
+def gradient_of_rows(layer, x):
+    """A gradient for each row by itself, as vmap and scan give it; one state gives all rows one scale."""
+    return jax.vmap(jax.grad(loss, 1), (None, 0))(layer, x[:, None])[:, 0]
+
+
+def gradient_in_scan(layer, x):
+    return lax.scan(lambda _, row: (None, jax.grad(loss, 1)(layer, row)), None, x[:, None])[1][:, 0]
+
+
+def of_kernel(layer, x):
+    return jax.grad(lambda kernel: loss((kernel, layer[1]), x))(layer[0])
+
+
+def of_all(layer, x):
+    return jaxfp8.grad(loss)(layer, x)[0]
+
+
+OF_X = {
+    "grad": jax.grad(loss, 1),
+    "jaxfp8.grad": jaxfp8.grad(loss, 1),
+    "jit": jax.jit(jax.grad(loss, 1)),
+    "remat": jax.grad(jax.checkpoint(loss), 1),
+    "vjp": lambda layer, x: jax.vjp(loss, layer, x)[1](jnp.float32(1))[1],
+    "vmap": gradient_of_rows,
+    "scan": gradient_in_scan,
+    "around remat": jax.checkpoint(jax.grad(loss, 1)),
+}
+
+
+def adversarial(layer, names):
+    """Return the inputs after a step along the sign of the gradient."""
+    return [X + 0.5 * jnp.sign(lax.stop_gradient(OF_X[name](layer, X))) for name in names]
+
+
+def in_jit(*args, **options):
+    return jax.jit(jaxfp8.grad(*args, **options))
+
+
+@pytest.mark.parametrize("differentiate, names", [(jax.grad, ["grad", "jit"]), (in_jit, OF_X)], ids=["eager", "jit"])
+def test_adversarial_inputs(differentiate, names):
+    """Several ways in one program. Each makes the same input, and the loss of it has its plain gradient and state."""
+    moved = X + 0.5 * np.sign(np.asarray(jax.grad(loss, 1)(LAYER, X)))
+    expected, next_state = jax.jit(jax.grad(loss))(LAYER, moved)
+
+    def outer(layer):
+        inputs = adversarial(layer, names)
+        return sum(loss(layer, x) for x in inputs), inputs
+
+    (gradient, state), inputs = differentiate(outer, has_aux=True)(LAYER)
+    for name, x in zip(names, inputs, strict=True):
+        np.testing.assert_array_equal(x, moved, err_msg=name)
+    assert_same_bits(state, next_state, "state")
+    np.testing.assert_allclose(gradient, len(names) * expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [of_kernel, of_all])
+def test_first_order_steps(inner):
+    """First-order MAML: the gradient at the kernel after an inner step, with respect to the kernel before it."""
+
+    def outer(layer):
+        return loss((layer[0] - lax.stop_gradient(inner(layer, X)), layer[1]), 2 * X)
+
+    after = KERNEL - np.asarray(jax.grad(loss)(LAYER, X)[0])
+    expected = jax.jit(jax.grad(loss))((after, LAYER[1]), 2 * X)
+    # XLA rounds the step as it fuses it.
+    jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5), in_jit(outer)(LAYER), expected)
+
+
+def squared(gradient):
+    return lambda layer: jnp.sum(gradient(layer, X) ** 2)
+
+
+def of_codes(layer, x):
+    """The kernel as codes: the gradient of x reads them, and their source moves with the layer."""
+    codes = jaxfp8.quantize_params({"kernel": layer[0]}, {"kernel": layer[1]}, RECIPE)["kernel"]
+    return jax.grad(lambda x: loss((codes, layer[1]), x))(x)
+
+
+def of_experts(layer, x):
+    """The gradient of the experts' kernels reads the codes of the activated input alone."""
+    rows, sizes = jaxfp8.activated(layer[0], "silu"), jnp.int32([3, 5])
+
+    def experts(kernels):
+        return jnp.sum(jaxfp8.ragged_dot(rows, kernels, sizes, recipe=jaxfp8.Float8CurrentScaling()))
+
+    return jax.grad(experts)(jnp.ones((2, 6, 4)))
+
+
+REFUSED = {
+    **{name: squared(gradient) for name, gradient in OF_X.items()},
+    "a step": lambda layer: loss((layer[0] - of_kernel(layer, X), layer[1]), X),
+    "the value with an inner gradient": lambda layer: jax.value_and_grad(loss, 1)(layer, X)[0],
+    "codes": squared(of_codes),
+    "experts": squared(of_experts),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("differentiate", [jax.grad, jaxfp8.grad], ids=["jax.grad", "jaxfp8.grad"])
+def test_refused(name, differentiate):
+    """The error comes while the program is traced, and names `stop_gradient`."""
+    with pytest.raises(TypeError, match="first derivatives in reverse mode only.*stop_gradient of the inner gradient"):
+        jax.eval_shape(differentiate(REFUSED[name]), LAYER)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_forward_mode_of_a_gradient(jit):
+    def of_gradient(x):
+        return jax.jvp(lambda x: jax.grad(loss, 1)(LAYER, x), (x,), (x,))
+
+    with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
+        (jax.jit(of_gradient) if jit else of_gradient)(X)
