@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import contextvars
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,8 +21,23 @@ class _Region(NamedTuple):
 
 # This context is part of jit's cache key: another recipe is another program. Each thread has its own region.
 _region = jax.make_user_context(default_value=None)
-# The region of the task that runs: tasks of asyncio share a thread, which JAX cannot tell apart.
-_region_of_task = contextvars.ContextVar("region", default=None)
+# The regions of the task that runs, outermost first: tasks of asyncio share a thread, which JAX cannot tell apart.
+_regions_of_task = contextvars.ContextVar("regions", default=())
+
+
+@dataclasses.dataclass(eq=False)
+class _Entered:
+    """A region that a task has entered.
+
+    Attributes:
+        region: the region.
+        context: the entered context of JAX; None once it is left.
+        has_ended: whether the block of the region has ended.
+    """
+
+    region: _Region
+    context: Any
+    has_ended: bool = False
 
 
 @contextlib.contextmanager
@@ -58,13 +74,32 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
         raise TypeError(f"autocast: enabled: expected a bool, got {enabled!r}")
     _current()
     region = _Region(recipe, enabled)
-    token = _region_of_task.set(region)
+    entered = _Entered(region, _region(region))
+    entered.context.__enter__()
+    _regions_of_task.set((*_regions_of_task.get(), entered))
     try:
-        asks_for_fp8 = enabled and not isinstance(recipe, HighPrecision)
-        with _region(region), _warning_of_awaits(), _without_fp8.warning(recipe, asks_for_fp8):
+        with _warning_of_awaits():
             yield
     finally:
-        _region_of_task.reset(token)
+        entered.has_ended = True
+        _leave_ended(entered)
+
+
+def _leave_ended(entered: _Entered) -> None:
+    """Leave `entered`, which has ended, and the regions around it that ended before.
+
+    A region may end while one inside of it is open, as those of two generators do. JAX's contexts are left in the
+    reverse order alone, so such a region waits for the one inside, which wins until then.
+    """
+    regions = _regions_of_task.get()
+    if entered not in regions:  # a generator may end in another task than it began in
+        regions = (*regions, entered)
+    while regions and regions[-1].has_ended:
+        *regions, last = regions
+        context, last.context = last.context, None
+        if context is not None:  # another task that inherited the region may have left it
+            context.__exit__(None, None, None)
+    _regions_of_task.set(tuple(regions))
 
 
 @contextlib.contextmanager
@@ -90,7 +125,8 @@ def _warning_of_awaits():
 def _current() -> _Region | None:
     """Return the region here in the program."""
     region = _region.value
-    if region is not None and region is not _region_of_task.get():
+    regions = _regions_of_task.get()
+    if region is not None and not (regions and region is regions[-1].region):
         raise RuntimeError(
             "autocast: the region of another asyncio task is open on this thread, and JAX caches programs by thread: "
             "leave the region before each await, or give each task its thread (asyncio.to_thread)"

@@ -13,6 +13,7 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
+from jaxfp8.recipes._autocast import resolve
 
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 K, N = 40, 6
@@ -69,6 +70,29 @@ def test_regions():
             raise KeyError
         assert_runs(MX)
     assert_runs(WITHOUT_STATE)
+
+
+def region_of(recipe):
+    with jaxfp8.autocast(recipe):
+        yield
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_regions_that_end_in_another_order(order):
+    """Regions of generators: the innermost that is open wins, and after all of them none is left."""
+    recipes = (MX, ROWWISE, CURRENT)
+    generators = [region_of(recipe) for recipe in recipes]
+    for generator in generators:
+        next(generator)
+    is_open = [True] * len(recipes)
+    for i in order:
+        generators[i].close()
+        is_open[i] = False
+        innermost = max((j for j in range(len(recipes)) if is_open[j]), default=None)
+        expected = DELAYED if innermost is None else recipes[innermost]
+        assert resolve(None, lambda: DELAYED) == expected
+    with jaxfp8.autocast(MX):
+        assert resolve(None, lambda: DELAYED) == MX
 
 
 def flax_layer(recipe=None):
