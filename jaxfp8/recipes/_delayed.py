@@ -78,6 +78,9 @@ class DelayedScaling(Recipe):
         is_algo = callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")
         self.expect(is_algo, "amax_compute_algo", '"max", "most_recent" or a function of the history')
         self.expect(self.first_step in ("unit", "current"), "first_step", '"unit" or "current"')
+        # update_state tells a first scale of the tensor at hand from a factor on the state by its 7 * 2**(n / 2).
+        is_told = self.first_step == "unit" or 2 * self.margin == round(2 * self.margin)
+        self.expect(is_told, "margin", 'a multiple of 1/2 with first_step="current"')
         super().__post_init__()
 
     def quantizers(self) -> tuple[Quantizer, ...]:

@@ -100,4 +100,4 @@ def _any_differs(field, was, now):
 def _where(condition, old, tree):
     """Select `tree` where the condition holds, else the state of `old`, a flat tree."""
     new = _state_tree.flatten(tree).leaves
-    return old.replace({i: jnp.where(condition, new[i], old.leaves[i]) for i in old.positions()})
+    return old.replace({i: jnp.where(condition, new[i], old.leaves[i].astype(new[i].dtype)) for i in old.positions()})

@@ -1,7 +1,7 @@
 """update_state: the next state from the old state and its cotangent, with a check that nothing scaled the cotangent.
 
 Only one number per quantizer is new in a step, the amax in slot 0. The rest of the history is the old history, rolled;
-a factor on the cotangent (from a sum over uses, a mean, clipping, unscaling) shows there and can be undone.
+a factor on the cotangent (from a sum over uses, a mean, clipping, unscaling) shows there.
 """
 
 from typing import Any
@@ -32,16 +32,22 @@ def update_state(old: Tree, new: Any) -> Tree:
     A row that was not touched (its new scale is 0) or whose new numbers are not finite keeps its old value. Where `old`
     already holds a gradient of the same step, from a second optimizer for example, the two combine: slot 0 is the
     larger amax. The returned state is clean: old history entries that are not finite become 0, an old scale that is 0
-    or not finite becomes 1. Old state below zero, which only an optimizer that stepped on the state makes, is an error;
-    in a trace it stays as it is, and its scale is NaN.
+    or not finite becomes 1. Old state below zero, which an optimizer that stepped on the state makes, or a factor that
+    cannot be undone, is an error; in a trace it stays as it is, and its scale is NaN. The returned state is float32,
+    whatever cast `old` went through.
 
     The old history tells what the tail of the new history must be. If the new tail is c times that, with c off from 1
     by more than 1 %, the state was summed over c uses (c > 1), or averaged, clipped or unscaled (c < 1). Outside of
-    `jit` this raises. Under a trace the factor is undone instead: slot 0 becomes `amax / min(c, 1)`, which is no less
-    than the true amax, and the scale `s' / c`; `jax.experimental.checkify.checkify` around the step reports the factor
-    with the message of the error. While a history is empty, only the scale shows a factor: a sum, or unscaling by a
-    power of two; other factors show one step later. A history of length 1 has no tail and cannot be checked once it
-    holds an amax.
+    `jit` this raises. Under a trace:
+
+        c = 2**n (a loss scale)      the factor is undone: slot 0 is `amax / min(c, 1)`, the scale `s' / c`
+        c = 2, 3, ... (a sum)        the same: slot 0 is no less than the true amax
+        any other c                  the scale becomes negative, so that the next product is NaN
+
+    because any other factor, such as that of a clip or of an average over fewer than all, has changed the gradients of
+    the parameters too. `jax.experimental.checkify.checkify` around the step reports each factor with the message of the
+    error. While a history is empty, the scale shows the factor. A history of length 1 has no tail and cannot be checked
+    once it holds an amax.
 
     Changes that keep the tail are not found: clips by value and `sign` from the first step on, averages of
     microbatches that include the state. Add microbatches by `accumulate_gradients`, and wrap the optimizer in
@@ -55,7 +61,7 @@ def update_state(old: Tree, new: Any) -> Tree:
         new: the gradient with respect to `old`, in the same structure. State that is absent from it is untouched.
 
     Returns:
-        `old` with its quantizer state replaced and in the dtypes of `old`; all other leaves are those of `old`.
+        `old` with its quantizer state replaced, in float32; all other leaves are those of `old`.
 
     Raises:
         ValueError: outside of `jit`: state was summed, averaged, clipped or unscaled, or is below zero. Always: the
@@ -84,8 +90,9 @@ def update_state(old: Tree, new: Any) -> Tree:
     for i in before.unpaired:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
-            values[i] = _next_other(before.leaves[i], leaf)
-            new_least[before.name(i)] = jnp.minimum(*(jnp.min(x, initial=0) for x in (before.leaves[i], leaf)))
+            old_leaf, leaf = before.leaves[i].astype(jnp.float32), leaf.astype(jnp.float32)
+            values[i] = _next_other(old_leaf, leaf)
+            new_least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
     # 4. Report factors on the state, and numbers below zero.
     _check_not_negative(old_least, _STEPPED_ON)
     _check_factors(factors)
@@ -166,15 +173,18 @@ def _next_quantizer(*leaves):
     by_tail = jnp.sign(new_scale) * tail / jnp.maximum(expected, _TINY)
     factor = jnp.where(touched, jnp.where(expected >= _TINY, by_tail, by_scale), jnp.float32(1))
 
-    # 3. Undo the factor in amax and scale, unless it is 1: a division by 1 may flush a subnormal.
+    # 3. Undo a factor that loss scales and sums make, in amax and scale. Without one nothing is divided: a division by
+    # 1 may flush a subnormal.
     as_made = jnp.abs(factor - 1) <= _TOLERANCE
-    usable = touched & (factor > 0) & jnp.isfinite(factor)
+    usable = touched & (as_made | _is_power_of_two_or_sum(factor))
     divisor = jnp.where(usable & ~as_made, factor, jnp.float32(1))
     # A sum of amaxes is already above each of them.
     bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
     amax = jnp.where(as_made, amax, bound)
     scale = jnp.where(as_made, new_scale, new_scale / divisor)
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
+    # Any other factor has changed the parameters' step too: a scale below zero makes the next product NaN.
+    scale = jnp.where(touched & ~usable, -jnp.abs(old_scale), scale)
 
     # 4. Keep the old state of a row that was not touched or cannot be used; a stored step takes the larger amax.
     newest = history[..., :1]
@@ -184,8 +194,7 @@ def _next_quantizer(*leaves):
     if old_counters:
         before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
         results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
-    moved = (jnp.moveaxis(leaf, -1, axis) for leaf in results)
-    return *(_cast(leaf, old_leaf.dtype) for leaf, old_leaf in zip(moved, old, strict=True)), factor, lowest
+    return *(jnp.moveaxis(leaf, -1, axis) for leaf in results), factor, lowest
 
 
 def _difference(a, b):
@@ -194,33 +203,29 @@ def _difference(a, b):
     return jnp.max(difference, axis=-1, keepdims=True, initial=0)
 
 
-def _factor_of_scale(old, new, amax):
-    """Return the factor on the scale of a quantizer with an empty history, where the factor is beyond doubt; else 1.
+def _is_power_of_two_or_sum(factor):
+    """Tell whether loss scaling, by a power of two, or a sum over uses, by a whole number, makes this factor."""
+    doublings = jnp.log2(jnp.where(factor > 0, factor, 1))
+    is_power = (factor > 0) & (jnp.abs(doublings - jnp.round(doublings)) <= np.log2(1 + _TOLERANCE))
+    return is_power | ((factor > 1.5) & (jnp.abs(factor - jnp.round(factor)) <= _TOLERANCE * factor))
 
-    Whole numbers (uses that were summed) and small powers of two (loss scaling that was undone) are beyond doubt. Any
-    other ratio may be a scale that the recipe chose: `first_step="current"` takes the scale from the tensor. A current
-    scale may look like such a factor too, but then `amax / new` is `FP8_MAX / 2**margin`: 7 times a power of two, or,
-    with a margin of halves, 7 times the root of a power of two.
+
+def _factor_of_scale(old, new, amax):
+    """Return the factor on the scale of a quantizer with an empty history; 1 for the scale of the tensor at hand.
+
+    While the history is empty a step keeps the scale, so that `new / old` is the factor. With `first_step="current"`
+    the scale is that of the tensor instead: `amax / new` is `FP8_MAX / 2**margin`, 7 times a power of two, or with a
+    margin of halves 7 times the root of one; or `new` is the smallest scale there is.
     """
-    ratio = new / old
-    doublings, halves = jnp.log2(ratio), 2 * jnp.log2(amax / (7 * new))
-    is_sum = (ratio > 1.5) & (jnp.abs(ratio - jnp.round(ratio)) < _EXACT * ratio)
-    is_unscaled = (doublings < -0.5) & (doublings > -64) & (jnp.abs(doublings - jnp.round(doublings)) < _EXACT)
-    is_current = jnp.abs(halves - jnp.round(halves)) < _EXACT
-    return jnp.where((is_sum | is_unscaled | (ratio < 0)) & ~is_current, ratio, jnp.float32(1))
+    halves = 2 * jnp.log2(amax / (7 * jnp.abs(new)))
+    is_current = (jnp.abs(halves - jnp.round(halves)) < _EXACT) | (jnp.abs(new) <= _scaling.MIN_SCALE)
+    return jnp.where(is_current, jnp.float32(1), new / old)
 
 
 def _next_other(old, new):
     """Overwrite the state of a user's own quantizer, unless the gradient is all zero, negative or not finite."""
     is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
-    return jnp.where(is_touched, _cast(new, jnp.asarray(old).dtype), old)
-
-
-def _cast(x, dtype):
-    """Cast `x` to a dtype of state; numbers above the range of a narrow dtype become its largest number."""
-    if x.dtype == dtype or not jnp.issubdtype(dtype, jnp.floating):
-        return x.astype(dtype)
-    return jnp.minimum(x, jnp.asarray(jnp.finfo(dtype).max, x.dtype)).astype(dtype)
+    return jnp.where(is_touched, new, old)
 
 
 def _on_host(values):
@@ -238,8 +243,9 @@ _OR_STALE = ", or comes from the gradient of another step"
 _REMEDIES = (
     "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
     "jaxfp8.value_and_grad, or cast the state with jaxfp8.max_grad at the top of the loss, and add microbatches with "
-    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum: "
-    "jaxfp8.train.optimizer and jaxfp8.linen.TrainState do"
+    "jaxfp8.accumulate_gradients. Keep `_overwrite_with_gradient` out of clipping, loss scaling, pmean and psum, as "
+    "jaxfp8.train.optimizer and jaxfp8.linen.TrainState do: clip inside of optax, or by the norm of the parameters' "
+    "gradients alone, optax.global_norm(grads['params'])"
 )
 
 
@@ -266,9 +272,10 @@ def _check_factors(factors):
 
 
 _STEPPED_ON = (
-    "update_state: old: {name}: expected a state that is not negative, got {least}: an optimizer has stepped on it, "
-    "and its scale is NaN from then on. Keep the state out of the optimizer, as jaxfp8.train.optimizer and "
-    "jaxfp8.linen.TrainState do, and repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
+    "update_state: old: {name}: expected a state that is not negative, got {least}: an optimizer has stepped on it, or "
+    "under jit the whole gradient was clipped or averaged, and its scale is NaN from then on. Keep the state out of the "
+    "optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and out of norms, clips and averages, which "
+    "are of grads['params']; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
 )
 _NEGATIVE = (
     "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "

@@ -108,25 +108,21 @@ def test_transformations_after_it_are_named(after):
         bare_loop(optax.chain(train.optimizer(optax.sgd(0.1)), optax.scale(-1.0)))((variables, opt_state), *BATCHES[0])
 
 
-def test_clipping_outside_is_repaired_under_jit():
-    """`chain(clip, optimizer(...))` clips state too: the tail is exact, slot 0 and scale within 2**-21 (rounding)."""
-    tx = optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1)))
-    advance, state = bare_loop(tx), replay.first()
-    good = train.optimizer(optax.sgd(0.1))
-    now = bare_loop(good)(start(good), *BATCHES[0])  # a history to compare with
-    state = replay.step(state, replay.kernel_of(start(good)[0]), [BATCHES[0]])
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
+def test_clipping_outside_is_loud(steps):
+    """`chain(clip, optimizer(...))` clips state too: an error outside of jit, under jit NaN in the next product."""
+    good, tx = (
+        train.optimizer(optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(0.1), train.optimizer(optax.sgd(0.1))),
+    )
+    now = start(good)
+    for batch in BATCHES[:steps]:
+        now = bare_loop(good)(now, *batch)
     now = now[0], tx.init(now[0])
-    eager = bare_loop(tx, compiled=False)
-    with pytest.raises(ValueError, match="averaged, clipped or unscaled.*train.optimizer"):
-        eager(now, *BATCHES[1])
-    for batch in BATCHES[1:4]:
-        state = replay.step(state, replay.kernel_of(now[0]), [batch])
-        now = advance(now, *batch)
-        stored = replay.state_of(now[0])
-        for name in replay.OPERANDS:
-            wanted = getattr(state, name)
-            np.testing.assert_allclose(stored[f"{name}_amax_history"], wanted.amax_history, rtol=3 * 2.0**-21)
-            np.testing.assert_allclose(stored[f"{name}_scale"], [wanted.scale], rtol=3 * 2.0**-21)
+    with pytest.raises(ValueError, match="averaged, clipped or unscaled.*train.optimizer.*global_norm"):
+        bare_loop(tx, compiled=False)(now, *BATCHES[steps])
+    variables, _ = bare_loop(tx)(now, *BATCHES[steps])
+    assert np.isnan(replay.loss(variables, *BATCHES[steps + 1]))
 
 
 # -------------------------------------------------------------------------------------------------------- accumulation
