@@ -125,6 +125,25 @@ def out_of_reach(library, tx):
     return tally.verdict("the true amax")
 
 
+@row("the whole gradient clipped by hand under jit: the next loss is not finite")
+def clipped_by_hand(library):
+    """The norm holds the state's entries, so that the parameters' step is far too small: a healthy loss would lie."""
+    tally = Tally()
+
+    @jax.jit
+    def clipped_step(train, x, grad):
+        grads = jax.grad(lambda v: loss(train, v, x, grad))(train.params)
+        factor = jnp.minimum(1, 0.03 / optax.global_norm(grads))
+        return train.apply_gradients(grads=jax.tree.map(lambda leaf: leaf * factor, grads))
+
+    x, _, grad = operands(0)
+    first = create(library, optax.sgd(1e-3))
+    for when, before in {"the first step": first, "the second step": advance(first, x, grad)}.items():
+        train = clipped_step(before, x, grad)
+        tally(not np.isfinite(loss(train, train.params, x, grad)), f"the loss after {when} looks healthy")
+    return tally.verdict("NaN in the next loss")
+
+
 @row("`clip_by_global_norm`")
 def clipped(library):
     return out_of_reach(library, optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0)))
