@@ -122,6 +122,10 @@ def test_rules_that_match_nothing():
         model = jaxfp8.quantize(Model(), [(path, DELAYED), ("other", None)])
         (text,) = said(lambda model=model: jax.eval_shape(model.apply, variables, X))
         assert f"none of ['{path}'] gives a layer of Model FP8" in text and "'body/Dense_0', 'head'" in text
+    cell = nn.OptimizedLSTMCell(8)  # it multiplies arrays itself
+    rnn = jaxfp8.quantize(nn.RNN(cell), [(".*", DELAYED)])
+    (text,) = said(lambda: jax.eval_shape(rnn.init, jax.random.key(0), X[None]))
+    assert "The layers that ran are none" in text
     linear = lambda: nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))  # noqa: E731
     (text,) = said(lambda: jaxfp8.quantize(linear(), [("Linear", DELAYED)]))
     assert "none of ['Linear'] gives a layer of Sequential FP8" in text and "'layers/0'" in text

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 
+from .._jax._arrays import split_arrays
 from ..nnx import OverwriteWithGradient
 from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import max_grad, update_state
@@ -139,7 +140,10 @@ def _total(outputs, is_loss: bool):
     """Return the loss, or else a number that depends on every result of the model, whose value does not matter."""
     if is_loss:
         return outputs
-    leaves = [leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = [leaf for leaf in split_arrays(outputs)[0] if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not leaves:
-        raise TypeError("calibrate: model: expected a result with floating-point arrays, got none; pass loss_fn")
+        raise TypeError(
+            "calibrate: model: expected a result with floating-point arrays, got none; register the class of the "
+            "result as a pytree, or pass loss_fn"
+        )
     return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in leaves), jnp.float32(0))

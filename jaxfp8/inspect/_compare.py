@@ -134,9 +134,13 @@ def _is_float(leaf) -> bool:
 
 
 def _mean_of_squares(output):
-    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(output) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    arrays, _ = split_arrays(output)
+    leaves = [leaf.astype(jnp.float32) for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
     if not leaves:
-        raise TypeError("compare: model: expected a result with floating-point arrays, got none; pass loss")
+        raise TypeError(
+            "compare: model: expected a result with floating-point arrays, got none; register the class of the result "
+            "as a pytree, or pass loss"
+        )
     return sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves)
 
 

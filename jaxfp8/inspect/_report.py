@@ -136,8 +136,9 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
     def run(arrays):
         variables, args, kwargs = joined(arrays)
         if variables is None:
-            return model.init(jax.random.key(0), *args, **kwargs)
-        return model.apply(variables, *args, **kwargs)
+            model.init(jax.random.key(0), *args, **kwargs)
+        else:
+            model.apply(variables, *args, **kwargs)
 
     with _report(object()), nn.intercept_methods(recorder.record):
         jax.eval_shape(run, arrays)

@@ -71,8 +71,9 @@ def summary(variables: Any, *, worst: int | None = None) -> Summary:
     Args:
         variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
             inside; concrete arrays. The state of an optimizer is left out.
-        worst: the number of quantizers to keep, the worst first: scales that are not positive, then the largest
-            fraction that saturated, the largest fraction that was flushed, the largest growth. None keeps all.
+        worst: the number of quantizers to keep, the worst first: scales that are not positive and quantizers that have
+            recorded nothing, whose scale says nothing; then the largest fraction that saturated, the largest fraction
+            that was flushed, the largest growth. None keeps all.
 
     Returns:
         The `Summary`, in the order of the tree, or the worst first.
@@ -102,7 +103,8 @@ def rows_of(where: str, variables) -> list[dict[str, Any]]:
 
 
 def _badness(row) -> tuple:
-    return not (row["scale"] or 0) > 0, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
+    is_bad = not (row["scale"] or 0) > 0 or row["filled"] == 0
+    return is_bad, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
 
 
 def _groups(rows) -> list[dict[str, Any]]:

@@ -105,8 +105,10 @@ class Fp8Module(nn.Module):
         if missing and self.is_initializing() and not is_mutable:
             raise ValueError(
                 f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "
-                f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: add it to the variable_axes of the nn.scan or "
-                f"nn.vmap around it, or to the mutable of init, or take a recipe without state"
+                f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as the parameters. Where an "
+                f"nn.scan broadcasts parameters, as nn.RNN does, pass variable_broadcast=('params', "
+                f"{OVERWRITE_WITH_GRADIENT!r}); where an nn.scan or nn.vmap stacks them, add it to the variable_axes. "
+                "Or add it to the mutable of init, or take a recipe without state"
             )
         # A model that was initialized elsewhere may carry the state of another library, which is not read here.
         if missing and not self.is_initializing():

@@ -124,7 +124,11 @@ def _variables(params, collections):
 
 def _read(function, params: dict[Any, Any], *collections) -> set:
     """Find the parameters that the results of `function(params, *collections)` depend on."""
-    closed = jax.make_jaxpr(function)(params, *collections)
+
+    def results(*args):  # a text among them depends on nothing
+        return split_arrays(function(*args), lambda leaf: not isinstance(leaf, (str, bytes)))[0]
+
+    closed = jax.make_jaxpr(results)(params, *collections)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])

@@ -257,7 +257,7 @@ def _intercepting(model):
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
-    if model._fp8_rules and model.scope is not None and False in ran.values() and True not in ran.values():
+    if model._fp8_rules and model.scope is not None and ran and True not in ran.values():
         _warn_of_rules(model, ran)
 
 
@@ -267,14 +267,14 @@ def _warn_of_rules(model, ran) -> None:
     leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
     rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
     asking = []
-    for region in regions(model.scope):
+    for region in regions(model.scope) if leaves else ():
         paths = [path for path in (relative(path, region.root) for path in rest) if path is not None]
         rules = [rule for rule in region.rules if rule.recipe is not None]
         if any(rule.matches(paths, op) for rule in rules for op in ("dot_general", "einsum")):
             return
         asking += [rule.path for rule in rules]
     if asking:
-        layers = some(["/".join(path) for path, gets_fp8 in ran.items() if gets_fp8 is False])
+        layers = some(["/".join(path) for path, gets_fp8 in ran.items() if gets_fp8 is False]) or "none"
         _warnings.warn(
             f"linen.quantize: rules: none of {asking} gives a layer of {type(model).__name__} FP8: a regex has to "
             f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are {layers}; see "

@@ -102,7 +102,7 @@ def _calls(model, candidates, args, kwargs) -> list[_Call | None]:
 
         def run(state, arrays):
             args, kwargs = joined(arrays)
-            return jax.tree.leaves(nnx.merge(graph, state)(*args, **kwargs))
+            return split_arrays(nnx.merge(graph, state)(*args, **kwargs))[0]
 
         program = jax.make_jaxpr(run)(state, arrays).jaxpr
     finally:

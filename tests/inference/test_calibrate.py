@@ -150,6 +150,23 @@ def test_nnx():
     oracle.assert_bitwise(product.output_grad_amax_history.get_value()[0], oracle.amax(GRADS[0]), "of the gradient")
 
 
+class Opaque:
+    """A class that JAX does not know."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+def test_results_that_are_not_arrays():
+    """Numbers, text, None and objects beside an array leave the state what it is."""
+    model, variables = dense(), variables_of(dense(), BATCHES[0])
+    filled = jaxfp8.calibrate(model, variables, BATCHES[:1])
+    others = (3, 1.5, "text", None, Opaque(1))
+    assert_same_bits(jaxfp8.calibrate(lambda v, x: (model.apply(v, x), *others), variables, BATCHES[:1]), filled)
+    with pytest.raises(TypeError, match="got none; register the class of the result as a pytree, or pass loss_fn"):
+        jaxfp8.calibrate(lambda v, x: Opaque(model.apply(v, x)), variables, BATCHES[:1])
+
+
 def test_errors():
     model = dense()
     variables = variables_of(model, BATCHES[0])

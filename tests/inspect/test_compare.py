@@ -176,6 +176,17 @@ def test_what_is_lost_wholly_or_not_at_all():
     assert compared(1e30, 448, 57344) == {"output": 0.0, "input_grad": math.inf, "kernel_grad": 0.0}
 
 
+def test_results_that_are_not_arrays():
+    """Numbers, text and None are results too; the mean of squares leaves them out."""
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+    def product(x):
+        return jaxfp8.dot_general(x, x, (((0,), (0,)), ((), ())), recipe=jaxfp8.Float8CurrentScaling())
+
+    found = inspect.compare(lambda x: {"y": product(x), "rest": (3, 1.5, "text", None)}, x)
+    assert found.rows == inspect.compare(product, x).rows
+
+
 def test_errors():
     x = jnp.ones((4, 8))
 
@@ -186,7 +197,7 @@ def test_errors():
         inspect.compare(lambda x: 2 * x, x)
     with pytest.raises(ValueError, match="compare: loss: expected a loss whose gradient reaches an FP8 product"):
         inspect.compare(fp8, x, loss=lambda y: jax.lax.stop_gradient(jnp.sum(y)))
-    with pytest.raises(TypeError, match="compare: model: expected a result with floating-point arrays, got none; pass"):
+    with pytest.raises(TypeError, match="compare: model: expected a result with .*, got none; register the class"):
         inspect.compare(lambda x: jnp.argmax(fp8(x)), x)
     with pytest.raises(TypeError, match="compare: variables: expected None for a model that is not Linen's"):
         inspect.compare(fp8, x, {})

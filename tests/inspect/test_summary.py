@@ -117,6 +117,11 @@ def test_a_large_model_takes_a_screen():
         "block_7/layer/input",
     ]
     assert [row["growth"] for row in worst.rows] == [1, 3, 1.5]
+    layers["empty"] = state([0, 0], 1)[OWG]  # its scale is 1 for ever
+    assert [row["name"] for row in inspect.summary({OWG: layers}, worst=2).rows] == [
+        "head/layer/input",
+        "empty/layer/input",
+    ]
 
 
 def test_every_kind_of_tree():

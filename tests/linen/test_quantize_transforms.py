@@ -4,6 +4,7 @@ import functools
 
 import flax.linen as nn
 import jax
+import numpy as np
 import pytest
 from flax import core
 
@@ -53,6 +54,21 @@ def test_scan_without_state():
     current = jaxfp8.Float8CurrentScaling()
     plain = scanned(collections=("params",))
     compare_training(quantize(plain, [(".*", current)]), scanned(current, ("params",)), x())
+
+
+def test_rnn():
+    """State that is broadcast with the parameters: an amax is the largest of all time steps, and of any number."""
+    with pytest.raises(ValueError, match=rf"nn.RNN does, pass variable_broadcast=\('params', '{OWG}'\)"):
+        quantize(nn.RNN(nn.SimpleCell(D)), [(".*", A)]).init(jax.random.key(0), x())
+    rnn = quantize(nn.RNN(nn.SimpleCell(D), variable_broadcast=("params", OWG)), [(".*", A)])
+    variables = rnn.init(jax.random.key(0), x())
+    gradient = jax.jit(jaxfp8.grad(lambda variables, x: rnn.apply(variables, x).sum()))
+    for steps in (3, 2):
+        batch = steps * x()[:, :steps]
+        variables = jaxfp8.update_state(variables, gradient(variables, batch))
+        cell = variables[OWG]["cell"]
+        assert set(cell) == {"h", "i"}
+        assert cell["i"]["Fp8DotGeneral_0"]["input_amax_history"][0] == np.abs(batch).max()
 
 
 # ------------------------------------------------------------------------------------------------------- nn.jit
