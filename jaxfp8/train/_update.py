@@ -273,9 +273,9 @@ def _check_factors(factors):
 
 _STEPPED_ON = (
     "update_state: old: {name}: expected a state that is not negative, got {least}: an optimizer has stepped on it, or "
-    "under jit the whole gradient was clipped or averaged, and its scale is NaN from then on. Keep the state out of the "
-    "optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and out of norms, clips and averages, which "
-    "are of grads['params']; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
+    "under jit the whole gradient was clipped or averaged, and its scale is NaN from then on. Keep the state out of "
+    "the optimizer, as jaxfp8.train.optimizer and jaxfp8.linen.TrainState do, and out of norms, clips and averages, "
+    "which are of grads['params']; repair it by jaxfp8.convert.reset_state(tree, only_bad=True)"
 )
 _NEGATIVE = (
     "update_state: {name}: expected a state that is not negative, as uses combine by max and 0 is unused; got {least}. "
