@@ -99,6 +99,16 @@ def devices_of(ctx) -> str:
     return "mesh" if shardy and not exported and known else "unknown"
 
 
+def with_mesh(ctx, mesh):
+    """Return a lowering context whose devices are those of `ctx`, in the same order, as another mesh.
+
+    `devices_of` says `"mesh"` only where the context has this form.
+    """
+    module = ctx.module_context
+    context = dataclasses.replace(module.axis_context, abstract_mesh=mesh)
+    return ctx.replace(module_context=module.replace(axis_context=context))
+
+
 def gpus_of(ctx) -> list:
     """Return the GPUs that a program is lowered for; empty where JAX does not name them."""
     context = ctx.module_context.axis_context

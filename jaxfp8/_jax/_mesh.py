@@ -4,10 +4,12 @@ Where XLA cuts the arrays of a program (`jit`), there is nothing to do: values a
 `shard_map` values are those of one device, and amaxes and the cotangents of replicated operands have to be combined.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
 def varying(*values) -> frozenset:
@@ -19,6 +21,24 @@ def varying(*values) -> frozenset:
 def plain(aval):
     """Return the type of an array on one device."""
     return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+def split(mesh, sizes) -> AbstractMesh:
+    """Return a mesh of the same devices in the same order, whose axes have prime sizes.
+
+    XLA may cut a dimension over a part of an axis, which no PartitionSpec of the mesh itself can say: 12 heads over 4
+    of 8 devices. These are the first devices of the axis, as many as divide the dimension. So an axis of 6 is 2 by 3 if
+    more of `sizes`, those of all dimensions, can be cut over 2 but not 6 devices than over 3 but not 6.
+    """
+    parts = []
+    for axis in mesh.axis_sizes:
+        divided, before = [math.gcd(size, axis) for size in set(sizes) if size % axis], 1
+        while before < axis:
+            primes = [p for p in range(2, axis + 1) if axis // before % p == 0 and all(p % q for q in range(2, p))]
+            following = {p: sum(devices % (before * p) == 0 for devices in divided) for p in primes}
+            parts.append(max((count, p) for p, count in following.items())[1])
+            before *= parts[-1]
+    return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
 
 
 def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:

@@ -244,10 +244,10 @@ def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
     return (out.astype(spec.out_dtype),)
 
 
-def _align(axes, sizes, shards, *, spec):
+def _align(axes, sizes, mesh_shape, *, spec):
     (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
     followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
-    return _blocks.aligned(axes, sizes, shards, followers)
+    return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
 
 _RULES = {

@@ -115,13 +115,14 @@ def e8m0_factors(scales, dtype):
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
 
 
-def aligned(axes, sizes, shards, followers):
+def aligned(axes, sizes, mesh_shape, followers):
     """Cut scales as their blocks are cut: the `align` of a `tensor_op` with scales of blocks.
 
-    A matrix whose blocks would lie on two devices is not cut there.
+    A matrix is cut over as many devices as have whole blocks: 28 blocks that come from 8 devices over 4 of them, in
+    pairs that hold the same. Scales count merged dimensions, so only the first dimension is cut.
 
     Args:
-        axes, sizes, shards: by the names of dimensions, as `align` gets them.
+        axes, sizes, mesh_shape: by the names of dimensions and of mesh axes, as `align` gets them.
         followers: for each kind of dimensions of a matrix, such as "row" of "row0" and "row1", the dimensions of scales
             that count its blocks, and the size of a block; None means one block, which has no cut. An op may lack some.
     """
@@ -131,17 +132,20 @@ def aligned(axes, sizes, shards, followers):
     for kind, sizes_of_blocks in followers.items():
         sizes_of_blocks = {name: b for name, b in sizes_of_blocks.items() if name in sizes}
         names = [name for name in dims(kind, len(sizes)) if name in sizes]
-        cut = [name for name in names if name in axes]
-        if not cut:
-            continue
-        # 2. Scales count merged dimensions: only a cut of the first dimension is a cut of the scales.
-        size = math.prod(sizes[name] for name in names) // shards[cut[0]]
-        if cut == names[:1] and all(b is None or size % b == 0 for b in sizes_of_blocks.values()):
-            axes |= {name: axes[cut[0]] for name, b in sizes_of_blocks.items() if b is not None}
-        else:
-            # 3. A block would lie on two devices: do not cut here.
-            axes = {name: entry for name, entry in axes.items() if name not in cut}
+        # 2. Find the most devices of which each has whole blocks.
+        size, entry = math.prod(sizes[name] for name in names), axes.get(names[0], ()) if names else ()
+        while not all(b is None or _is_cut_into_whole(size, entry, mesh_shape, b) for b in sizes_of_blocks.values()):
+            entry = entry[:-1]
+        # 3. Cut the first dimension over these, and the scales with it.
+        axes = {name: entry for name, entry in axes.items() if name not in names}
+        if entry:
+            axes |= {name: entry for name, b in sizes_of_blocks.items() if b is not None} | {names[0]: entry}
     return axes
+
+
+def _is_cut_into_whole(size, entry, mesh_shape, block) -> bool:
+    """Return whether each of these devices has whole blocks; one device has them."""
+    return not entry or size // math.prod(mesh_shape[axis] for axis in entry) % block == 0
 
 
 def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
@@ -159,8 +163,8 @@ def sizes_of_layouts(codes, *_, block, rows, cols, **__) -> dict[str, int]:
     return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
 
 
-def aligned_layouts(axes, sizes, shards, *, block, **_):
+def aligned_layouts(axes, sizes, mesh_shape, *, block, **_):
     """Cut the scales of each layout together with its blocks: the `align` of a `tensor_op`."""
     down, across = block
     rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
-    return aligned(axes, sizes, shards, {"row": rows, "col": cols})
+    return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})

@@ -289,12 +289,12 @@ def _names(data, axis):
     return (*before, "col0", *after), (*before, "blocks", *after)
 
 
-def _align(axes, sizes, shards, **_):
+def _align(axes, sizes, mesh_shape, **_):
     """Cut amaxes and exponents where the codes are cut, and these between blocks."""
     # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
     if "blocks" in axes and "col0" not in axes:
-        axes, shards = axes | {"col0": axes["blocks"]}, shards | {"col0": shards["blocks"]}
-    return _blocks.aligned(axes, sizes, shards, {"col": {"blocks": BLOCK}})
+        axes = axes | {"col0": axes["blocks"]}
+    return _blocks.aligned(axes, sizes, mesh_shape, {"col": {"blocks": BLOCK}})
 
 
 def _decode_names(*ranks, axis):

@@ -34,7 +34,7 @@ class Dimensions(NamedTuple):
         second_layouts: `{position of an operand: position of the same tensor in another order}`; second layouts are
             the last operands.
         added: positions of the operands that are added to the first result.
-        align: `(axes, sizes, shards) -> axes`, by the names of dimensions.
+        align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of mesh axes.
         on_shards: `(operands, cut) -> (operands, options)` of one device, or None.
     """
 
@@ -68,7 +68,10 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
         if dimensions.on_shards is not None:
             operands = list(map(functools.partial(_whole, ctx), dimensions.operands, plain, operands))
         run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
-        return _lower_untyped(ctx, lambda *x: list(run(*x)), plain, operands)
+        # The rule below has to name each part of a mesh axis over which XLA may cut a dimension.
+        sizes = [size for aval in (*plain, *ctx.avals_out) for size in aval.shape]
+        mesh = _mesh.split(ctx.module_context.axis_context.abstract_mesh, sizes)
+        return _lower_untyped(_compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands)
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
     jitted = _jitted(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
@@ -126,7 +129,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             axes = _assign(mesh, [(x.shape, x.sharding.spec, names) for x, names in tensors])
             # ... where the op can be cut there.
             sizes = {name: size for x, names in tensors for name, size in zip(names, x.shape, strict=True)}
-            axes = align(axes, sizes, {name: _shards(mesh, entry) for name, entry in axes.items()})
+            axes = align(axes, sizes, mesh.shape)
             # 2. Gather one layout, for all products that read the tensor; transpose it locally to get the first.
             gathered = {
                 i: j

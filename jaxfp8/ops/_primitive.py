@@ -51,7 +51,7 @@ def tensor_op(
     by_xla: Callable | None = None,
     not_on: Callable = lambda capabilities, *types, **static: None,
     for_gpus: Callable = lambda capabilities, *types, **static: static,
-    align: Callable = lambda axes, sizes, shards, **static: axes,
+    align: Callable = lambda axes, sizes, mesh_shape, **static: axes,
     on_shards: Callable | None = None,
 ) -> Callable:
     """Make a primitive and return its call, `op(*operands, vmap_dims=0, **static) -> list of arrays`.
@@ -83,8 +83,8 @@ def tensor_op(
             compute capabilities, so that the reference runs; or None.
         for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
             capabilities.
-        align: `(axes, sizes, shards, **static) -> axes`, by the names of dimensions: the last change to the mesh axes
-            of each dimension, for an op that some cuts would break.
+        align: `(axes, sizes, mesh_shape, **static) -> axes`, by the names of dimensions and of mesh axes: the last
+            change to the mesh axes of each dimension, for an op that some cuts would break.
         on_shards: `(operands, cut, *, vmap_dims, **static) -> (operands, options)`: the last change to the operands of
             one device of a mesh, and keywords for the device's program; for an op whose part depends on the device's
             place. `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA

@@ -232,13 +232,13 @@ def _sizes(*shapes, spec):
     return {} if spec.by_rows else {"g0": shapes[4][0]}
 
 
-def _align(axes, sizes, shards, *, spec):
+def _align(axes, sizes, mesh_shape, *, spec):
     followers = {}
     for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
         for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
             if name.startswith(WHOLE):
                 followers.setdefault(dim[0], {})[name] = size
-    return _blocks.aligned(axes, sizes, shards, followers)
+    return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
 
 def _on_shards(operands, cut, *, vmap_dims, spec):

@@ -91,6 +91,28 @@ def test_padded_shards_are_caught(monkeypatch):
         train_uneven("contracted", (10, 12, 14))
 
 
+@pytest.mark.parametrize("devices, heads", [(8, 12), (6, 4), (6, 9)])
+def test_heads_that_some_devices_divide(devices, heads):
+    """XLA cuts heads over a part of the mesh axis that cuts the features: 12 over 4 of 8 devices, then each over 2."""
+    features = 12 * heads
+    x, kernel, target = numbers(0, (6, features)), numbers(1, (heads, 12, 4), 3.5), numbers(2, (6, 4))
+
+    @jax.jit
+    def step(x, kernel, target, state):
+        def loss(state, x, kernel):
+            y = jaxfp8.einsum("mhd,hdn->mn", x.reshape(6, heads, 12), kernel, recipe=cases.RECIPE, state=state)
+            return jnp.sum(y * target)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(state, x, kernel)
+
+    state = jaxfp8.init_state(cases.RECIPE)
+    wanted = step(x, kernel, target, state)
+    mesh = cases.mesh("auto", (devices,), ("d",))
+    placed = cases.put((x, kernel, target), mesh, (P(None, "d"), P(), P()))
+    with jax.set_mesh(mesh):
+        cases.assert_same(step(*placed, state), jax.device_get(wanted), f"{heads} heads on {devices} devices")
+
+
 def steps(run, weights, state, batches):
     """Three steps of `cases.mlp`."""
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")

@@ -41,6 +41,41 @@ def test_any_numbers(name, where):
     SHAPES.check(SHAPES.expected(rule, x, kernel, grad), *results, f"{name} {where}")
 
 
+# Numbers of blocks that some of the devices divide: XLA cuts scales over a part of a mesh axis.
+FEW = {"mx": cases.dense(64, 192, 128), "block": cases.dense(256, 768, 256)}
+# name -> (kind of axes, mesh, how x, kernel and grad are cut)
+HALVES = {
+    "data": ("auto", (8,), P("a"), P(), P("a")),
+    "FSDP": ("auto", (8,), P("a"), P("a"), P("a")),
+    "FSDP, columns": ("auto", (8,), P("a"), P(None, "a"), P("a")),
+    "columns": ("auto", (8,), P(), P(None, "a"), P(None, "a")),
+    "rows": ("auto", (8,), P(None, "a"), P("a"), P()),
+    "4 x 2": ("auto", (4, 2), P("a", "b"), P("b", "a"), P("a", "b")),
+    "explicit data": ("explicit", (8,), P("a", None), P(None, None), P("a", None)),
+    "explicit columns": ("explicit", (8,), P(None, None), P(None, "a"), P(None, "a")),
+}
+
+
+@pytest.mark.parametrize("where", HALVES)
+def test_blocks_that_some_devices_divide(where):
+    """MX has 2, 6 and 4 blocks, and blocks of 128 are 2, 6 and 2; the results are those of one device."""
+    kind, shape, *specs = HALVES[where]
+    mesh = meshes.mesh(kind, shape, ("a", "b")[: len(shape)])
+    arrays = {name: shapes.arrays()[:3] for name, shapes in FEW.items()}
+
+    def both(arrays):
+        results = {}
+        for name, (x, kernel, grad) in arrays.items():
+            y, vjp = jax.vjp(cases.product(FEW[name], RECIPES[name][0]), x, kernel)
+            results[name] = y, *vjp(grad)
+        return results
+
+    with jax.set_mesh(mesh):
+        results = jax.jit(both)(meshes.put(arrays, mesh, dict.fromkeys(FEW, tuple(specs))))
+    for name, shapes in FEW.items():
+        shapes.check(shapes.expected(RECIPES[name][1], *arrays[name]), *results[name], f"{name} {where}")
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check_vma"])
 def test_shard_map(name, checked):
