@@ -13,8 +13,8 @@ def activation(x, grad, name: str, grad_bound=0.0) -> Values:
 
     With a function a s(z), its derivative is s + a s (1 - s) z'. As in oracle.activation s is off by (5 |z| + 8) u of
     itself, and so 1 - s by (5 |z| + 9) u absolutely; from z = 25 on 1 + exp(-z) is 1 in f32, s is 1 and 1 - s below
-    2^-36, whatever x and z' are. z' and the products add less than 16 u; an s that is flushed, or lost to an exp(-z)
-    above the largest f32, at most 2^-116 of the gradient.
+    2^-36, whatever x and z' are. z' and the products add less than 16 u; an s that is flushed, below 2^-126, at most
+    2^-116 of the gradient: there x z' is below 2^9, and s falls faster than x z' grows.
 
     Args:
         x: `[..., n]`, gated `[..., 2, n]`.

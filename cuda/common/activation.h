@@ -17,8 +17,9 @@
 //
 //   d/dx = (g u) s + ((g u) x) (s (1 - s)) z',   d/du = (g x) s
 //
-// with 1 - s = exp(-z) s, where nothing cancels: where s is next to 1, x z' can be large. exp(-z) is cut at 2^126, so that
-// it does not become infinite while s becomes 0.
+// with 1 - s = exp(-z) s, where nothing cancels: where s is next to 1, x z' can be large. exp(-z) is cut at 2^127, above
+// which it would become infinite. There s is 0, whatever the errors of ex2.approx and rcp.approx are: at 2^126 it would
+// be 2^-126 for every x that is far below zero, and x z' can be larger than 2^126.
 #ifndef JAXFP8_CUDA_COMMON_ACTIVATION_H_
 #define JAXFP8_CUDA_COMMON_ACTIVATION_H_
 
@@ -44,7 +45,7 @@ struct TimesSigmoid {
   // g u otherwise.
   __device__ __forceinline__ static float Gradient(float g_u, float x, bool for_u) {
     const float exponent = Function::Exponent(x);
-    const float e = Exp2(exponent < 126.0f ? exponent : 126.0f);
+    const float e = Exp2(exponent < 127.0f ? exponent : 127.0f);
     const float s = Reciprocal(__fadd_rn(1.0f, e)), g_u_x = __fmul_rn(g_u, x);
     const float through_s = __fmul_rn(__fmul_rn(g_u_x, __fmul_rn(s, __fmul_rn(e, s))), Function::Slope(x));
     return for_u ? __fmul_rn(g_u_x, s) : __fmaf_rn(g_u, s, through_s);

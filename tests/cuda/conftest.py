@@ -13,9 +13,10 @@ def emulated_library():
     return emulated.Emulated(emulated.build())
 
 
-@pytest.fixture(params=[(132, False), (1, True), (2, False)], ids=["132", "1-backwards", "2"])
+@pytest.fixture(params=[(132, False, -1), (1, True, 1), (2, False, 0)], ids=["132", "1-backwards", "2"])
 def kernels(emulated_library, request):
-    """The emulated kernels on devices of several sizes, so that grids loop; threads in either order."""
+    """The emulated kernels on devices of several sizes, so that grids loop; threads in either order; approximations at
+    either end of their error."""
     emulated_library.configure(*request.param)
     yield emulated_library
     emulated_library.configure()

@@ -152,9 +152,11 @@ class Emulated:
             getattr(library, name).restype = ctypes.c_int64
         self.configure()
 
-    def configure(self, multiprocessors: int = 132, backwards: bool = False) -> None:
-        """How many multiprocessors launchers see, and in which order the threads of a block run."""
+    def configure(self, multiprocessors: int = 132, backwards: bool = False, error_of_exp2: int = 0) -> None:
+        """How many multiprocessors launchers see, in which order the threads of a block run, and whether ex2.approx is
+        too large (1), too small (-1), or one of them for each x; rcp.approx is off the other way."""
         self.library.emulator_configure(multiprocessors, int(backwards))
+        self.library.emulator_approximate(error_of_exp2)
 
     def _launch(self, op, *arguments):
         arguments = [ctypes.c_int64(a) if isinstance(a, (int, np.integer)) else a for a in arguments]

@@ -191,6 +191,19 @@ def test_tiles(kernels, g, m, n, dtype, op):
         check(run(kernels, shift=shift, data_t_shift=data_t_shift))
 
 
+@pytest.mark.parametrize("name", ["gelu", "silu", "gelu_gated", "silu_gated"])
+def test_gradients_far_below_zero(kernels, name):
+    """They are 0 where x is so large that g x z' of a nearly vanished sigmoid is not."""
+    x = np.repeat(-(10.0 ** np.arange(1, 18, dtype=np.float32)), 8).reshape(1, -1, 1, 8)
+    x = np.concatenate([x, np.ones_like(x)], 2) if name.endswith("_gated") else x
+    for row in range(x.shape[1]):  # an amax alone shows what has no code
+        x_row, grad = x[:, row : row + 1], np.full((1, 1, 8), 0.7, np.float32)
+        data, data_t, top = (part[0] for part in kernels.quantize_activation_grad(x_row, grad, 3, E5M2, name))
+        values = oracle_gradients.activation(x_row[0] if name.endswith("_gated") else x_row[0, :, 0], grad[0], name)
+        exact, bound = (v.reshape(data.shape) for v in (values.exact, values.bound))
+        oracle.Values(exact, bound).check(data, data_t, top, np.float32(3), E5M2, what=f"{name}, {x_row.flat[0]}")
+
+
 @pytest.mark.parametrize("g, m, n", SHAPES)
 @pytest.mark.parametrize("block", [32, 6, 128])
 def test_transposed_blocks(kernels, g, m, n, block):

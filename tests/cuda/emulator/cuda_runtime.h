@@ -75,6 +75,8 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
 
 // A misaligned access is an error on the device; counted here.
 void CountMisaligned();
+// 1 where ex2.approx is to be too large, -1 where it is to be too small.
+int ErrorOfExp2();
 template <class T>
 T __ldg(const T* address) {
   if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0) CountMisaligned();

@@ -43,6 +43,7 @@ const std::function<void()>* body = nullptr;
 // Set by the tests.
 int multiprocessors = 132;
 bool backwards = false;
+int error_of_exp2 = 0;
 int64_t misaligned = 0;
 int64_t kernels = 0, memsets = 0, copies = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeThreadLocal;
@@ -207,6 +208,8 @@ void WaitForCopyGroups(int pending) {
 
 void CountMisaligned() { ++misaligned; }
 
+int ErrorOfExp2() { return error_of_exp2; }
+
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorEmulated"; }
 const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 
@@ -260,6 +263,8 @@ extern "C" __attribute__((visibility("default"))) void emulator_configure(int co
   multiprocessors = count;
   backwards = run_backwards != 0;
 }
+
+extern "C" __attribute__((visibility("default"))) void emulator_approximate(int error) { error_of_exp2 = error; }
 
 // Whether the calling thread has the capture mode that it had in the beginning.
 extern "C" __attribute__((visibility("default"))) int emulator_capture_mode_is_restored() {

@@ -88,19 +88,21 @@ uint32_t InfinitiesToNan(uint32_t x) {
 // 0 for what would be subnormal.
 inline float Flushed(float x) { return (FloatToBits(x) & kInfBits) == 0 ? std::copysign(0.0f, x) : x; }
 
-// The worst that the manual allows, in one direction or the other: two units in the last place.
-inline float Exp2(float x) {
-  const float power = Flushed(static_cast<float>(std::exp2(static_cast<double>(x))));
-  if (power == 0 || power > std::numeric_limits<float>::max() / 2 || power != power) return power;
-  return BitsToFloat(FloatToBits(power) + (FloatToBits(x) % 2 == 0 ? 2u : -2u));
+// `exact`, off by the most units in the last place that the manual allows, up or down, as ErrorOfExp2 says; where that
+// is 0, x decides.
+inline float Off(float exact, float x, int32_t units, int direction) {
+  exact = Flushed(exact);
+  if (exact == 0 || !(exact <= std::numeric_limits<float>::max() / 2)) return exact;
+  if (direction == 0) direction = FloatToBits(x) % 2 == 0 ? 1 : -1;
+  return Flushed(BitsToFloat(FloatToBits(exact) + static_cast<uint32_t>(direction * units)));
 }
 
-// Likewise one unit.
-inline float Reciprocal(float x) {
-  const float quotient = Flushed(1.0f / x);
-  if (quotient == 0 || quotient > std::numeric_limits<float>::max() || quotient != quotient) return quotient;
-  return BitsToFloat(FloatToBits(quotient) + (FloatToBits(x) % 2 == 0 ? 1u : -1u));
+inline float Exp2(float x) {
+  return Off(static_cast<float>(std::exp2(static_cast<double>(x))), x, 2, ErrorOfExp2());
 }
+
+// The other way than Exp2, so that 1 / (1 + exp(-z)) is at its ends.
+inline float Reciprocal(float x) { return Off(1.0f / x, x, 1, -ErrorOfExp2()); }
 
 inline void StoreGlobal16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) CountMisaligned();
