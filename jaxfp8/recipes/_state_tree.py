@@ -101,7 +101,7 @@ def flatten(tree) -> StateTree:
     paired = {i for q in quantizers for i in q.positions()}
     is_state = [_is_state(node) or OVERWRITE_WITH_GRADIENT in path for node, path in zip(nodes, paths, strict=True)]
     unpaired = [i for i in range(len(paths)) if i not in paired and is_state[i]]
-    in_variables = frozenset(paths[i] for i in unpaired if _is_variable(nodes[i]))
+    in_variables = frozenset(paths[i] for i in unpaired if is_variable(nodes[i]))
     return StateTree(jax.tree.structure(tree), leaves, paths, quantizers, unpaired, in_variables)
 
 
@@ -158,14 +158,14 @@ def unmarked(tree):
     return jax.tree.map(lambda leaf: leaf.value if is_marked(leaf) else leaf, tree, is_leaf=is_marked)
 
 
-def _is_variable(x) -> bool:
+def is_variable(x) -> bool:
     """Tell whether `x` is an NNX variable of state: recipes know no NNX, but its class has the collection's name."""
     return type(x).__name__ == OVERWRITE_WITH_GRADIENT
 
 
 def _is_state(x) -> bool:
     """Tell whether all leaves of `x` are state."""
-    return isinstance(x, (DotGeneralState, _Marked)) or _is_variable(x)
+    return isinstance(x, (DotGeneralState, _Marked)) or is_variable(x)
 
 
 def _names(path) -> tuple[str, ...]:

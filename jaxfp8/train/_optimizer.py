@@ -200,17 +200,25 @@ class _Average:
 
 
 def _without_state(tree) -> Any:
-    """Return `tree` with an empty node in the place of each leaf of state."""
+    """Return `tree` with an empty node in the place of each leaf of state, and of its NNX variable.
+
+    Flax saves a variable without leaves as None, and would put that None back from a checkpoint.
+    """
     flat = _state_tree.flatten(tree)
-    return _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
+    tree = _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
+    return jax.tree.map(
+        lambda node: NoState() if _state_tree.is_variable(node) else node, tree, is_leaf=_state_tree.is_variable
+    )
 
 
 def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the empty node of that leaf."""
     flat = _state_tree.flatten(source)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    # A leaf in an NNX variable comes with the variable.
+    nodes = jax.tree.leaves(_state_tree.unmarked(source), is_leaf=_state_tree.is_variable)
     for i in flat.positions():
-        leaves[i] = function(flat.leaves[i])
+        leaves[i] = jax.tree.map(function, nodes[i])
     return treedef.unflatten(leaves)
 
 
