@@ -78,7 +78,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     entered.context.__enter__()
     _regions_of_task.set((*_regions_of_task.get(), entered))
     try:
-        with _warning_of_awaits():
+        asks_for_fp8 = enabled and not isinstance(recipe, HighPrecision)
+        with _warning_of_awaits(), _without_fp8.warning(recipe, asks_for_fp8):
             yield
     finally:
         entered.has_ended = True

@@ -17,11 +17,12 @@ class _Heard:
     """What was heard in an open region: whether a product ran in high precision, and whether a layer asked."""
 
     recipe: object
+    asks_for_fp8: bool
     has_product: bool = False
     has_layer: bool = False
 
 
-# The open regions of this thread, the outermost first; None stands for a region that asks for no FP8.
+# The open regions of this thread, the outermost first.
 _open = contextvars.ContextVar("open", default=())
 # The recipes of regions in which layers have asked. jit hashes these recipes as well.
 _reached = set()
@@ -31,13 +32,13 @@ _reached = set()
 def warning(recipe, asks_for_fp8: bool):
     """Warn at the end of a region with this recipe in which products ran, and none asked for FP8."""
     _plain_products.hear(_product)
-    heard = _Heard(recipe) if asks_for_fp8 else None
-    token = _open.set((*_open.get(), heard))
+    heard = _Heard(recipe, asks_for_fp8)
+    _open.set((*_open.get(), heard))
     try:
         yield
     finally:
-        _open.reset(token)
-    if heard is not None and heard.has_product and not heard.has_layer and recipe not in _reached:
+        _open.set(tuple(other for other in _open.get() if other is not heard))  # regions may end in any order
+    if heard.asks_for_fp8 and heard.has_product and not heard.has_layer and recipe not in _reached:
         _warnings.warn(
             "autocast: no product in this region is in FP8: products ran, and none belongs to a layer that takes a "
             "recipe, such as nn.Dense(dot_general_cls=jaxfp8.Fp8DotGeneral); a layer that calls lax.dot_general or "
@@ -50,12 +51,11 @@ def warning(recipe, asks_for_fp8: bool):
 def layer_asks() -> None:
     """Note that a layer, or a product that names its recipe, runs in the regions that are open here."""
     for heard in _open.get():
-        if heard is not None:
-            heard.has_layer = True
+        heard.has_layer = True
+        if heard.asks_for_fp8:
             _reached.add(heard.recipe)
 
 
 def _product() -> None:
-    regions = _open.get()
-    if regions and regions[-1] is not None:
-        regions[-1].has_product = True
+    for heard in _open.get()[-1:]:
+        heard.has_product = True
