@@ -22,14 +22,15 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
 
     Args:
         tree: any pytree with arrays `[..., H]` whose name ends in `amax_history`: a variables dict, one collection of
-            it, a `DotGeneralState`, a whole TrainState. Arrays of other names stay as they are.
+            it, a `DotGeneralState`, a whole TrainState. Arrays of other names stay as they are. Beside its scale, a
+            history may have its slots on another axis, as transforms that stack layers leave it.
         amax_history_len: the new length, at least 1, which the recipe has to have too.
 
     Returns:
         `tree` with histories `[..., amax_history_len]`.
 
     Raises:
-        ValueError: the length is below 1, or the tree has no history.
+        ValueError: the length is below 1, the tree has no history, or a history and its scale do not fit.
         TypeError: the length is not an int.
     """
     if not isinstance(amax_history_len, int) or isinstance(amax_history_len, bool):
@@ -44,16 +45,21 @@ def resize_history(tree: Any, amax_history_len: int) -> Any:
             "resize_history: tree: expected arrays named ..._amax_history or .amax_history, got a tree without any; "
             "pass the variables, or the state of delayed scaling"
         )
-    return flat.replace({i: _resize(flat.leaves[i], amax_history_len) for i in histories})
+    axes = dict.fromkeys(histories, -1)
+    for quantizer in flat.quantizers:
+        pair = flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]
+        axes[quantizer.amax_history] = _state_tree.slot_axis(f"resize_history: tree: {quantizer.name}", *pair)
+    return flat.replace({i: _resize(flat.leaves[i], amax_history_len, axis) for i, axis in axes.items()})
 
 
-def _resize(history, length):
-    """Resize a history `[..., H]` to `[..., length]`."""
+def _resize(history, length, axis=-1):
+    """Resize a history of H slots along `axis` to `length` slots."""
+    history = jnp.moveaxis(jnp.asarray(history), axis, -1)
     # Slot 0 is the newest entry; the next newest are at the end.
     kept = min(history.shape[-1], length) - 1  # how many of the last slots stay
     newest, older = history[..., :1], history[..., history.shape[-1] - kept :]
     gap = jnp.zeros((*history.shape[:-1], length - 1 - kept), history.dtype)
-    return jnp.concatenate([newest, gap, older], axis=-1)
+    return jnp.moveaxis(jnp.concatenate([newest, gap, older], axis=-1), -1, axis)
 
 
 def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> dict[str, Any]:

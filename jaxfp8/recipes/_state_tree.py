@@ -123,10 +123,10 @@ def slot_axis(where: str, history, scale) -> int:
     """
     if len(history.shape) == len(scale.shape) > 0:
         differ = [i for i, (h, s) in enumerate(zip(history.shape, scale.shape, strict=True)) if h != s]
-        if not differ:
-            return -1  # H = 1
-        if len(differ) == 1 and scale.shape[differ[0]] == 1:
-            return differ[0]
+        # The scale has one element along the slots. With H = 1 the history has no other shape than the scale.
+        slots = [i for i in (differ or range(len(scale.shape))) if scale.shape[i] == 1]
+        if slots and len(differ) <= 1:
+            return slots[-1]
     raise ValueError(
         f"{where}: expected a history (..., H) and a scale (..., 1), got shapes {history.shape} and {scale.shape}"
     )

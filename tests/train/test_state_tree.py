@@ -1,5 +1,7 @@
 """Which leaves count as quantizer state, in every container that people keep variables in."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -77,6 +79,24 @@ def test_quantizers_are_found(make, names, parameters):
         assert found.leaves[q.amax_history].shape == (3,) and found.leaves[q.scale].shape == (1,)
     assert len(found.positions()) == 2 * len(names) and len(found.leaves) == 2 * len(names) + parameters
     assert jax.tree.structure(found.replace({})) == jax.tree.structure(tree)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_layers_stacked_on_another_axis(length):
+    """Rows that are last give what rows that are first give: the slots are where the scale has one element."""
+    state = jaxfp8.init_state(jaxfp8.DelayedScaling(amax_history_len=length))
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    recorded = dataclasses.replace(state.input, amax_history=state.input.amax_history.at[:, 0].set(jnp.array([5.0, 7])))
+    gradient = jaxfp8.DotGeneralState(recorded, recorded, recorded)
+    rows_last = lambda tree: jax.tree.map(jnp.transpose, tree)  # noqa: E731
+    moved, moved_gradient = rows_last(state), rows_last(gradient)
+    assert str(jaxfp8.inspect.summary(moved_gradient)) == str(jaxfp8.inspect.summary(gradient))
+    for function, given, expected in (
+        (lambda state: jaxfp8.convert.resize_history(state, 5), (moved_gradient,), (gradient,)),
+        (jaxfp8.convert.reset_state, (moved_gradient,), (gradient,)),
+        (jaxfp8.update_state, (moved, moved_gradient), (state, gradient)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, rows_last(function(*given)), function(*expected))
 
 
 def test_leaves_are_in_the_order_of_jax():
