@@ -18,6 +18,7 @@ from jaxfp8.ops import _support
 from .programs import AXES, gpus
 
 M, N, K = 4096, 2048, 1024
+FEW_K = 12 * 128  # as many blocks as 4 of 8 devices divide
 # a [m, k], b [n, k]
 LAYOUTS = {
     "rows": (P(AXES), P()),
@@ -71,9 +72,9 @@ def main():
         asked.extend([gpu.device_kind, gpu.compute_capability] for gpu in _compat.gpus_of(ctx))
         return gpus_of(ctx)
 
-    def operands(specs, dtype):
+    def operands(specs, dtype, k=K):
         return [
-            jax.ShapeDtypeStruct((rows, K), dtype, sharding=NamedSharding(mesh, spec))
+            jax.ShapeDtypeStruct((rows, k), dtype, sharding=NamedSharding(mesh, spec))
             for rows, spec in zip((M, N), specs, strict=True)
         ]
 
@@ -90,7 +91,10 @@ def main():
         for scaling, options in SCALINGS.items()
         for layout, specs in LAYOUTS.items()
     }
-    print(json.dumps({"found": found, "blocks": blocks, "asked": asked}))
+    few = custom_calls(
+        compiled(block_scaled(SCALINGS["blocks"]), *operands(LAYOUTS["contracted"], jnp.bfloat16, FEW_K))
+    )
+    print(json.dumps({"found": found, "blocks": blocks, "few": few, "asked": asked}))
 
 
 if __name__ == "__main__":

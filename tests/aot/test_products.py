@@ -2,7 +2,7 @@
 
 import pytest
 
-from .products import LAYOUTS, K, M, N
+from .products import FEW_K, LAYOUTS, K, M, N
 
 PROGRAM = "products"
 
@@ -40,3 +40,9 @@ def test_block_scaled_products_of_shards(report, scaling, layout):
     expected = [[dtype, list(shape)] for dtype, shape in zip(dtypes, shapes, strict=True)]
     assert report["blocks"][f"{scaling} {layout}"] == {"operands": [expected], "gathers": 0}
     assert report["blocks"][f"MX {layout}"]["operands"] == []
+
+
+def test_blocks_that_some_devices_divide(report):
+    """Four pairs of devices have whole blocks of the contraction: no device multiplies all of it."""
+    ((a, b, *_),) = report["few"]["operands"]
+    assert (a, b) == (["f8e4m3fn", [M, FEW_K // 4]], ["f8e4m3fn", [N, FEW_K // 4]])

@@ -3,12 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mesh import cases as meshes, hlo
 from programs.known_amax import sum_of
 
+import jaxfp8
 from recipes import cases
 from recipes.cases import KINDS, RECIPES
 
@@ -74,6 +77,30 @@ def test_blocks_that_some_devices_divide(where):
         results = jax.jit(both)(meshes.put(arrays, mesh, dict.fromkeys(FEW, tuple(specs))))
     for name, shapes in FEW.items():
         shapes.check(shapes.expected(RECIPES[name][1], *arrays[name]), *results[name], f"{name} {where}")
+
+
+def test_layers_of_blocks_that_some_devices_divide():
+    """FSDP over 8 devices of 2 blocks of rows and 6 of columns: of whole numbers whose sums are exact, so every bit."""
+    recipe, rng = RECIPES["mx"][0], np.random.default_rng(0)
+    shapes = (64, 192), (192, 64), (2, 192, 64)
+    x, kernel, experts = (rng.integers(-3, 4, shape).astype(np.float32) for shape in shapes)
+
+    @jax.jit
+    def step(x, kernel, experts):
+        def loss(x, kernel, experts):
+            dense = jaxfp8.linen.Dense(64, recipe=recipe, use_bias=False)
+            variables = {"params": {"kernel": kernel}}
+            quantized = jaxfp8.quantize_params(variables, None, recipe, where=".*kernel")
+            y = dense.apply(variables, x) + dense.apply(quantized, x)
+            y += jaxfp8.ragged_dot(x, experts, jnp.int32([30, 34]), recipe=recipe)
+            return jnp.sum(y * x[:, :64])
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, kernel, experts)
+
+    wanted, mesh = jax.device_get(step(x, kernel, experts)), meshes.mesh("auto", (8,), ("a",))
+    placed = meshes.put((x, kernel, experts), mesh, (P("a"), P("a"), P(None, None, "a")))
+    with jax.set_mesh(mesh):
+        meshes.assert_same(step(*placed), wanted, "layers")
 
 
 @pytest.mark.parametrize("name", KINDS)
