@@ -147,9 +147,9 @@ def _tensor(where, data, dtype, shape, begin, end) -> StoredTensor:
 def _with_scales(where, name, weight, tensors):
     """Return a weight with its scales, and the names that they have in the file."""
     prefix = name.removesuffix("weight")
-    squares, others = f"{name}_scale_inv", f"{name}_scale"
+    squares, tensorwise = f"{name}_scale_inv", f"{name}_scale"
     inputs = f"{prefix}input_scale", f"{prefix}activation_scale"
-    names = [_only(where, tensors, pair) for pair in ((squares, others), inputs)]
+    names = [_only(where, tensors, pair) for pair in ((squares, tensorwise), inputs)]
     scale, fixed = map(tensors.get, names)
     scale_inv = block = input_scale_inv = None
     if fixed is not None:
@@ -174,10 +174,10 @@ def _with_scales(where, name, weight, tensors):
 
 def _only(where, tensors, names) -> str | None:
     """Return which of two names is in the file; None where neither is."""
-    found = [name for name in names if name in tensors]
-    if len(found) > 1:
+    present = [name for name in names if name in tensors]
+    if len(present) > 1:
         raise ValueError(f"{where}: expected {names[0]} or {names[1]}, got both")
-    return found[0] if found else None
+    return present[0] if present else None
 
 
 def _scales(where, scale: StoredTensor) -> np.ndarray:

@@ -69,11 +69,11 @@ class _Fp8Product(nnx.Module):
         for name in [name for name, value in vars(self).items() if isinstance(value, OverwriteWithGradient)]:
             delattr(self, name)
 
-    def become(self, other: "_Fp8Product") -> None:
+    def become(self, product: "_Fp8Product") -> None:
         """Take recipe and state of another product in place of one's own."""
         self.drop_state()
-        self.names_recipe, self.recipe = other.names_recipe, other.recipe
-        for name, value in vars(other).items():
+        self.names_recipe, self.recipe = product.names_recipe, product.recipe
+        for name, value in vars(product).items():
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 

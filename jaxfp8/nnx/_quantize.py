@@ -157,10 +157,10 @@ def _change(layer, attribute, made) -> None:
 
 
 def _warn_of_rules(model, paths, found_layers) -> None:
-    found = some(["/".join(map(str, path)) for path, *_ in found_layers]) or "none"
+    names = some(["/".join(map(str, path)) for path, *_ in found_layers]) or "none"
     _warnings.warn(
         f"nnx.quantize: rules: none of {paths} gives a layer of {type(model).__name__} FP8: a regex has to match the "
-        f"whole path of a layer, as '.*linear' does. The layers are {found}; see jaxfp8.report(model)",
+        f"whole path of a layer, as '.*linear' does. The layers are {names}; see jaxfp8.report(model)",
         FP8StateWarning,
     )
 
