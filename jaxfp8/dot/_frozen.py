@@ -145,6 +145,14 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if q.scale_inv is not None and types == {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}:
         return {"block": q.block, "power_2_scale": q.power_2_scale}
+    shapes = {name: shape for name, (shape, _) in types.items()}
+    if q.scale_inv is not None and shapes == {name: leaf.shape for name, leaf in expected.items()}:
+        got = {name: dtype.name for name, (_, dtype) in types.items()}
+        wanted = {name: leaf.dtype.name for name, leaf in expected.items()}
+        raise ValueError(
+            f"frozen product: params: expected the dtypes {wanted}, got {got}: codes and scales were cast, or frozen "
+            "in another FP8 format; freeze the model again, and keep casts to other parameters"
+        )
     raise ValueError(
         f"frozen product: the recipe here is {recipe!r}, but the frozen arrays {types} are of another recipe; run the "
         "model with the recipes (jaxfp8.autocast, rules) that it was frozen with"

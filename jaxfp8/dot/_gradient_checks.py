@@ -10,7 +10,7 @@ from ._gemms import Product
 _NOT_UPDATED = (
     "this gradient never updates FP8 state: it is not taken with respect to the state, so all scales stay as they are. "
     "Differentiate with respect to `_overwrite_with_gradient` (or the DotGeneralState) too, and store that gradient as "
-    "the next state"
+    "the next state; in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer"
 )
 _NO_STATE = (
     "the recipe of this layer keeps state, but the variables have none: the layer trains with scales of the tensors "

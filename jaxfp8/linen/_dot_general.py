@@ -35,6 +35,18 @@ class Fp8Module(nn.Module):
             )
         return super().__new__(cls)
 
+    @nn.nowrap
+    def _call_wrapped_method(self, fun, args, kwargs):
+        """Refuse the call of a product that no Linen module holds, as a layer of NNX makes it."""
+        if self.scope is None and fun.__name__ == "__call__":
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}: expected a call from a Linen module, or by init or apply, got a call of an unbound product; "
+                f"a layer of NNX takes dot_general=jaxfp8.nnx.{name}(recipe), and attention is changed by "
+                "jaxfp8.quantize(model, rules) when it is made"
+            )
+        return super()._call_wrapped_method(fun, args, kwargs)
+
     recipe: Any = None
     amax_history_length: int = 1024
     e4m3_dtype: Any = jnp.float8_e4m3fn

@@ -48,6 +48,14 @@ class QTensor:
     cols: int = dataclasses.field(default=1, metadata={"static": True})
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    def __jax_array__(self):
+        """Refuse to be an array: a layer that does not know codes would print them in its error, or round them."""
+        raise TypeError(
+            f"QTensor {list(self.shape)}: expected a product of jaxfp8, got an operation on arrays. Layers of jaxfp8 "
+            "take codes as their kernels, such as jaxfp8.linen.Dense, and so does jaxfp8.dot_general; nn.Dense does "
+            "not: give it the kernel, which is `source`"
+        )
+
     def is_all_of(self, operand: jax.Array) -> bool:
         """Tell whether `operand`, the array that a product took from this QTensor, is its codes and not its source."""
         return self.source is None and self.data is not None and self.data.dtype == operand.dtype

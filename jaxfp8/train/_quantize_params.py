@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ..dot import shared
-from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states
+from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states, some
 
 
 def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = None) -> Any:
@@ -67,7 +67,14 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
             )
         states = {i: None for i, is_kernel in enumerate(matches) if is_kernel}
     elif isinstance(quantizer.init(), QuantizerState):
-        states = {i: old for i, old in _states_of_kernels(tree, state, quantizer) if matches[i]}
+        found = dict(_states_of_kernels(tree, state, quantizer))
+        states = {i: old for i, old in found.items() if matches[i]}
+        if found and not states:
+            names = some([tree.name(i) for i in found])
+            raise ValueError(
+                f"quantize_params: where: no kernel with state matches {where!r} as a whole; kernels with state are "
+                f"{names}"
+            )
     else:
         raise ValueError(
             f"quantize_params: recipe: expected DelayedScaling beside a state, got {recipe!r}, which keeps none; pass "

@@ -1,0 +1,101 @@
+"""Products, codes, optimizers and trees in a wrong place: an error of ours, with the argument and what to do."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxfp8
+import jaxfp8.nnx
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
+X = jnp.ones((1, 2, 8))
+DENSE = nn.Dense(8, dot_general_cls=jaxfp8.make_dot_general_cls(RECIPE))
+VARIABLES = DENSE.init(jax.random.key(0), X)
+PARAMS, STATE = VARIABLES["params"], VARIABLES[jaxfp8.OVERWRITE_WITH_GRADIENT]
+
+
+def attention(product):
+    nnx.MultiHeadAttention(2, 8, decode=False, qkv_dot_general_cls=product, rngs=nnx.Rngs(0))(X)
+
+
+def optimizer_before_quantize():
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    optimizer = jaxfp8.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    jaxfp8.quantize(model, [(".*", RECIPE)])
+    optimizer.update(model, nnx.state(model, jaxfp8.nnx.trainable))
+
+
+def updates(state):
+    jaxfp8.train.optimizer(optax.adam(1e-3)).update(VARIABLES, state, VARIABLES)
+
+
+def begins(tx):
+    jaxfp8.train.optimizer(tx).init(VARIABLES)
+
+
+def runs_frozen(cast):
+    filled = {"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE)}
+    DENSE.apply(jax.tree.map(cast, jaxfp8.freeze(DENSE, filled, X)), X)
+
+
+def scales_as_bfloat16(leaf):
+    return leaf.astype(jnp.bfloat16) if leaf.shape == (1,) else leaf
+
+
+ADAM = optax.adam(1e-3)
+UNBOUND = r"Fp8DotGeneral: expected a call from a Linen module.* takes dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
+OTHER_STATE = r"update: opt_state: expected .* got the state of another tree\. Make it by .* after jaxfp8\.quantize"
+OTHER_TREE = "init: expected masks and labels in tx with the tree of all variables"
+CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
+CASES = {
+    "instance in nnx.Linear": (
+        lambda: nnx.Linear(8, 8, dot_general=jaxfp8.Fp8DotGeneral(), rngs=nnx.Rngs(0))(X),
+        UNBOUND,
+    ),
+    "instance in attention": (lambda: attention(jaxfp8.Fp8DotGeneral()), UNBOUND),
+    "class in attention": (lambda: attention(jaxfp8.Fp8DotGeneral), UNBOUND),
+    "optimizer before quantize": (optimizer_before_quantize, OTHER_STATE),
+    "state of plain optax, parameters": (lambda: updates(ADAM.init(PARAMS)), OTHER_STATE),
+    "state of plain optax, variables": (lambda: updates(ADAM.init(VARIABLES)), OTHER_STATE),
+    "mask": (lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})), OTHER_TREE),
+    "labels": (lambda: begins(optax.partition({"a": ADAM}, {"kernel": "a", "bias": "a"})), OTHER_TREE),
+    "codes in nn.Dense": (
+        lambda: nn.Dense(8).apply({"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X),
+        CODES,
+    ),
+    "where": (
+        lambda: jaxfp8.quantize_params(PARAMS, STATE, RECIPE, where="ker"),
+        "quantize_params: where: no kernel with state matches 'ker' as a whole; kernels with state are 'kernel'",
+    ),
+    "frozen scales that were cast": (
+        lambda: runs_frozen(scales_as_bfloat16),
+        "frozen product: params: expected the dtypes .*'kernel_scale_inv': 'float32'}, got .*'bfloat16'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_of_ours(case):
+    function, message = CASES[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        function()
+
+
+def test_an_error_of_the_transformation_is_its_own():
+    """Where the state fits, what `tx` raises comes through."""
+
+    def refuse(updates, state, params=None):
+        raise ValueError("mine")
+
+    tx = jaxfp8.train.optimizer(optax.GradientTransformation(ADAM.init, refuse))
+    with pytest.raises(ValueError, match="^mine$"):
+        tx.update(VARIABLES, tx.init(VARIABLES), VARIABLES)
+
+
+def test_warning_names_the_functions_of_nnx():
+    model = jaxfp8.nnx.Linear(8, 8, recipe=RECIPE, rngs=nnx.Rngs(0))
+    with pytest.warns(jaxfp8.FP8StateWarning, match=r"in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer"):
+        nnx.grad(lambda model: jnp.sum(model(X)))(model)
