@@ -80,6 +80,32 @@ def test_linen(capsys):
         "rule", "0", "'attn/(query|key)'"]  # fmt: skip
 
 
+def test_nnx_layers_that_are_not_called():
+    """A published model reads `qkv.kernel` by itself: with arguments the row says so, and has the shapes of inputs."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.qkv, self.out, self.plain = (nnx.Linear(8, 8, rngs=rngs) for _ in range(3))
+            self.mix = nnx.Einsum("md,df->mf", (8, 8), rngs=rngs)
+
+        def __call__(self, x):
+            return self.mix(self.out(x @ self.qkv.kernel[...]))
+
+    model = jaxfp8.quantize(Model(nnx.Rngs(0)), [("qkv|out|mix", A)])
+    before = nnx.split(model)[0]
+    for x in (jnp.ones((4, 8)), jax.ShapeDtypeStruct((4, 8), jnp.float32)):
+        rows = by_layer(jaxfp8.report(model, x))
+        assert {name: row["input"] for name, row in rows.items()} == {
+            "qkv": None,
+            "out": (4, 8),
+            "mix": (4, 8),
+            "plain": None,
+        }
+        assert [name for name, row in rows.items() if row["why"].endswith("; not called")] == ["qkv"]
+    assert nnx.split(model)[0] == before, "the model is read, not changed"
+    assert "not called" not in str(jaxfp8.report(model))
+
+
 def test_nnx():
     rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
     expect(rows, wanted("MultiHeadAttention", "LinearGeneral", "Linear", "Einsum"))

@@ -1,7 +1,7 @@
 """report: list the layers of a model, with the recipe of each and the reason.
 
-The layers of a Linen model are recorded while `init` or `apply` is traced for shapes; those of an NNX model are read
-without a call.
+The layers of a Linen model are recorded while `init` or `apply` is traced for shapes; those of an NNX model are read,
+and with arguments their calls are recorded too.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..linen._quantize import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
 from ..nnx import _quantize as of_nnx
 from ..nnx._dot_general import _Fp8Product
-from ..nnx._freeze import FrozenKernel
+from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, init_state, kind, resolve
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
@@ -65,12 +65,14 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
         print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
 
     A Linen model has its layers only when it runs, so `init` is traced with the arguments, for shapes alone; layers
-    that the arguments do not reach are not in the report. An NNX model is read without arguments. Called in an
-    `autocast` region, the report gives the recipes of that region.
+    that the arguments do not reach are not in the report. An NNX model is read without arguments; with them it is
+    traced as well, for the shapes of inputs, and `why` says `not called` of a layer whose product the model passes by,
+    such as `x @ self.qkv.kernel[...]`. Called in an `autocast` region, the report gives the recipes of that region.
 
     Args:
         model: a Linen or NNX module.
-        args, kwargs: for a Linen model the arguments of `model.init` after the keys; arrays or `jax.ShapeDtypeStruct`.
+        args, kwargs: the arguments of `model.init` after the keys, or of an NNX model; arrays or
+            `jax.ShapeDtypeStruct`.
         variables: the variables of a Linen model, or None. With variables `model.apply(variables, ...)` is traced, and
             `why` names layers whose state the variables lack.
         strict: whether a rule that decides about no layer is an error; else it is a warning.
@@ -79,17 +81,17 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
         The `Report`.
 
     Raises:
-        TypeError: `model` is neither a Linen nor an NNX module, or there are arguments for an NNX module.
+        TypeError: `model` is neither a Linen nor an NNX module, or there are variables for an NNX module.
         ValueError: with `strict`, a rule decides about no layer.
     """
     if not isinstance(model, (nn.Module, nnx.Module)):
         raise TypeError(f"report: model: expected a Linen or an NNX module, got {kind(model)}")
     if isinstance(model, nn.Module):
         rows = _linen_rows(model, variables, args, kwargs)
-    elif args or kwargs or variables is not None:
-        raise TypeError("report: args, variables: expected none for an NNX model, which holds its layers and state")
+    elif variables is not None:
+        raise TypeError("report: variables: expected none for an NNX model, which holds its state")
     else:
-        rows = _nnx_rows(model)
+        rows = _nnx_rows(model, args, kwargs)
     result = Report(sorted(rows.by_path.values(), key=lambda row: natural(row["layer"])), rows.unused())
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
@@ -200,7 +202,7 @@ class _Recorder(_Rows):
             self.add_skipped(path, module, decided, "takes no dot_general_cls", x, kernel)
 
 
-def _nnx_rows(model) -> _Rows:
+def _nnx_rows(model, args, kwargs) -> _Rows:
     region = Region(getattr(model, of_nnx.RULES, ()), ())
     rows, owners = _Rows(), {}
     rows.regions.append(region)
@@ -211,12 +213,16 @@ def _nnx_rows(model) -> _Rows:
 
     # 1. Report the layers that take rules.
     layers = of_nnx.layers(model)
+    calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
     for path, layer, _ in layers:
+        call, is_passed_by = calls.get(path), path in calls and calls[path] is None
         decided, product, path = decide(path, layer), of_nnx.product(layer), "/".join(map(str, path))
         recipe, why = _of_layer(layer, product, decided, None if decided is None else rows.use(decided))
         if product is not None and (owner := owners.setdefault(id(product), path)) != path:
             why += f"; shares the product and the state of {owner}"
-        rows.add(path, layer, recipe, why, None, _kernel(layer))
+        if is_passed_by:
+            why += "; not called"
+        rows.add(path, layer, recipe, why, None if call is None else call.x_shape, _kernel(layer))
     # 2. Report modules without a product where a rule matches the module in vain.
     known = {id(layer) for _, layer, _ in layers}
     for path, module in nnx.iter_modules(model):
@@ -224,6 +230,14 @@ def _nnx_rows(model) -> _Rows:
             decided, path = decide(path, module), "/".join(map(str, path))
             rows.add_skipped(path, module, decided, "has no attribute dot_general", None, _kernel(module))
     return rows
+
+
+def _nnx_calls(model, args, kwargs) -> dict:
+    """Return, by path, the call of each layer with an FP8 product of its own; None for a layer without a call."""
+    copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
+    layers = [layer for layer in of_nnx.layers(copy) if layer[2] is not None and of_nnx.product(layer[1]) is not None]
+    calls, _ = recorded_calls(copy, layers, args, kwargs)
+    return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
 
 
 def _of_layer(layer, product, decided, rule: str | None):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,7 +42,12 @@ class FrozenKernel:
 def freeze(model, args, kwargs):
     """Freeze the model in place; see `jaxfp8.freeze`."""
     candidates = [(path, layer, attribute) for path, layer, attribute in layers(model) if _has_kernel(layer, attribute)]
-    calls = _calls(model, candidates, args, kwargs)
+    calls, program = recorded_calls(model, candidates, args, kwargs)
+    for i in _computed(program):
+        raise ValueError(
+            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that gives its product its kernel as it "
+            "is, got a layer that computes another kernel from it; leave that layer in high precision"
+        )
     frozen = [
         (layer, attribute, call, codes)
         for (path, layer, attribute), call in zip(candidates, calls, strict=True)
@@ -70,7 +75,7 @@ def _has_kernel(layer, attribute) -> bool:
     return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The call of a product: the shape of x, the type of the kernel, and the dimension numbers."""
 
     x_shape: tuple[int, ...]
@@ -78,13 +83,22 @@ class _Call(NamedTuple):
     dimension_numbers: tuple
 
 
-def _calls(model, candidates, args, kwargs) -> list[_Call | None]:
-    """Record how each layer calls its product, by a trace in high precision; None for a layer without a call."""
+def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], Any]:
+    """Record how layers call their products, by a trace in high precision; the model is as before afterwards.
+
+    Args:
+        model: the NNX module.
+        candidates: `(path, layer, attribute)` of each layer, with the attribute that holds its product.
+        args, kwargs: the arguments of the model.
+
+    Returns:
+        `(calls, program)`: the first call of each layer, None for a layer without a call; and the jaxpr of the model.
+    """
     calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
 
     def recorder(i):
         def record(x, kernel, dimension_numbers, *options, **keywords):
-            call = _Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
+            call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
             calls[i] = calls[i] or call
             kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{i}")
             options = dict(zip(("precision", "preferred_element_type", "out_sharding"), options, strict=False))
@@ -108,12 +122,7 @@ def _calls(model, candidates, args, kwargs) -> list[_Call | None]:
     finally:
         for (_, layer, attribute), value in zip(candidates, before, strict=True):
             setattr(layer, attribute, nnx.data(value))
-    for i in _computed(program):
-        raise ValueError(
-            f"freeze: {'/'.join(map(str, candidates[i][0]))}: expected a layer that gives its product its kernel as it "
-            "is, got a layer that computes another kernel from it; leave that layer in high precision"
-        )
-    return calls
+    return calls, program
 
 
 def _computed(jaxpr) -> Iterator[int]:
@@ -131,7 +140,7 @@ def _computed(jaxpr) -> Iterator[int]:
             yield from _computed(inner)
 
 
-def _codes(path, layer, call: _Call):
+def _codes(path, layer, call: Call):
     """Compute the codes and scales of a layer's product, stacked like its kernel.
 
     The result is None for a product that is frozen already, or that stays in high precision.
