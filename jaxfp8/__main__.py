@@ -60,7 +60,10 @@ def text(machine: dict[str, Any]) -> str:
     lines += ["devices", *_rows(machine["devices"], lambda row: (f"{row['count']} x {row['kind']}", _device(row)))]
     lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
     lines += ["libraries", *_rows(machine["libraries"], lambda row: (row["platform"], _library(row)))]
-    lines += [f"cuBLASLt   {cublaslt.get('error') or cublaslt['version']}"]
+    version = cublaslt.get("error") or cublaslt["version"]
+    on_cpu = machine["platform"] == "cpu"
+    lines += [f"cuBLASLt   {f'not needed on a CPU ({version})' if on_cpu and 'error' in cublaslt else version}"]
+    lines += [f"kernels    {_kernels(machine)}"]
     lines += [f"ops on {_or_error(machine['platform'])}"]
     lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
     lines += ["recipes, forward and backward of a layer"]
@@ -90,16 +93,37 @@ def _library(row) -> str:
     return f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: {row['built_for']} ({row['path']})"
 
 
+def _kernels(machine) -> str:
+    """Write whether every op that has a kernel for this platform runs it."""
+    ops, platform = machine["ops"], machine["platform"]
+    if "error" in ops or "error" in platform:
+        return "unknown, because a part of this report failed"
+    idle = [row["name"] for row in ops if not row["custom_call"] and not _is_intended(row)]
+    if idle:
+        return f"{len(idle)} of {len(ops)} ops run without their kernel; the reasons are below"
+    return f"all that exist for {platform} are active"
+
+
+def _is_intended(row) -> bool:
+    """Return whether a row lacks a kernel because none was written for the platform: nothing is missing then."""
+    return row["why"].startswith(_active.NO_KERNEL)
+
+
 def _runs(row) -> str:
     """Write a cell: the program that runs the op, and why no custom call runs it."""
     if row["custom_call"]:
         return "custom call"
     program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
+    if _is_intended(row):
+        return f"{program}, as intended"
     return f"{program}: {row['why']}" if row["why"] else program
 
 
 def _recipe(row) -> str:
+    """Write a cell: the precision that multiplies the codes of the three products, and the custom calls."""
     calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
+    if _is_intended(row):
+        return f"3 products of FP8 codes, multiplied in high precision as intended; custom calls: {calls}"
     why = f" ({row['why']})" if row["why"] else ""
     return f"{row['fp8_products']} of 3 products by FP8 kernels{why}; custom calls: {calls}"
 

@@ -12,7 +12,7 @@ from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8.ops import _ffi, _modules, _support
+from jaxfp8.ops import _disabled, _ffi, _modules, _support
 from jaxfp8.selftest import _active, _machine
 
 ON_CPU = {*cases.TARGETS, "quantize_blocks"}
@@ -75,6 +75,21 @@ def test_recipes_on_cpu():
     rows = by_name(_active.active_recipes("cpu"))
     assert all(row["fp8_products"] == 0 and row["why"] for row in rows.values())
     assert set(rows) == {name for name in dir(jaxfp8) if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)}
+
+
+@NATIVE
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
+    """Products without an FP8 kernel are intended on a CPU; a kernel that is switched off is not."""
+    monkeypatch.setattr(_active, "OPS", {name: _active._example(name) for name in ("amax", "scaled_matmul")})
+    if disabled:
+        monkeypatch.setattr(_disabled, "_disabled", frozenset({"amax"}))
+    printed = command.text(command.about() | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}})
+    assert "cuBLASLt   not needed on a CPU (libcublasLt: cannot open)\n" in printed
+    assert "jnp and dequantize, as intended\n" in printed
+    assert "3 products of FP8 codes, multiplied in high precision as intended; custom calls: " in printed
+    idle = "1 of 2 ops run without their kernel; the reasons are below"
+    assert f"kernels    {idle if disabled else 'all that exist for cpu are active'}\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ RECIPES = (
     recipes.Float8BlockScaling(),
     recipes.MXFP8BlockScaling(),
 )
+# The reason of an op that runs in jnp because no kernel of it exists for the platform: nothing is broken or missing.
+NO_KERNEL = "no kernel for"
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
@@ -89,4 +91,4 @@ def _why_not(platform: str, target: str) -> str:
         return f"no native library serves {platform}"
     if library.error:
         return f"the native library: {library.error}"
-    return "" if target in library.ops else f"no kernel for {platform}"
+    return "" if target in library.ops else f"{NO_KERNEL} {platform}"
