@@ -1,4 +1,4 @@
-"""The Python of README.md and of every page under docs/ runs as it is printed, twice; other blocks say why not."""
+"""The Python of README.md and of every page under docs/ runs as it is printed; other blocks say why not."""
 
 import re
 import sys
@@ -41,15 +41,18 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in [*snippets.pages(), *snippets.notebooks()] if snippets.has_program(page)]
-)
-def test_programs(page, tmp_path, monkeypatch, capsys):
-    """Each page runs twice in one process and one folder: the second run finds the names and the files of the first."""
+# CI's `make docs` runs the notebooks.
+NOTEBOOKS = [pytest.param(page, marks=pytest.mark.slow) for page in snippets.notebooks()]
+
+
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["", "again"])
+@pytest.mark.parametrize("page", [*filter(snippets.has_program, snippets.pages()), *NOTEBOOKS])
+def test_programs(page, runs, tmp_path, monkeypatch, capsys):
+    """A page runs, and again in one process and folder: a second run finds the names and the files of the first."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     names = None
-    for _ in range(2):
+    for _ in range(runs):
         names = snippets.run(page, names)
         CHECKS.get(page, lambda names: None)(names)
     printed = without_numbers(capsys.readouterr().out)
