@@ -24,6 +24,7 @@ decayed = test_optimizer.TRANSFORMATIONS["clip, weight decay"]
 clipped = functools.partial(test_optimizer.test_state_is_overwritten_and_out_of_reach, decayed)
 rows = functools.partial(test_update_state.test_rows_decide_for_themselves, jax.jit(_update.update_state))
 unscaled = functools.partial(test_update_state.test_safe_under_jit, 2.0**-16)
+clipped_as_a_whole = functools.partial(test_update_state.test_other_factors_are_loud_under_jit, 0.0317, False)
 summed = functools.partial(test_update_state.test_raises_outside_of_jit, 2)
 rejected = functools.partial(test_optimizer.test_rejected_steps_roll_back, test_optimizer.GUARDS["inside"])
 largest = _accumulate.maximum
@@ -48,6 +49,7 @@ MUTANTS = {
     "untouched rows overwritten": (_update, "_next_quantizer", stored_as_it_comes, rows),
     "history stored as it comes": (_update, "_next_quantizer", stored_as_it_comes, unscaled),
     "every factor is tolerated": (_update, "_TOLERANCE", 1e9, unscaled),
+    "every factor is undone": (_update, "_is_power_of_two_or_sum", lambda factor: factor > 0, clipped_as_a_whole),
     "nothing is reported": (_update, "_check_factors", lambda factors: None, summed),
     "a difference is added": (
         _optimizer.NeedsJaxfp8ApplyUpdates,
