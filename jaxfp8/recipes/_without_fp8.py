@@ -14,7 +14,7 @@ from ._warning import FP8StateWarning
 
 @dataclasses.dataclass
 class _Heard:
-    """What was heard in an open region: whether a product ran in high precision, and whether a layer asked."""
+    """Record of an open region: whether a product ran in high precision, and whether a layer asked for a recipe."""
 
     recipe: object
     asks_for_fp8: bool

@@ -1,1 +1,1 @@
-"""What this machine runs: its parts, its active kernels, and `python -m jaxfp8.selftest`, which checks every op."""
+"""The parts of this machine that jaxfp8 uses, its active kernels, and `python -m jaxfp8.selftest`, which checks every op."""
