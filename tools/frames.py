@@ -17,6 +17,7 @@ import jaxfp8
 
 PACKAGE = Path(jaxfp8.__file__).parent
 OPS = PACKAGE / "ops"
+LAYER = "linen/_dot_general.py: Fp8DotGeneral.__call__"
 CHECKS = ("_checks.py", "_implementation.py")  # of arguments and contexts, no ops
 
 
@@ -38,9 +39,10 @@ def frames(recipe) -> dict[str, list[str]]:
             if path.is_relative_to(PACKAGE):
                 names.append(f"{path.relative_to(PACKAGE)}: {caller.f_code.co_qualname}")
             caller = caller.f_back
+        names = names[::-1]
         inside = [name for name in names if name.startswith("ops/")]
-        if len(inside) == 1 and "Fp8DotGeneral.__call__" in names[-1]:
-            stacks.setdefault(inside[0], names[::-1])
+        if len(inside) == 1 and LAYER in names:
+            stacks.setdefault(inside[0], names[names.index(LAYER) :])
 
     sys.setprofile(trace)
     try:

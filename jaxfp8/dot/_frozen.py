@@ -148,9 +148,9 @@ def _checked_scaling(frozen, kernel, layout, recipe):
     shapes = {name: shape for name, (shape, _) in types.items()}
     if q.scale_inv is not None and shapes == {name: leaf.shape for name, leaf in expected.items()}:
         got = {name: dtype.name for name, (_, dtype) in types.items()}
-        wanted = {name: leaf.dtype.name for name, leaf in expected.items()}
+        needed = {name: leaf.dtype.name for name, leaf in expected.items()}
         raise ValueError(
-            f"frozen product: params: expected the dtypes {wanted}, got {got}: codes and scales were cast, or frozen "
+            f"frozen product: params: expected the dtypes {needed}, got {got}: codes and scales were cast, or frozen "
             "in another FP8 format; freeze the model again, and keep casts to other parameters"
         )
     raise ValueError(

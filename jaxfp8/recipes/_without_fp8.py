@@ -37,7 +37,7 @@ def warning(recipe, asks_for_fp8: bool):
     try:
         yield
     finally:
-        _open.set(tuple(other for other in _open.get() if other is not heard))  # regions may end in any order
+        _open.set(tuple(region for region in _open.get() if region is not heard))  # regions may end in any order
     if heard.asks_for_fp8 and heard.has_product and not heard.has_layer and recipe not in _reached:
         _warnings.warn(
             "autocast: no product in this region is in FP8: products ran, and none belongs to a layer that takes a "

@@ -75,8 +75,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         with _naming_state(tx, params, _steps.inner(opt_state)):
-            alone = [_without_state(grads), _steps.inner(opt_state), _without_state(params)]
-            updates, after = tx.update(*alone, **extra_args)
+            updates, after = tx.update(
+                _without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args
+            )
         # 3. Take the next state where `tx` has made a step, and put it among the updates.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
         state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)

@@ -67,10 +67,10 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
             )
         states = {i: None for i, is_kernel in enumerate(matches) if is_kernel}
     elif isinstance(quantizer.init(), QuantizerState):
-        found = dict(_states_of_kernels(tree, state, quantizer))
-        states = {i: old for i, old in found.items() if matches[i]}
-        if found and not states:
-            names = some([tree.name(i) for i in found])
+        states_of_kernels = dict(_states_of_kernels(tree, state, quantizer))
+        states = {i: old for i, old in states_of_kernels.items() if matches[i]}
+        if states_of_kernels and not states:
+            names = some([tree.name(i) for i in states_of_kernels])
             raise ValueError(
                 f"quantize_params: where: no kernel with state matches {where!r} as a whole; kernels with state are "
                 f"{names}"
