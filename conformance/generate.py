@@ -1,4 +1,4 @@
-"""Write the vectors of this folder, by tests/oracle.py: `python conformance/generate.py`."""
+"""Write the vectors of this folder, by tests/oracle: `python conformance/generate.py`."""
 
 import json
 import pathlib
@@ -10,8 +10,14 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 import oracle  # noqa: E402
-import oracle_blocks  # noqa: E402
-from oracle import F32, FORMATS, LayerState, Options, State  # noqa: E402
+from oracle import (  # noqa: E402
+    F32,
+    FORMATS,
+    LayerState,
+    Options,
+    State,
+    blocks as oracle_blocks,  # noqa: E402
+)
 
 BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "rows": (1, None)}
 

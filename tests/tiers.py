@@ -10,22 +10,28 @@ import pathlib
 # Folders and modules that `make test` leaves to CI: GPUs without one, tools, pages, other libraries, what is built on
 # training, and what a step on a mesh is beside right.
 CI = {
-    *("aot", "benchmarks", "collectives", "conformance", "convert", "counters", "cuda", "fuzz"),
-    *("inference", "inspect", "integrations", "mixed_precision", "mutants", "native", "plain", "ragged"),
-    *("run_examples", "selftest", "soak", "optim/test_meshes.py", "optim/test_quantized.py"),
-    *("mesh/test_collectives.py", "mesh/test_odd_shards.py", "mesh/test_pipeline.py"),
-    *("recipes/test_custom.py", "recipes/test_custom_state.py"),
-    *("test_accumulation.py", "test_docs.py", "test_fallback.py", "test_machine.py"),
-    *("test_native_xla.py", "test_reference.py", "test_messages.py"),
-    *("transforms/test_programs.py", "transforms/test_readings.py", "fused"),
-    *("linen/test_quantize_transforms.py", "linen/test_scan.py", "nnx/test_fused_layers.py", "nnx/test_quantize.py"),
-    *("ops/test_moments.py", "ops/test_ragged_matmul.py", "ops/test_raw_targets.py", "ops/test_support.py"),
-    *("optim/test_moments.py", "test_min_size.py", "train/test_train_state.py"),
+    *("aot", "bad_days/fuzz", "bad_days/soak", "benchmarks", "convert", "cuda", "docs", "inference", "inspect"),
+    *("integrations", "mixed_precision", "mutants", "native", "selftest"),
+    *("dot/test_dot_general.py", "dot/test_fp8_residuals.py", "dot/test_fused_gradients.py"),
+    *("dot/test_fused_programs.py", "dot/test_fused_values.py", "dot/test_ragged_blocks.py", "dot/test_ragged_dot.py"),
+    *("dot/test_ragged_operands.py", "dot/test_shared_kernels.py"),
+    *("linen/test_quantize_transforms.py", "linen/test_scan.py"),
+    *("mesh/test_collectives.py", "mesh/test_collectives_of_codes.py", "mesh/test_odd_shards.py"),
+    *("mesh/test_pipeline.py", "mesh/test_ragged.py", "mesh/test_wire.py"),
+    *("nnx/test_fused_layers.py", "nnx/test_quantize.py"),
+    *("ops/test_moments.py", "ops/test_native_xla.py", "ops/test_ragged_matmul.py", "ops/test_raw_targets.py"),
+    *("ops/test_support.py", "optim/test_meshes.py", "optim/test_moments.py", "optim/test_quantized.py"),
+    *("oracle/test_accumulation.py", "oracle/test_vectors.py"),
+    *("programs/test_compiled_step.py", "programs/test_nestings.py", "programs/test_readings.py"),
+    *("recipes/test_counters_layers.py", "recipes/test_counters_meshes.py", "recipes/test_counters_transforms.py"),
+    *("recipes/test_counters_trees.py", "recipes/test_counters_update_state.py"),
+    *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
+    *("test_fallback.py", "test_messages.py", "train/test_train_state.py"),
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
     *("bad_days", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
-    *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "test_einsum.py"),
+    *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "dot/test_einsum.py"),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
 
@@ -52,11 +58,11 @@ def mark(items, tests: pathlib.Path) -> None:
 
 def is_in_ci(path: pathlib.Path) -> bool:
     """Whether `make test` leaves a module, or a folder, below `tests` to CI."""
-    return bool(CI & _where(path)) or "mutant" in path.name
+    return bool(CI & _where(path))
 
 
 def _where(path: pathlib.Path) -> set[str]:
-    return {path.parts[0], path.as_posix()}
+    return {parent.as_posix() for parent in (path, *path.parents)}
 
 
 def _positions(case, values) -> dict:

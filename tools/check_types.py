@@ -1,6 +1,6 @@
 """Checks types as users of the package see them: `python tools/check_types.py`, in an environment with basedpyright.
 
-Every public function has annotations (`--verifytypes`), and tests/typing/usage.py type-checks but where it must not.
+Every public function has annotations (`--verifytypes`), and tests/docs/usage.py type-checks but where it must not.
 What types hold of JAX and Flax is theirs: that some of those are not known is no error here.
 """
 
@@ -38,7 +38,7 @@ def main() -> int:
     """Runs both checks; 1 where one fails."""
     missing = missing_annotations()
     print("\n".join([*missing, f"types: {len(missing)} annotations are missing"]))
-    return subprocess.run([*CHECKER, "tests/typing"], cwd=ROOT, env=ENVIRONMENT).returncode or bool(missing)
+    return subprocess.run([*CHECKER, "tests/docs/usage.py"], cwd=ROOT, env=ENVIRONMENT).returncode or bool(missing)
 
 
 if __name__ == "__main__":

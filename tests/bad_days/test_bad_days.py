@@ -1,4 +1,4 @@
-"""The scoreboard: its verdicts see what is wrong, its page has every row. The rows themselves: `reliability/`."""
+"""The scoreboard: its verdicts see what is wrong, its page has every row. The rows themselves: `test_rows.py`."""
 
 import dataclasses
 import json

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from flax import nnx
 from inference import models
 from inference.models import OWG
+from oracle import blocks as oracle_blocks
 
 import jaxfp8
 import jaxfp8.nnx

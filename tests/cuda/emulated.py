@@ -16,8 +16,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import oracle_blocks
 import pytest
+from oracle import blocks as oracle_blocks
 
 from .buffers import DTYPES, Buffer, Tiles
 

@@ -5,9 +5,9 @@ import math
 import jax
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul

@@ -9,10 +9,9 @@ import functools
 
 import numpy as np
 import oracle
-import oracle_blocks
-import oracle_gradients
 import pytest
 from equality import assert_all_bitwise
+from oracle import blocks as oracle_blocks, gradients as oracle_gradients
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 

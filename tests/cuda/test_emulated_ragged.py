@@ -5,8 +5,8 @@ The emulator's tensor cores are Ada's, the least precise there are.
 
 import numpy as np
 import oracle
-import oracle_accumulation
 import pytest
+from oracle import accumulation as oracle_accumulation
 
 FORMATS = tuple(oracle.FORMATS.values())
 TILE, SLICE, CHUNK = 128, 64, 16

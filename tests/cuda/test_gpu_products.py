@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from ops import cases
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 

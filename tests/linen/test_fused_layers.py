@@ -75,7 +75,7 @@ def written_out(layer, variables, x, dtype):
 @pytest.mark.parametrize("recipe, dtype", CASES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_values_and_gradients(layer, recipe, dtype):
-    """Those of the functions, whose numbers fused/test_values.py compares with formulas; no state in some recipes."""
+    """Those of the functions, which dot/test_fused_values.py compares with formulas; no state in some recipes."""
     recipe = RECIPES[recipe].recipe
     layer, x = layer.clone(recipe=recipe, dtype=dtype), inputs(dtype)
     variables = init(layer, x)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_gradients
 import pytest
 from equality import assert_all_bitwise
 from jax.sharding import NamedSharding, PartitionSpec as P
+from oracle import gradients as oracle_gradients
 
 from jaxfp8 import ops
 from mesh import cases, hlo

@@ -2,9 +2,9 @@
 
     python tests/native/handlers.py MODULE
 
-The calls are those of `tests/ops/targets.py` and of `tests/fuzz`: good ones are compared, bit for bit, with the oracle,
-bad ones must come back as INVALID_ARGUMENT. The module is given by path, so that an instrumented build can be tested
-beside the installed one; the package itself is not imported.
+The calls are those of `tests/ops/targets.py` and of `tests/bad_days/fuzz`: good ones are compared, bit for bit, with the
+oracle, bad ones must come back as INVALID_ARGUMENT. The module is given by path, so that an instrumented build can be
+tested beside the installed one; the package itself is not imported.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ sys.modules["jaxfp8"] = types.ModuleType("jaxfp8")  # which the fuzzer imports t
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from fuzz.targets import good_call  # noqa: E402
+from bad_days.fuzz.targets import good_call  # noqa: E402
 from ops import answers, bad_calls, cases, targets  # noqa: E402
 from ops.targets import BF16, E4M3, E5M2, F32, Call  # noqa: E402
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import oracle
-import oracle_blocks
-import oracle_moments
+from oracle import blocks as oracle_blocks, moments as oracle_moments
 
 from .targets import ATTRIBUTES, F32, Call, fault, quantizers, with_groups
 

@@ -1,4 +1,4 @@
-"""block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle_blocks.py)."""
+"""block_scaled_matmul: within the derived bound of the exact product of dequantized numbers (oracle/blocks.py)."""
 
 import itertools
 import warnings
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts

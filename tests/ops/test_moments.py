@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_moments
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from oracle import moments as oracle_moments
 
 from jaxfp8.ops import _moments
 

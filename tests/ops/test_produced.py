@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_gradients
 import pytest
+from oracle import gradients as oracle_gradients
 
 from jaxfp8 import ops
 
@@ -248,7 +248,7 @@ def test_no_elements(implementation, name, shape):
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
 @DTYPES
 def test_activate_and_normalize(dtype, name):
-    """Within the same bound, and one rounding to x's dtype; gradients are in `fused/`."""
+    """Within the same bound, and one rounding to x's dtype; gradients are in `dot/test_fused_gradients.py`."""
     x, params = inputs(name, (40, 60), dtype, 6), parameters(name, (40, 60), dtype)
     is_activation = name in ACTIVATIONS
     got = ops.activate(x, name) if is_activation else ops.normalize(x, *params, NORMS[name][0], EPSILON)

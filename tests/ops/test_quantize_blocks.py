@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.numerics import _scaling

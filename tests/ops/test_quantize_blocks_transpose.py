@@ -6,8 +6,8 @@ import itertools
 import jax
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
+from oracle import blocks as oracle_blocks
 
 import jaxfp8
 from jaxfp8 import ops

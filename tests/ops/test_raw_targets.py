@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from fuzz import values
+from bad_days.fuzz import values
 
 from cuda import emulated
 from jaxfp8 import ops

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from equality import assert_same_bits
 from jax.experimental.layout import Format, Layout
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import oracle_blocks
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.ops import _transpose_blocks

@@ -1,7 +1,7 @@
 """The oracle of moments of any shape: rows of blocks, and the keys of their random bits, for `oracle_moments`."""
 
 import numpy as np
-import oracle_moments
+from oracle import moments as oracle_moments
 
 
 def on_rows(function, axis, shape, *arrays):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle_moments
 import pytest
 from equality import assert_same_bits
+from oracle import moments as oracle_moments
 
 from jaxfp8 import optim
 

@@ -10,8 +10,7 @@ import functools
 import jax
 import numpy as np
 import oracle
-import oracle_blocks
-from oracle import BF16, E4M3, E5M2, F16, F32, Format
+from oracle import BF16, E4M3, E5M2, F16, F32, Format, blocks as oracle_blocks
 
 import jaxfp8
 

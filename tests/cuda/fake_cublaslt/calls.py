@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-import oracle_blocks
 from gemm import FIRST, Gemm, aligned, spaced
+from oracle import blocks as oracle_blocks
 
 FORMATS = ((oracle.E4M3, oracle.E4M3), (oracle.E4M3, oracle.E5M2), (oracle.E5M2, oracle.E4M3))
 

@@ -114,7 +114,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
                                       Matrix(d, nullptr), capability);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   const Object& limits = Of(preference);
-  // cuBLASLt has no such rule: the bound of products does (tests/oracle_accumulation.py).
+  // cuBLASLt has no such rule: the bound of products does (tests/oracle/accumulation.py).
   if (limits.Get(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) != CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }

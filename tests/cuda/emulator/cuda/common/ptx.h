@@ -154,7 +154,7 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
 }
 
 // One addition of Ada's tensor cores, the least precise that the kernels meet: no term keeps bits below 2**-13 of the
-// largest power of two among them, and the result keeps 13 bits after its first. tests/oracle_accumulation.py is the model.
+// largest power of two among them, and the result keeps 13 bits after its first. tests/oracle/accumulation.py is the model.
 inline double AddTruncated(const double (&terms)[17], const int (&exponents)[17]) {
   constexpr int kBits = 13;
   const auto cut = [](double x, int last) { return std::ldexp(std::trunc(std::ldexp(x, -last)), last); };

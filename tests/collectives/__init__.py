@@ -1,1 +1,0 @@
-"""Collectives of FP8 codes on 8 CPU devices."""

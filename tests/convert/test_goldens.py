@@ -1,0 +1,78 @@
+"""What earlier versions wrote, a folder each in conformance/goldens: checkpoints and exported programs, to the bit."""
+
+import another_process
+import jax
+import numpy as np
+import oracle
+import pytest
+from equality import assert_same_bits
+from flax import serialization
+from oracle.conformance import FOLDER, load
+
+import jaxfp8
+
+VERSIONS = sorted(path.name for path in (FOLDER / "goldens").iterdir())
+goldens = load("goldens")
+
+
+@pytest.fixture(params=VERSIONS)
+def read(request):
+    """A function of a file's name, which gives its content."""
+    folder = FOLDER / "goldens" / request.param
+    return lambda name: bytearray((folder / name).read_bytes())
+
+
+def answers(read):
+    variables, x, _ = goldens.inputs()
+    outputs = serialization.msgpack_restore(bytes(read("outputs.msgpack")))
+    return outputs["y"], outputs["frozen_y"], serialization.from_bytes(variables, bytes(read("gradients.msgpack")))
+
+
+def test_checkpoints(read):
+    """Of variables and of frozen ones; and what the model of today makes of them."""
+    variables, x, grad = goldens.inputs()
+    y, frozen_y, gradients = answers(read)
+    stored = serialization.from_bytes(variables, bytes(read("variables.msgpack")))
+    assert_same_bits(stored, variables)
+    assert_same_bits(jax.jit(goldens.train_step)(stored, x, grad), (y, gradients))
+    target = jax.eval_shape(lambda: jaxfp8.freeze(goldens.MODEL, variables, x))
+    frozen = serialization.from_bytes(target, bytes(read("frozen.msgpack")))
+    assert_same_bits(frozen, jaxfp8.freeze(goldens.MODEL, variables, x))
+    assert_same_bits(goldens.MODEL.apply(frozen, x), frozen_y)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "ffi"])
+def test_programs(read, implementation):
+    variables, x, grad = goldens.inputs()
+    y, frozen_y, gradients = answers(read)
+    step = jax.export.deserialize(read(f"train_step_{implementation}"))
+    assert ("custom_call @jaxfp8" in step.mlir_module()) == (implementation == "ffi")
+    assert_same_bits(step.call(variables, x, grad), (y, gradients))
+    frozen = jaxfp8.freeze(goldens.MODEL, variables, x)
+    assert_same_bits(jax.export.deserialize(read(f"frozen_{implementation}")).call(frozen, x), frozen_y)
+
+
+def test_answers_are_the_oracle_s(read):
+    """Sums are exact, so products are what the oracle says to the bit."""
+    variables, x, grad = goldens.inputs()
+    y, _, gradients = answers(read)
+    state = variables[goldens.OWG]["Fp8DotGeneral_0"]
+    names = ("input", "kernel", "output_grad")
+    states = [oracle.State(state[f"{name}_amax_history"], state[f"{name}_scale"][0]) for name in names]
+    kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
+    expected = oracle.dense_step(x, kernel, grad, oracle.LayerState(*states))
+    np.testing.assert_array_equal(y, expected.y.exact + bias)
+    np.testing.assert_array_equal(gradients["params"]["kernel"], expected.wgrad.exact)
+    for name in names:
+        after = getattr(expected.state, name)
+        got = gradients[goldens.OWG]["Fp8DotGeneral_0"]
+        oracle.assert_bitwise(got[f"{name}_amax_history"], after.amax_history, name)
+        oracle.assert_bitwise(got[f"{name}_scale"], after.scale.reshape(1), name)
+
+
+def test_a_process_without_jaxfp8(read):
+    """The reference program is plain StableHLO."""
+    y, _, gradients = answers(read)
+    program = jax.export.deserialize(read("train_step_reference"))
+    got = another_process.call_exported(program, (goldens.inputs(), {}), imports="", JAX_PLATFORMS="cpu")
+    assert_same_bits(got, jax.tree.leaves((y, gradients)))

@@ -1,1 +1,0 @@
-"""Tests of the recipe `DelayedScaling` through plain `dot_general` and `nn.Dense`."""

@@ -1,0 +1,1 @@
+"""Products as plain functions: jaxfp8 without a Flax layer around it."""

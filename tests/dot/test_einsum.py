@@ -1,0 +1,230 @@
+"""einsum: equations as numpy reads them, states bitwise, products and gradients in their bound, one product each.
+
+A case whose operand is summed or takes a diagonal first says so itself (`x_first`, `kernel_first`), in letters alone,
+so that the oracle reads no equation the way the package does.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from programs.cases import assert_state, pack
+
+import jaxfp8
+from jaxfp8.dot import _einsum, einsum
+
+RECIPE = jaxfp8.DelayedScaling(amax_history_len=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An equation, and the same in numpy: `product` of the operands after `x_first` and `kernel_first`."""
+
+    eqn: str
+    x: tuple
+    kernel: tuple
+    product: str = ""
+    x_first: str = ""
+    kernel_first: str = ""
+
+
+CASES = [
+    Case("mk,kn->mn", (5, 7), (7, 3)),
+    Case("mk,kn", (5, 7), (7, 3), "mk,kn->mn"),
+    Case("mk,nk->mn", (5, 7), (3, 7)),
+    Case("mk,kn->nm", (5, 7), (7, 3)),
+    Case("zk,ka", (5, 7), (7, 3), "zk,ka->az"),  # implicit output: in alphabetical order
+    Case(" mk , kn -> mn ", (5, 7), (7, 3), "mk,kn->mn"),
+    Case("k,kn->n", (7,), (7, 3)),
+    Case("k,k->", (7,), (7,)),
+    Case("m,n->nm", (5,), (3,)),
+    Case(",n->n", (), (3,)),
+    Case("i,i->i", (5,), (5,)),
+    Case("bmk,bkn->bmn", (4, 5, 7), (4, 7, 3)),
+    Case("mbk,knb->nmb", (5, 4, 7), (7, 3, 4)),
+    Case("abmk,bakn->bamn", (2, 3, 4, 5), (3, 2, 5, 4)),
+    Case("btd,dhk->bthk", (2, 3, 8), (8, 2, 5)),
+    Case("bthk,hkd->btd", (2, 3, 4, 5), (4, 5, 8)),
+    Case("bthk,khd->btd", (2, 3, 4, 5), (5, 4, 8)),
+    Case("hkd,bthk->btd", (4, 5, 8), (2, 3, 4, 5)),
+    Case("gecm,emh->gech", (2, 3, 4, 5), (3, 5, 6)),
+    Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)),  # jnp.einsum swaps this one's operands
+    Case("bqhd,bkhd->bhqk", (2, 3, 4, 5), (2, 6, 4, 5)),
+    Case("bhqk,bkhd->bqhd", (2, 4, 3, 6), (2, 6, 4, 5)),
+    Case("ijkl,klij->", (2, 3, 2, 4), (2, 4, 2, 3)),
+    Case("...k,kn->...n", (2, 3, 7), (7, 4), "abk,kn->abn"),
+    Case("...K,nK", (2, 3, 7), (4, 7), "abk,nk->abn"),
+    Case("...k,kn->n...", (2, 3, 7), (7, 4), "abk,kn->nab"),
+    Case("...mk,...kn->...mn", (6, 2, 3, 7), (2, 7, 4), "abmk,bkn->abmn"),
+    Case("...k,...k->...", (2, 3, 7), (7,), "abk,k->ab"),
+    Case("...,...->...", (2, 3), (3,), "ab,b->ab"),
+    Case("mk,kn->mn...", (5, 7), (7, 3), "mk,kn->mn"),
+    # Size 1 broadcasts.
+    Case("bmk,bkn->bmn", (1, 5, 7), (4, 7, 3), "mk,bkn->bmn", x_first="bmk->mk"),
+    Case("...mk,...kn->...mn", (6, 5, 7), (1, 7, 3), "bmk,kn->bmn", kernel_first="bkn->kn"),
+    Case("mk,kn->mn", (5, 1), (7, 3), "m,n->mn", x_first="mk->m", kernel_first="kn->n"),
+    Case("bmk,bkn->bmn", (1, 5, 7), (1, 7, 3)),
+    # Labels of one operand alone, summed before it is quantized.
+    Case("amk,kn->mn", (3, 5, 7), (7, 3), "mk,kn->mn", x_first="amk->mk"),
+    Case("mk,akn->mn", (5, 7), (2, 7, 3), "mk,kn->mn", kernel_first="akn->kn"),
+    Case("ma,bn->mn", (5, 2), (4, 3), "m,n->mn", x_first="ma->m", kernel_first="bn->n"),
+    Case("k...,kn->n", (7, 2, 2), (7, 3), "k,kn->n", x_first="kab->k"),
+    # Repeated labels.
+    Case("kk,kn->n", (7, 7), (7, 3), "k,kn->n", x_first="kk->k"),
+    Case("kmk,nkn->mn", (4, 5, 4), (3, 4, 3), "mk,kn->mn", x_first="kmk->mk", kernel_first="nkn->kn"),
+    Case("kkk,k->k", (3, 3, 3), (3,), "k,k->k", x_first="kkk->k"),
+]
+
+
+def label_sizes(eqn, *shapes):
+    terms = "".join(eqn.split("->")[0].split(","))
+    return dict(zip(terms, (n for shape in shapes for n in shape), strict=True))
+
+
+def product(eqn, a, b, a_inv, b_inv) -> oracle.Product:
+    """np.einsum of codes in f64 and its bound: as oracle.scaled_matmul derives it, K the labels that are summed."""
+    inputs, out = eqn.split("->")
+    k = np.prod([n for label, n in label_sizes(eqn, a.shape, b.shape).items() if label not in out] or [1])
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    s = float(a_inv) * float(b_inv)
+    exact, total = np.einsum(eqn, a64, b64) * s, np.einsum(eqn, np.abs(a64), np.abs(b64)) * s
+    growth = k * oracle.PRECISE
+    bound = total * (growth / (1 - growth) + 2 * oracle.PRECISE)
+    bound = (bound + 2.0**-24 * (np.abs(exact) + bound)) * (1 + 2.0**-10) + 2.0**-126
+    return oracle.Product(np.asarray(exact), np.asarray(bound))
+
+
+def apply_first(eqn, value):
+    """What happens to an operand before it is quantized."""
+    return np.einsum(eqn, value) if eqn else value
+
+
+def transpose_first(eqn, shape, wanted: oracle.Product) -> oracle.Product:
+    """The gradient through `apply_first`: each element of the operand has a part in one element of its result."""
+    if not eqn:
+        return wanted
+    size = int(np.prod(shape))
+    jacobian = np.stack([np.einsum(eqn, unit.reshape(shape)).ravel() for unit in np.eye(size)])
+    assert (jacobian.sum(axis=1) <= 1).all()
+    return oracle.Product(*((jacobian @ part.ravel()).reshape(shape) for part in (wanted.exact, wanted.bound)))
+
+
+def fractions(rng, shape, step):
+    """f32 multiples of `step` of at most 7 bits: every sum of them here is exact, in any order."""
+    return (rng.integers(-127, 128, shape) * step).astype(np.float32)
+
+
+def operands(case, seed=0):
+    rng = np.random.default_rng(seed)
+    # Amaxes far apart: an x taken for the kernel is seen in the state.
+    return fractions(rng, case.x, 2.0**-5), fractions(rng, case.kernel, 2.0**-9)
+
+
+def first_state():
+    return oracle.LayerState(*(oracle.State(np.float32([a, 0]), np.float32(1)) for a in (5.0, 0.3, 1e-3)))
+
+
+def check(case, run=einsum):
+    x, kernel = operands(case)
+    state = first_state()
+
+    @jax.jit
+    def step(x, kernel, grad, state):
+        y, vjp = jax.vjp(lambda *args: run(case.eqn, *args[:2], recipe=RECIPE, state=args[2]), x, kernel, state)
+        return y, *vjp(grad)
+
+    wanted = jax.eval_shape(lambda x, kernel: jnp.einsum(case.eqn, x, kernel), x, kernel)
+    grad = fractions(np.random.default_rng(1), wanted.shape, 2.0**-14)
+    y, dx, dkernel, next_state = step(x, kernel, grad, pack(state))
+    assert (y.shape, y.dtype) == (wanted.shape, wanted.dtype)
+
+    x_codes, _, x_next = oracle.step(apply_first(case.x_first, x), state.input, oracle.E4M3)
+    k_codes, _, k_next = oracle.step(apply_first(case.kernel_first, kernel), state.kernel, oracle.E4M3)
+    g_codes, _, g_next = oracle.step(grad, state.output_grad, oracle.E5M2)
+    assert_state(next_state, oracle.LayerState(x_next, k_next, g_next))
+    terms = case.product or case.eqn
+    x_term, k_term, y_term = terms.replace("->", ",").split(",")
+    product(terms, x_codes, k_codes, x_next.scale, k_next.scale).check(y, "y")
+    dgrad = product(f"{y_term},{k_term}->{x_term}", g_codes, k_codes, g_next.scale, k_next.scale)
+    transpose_first(case.x_first, case.x, dgrad).check(dx, "dgrad")
+    wgrad = product(f"{x_term},{y_term}->{k_term}", x_codes, g_codes, x_next.scale, g_next.scale)
+    transpose_first(case.kernel_first, case.kernel, wgrad).check(dkernel, "wgrad")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.eqn} {case.x} {case.kernel}".replace(" ", "_"))
+def test_equations(case):
+    check(case)
+
+
+def test_swapped_operands_would_be_seen(monkeypatch):
+    """The error of a hook under jnp.einsum: where JAX swaps, the kernel is quantized with the input's state."""
+
+    def hooked(eqn, x, kernel, *, recipe, state):
+        def hook(a, b, dims, *options, **more):
+            return jaxfp8.dot_general(a, b, dims, recipe=recipe, state=state)
+
+        return jnp.einsum(eqn, x, kernel, _dot_general=hook)
+
+    check(Case("mk,kn->mn", (5, 7), (7, 3)), hooked)
+    with pytest.raises(AssertionError, match="amax_history"):
+        check(Case("emh,gecm->gech", (3, 5, 6), (2, 3, 4, 5)), hooked)
+
+    real = jaxfp8.dot_general
+
+    def swap(x, kernel, dims, **options):
+        (xc, kc), (xb, kb) = dims
+        y = real(kernel, x, ((kc, xc), (kb, xb)), **options)
+        return jnp.moveaxis(y, 0, 1)
+
+    monkeypatch.setattr(_einsum, "dot_general", swap)
+    with pytest.raises(AssertionError, match="amax_history"):
+        check(Case("mk,kn->mn", (5, 7), (7, 3)))
+
+
+def test_sums_are_not_rounded_to_the_operand():
+    """256 + 1 is no bf16 number: a sum in bf16 would record 256, and in f16 60000 + 60000 would be infinite."""
+    for dtype, terms, total in ((oracle.BF16, (256, 1), 257), (oracle.F16, (60000, 60000), 120000)):
+        x = np.full((3, 2), terms, dtype)
+
+        def loss(state, x=x):
+            return jnp.sum(einsum("ma,mn->n", x, np.ones((3, 2), np.float32), recipe=RECIPE, state=state))
+
+        state = jax.jit(jax.grad(loss))(jaxfp8.init_state(RECIPE))
+        assert state.input.amax_history[0] == np.float32(np.asarray(terms, dtype).astype(np.float32).sum())
+        assert state.input.amax_history[0] > 0.99 * total
+
+
+def test_nothing_to_see():
+    """A zero-size operand: zeros of the right shape, and no quantizer is touched; nor where the sum is over nothing."""
+    for eqn, x, kernel, shape in (
+        ("mk,kn->mn", (0, 7), (7, 3), (0, 3)),
+        ("mk,kn->mn", (5, 0), (0, 3), (5, 3)),
+        ("ma,n->mn", (5, 0), (3,), (5, 3)),
+        ("bmk,bkn->bmn", (0, 5, 7), (1, 7, 3), (0, 5, 3)),
+    ):
+
+        def run(x, kernel, state, eqn=eqn):
+            return einsum(eqn, x, kernel, recipe=RECIPE, state=state)
+
+        y, vjp = jax.vjp(run, np.ones(x, np.float32), np.ones(kernel, np.float32), jaxfp8.init_state(RECIPE))
+        assert y.shape == shape and not np.any(y)
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(vjp(y)))
+
+
+@pytest.mark.parametrize("eqn", ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn"])
+def test_vmap_is_a_batch_label(eqn):
+    """vmap with one state for all members is the equation with one more label: one amax over all of them."""
+    x_term, kernel_term = eqn.split("->")[0].split(",")
+    in_axes = [0 if "b" in term else None for term in (x_term, kernel_term)]
+    sizes = {"b": 4, "m": 5, "k": 7, "n": 3}
+
+    def vmapped(eqn, x, kernel, *, recipe, state):
+        def member(x, kernel):
+            return einsum("mk,kn->mn", x, kernel, recipe=recipe, state=state)
+
+        return jax.vmap(member, in_axes)(x, kernel)
+
+    check(Case(eqn, *(tuple(sizes[label] for label in term) for term in (x_term, kernel_term))), vmapped)

@@ -1,0 +1,261 @@
+"""Products that are told of the activation behind them: the gradient of their result goes straight to FP8.
+
+In float32 nothing is rounded in between, so there every bit is that of the plain path.
+"""
+
+import functools
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from aot import count
+from equality import assert_same_bits
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from oracle import gradients as oracle_gradients
+from programs import functional
+from programs.known_amax import HISTORY, RECIPES
+from recipes.cases import KINDS
+
+import jaxfp8
+
+from . import fused_cases as cases
+from .fused_cases import BF16, F16, F32, RECIPE
+from .test_fused_programs import calls
+
+ROWS, WIDTH, HIDDEN, OUT = 6, 16, 8, 5
+ACTIVATIONS = ("relu", "silu", "gelu", "silu_gated", "gelu_gated")
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+# ------------------------------------------------------------------------------------------- one product, to the oracle
+
+
+def exact_operands(name, dtype, seed):
+    """Integers and eighths, whose product is exact in every dtype; the gradient of the activation is not."""
+    rng, features = np.random.default_rng(seed), (*(2,) * name.endswith("_gated"), HIDDEN)
+    x = rng.integers(-2, 3, (ROWS, WIDTH)).astype(F32).astype(dtype)
+    kernel, bias = (rng.integers(-4, 5, shape).astype(F32) / 8 for shape in ((WIDTH, *features), features))
+    return x, kernel, bias, rng.standard_normal((ROWS, HIDDEN)).astype(F32).astype(dtype)
+
+
+def exact_state(seed):
+    """Scales of x and kernel are powers of two, that of grad is any."""
+    rng = np.random.default_rng(seed)
+    powers = [oracle.State(np.full(HISTORY, 448 / 2**power, F32), np.float32(1)) for power in (3, 4)]
+    return oracle.LayerState(*powers, oracle.State(rng.uniform(1, 9, HISTORY).astype(F32), np.float32(1)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F16], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_steps(name, dtype):
+    """Codes, amax and the gradient of the bias are those of f32 values, whatever the compute dtype."""
+    state = exact_state(1)
+    for seed in range(2):
+        x, kernel, bias, grad = exact_operands(name, dtype, seed)
+
+        def loss(x, kernel, bias, state, grad=grad, dtype=dtype):
+            options = {"recipe": RECIPE, "state": state, "bias": bias, "preferred_element_type": dtype}
+            h = jaxfp8.dot_general(x, kernel, MATMUL, **options, activation=name)
+            return jnp.sum((h.value * grad).astype(jnp.float32)), h.x
+
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        (dx, dkernel, dbias, next_state), y = step(x, kernel, bias, cases.pack(state))
+        exact = np.einsum("mk,k...->m...", x.astype(np.float64), kernel) + bias
+        np.testing.assert_array_equal(oracle.widen(np.asarray(y), np.float64), exact)
+
+        values = oracle_gradients.activation(np.asarray(y), grad, name)
+        values = oracle.Values(*(part.reshape(ROWS, -1) for part in (values.exact, values.bound)))
+        g_scale = oracle.select_scale(state.output_grad, oracle.E5M2)
+        g_codes = cases.sure_codes(values, g_scale, oracle.E5M2)
+        g_inverse = np.float32(1) / g_scale
+        x_codes, _, x_state = oracle.step(x, state.input, oracle.E4M3)
+        k_codes, _, k_state = oracle.step(kernel.reshape(WIDTH, -1), state.kernel, oracle.E4M3)
+        oracle.scaled_matmul(g_codes, k_codes, g_inverse, k_state.scale, out_dtype=dtype).check(dx, "gradient of x")
+        wgrad = oracle.scaled_matmul(x_codes.T.copy(), g_codes.T.copy(), x_state.scale, g_inverse)
+        wgrad.check(np.asarray(dkernel).reshape(WIDTH, -1), "gradient of the kernel")
+        bound = values.bound.sum(0) + ROWS * 2.0**-23 * np.abs(values.exact).sum(0)
+        oracle.Product(values.exact.sum(0), bound).check(np.asarray(dbias).reshape(-1), "gradient of the bias")
+
+        top = np.asarray(next_state.output_grad.amax_history)[0]
+        least, most = (np.max(np.abs(values.exact) + sign * values.bound) for sign in (-1, 1))
+        assert least * (1 - 2.0**-23) <= top <= most * (1 + 2.0**-23), f"amax {top!r}, expected {least!r} to {most!r}"
+        state = oracle.LayerState(x_state, k_state, oracle.next_state(state.output_grad, g_scale, top))
+        cases.assert_state(next_state, state)
+        state = exact_state(2)
+
+
+# ------------------------------------------------------------------------------------- two products, to the plain path
+
+
+def parameters(name, dtype=F32, seed=0, rows=(ROWS,)):
+    """x, and wi, its bias and wo."""
+    rng, pair = np.random.default_rng(seed), (2,) * name.endswith("_gated")
+    shapes = (WIDTH, *pair, HIDDEN), (*pair, HIDDEN), (HIDDEN, OUT)
+    x = rng.standard_normal((*rows, WIDTH)).astype(F32).astype(dtype)
+    return x, *(rng.standard_normal(shape).astype(F32) for shape in shapes)
+
+
+def mlp(x, wi, bias, wo, states, name, *, told, recipe=RECIPE, use=None):
+    """Two products; `told` says whether the first knows the activation. `use(h, y)` may use more of them."""
+    options = {"recipe": recipe, "preferred_element_type": x.dtype}
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    first = functools.partial(jaxfp8.dot_general, x, wi, numbers, state=states[0], bias=bias, **options)
+    h = first(activation=name) if told else jaxfp8.activated(first(), name)
+    y = jaxfp8.dot_general(h, wo, numbers, state=states[1], **options)
+    total = jnp.sum(jnp.sin(y.astype(jnp.float32)))
+    return total if use is None else total + use(h)
+
+
+def states(recipe=RECIPE):
+    return tuple(jax.tree.map(lambda leaf, i=i: leaf + (1 + i) / 4, jaxfp8.init_state(recipe)) for i in range(2))
+
+
+def both(name, operands, given, through=lambda loss: loss, **options):
+    """Values and gradients, told and not, of the loss `through` a transformation."""
+    wanted = [
+        jax.jit(
+            jaxfp8.value_and_grad(through(functools.partial(mlp, name=name, told=told, **options)), tuple(range(5)))
+        )
+        for told in (True, False)
+    ]
+    return [run(*operands, given) for run in wanted]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "most_recent", "margin", "e4m3", *KINDS])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_float32_is_the_plain_path(name, recipe):
+    recipe = RECIPES[recipe].recipe
+    assert_same_bits(*both(name, parameters(name), states(recipe), recipe=recipe), "told")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "block", "mx"])
+def test_other_scales_take_the_rounded_gradient(recipe):
+    recipe = RECIPES[recipe].recipe
+    assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(recipe), recipe=recipe), "told")
+
+
+def test_bfloat16_differs_by_the_rounding():
+    told, plain = both("silu_gated", parameters("silu_gated", BF16), states())
+    assert_same_bits(told[0], plain[0], "forward")
+    tops = [np.asarray(got[1][4][0].output_grad.amax_history)[0] for got in (told, plain)]
+    assert tops[0] != tops[1] and abs(tops[0] - tops[1]) <= 2.0**-8 * tops[1]
+
+
+STATELESS = jaxfp8.DotGeneralState(None, None, None)
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu_gated"])
+def test_scales_of_the_tensor_at_hand(name):
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
+        assert_same_bits(*both(name, parameters(name), (STATELESS,) * 2), "without state")
+    recipe = jaxfp8.DelayedScaling(amax_history_len=HISTORY, first_step="current")
+    first = (jaxfp8.init_state(recipe),) * 2
+    assert_same_bits(*both(name, parameters(name), first, recipe=recipe), "current")
+
+
+def test_an_activation_with_another_use():
+    """The result of the product has a cotangent of its own: one tensor holds the sum, in bf16 too."""
+    use = lambda h: jnp.sum(jnp.cos(h.x.astype(jnp.float32)))  # noqa: E731
+    assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(), use=use), "used twice")
+
+
+def test_counters():
+    given = tuple(jaxfp8.inspect.with_counters(state) for state in states())
+    assert_same_bits(*both("silu_gated", parameters("silu_gated"), given), "counted")
+
+
+@pytest.mark.parametrize("why", ["small", "high precision", "no rows"])
+def test_products_that_are_not_fp8(why):
+    recipe = {"small": jaxfp8.DelayedScaling(amax_history_len=HISTORY, min_size=1000), "high precision": None}
+    recipe = recipe.get(why, RECIPE)
+    operands = parameters("gelu_gated", BF16, rows=(0 if why == "no rows" else ROWS,))
+    assert_same_bits(*both("gelu_gated", operands, states(), recipe=recipe), why)
+
+
+TRANSFORMATIONS = {
+    "remat": jax.checkpoint,
+    **{f"remat, {name}": remat for name, remat in functional.POLICIES.items()},
+    "jit": jax.jit,
+    "vmap over x": lambda loss: lambda x, *rest: jnp.sum(jax.vmap(lambda x: loss(x, *rest))(x.reshape(3, 2, -1))),
+    "scan over x": lambda loss: (
+        lambda x, *rest: lax.scan(lambda total, x: (total + loss(x, *rest), None), jnp.float32(0), x.reshape(3, 2, -1))[
+            0
+        ]
+    ),
+    # One product whose columns have the batch between the rows and the pair, and a batch of products.
+    **{
+        f"vmap over kernels{suffix}": lambda loss, has_bias=bool(suffix): (
+            lambda x, wi, bias, *rest: jnp.sum(
+                jax.vmap(lambda wi: loss(x, wi, bias if has_bias else None, *rest))(jnp.stack([wi, 2 * wi]))
+            )
+        )
+        for suffix in ("", " with a bias")
+    },
+}
+
+
+@pytest.mark.parametrize("way", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", ["silu_gated", "gelu"])
+def test_transformations(name, way):
+    assert_same_bits(*both(name, parameters(name), states(), TRANSFORMATIONS[way]), way)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+def test_data_parallel(axis_type):
+    """The rows over three devices: codes and amaxes are those of one."""
+    by_hand = axis_type == "shard_map"
+    axis_types = (AxisType.Auto if by_hand else axis_type,)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3])
+    operands, given = parameters("silu_gated"), states()
+
+    def through(loss):
+        if not by_hand:
+            return loss
+        specs = (P("data"), *[P()] * 4)
+        return jax.shard_map(lambda *a: lax.psum(loss(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(operands[0], jax.NamedSharding(mesh, P("data")))
+        told, plain = both("silu_gated", (x, *operands[1:]), given, through)
+    assert_same_bits(jax.tree.map(np.asarray, told), jax.tree.map(np.asarray, plain), "mesh")
+    assert_same_bits(told[1][4], both("silu_gated", operands, given)[0][1][4], "state of one device")
+
+
+# ------------------------------------------------------------------------------------------------- what is in programs
+
+
+def shapes(rows, width, hidden):
+    arrays = ((rows, width), BF16), ((width, 2, hidden), F32), ((2, hidden), F32), ((hidden, width), F32)
+    return *(jax.ShapeDtypeStruct(*array) for array in arrays), jax.eval_shape(states)
+
+
+def test_residuals():
+    """Nothing more is kept than by the plain path."""
+    kept = [
+        count.residual_bytes(functools.partial(mlp, name="silu_gated", told=told), *shapes(64, 32, 48))
+        for told in (True, False)
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.usefixtures("cuda_custom_calls")
+def test_custom_calls_on_cuda():
+    """The gradient of gate and up is in no call's operands: only codes of it are in memory."""
+    found = calls(
+        jax.grad(functools.partial(mlp, name="silu_gated", told=True), argnums=tuple(range(5))), *shapes(64, 32, 48)
+    )
+    assert Counter(op for op, *_ in found) == {
+        "quantize_activation": 1,
+        "quantize_activation_grad": 1,
+        "quantize_transpose": 4,  # x, two kernels, the gradient of y
+        "scaled_matmul": 6,
+        "delayed_scales": 2,
+        "push_amaxes": 2,
+    }
+    read = [op for op, operands, _ in found if "x2x48xbf16" in operands or "64x96xbf16" in operands]
+    assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, "gate and up themselves"

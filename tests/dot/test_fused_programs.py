@@ -1,0 +1,163 @@
+"""Fused inputs in programs: transformations, meshes, what is kept for the backward, what is lowered for CUDA."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from aot import count
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from programs import functional, known_amax
+
+import jaxfp8
+
+from . import fused_cases as cases
+from .fused_cases import BF16, CASES, F32, RECIPE, ROWS
+
+NAMES = ["gelu", "silu_gated", "rms", "layer with bias"]
+
+
+def use(case, operands, kernel, state, grad):
+    """A number whose gradient with respect to y is `grad`."""
+    return jnp.sum(cases.product(case.fuse(*operands), kernel, state) * grad)
+
+
+def all_gradients(function):
+    return jax.jit(jaxfp8.grad(function, argnums=(0, 1, 2)))
+
+
+def uses(case, count=3):
+    """Operands of another size in each use, stacked; the parameters of a norm are those of all."""
+    draws = [cases.operands(case, seed) for seed in range(count)]
+    x = np.stack([operands[0] * np.float32(2.0) ** -i for i, operands in enumerate(draws)])
+    return (x, *draws[0][1:]), np.stack([cases.kernel_and_grad(seed)[1] for seed in range(count)])
+
+
+def check_uses(case, operands, kernel, grads, expected_state, got):
+    """Uses of one state are those of all rows at once: codes do not depend on the grouping, and amaxes combine by max.
+
+    The gradients of parameters and kernel are sums of sums; the bound of all rows in one sum covers them.
+    """
+    x, *parameters = operands
+    rows = (x.reshape(-1, *x.shape[2:]), *parameters)
+    (dx, *rest), dkernel, dstate = got
+    y = cases.product(case.fuse(*rows), kernel, cases.pack(expected_state))
+    flat = grads.reshape(-1, grads.shape[-1])
+    cases.check_step(case, rows, kernel, flat, expected_state, (y, (dx.reshape(rows[0].shape), *rest), dkernel, dstate))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", ["scan", "vmap", "loop"])
+def test_several_uses(name, way):
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
+    operands, grads = uses(case)
+
+    def of_layer(layer, x, grad):
+        parameters, kernel, state = layer
+        return use(case, (x, *parameters), kernel, state, grad)
+
+    def total(operands, kernel, state, grads):
+        x, *parameters = operands
+        return functional.PROGRAMS[way].run(of_layer, (parameters, kernel, state), x, grads)
+
+    got = all_gradients(total)(operands, kernel, cases.pack(state), grads)
+    check_uses(case, operands, kernel, grads, state, got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_examples_has_one_scale(name):
+    """They are more rows of one product, also where its scale is that of the tensor at hand."""
+    case, (kernel, _), recipe = CASES[name], cases.kernel_and_grad(), jaxfp8.Float8CurrentScaling()
+    (x, *parameters), _ = uses(case)
+
+    @jax.jit
+    def product(x):
+        return jaxfp8.dot_general(case.fuse(x, *parameters), kernel, cases.MATMUL, recipe=recipe)
+
+    whole = product(x.reshape(-1, *x.shape[2:])).reshape(*x.shape[:2], -1)
+    oracle.assert_bitwise(jax.vmap(product)(x), np.asarray(whole), name)
+    assert (np.stack([product(each) for each in x]) != whole).any(), "the same with a scale for each example"
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, "shard_map"], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_data_parallel(name, axis_type):
+    """The rows over three devices: the state is that of all rows, and so are the gradients."""
+    case, (kernel, _), state = CASES[name], cases.kernel_and_grad(), known_amax.used_state()
+    operands, grads = uses(case)
+    by_hand = axis_type == "shard_map"
+    axis_types = (AxisType.Auto if by_hand else axis_type,)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=axis_types, devices=jax.devices()[:3])
+
+    def total(operands, kernel, state, grads):
+        x, *parameters = operands
+        return use(case, (x.reshape(-1, *x.shape[2:]), *parameters), kernel, state, grads.reshape(-1, cases.OUT))
+
+    if by_hand:
+        specs = (P("data"), *[P()] * (len(operands) - 1)), P(), P(), P("data")
+        total = jax.shard_map(
+            lambda *a, total=total: lax.psum(total(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P()
+        )
+    with jax.set_mesh(mesh):
+        cut = jax.NamedSharding(mesh, P("data"))
+        arguments = (jax.device_put(operands[0], cut), *operands[1:]), kernel, cases.pack(state)
+        got = all_gradients(total)(*arguments, jax.device_put(grads, cut))
+    check_uses(case, operands, kernel, grads, state, jax.tree.map(np.asarray, got))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_residuals(name):
+    """The activation's input, its parameters and codes: no values of it, in whatever dtype."""
+    case, rows, inner, out = CASES[name], 512, 256, 128
+    shapes = [jax.ShapeDtypeStruct((rows, *case.shapes[0][:-1], inner), BF16)]
+    shapes += [jax.ShapeDtypeStruct((inner,), F32)] * (len(case.shapes) - 1)
+    kernel, state = jax.ShapeDtypeStruct((inner, out), F32), jaxfp8.init_state(RECIPE)
+
+    def function(operands, kernel, state):
+        return cases.product(case.fuse(*operands), kernel, state, BF16)
+
+    kept = count.residual_bytes(function, shapes, kernel, jax.eval_shape(lambda: state))
+    codes = rows * inner + inner * out
+    of_operands = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    assert 0 <= kept - codes - of_operands < 300  # states and scales
+    unfused = count.residual_bytes(lambda o, *a: cases.product(case.fuse(*o).value, *a, BF16), shapes, kernel, state)
+    assert unfused == kept
+
+
+CALL = re.compile(r"custom_call @jaxfp8_(\w+)_v\d+\((.*?)\).*?: \((.*?)\) -> (.*)")
+
+
+def calls(function, *arguments):
+    """`(op, operand types, result types)` of each custom call for CUDA."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return [(match[1], match[3], match[4]) for match in CALL.finditer(text)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("cuda_custom_calls")
+def test_one_custom_call_on_cuda(name):
+    """Of the values there are codes alone: no other call sees a tensor of their shape that is not FP8."""
+    case, state = CASES[name], jaxfp8.init_state(RECIPE)
+    operands, (kernel, grad) = cases.operands(case, 0, BF16), cases.kernel_and_grad(0, BF16)
+    op = "quantize_norm" if name in ("rms", "layer with bias") else "quantize_activation"
+
+    def train(operands, kernel, state):
+        return jnp.sum(cases.product(case.fuse(*operands), kernel, state, BF16) * grad)
+
+    found = calls(jax.value_and_grad(train, argnums=(0, 1, 2)), operands, kernel, state)
+    assert Counter(call[0] for call in found) == {
+        op: 1,
+        "quantize_transpose": 2,  # kernel and gradient of y
+        "scaled_matmul": 3,
+        "delayed_scales": 1,
+        "push_amaxes": 1,
+    }
+    values = rf"tensor<({ROWS}x1?x?{cases.INNER}|1x{ROWS}x{cases.INNER})x(bf16|f32)>"
+    read = [call for call in found if call[0] not in (op, "scaled_matmul") and re.search(values, call[1])]
+    assert not read, read
+    inference = calls(lambda *a: train(*a), operands, kernel, state)
+    assert Counter(call[0] for call in inference)[op] == 1

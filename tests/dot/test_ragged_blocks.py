@@ -1,0 +1,144 @@
+"""ragged_dot with a scale for each block: codes of its three products to the bit, results within their bound."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from oracle import blocks as oracle_blocks
+from recipes.cases import RECIPES
+
+import jaxfp8
+from jaxfp8 import ops
+
+# Groups begin and end inside of blocks of 128 rows, and one is longer than a block.
+SIZES = [100, 0, 150, 20]
+ROWS, M, K, N = sum(SIZES), 300, 150, 140
+
+
+def operands(dtype=np.float32):
+    """lhs, rhs and the gradient of y, whose sizes differ from row to row; NaN beyond the last group."""
+    rng = np.random.default_rng(0)
+    lhs, rhs, grad = (rng.standard_normal(shape) for shape in ((M, K), (len(SIZES), K, N), (M, N)))
+    lhs, grad = (x * 2.0 ** rng.integers(-3, 4, (M, 1)) for x in (lhs, grad))
+    lhs[ROWS:], grad[ROWS:] = np.nan, np.inf
+    return lhs.astype(dtype), rhs.astype(np.float32), grad.astype(dtype)
+
+
+def expected_products(rule, lhs, rhs, grad):
+    """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it reads."""
+    lhs, grad = (np.where(np.arange(M)[:, None] < ROWS, x, np.zeros((), x.dtype)) for x in (lhs, grad))
+    square = rule.square or rule.tile
+    read = {
+        "y": (rule.quantize(lhs[None], rule.tile, rule.forward), rule.quantize(rhs.mT, square, rule.forward)),
+        "dlhs": (rule.quantize(grad[None], rule.tile, rule.backward), rule.quantize(rhs, square, rule.forward)),
+        "drhs": tuple(
+            rule.quantize(x.T[None], rule.tile, fmt) for x, fmt in ((lhs, rule.forward), (grad, rule.backward))
+        ),
+    }
+    products = {}
+    for name, (a, b) in read.items():
+        codes, scales = (b.codes[0], b.scales[0]) if name == "drhs" else (b.codes, b.scales)
+        options = {"a_block": a.block, "b_block": b.block, "out_dtype": rhs.dtype if name == "drhs" else lhs.dtype}
+        product = oracle_blocks.ragged_matmul(a.codes[0], codes, a.scales[0], scales, SIZES, **options)
+        products[name] = (a, b), product
+    return products
+
+
+def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: operands):
+    """One step against the oracle, of operands that `place` puts on a mesh; with `monkeypatch` what products read."""
+    recipe, rule = RECIPES[name]
+    lhs, rhs, grad = operands(dtype)
+    read, original = [], ops.ragged_matmul
+
+    def recorded(a, b, a_scale_inv, b_scale_inv, *rest, **options):
+        read.append(((a, a_scale_inv), (b, b_scale_inv)))
+        return original(a, b, a_scale_inv, b_scale_inv, *rest, **options)
+
+    def product(lhs, rhs):
+        return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=recipe, preferred_element_type=lhs.dtype)
+
+    if monkeypatch is None:
+        y, vjp = jax.vjp(jax.jit(product), *place(lhs, rhs))
+    else:  # without jit, so that operands have values where they are recorded
+        monkeypatch.setattr(ops, "ragged_matmul", recorded)
+        y, vjp = jax.vjp(product, lhs, rhs)
+    results = dict(zip(("y", "dlhs", "drhs"), (y, *vjp(jax.device_put(grad, y.sharding))), strict=True))
+    expected = expected_products(rule, lhs, rhs, grad)
+    for i, (what, (codes, wanted)) in enumerate(expected.items()):
+        wanted.check(results[what], f"{name}: {what}")
+        for (data, scale_inv), of in zip(read[i] if read else (), codes, strict=False):
+            oracle.assert_bitwise(np.asarray(data).reshape(of.codes.shape), of.codes, f"{what}: codes")
+            scales = of.scales if of.block else of.scales[0]
+            oracle.assert_bitwise(np.asarray(scale_inv).reshape(scales.shape), scales, f"{what}: scale_inv")
+    assert not read or len(read) == 3
+
+
+FAST = ("current", "block", "rowwise", "mx")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES])
+def test_recipes(monkeypatch, name):
+    compare(name, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["block", "mx"])
+def test_jit_in_bfloat16(name):
+    compare(name, dtype=oracle.BF16)
+
+
+@pytest.mark.parametrize(
+    "lhs_spec, rhs_spec", [(P("x"), P("y")), (P("y"), P(None, None, "y")), (P(), P(None, None, ("x", "y")))]
+)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes(lhs_spec, rhs_spec, axis_type):
+    """Cuts through groups and through blocks."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+
+    def place(lhs, rhs):
+        return (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec)))
+
+    with jax.set_mesh(mesh):
+        compare("block", place=place)
+
+
+def test_reference():
+    with ops.implementation("reference"):
+        compare("block")
+
+
+def test_custom_call():
+    """No kernel has scales of blocks; who asks for one hears it, and `assert_fp8` says it."""
+    lhs, rhs, _ = operands()
+    product = functools.partial(jaxfp8.ragged_dot, group_sizes=np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())
+    with pytest.raises(AssertionError, match=r"ragged_matmul: no kernel has scales for blocks \(\(1, 128\)"):
+        jaxfp8.inspect.assert_fp8(product, lhs, rhs, platform="sm_90")
+
+
+def test_nan_in_a_group():
+    """It is in the result of its row. A block of float32 scales that it shares with another group stays finite."""
+    lhs, rhs, grad = operands()
+    lhs[90] = np.nan  # the second group with rows, 100 and on, begins in its block of 128 rows
+
+    def product(lhs, rhs):
+        return jaxfp8.ragged_dot(lhs, rhs, np.int32(SIZES), recipe=jaxfp8.Float8BlockScaling())
+
+    y, vjp = jax.vjp(product, lhs, rhs)
+    _, drhs = vjp(np.where(np.isfinite(grad), grad, 0))
+    assert np.flatnonzero(np.isnan(y).any(axis=1)).tolist() == [90]
+    assert np.isnan(drhs[0]).all() and np.isfinite(drhs[1:]).all()
+
+
+def test_vmap():
+    lhs, rhs, _ = operands()
+    lhs[ROWS:] = 0
+    both, sizes = np.stack([lhs, 3 * lhs[::-1]]), np.int32([SIZES, SIZES[::-1]])
+
+    def product(lhs, rhs, sizes):
+        return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=jaxfp8.Float8BlockScaling())
+
+    got = jax.vmap(product, in_axes=(0, None, 0))(both, rhs, sizes)
+    for i in range(2):
+        oracle.assert_bitwise(got[i], np.asarray(product(both[i], rhs, sizes[i])), f"member {i}")

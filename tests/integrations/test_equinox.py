@@ -1,0 +1,57 @@
+"""Equinox: FP8 state is a field of a module, and every filtered transform treats it right."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from programs import cases
+from programs.known_amax import used_state
+
+import jaxfp8
+
+
+class Linear(eqx.Module):
+    """A layer for one vector, with leaves that are no arrays."""
+
+    kernel: jax.Array
+    state: jaxfp8.DotGeneralState
+    activation: object = jax.nn.relu
+    name: str = "linear"
+
+    def __call__(self, x):
+        return cases.product(x, self.kernel, self.state)
+
+
+def setting(seed=0):
+    """(model, x `[ROWS, K]`, grad of the result, the oracle's state)."""
+    x, kernel, grad = cases.operands(seed=seed)
+    state = used_state(seed)
+    return Linear(jnp.asarray(kernel), cases.pack(state)), x, grad, state
+
+
+def loss_fn(model, x, grad):
+    """What arrives at the layer's output is `grad`, to the bit."""
+    return jnp.vdot(jax.vmap(model)(x), grad)
+
+
+def test_updates_of_equinox_raise():
+    """`eqx.apply_updates` adds, and state must be overwritten: JAX's error names what does, by the type of a node.
+
+    The gradient of a module is a module: the next state in place of the state, None for what is no array.
+    """
+    model, x, grad, state = setting()
+    tx = jaxfp8.train.optimizer(optax.sgd(0.1))
+    arrays = eqx.filter(model, eqx.is_array)
+    gradient = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, x, grad)
+    expected = cases.one_product(x, np.asarray(model.kernel), grad, state)
+    cases.assert_state(gradient.state, expected.state)
+    expected.wgrad.check(gradient.kernel)
+    assert gradient.activation is None and gradient.name is None
+    updates, _ = tx.update(gradient, tx.init(arrays), arrays)
+    with pytest.raises(ValueError, match="NeedsJaxfp8ApplyUpdates"):
+        eqx.apply_updates(model, updates)
+    updated = jaxfp8.train.apply_updates(model, updates)
+    cases.assert_state(updated.state, expected.state)
+    assert updated.activation is model.activation and updated.name == model.name

@@ -1,0 +1,146 @@
+"""ragged_dot on meshes: rows and experts stay where they are, kernels cross devices as codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from dot.ragged_cases import HISTORY, RECIPE, WITHOUT, operands
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from recipes.delayed_cases import assert_step
+
+import jaxfp8
+from mesh import hlo
+
+
+def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
+    """One step, of operands that a mesh of 2 by 2 devices cuts; a group lies on both sides of a cut."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    lhs, rhs, grad = operands(4)
+    sizes = [30, 7, 0, 40]
+    expected = oracle.ragged_step(lhs, rhs, sizes, grad, oracle.LayerState.init(HISTORY))
+    lhs, rhs = (jax.device_put(x, NamedSharding(mesh, P(*spec))) for x, spec in ((lhs, lhs_spec), (rhs, rhs_spec)))
+
+    @jax.jit
+    def step(lhs, rhs, grad, state):
+        def product(lhs, rhs, state):
+            return jaxfp8.ragged_dot(lhs, rhs, jnp.int32(sizes), recipe=RECIPE, state=state)
+
+        y, vjp = jax.vjp(product, lhs, rhs, state)
+        if axis_type is AxisType.Explicit:
+            grad = jax.sharding.reshard(grad, jax.typeof(y).sharding)
+        return (y, *vjp(grad))
+
+    with jax.set_mesh(mesh):
+        assert_step(step(lhs, rhs, grad, jaxfp8.init_state(RECIPE)), expected, "mesh")
+
+
+@pytest.mark.parametrize(
+    "lhs_spec, rhs_spec",
+    [
+        (("x",), ()),
+        ((None, "x"), (None, "x")),
+        ((), ("x",)),
+        ((), (None, None, "x")),
+        (("x",), (None, None, "y")),
+        (("x",), ("y",)),
+        (("x",), ("x",)),
+        ((), (("x", "y"),)),
+    ],
+)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes(lhs_spec, rhs_spec, axis_type):
+    """Rows, experts, k and n may be cut; a device finds its groups in the sizes of all."""
+    compare_on_mesh(lhs_spec, rhs_spec, axis_type)
+
+
+# Of the width each of eight devices has whole blocks of 128.
+G, ROWS, WIDTH, HIDDEN = 8, 2048, 1024, 128
+FP8 = {"current": jaxfp8.Float8CurrentScaling(), "block": jaxfp8.Float8BlockScaling()}
+
+
+def collectives_of(recipe, lhs_spec, rhs_spec, axes):
+    """The collectives of a gradient, of kernels that are quantized where they are; all operands keep their place."""
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    lhs_sharding, rhs_sharding = (NamedSharding(mesh, P(*spec)) for spec in (lhs_spec, rhs_spec))
+
+    def loss(lhs, rhs, sizes):
+        rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")["up"]
+        y = jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe, state=WITHOUT)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    places = lhs_sharding, rhs_sharding
+    step = jax.jit(jax.grad(loss, (0, 1)), in_shardings=(*places, NamedSharding(mesh, P())), out_shardings=places)
+    shapes = ((ROWS, WIDTH), jnp.bfloat16), ((G, WIDTH, HIDDEN), jnp.float32), ((G,), jnp.int32)
+    lowered = step.lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    return hlo.collectives(lowered.compile(hlo.QUICKLY).as_text())
+
+
+@pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
+def test_rows_stay_and_kernels_are_gathered_as_codes(recipe):
+    """FSDP over rows and kernels: once for y and once for the gradient of lhs, as codes; no row crosses devices."""
+    found = collectives_of(recipe, ("fsdp",), (None, "fsdp"), {"fsdp": 8})
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert {dtype for c in gathers for dtype, shape in c.results if np.prod(shape) >= G * WIDTH * HIDDEN} == {"u8"}
+    assert sum(c.bytes for c in gathers) <= 0.52 * 2 * (2 * G * WIDTH * HIDDEN), list(map(str, gathers))
+    shapes = {shape for c in found for _, shape in c.results}
+    assert not any(ROWS in shape for shape in shapes), shapes
+
+
+@pytest.mark.parametrize("recipe", FP8.values(), ids=FP8)
+def test_rows_and_experts_stay(recipe):
+    """Rows on one axis and experts on the other: results of rows are summed over the experts.
+
+    Nothing is gathered but scales of blocks of rows, a float32 for 128 codes of lhs and of the gradient.
+    """
+    found = collectives_of(recipe, ("data",), ("expert",), {"data": 2, "expert": 4})
+    scales = ROWS * (WIDTH + HIDDEN) * 4 // 128 if recipe is FP8["block"] else 0
+    assert sum(c.bytes for c in found if c.kind == "all-gather") == scales
+    largest = max(np.prod(shape) for c in found for _, shape in c.results)
+    assert largest == max(G // 4 * WIDTH * HIDDEN, ROWS // 2 * WIDTH), list(map(str, found))
+
+
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_codes_that_are_gathered_by_hand(name):
+    """FSDP in shard_map: one gather of codes, half the bytes of bfloat16; kernels' gradients come back scattered."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    recipe = {"delayed": jaxfp8.DelayedScaling(amax_history_len=HISTORY), "block": FP8["block"]}[name]
+    rng = np.random.default_rng(0)
+    lhs, rhs = rng.standard_normal((8 * 16, 64)).astype(np.float32), rng.standard_normal((G, 64, 40)).astype(np.float32)
+    sizes = np.int32([[4, 0, 0, 5, 0, 1, 2, 3]] * 8)
+
+    def gather(a):
+        return lax.all_gather(a, "fsdp", axis=0, tiled=True)
+
+    def loss(lhs, rhs, sizes, fp8):
+        if fp8:
+            rhs = jaxfp8.quantize_params({"up": rhs}, None, recipe, where="up")["up"].map(gather)
+            y = jaxfp8.ragged_dot(lhs, rhs, sizes[0], recipe=recipe, state=WITHOUT)
+        else:
+            y = lax.ragged_dot(lhs.astype(jnp.bfloat16), gather(rhs.astype(jnp.bfloat16)), sizes[0])
+        return lax.psum(jnp.sum(y.astype(jnp.float32) ** 2), "fsdp")
+
+    def compiled(fp8):
+        each = P("fsdp")
+        step = jax.shard_map(
+            lambda *operands: jax.grad(loss, (0, 1))(*operands, fp8), mesh=mesh, in_specs=each, out_specs=each
+        )
+        return jax.jit(step).lower(lhs, rhs, sizes).compile()
+
+    def gathered(program):
+        return sum(c.bytes for c in hlo.collectives(program.as_text()) if c.kind == "all-gather")
+
+    step = compiled(True)
+    assert gathered(step) <= 0.52 * gathered(compiled(False))
+
+    def whole(lhs, rhs):
+        """The same on one device: all rows of an expert next to each other."""
+        parts = lhs.reshape(8, 16, 64)
+        products = [jaxfp8.ragged_dot(part, rhs, sizes[0], recipe=recipe, state=WITHOUT) for part in parts]
+        return sum(jnp.sum(y**2) for y in products)
+
+    if name == "block":  # the scales of blocks are those of one device's rows on both sides
+        expected = jax.jit(jax.grad(whole, (0, 1)))(lhs, rhs)
+        for got, wanted in zip(step(lhs, rhs, sizes), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())

@@ -1,0 +1,84 @@
+"""Negative controls: the comparisons of this folder fail where calibrating or freezing is wrong on purpose."""
+
+import dataclasses
+
+import jax
+import pytest
+from equality import assert_same_bits
+from inference import models, test_calibrate
+from inference.models import X
+
+import jaxfp8
+from jaxfp8.dot import _frozen
+from jaxfp8.inference import _calibrate
+
+
+def compare(change=lambda frozen: frozen):
+    model, variables, _ = models.linen("Dense, bf16")
+    assert_same_bits(model.apply(change(jaxfp8.freeze(model, variables, X)), X), models.run(model, variables), "y")
+
+
+@pytest.mark.parametrize("name", ["input_scale", "input_scale_inv", "kernel_scale_inv"])
+def test_a_wrong_scale(name):
+    def change(frozen):
+        params = frozen["params"]
+        of = dict(params["Fp8DotGeneral_0"])
+        return frozen | {"params": params | {"Fp8DotGeneral_0": of | {name: 1.5 * of[name]}}}
+
+    with pytest.raises(AssertionError, match="differ"):
+        compare(change)
+
+
+def test_the_scale_before_the_last_batch(monkeypatch):
+    """Stored scales lag behind the history by a step."""
+    read_states = _frozen.recipes.read_states
+
+    def lagging(quantizers, states, *reading):
+        steps = read_states(quantizers, states, *reading)
+        if reading:  # a product, and not freeze
+            return steps
+        return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(steps, states, strict=True)]
+
+    monkeypatch.setattr(_frozen.recipes, "read_states", lagging)
+    with pytest.raises(AssertionError, match="differ"):
+        compare()
+
+
+def test_codes_that_are_not_transposed(monkeypatch):
+    quantized = _frozen._quantized
+
+    def as_stored(kernel, *args, **options):
+        q = quantized(kernel, *args, **options)
+        return dataclasses.replace(q, data=q.data.mT.reshape(q.data.shape))
+
+    monkeypatch.setattr(_frozen, "_quantized", as_stored)
+    with pytest.raises(AssertionError, match="differ"):
+        compare()
+
+
+def test_the_kernel_in_its_own_dtype(monkeypatch):
+    """Not in the layer's: codes of a float32 kernel where the layer computes in bfloat16."""
+    _, variables, _ = models.linen("Dense, bf16")
+    freeze_operands = _frozen.freeze_operands
+
+    def of_float32(x_shape, kernel, *args, **options):
+        return freeze_operands(x_shape, variables["params"]["kernel"], *args, **options)
+
+    monkeypatch.setattr(_frozen, "freeze_operands", of_float32)
+    with pytest.raises(AssertionError, match="differ"):
+        compare()
+
+
+def test_histories_by_sum(monkeypatch):
+    """Without `max_grad` autodiff adds what the calls of a checkpointed layer return; and `update_state` says so."""
+    test_calibrate.test_a_layer_called_twice()
+    jax.clear_caches()
+    monkeypatch.setattr(_calibrate, "max_grad", lambda tree: tree)
+    with pytest.raises((AssertionError, ValueError), match=r"differ|update_state: .*summed"):
+        test_calibrate.test_a_layer_called_twice()
+
+
+def test_histories_that_do_not_move(monkeypatch):
+    monkeypatch.setattr(_calibrate, "update_state", lambda old, new: old)
+    with pytest.raises(AssertionError, match="differ"):
+        test_calibrate.test_linen()

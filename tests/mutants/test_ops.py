@@ -1,0 +1,276 @@
+"""Every mutant of the package must make the oracle comparison fail; the package as it is must not.
+
+A mutant that survives here means that a check elsewhere proves nothing. Mutants replace a function of the package by
+one with a flaw that peers have had, then run the very comparisons of delayed_scaling and ops/cases.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from ops import cases
+from recipes.delayed_cases import compare_run, scripted_run
+
+import jaxfp8
+from jaxfp8 import ops, recipes
+from jaxfp8.numerics import _scaling
+from jaxfp8.recipes import _tensorwise
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
+HISTORY = 4
+
+
+def compare_steps(recipe=None, options=None) -> None:
+    """A run with every event against the oracle: raises AssertionError at the first difference."""
+    recipe = recipe or jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+    compare_run(recipe, scripted_run(np.float32), options)
+
+
+# --------------------------------------------------------------------------------------------------- mutants of a step
+
+
+def matmul_mutant(change):
+    """scaled_matmul with its arguments changed: `change(index of the product, a_scale_inv, b_scale_inv)`."""
+
+    def install(monkeypatch):
+        original, count = ops.scaled_matmul, [0]
+
+        def mutant(a, b, a_scale_inv, b_scale_inv, **options):
+            scales = change(count[0], a_scale_inv, b_scale_inv)
+            count[0] += 1
+            return original(a, b, *scales, **options)
+
+        monkeypatch.setattr(ops, "scaled_matmul", mutant)
+
+    return install
+
+
+def only(product, change):
+    """Applies `change` to one of the three products: 0 fprop, 1 dgrad, 2 wgrad."""
+    return matmul_mutant(lambda i, a, b: change(a, b) if i == product else (a, b))
+
+
+def read_mutant(change):
+    """Change what is read of states: `change(step, state) -> step`."""
+
+    def install(monkeypatch):
+        def mutant(quantizers, states, reading, original=recipes.read_states):
+            steps = zip(original(quantizers, states, reading), states, strict=True)
+            return [None if step is None else change(step, state) for step, state in steps]
+
+        monkeypatch.setattr(recipes, "read_states", mutant)
+
+    return install
+
+
+def next_mutant(change):
+    """Change the next states: `change(next state, q) -> next state`."""
+
+    def install(monkeypatch):
+        def mutant(quantized, reduce, reading, original=recipes.next_states):
+            states = zip(original(quantized, reduce, reading), quantized, strict=True)
+            return [None if state is None else change(state, q) for state, q in states]
+
+        monkeypatch.setattr(recipes, "next_states", mutant)
+
+    return install
+
+
+def swapped_formats(monkeypatch):
+    original = jaxfp8.DelayedScaling.quantizers
+
+    def mutant(self):
+        forward, _, backward = original(self)
+        return backward, backward, forward
+
+    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", mutant)
+
+
+def e4m3_for_everything(monkeypatch):
+    original = jaxfp8.DelayedScaling.quantizers
+    monkeypatch.setattr(jaxfp8.DelayedScaling, "quantizers", lambda self: (original(self)[0],) * 3)
+
+
+# Both quantizing ops, where quantizers call them.
+QUANTIZE = ("quantize_with", "quantize_transpose_with")
+
+
+def op_mutant(change):
+    """Both quantizing ops with changed arguments: `change(x, scale) -> (x, scale)`."""
+
+    def install(monkeypatch):
+        for name in QUANTIZE:
+            original = getattr(_tensorwise, name)
+
+            def mutant(x, scale, dtype, original=original, **options):
+                return original(*change(x, scale), dtype, **options)
+
+            monkeypatch.setattr(_tensorwise, name, mutant)
+
+    return install
+
+
+def amax_after_scaling(monkeypatch):
+    for name in QUANTIZE:
+        original = getattr(_tensorwise, name)
+
+        def mutant(x, scale, dtype, original=original, **options):
+            *data, amax = original(x, scale, dtype, **options)
+            return *data, amax * jnp.reshape(scale, ())
+
+        monkeypatch.setattr(_tensorwise, name, mutant)
+
+
+def unclamped_scale(monkeypatch):
+    def mutant(histories, stored, original=ops.delayed_scales, **options):
+        scales = []
+        for found, history, old, top in zip(
+            original(histories, stored, **options), histories, stored, options["fp8_max"], strict=True
+        ):
+            amax = _scaling.abs_max(_scaling.clean(history)).reshape(1)
+            scale = jnp.where(amax > 0, jnp.float32(top) / amax, 1 / old)
+            scales.append(found._replace(scale=scale, scale_inv=1 / scale))
+        return scales
+
+    monkeypatch.setattr(ops, "delayed_scales", mutant)
+
+
+def ones(*scales):
+    return tuple(jnp.ones_like(scale) for scale in scales)
+
+
+def with_history(step, history):
+    return dataclasses.replace(step, history=history)
+
+
+STEP_MUTANTS = {
+    "fprop without a_scale_inv": only(0, lambda a, b: (*ones(a), b)),
+    "fprop without b_scale_inv": only(0, lambda a, b: (a, *ones(b))),
+    "dgrad without the scale of grad": only(1, lambda a, b: (*ones(a), b)),
+    "dgrad without the scale of kernel": only(1, lambda a, b: (a, *ones(b))),
+    "wgrad without one scale": only(2, lambda a, b: (*ones(a), b)),
+    "wgrad without the other scale": only(2, lambda a, b: (a, *ones(b))),
+    "scales rounded to bf16": matmul_mutant(
+        lambda i, *scales: tuple(s.astype(jnp.bfloat16).astype(jnp.float32) for s in scales)
+    ),
+    "scale where scale_inv belongs": matmul_mutant(lambda i, a, b: (1 / a, b)),
+    "e4m3 and e5m2 swapped": swapped_formats,
+    "e4m3 for everything": e4m3_for_everything,
+    "stale scale_inv": read_mutant(lambda step, state: dataclasses.replace(step, scale_inv=state.scale)),
+    "scale not stored": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
+    "scale stored instead of scale_inv": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)),
+    "the roll forgotten": read_mutant(lambda step, state: with_history(step, state.amax_history.at[0].set(0))),
+    "rolled the other way": read_mutant(
+        lambda step, state: with_history(step, jnp.roll(state.amax_history, 1).at[0].set(0))
+    ),
+    "newest in the last slot": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
+    ),
+    "inf recorded in the history": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(q.step.amax[0]))
+    ),
+    "the amax of a step lost": next_mutant(
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
+    ),
+    "amax of this step in this step's scale": op_mutant(
+        lambda x, scale: (x, jnp.reshape(jnp.where(_scaling.abs_max(x) > 0, 448 / _scaling.abs_max(x), 1), scale.shape))
+    ),
+    "amax after scaling": amax_after_scaling,
+    "scale rounded to bf16 before quantizing": op_mutant(
+        lambda x, scale: (x, scale.astype(jnp.bfloat16).astype(jnp.float32))
+    ),
+    "bad values saturate": op_mutant(lambda x, scale: (jnp.nan_to_num(x), scale)),
+    "no clamp of the scale": unclamped_scale,
+}
+
+
+@pytest.mark.parametrize("install", STEP_MUTANTS.values(), ids=STEP_MUTANTS)
+def test_mutant_of_a_step_is_caught(install, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare_steps()
+
+
+RECIPE_MUTANTS = {
+    "sum for max": ({"amax_compute_algo": lambda history: history.sum()}, oracle.Options()),
+    "mean for max": ({"amax_compute_algo": lambda history: history.mean()}, oracle.Options()),
+    "most_recent for max": ({"amax_compute_algo": "most_recent"}, oracle.Options()),
+    "max for most_recent": ({}, oracle.Options(amax_compute_algo="most_recent")),
+    "oldest for most_recent": (
+        {"amax_compute_algo": lambda history: history[1]},
+        oracle.Options(amax_compute_algo="most_recent"),
+    ),
+    "margin ignored": ({}, oracle.Options(margin=1)),
+    "margin of the wrong sign": ({"margin": -1}, oracle.Options(margin=1)),
+    "first step at scale 1": ({}, oracle.Options(first_step="current")),
+    "a history shorter by one": ({"amax_compute_algo": lambda history: history[:-1].max()}, oracle.Options()),
+}
+
+
+@pytest.mark.parametrize("keywords, options", RECIPE_MUTANTS.values(), ids=RECIPE_MUTANTS)
+def test_mutant_of_the_recipe_is_caught(keywords, options):
+    """The package runs another recipe than the oracle: no option may pass for another."""
+    with pytest.raises(AssertionError):
+        compare_steps(jaxfp8.DelayedScaling(amax_history_len=HISTORY, **keywords), options)
+
+
+# ------------------------------------------------------------------------------------------------ mutants of quantize
+
+
+def plain_cast(y, dtype):
+    return y.astype(dtype)
+
+
+def saturating_cast(y, dtype):
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(y, -largest, largest).astype(dtype)
+
+
+def quantize_with(encode):
+    """quantize with another rounding; the amax stays right."""
+
+    def mutant(x, scale, dtype):
+        x = jnp.asarray(x)
+        return encode(x, jnp.float32(scale), dtype), ops.amax(x)
+
+    return mutant
+
+
+def truncated(x, scale, dtype):
+    """Drops the bits below the mantissa: rounds toward zero."""
+    keep = 23 - jnp.finfo(dtype).nmant
+    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) >> keep << keep
+    return saturating_cast(jax.lax.bitcast_convert_type(y, jnp.float32), dtype)
+
+
+def ties_away(x, scale, dtype):
+    shift = 23 - jnp.finfo(dtype).nmant
+    y = jax.lax.bitcast_convert_type(x * scale, jnp.uint32) + jnp.uint32(1 << (shift - 1))
+    return saturating_cast(jax.lax.bitcast_convert_type(y >> shift << shift, jnp.float32), dtype)
+
+
+CODE_MUTANTS = {
+    "no saturation": quantize_with(lambda x, s, d: plain_cast(x * s, d)),
+    "Inf and NaN saturate": quantize_with(lambda x, s, d: saturating_cast(jnp.nan_to_num(x) * s, d)),
+    "Inf saturates": quantize_with(lambda x, s, d: saturating_cast(x * s, d)),
+    "rounded twice, through bf16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.bfloat16), d)),
+    "rounded twice, through f16": quantize_with(lambda x, s, d: saturating_cast((x * s).astype(jnp.float16), d)),
+    "truncated": quantize_with(truncated),
+    "ties away from zero": quantize_with(ties_away),
+    "divides by the inverse": quantize_with(lambda x, s, d: saturating_cast(x / (1 / s), d)),
+    "amax loses NaN": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.nanmax(jnp.abs(x))),
+    "amax without abs": lambda x, s, d: (ops.quantize(x, s, d)[0], jnp.max(jnp.where(jnp.isfinite(x), x, jnp.inf))),
+}
+
+
+@pytest.mark.parametrize("mutant", CODE_MUTANTS.values(), ids=CODE_MUTANTS)
+def test_mutant_of_quantize_is_caught(mutant):
+    """Each on inputs that are finite where that is not what the mutant is about, so that NaNs do not catch them all."""
+    with pytest.raises(AssertionError):
+        for fmt in cases.FORMATS:
+            for x in (oracle.rounding_probes(fmt), *np.float32([[1, 1e30], [-5, 1], [1, np.inf], [1, np.nan]])):
+                for scale in np.float32([1, 0.3]):
+                    cases.assert_quantized(mutant(x, scale, cases.dtype_of(fmt)), x, scale, fmt)

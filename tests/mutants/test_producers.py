@@ -1,0 +1,149 @@
+"""Mutants of the fused producers must fail the comparisons of their tests; the package as it is must not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax import lax
+from oracle import gradients as oracle_gradients
+
+from jaxfp8 import ops
+from jaxfp8.ops import _quantize_activation, _quantize_activation_grad, _quantize_norm, _shapes
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
+
+
+def compare_activations() -> None:
+    rng = np.random.default_rng(0)
+    for name in _quantize_activation.ACTIVATIONS:
+        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        for scale in np.float32([3.3, 2.0**24]):  # with the second the tails are what has codes
+            with ops.implementation("reference"):
+                got = ops.quantize_activation(x, scale, oracle.E4M3.dtype, activation=name)
+            oracle.activation(x, name).check(*map(np.asarray, got), scale, oracle.E4M3, what=name)
+
+
+def compare_norms() -> None:
+    rng = np.random.default_rng(0)
+    # Integers, whose sums are exact in f32: `depth` 1, whatever the order.
+    x = (2.0**13 + rng.integers(-3, 4, (64, 128))).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, 128)).astype(np.float32)
+    for kind, b in (("rms", None), ("layer", beta)):
+        with ops.implementation("reference"):
+            got = ops.quantize_norm(x, gamma, b, np.float32(30), oracle.E4M3.dtype, kind=kind, epsilon=0.5)
+        # The squares of "rms" are below 2^27, and their sums rounded.
+        values = oracle.norm(x, gamma, b, kind, 0.5, depth=128 if kind == "rms" else 1)
+        values.check(*map(np.asarray, got), np.float32(30), oracle.E4M3, what=kind)
+
+
+def compare_gradients() -> None:
+    rng = np.random.default_rng(0)
+    for name in _quantize_activation.ACTIVATIONS:
+        x = (3 * rng.standard_normal((64, 2, 128) if name.endswith("_gated") else (64, 128))).astype(np.float32)
+        grad = rng.standard_normal((64, 128)).astype(np.float32)
+        with ops.implementation("reference"):
+            got = ops.quantize_activation_grad(x, grad, np.float32(3.3), oracle.E4M3.dtype, activation=name)
+        data, data_t, top = map(np.asarray, got)
+        values = oracle_gradients.activation(x, grad, name)
+        values = oracle.Values(*(part.reshape(64, -1) for part in (values.exact, values.bound)))
+        codes = data.reshape(64, -1), data_t.reshape(-1, 64), top
+        values.check(*codes, np.float32(3.3), oracle.E4M3, what=name)
+
+
+def function(name, mutant):
+    return lambda monkeypatch: monkeypatch.setitem(_quantize_activation._FUNCTIONS, name, mutant)
+
+
+def values(module, name, change):
+    """The f32 values, changed before they are quantized."""
+
+    def install(monkeypatch):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: change(original(*arguments)))
+
+    return install
+
+
+def statistics(mutant):
+    return lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_statistics", mutant)
+
+
+def rounded_to_bf16(h):
+    return h.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def fast_variance(x, kind, epsilon):
+    mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
+    variance = jnp.mean(x * x, axis=-1, keepdims=True) - mean * mean
+    return lax.rsqrt(variance + epsilon), mean
+
+
+def epsilon_outside(x, kind, epsilon):
+    mean = jnp.mean(x, axis=-1, keepdims=True) * float(kind == "layer")
+    return 1 / (jnp.sqrt(jnp.mean((x - mean) ** 2, axis=-1, keepdims=True)) + epsilon), mean
+
+
+def without_mean(x, kind, epsilon):
+    del kind
+    return lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + epsilon), None
+
+
+def parameters_swapped(x, rstd, mean, gamma, beta):
+    gamma, beta = (gamma, None) if beta is None else (beta, gamma)
+    y = (x if mean is None else x - mean) * (rstd * gamma)
+    return y if beta is None else y + beta
+
+
+def amax_of_codes(monkeypatch):
+    """The amax after saturation."""
+
+    def clipped(x, vmap_dims):
+        del vmap_dims
+        return jnp.max(jnp.abs(jnp.clip(x, -2, 2))).reshape(1)
+
+    monkeypatch.setattr(_shapes, "abs_max", clipped)
+
+
+ACTIVATION_MUTANTS = {
+    "gelu by erf": function("gelu", lambda x: jax.nn.gelu(x, approximate=False)),
+    "gelu that cancels": function("gelu", jax.nn.gelu),
+    "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
+    "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "a rounding to bf16": values(_quantize_activation, "_activate", rounded_to_bf16),
+    "amax of what is left": amax_of_codes,
+}
+GRADIENT_MUTANTS = {
+    "silu of 1.702 x": function("silu", lambda x: x * lax.logistic(1.702 * x)),
+    "leaky relu": function("relu", lambda x: jnp.where(x <= 0, 0.01 * x, x)),
+    "a rounding to bf16": values(_quantize_activation_grad, "activation_grad", rounded_to_bf16),
+    "gate and up swapped": values(_quantize_activation_grad, "activation_grad", lambda dx: dx[:, ::-1]),
+    "the activation is its own derivative": lambda monkeypatch: monkeypatch.setattr(
+        _quantize_activation_grad,
+        "activation_grad",
+        lambda x, grad, activation: x * (grad[:, None] if x.ndim == 3 else grad),
+    ),
+    "amax of what is left": amax_of_codes,
+}
+NORM_MUTANTS = {
+    "E[x^2] - E[x]^2": statistics(fast_variance),
+    "epsilon outside of the root": statistics(epsilon_outside),
+    "no mean": statistics(without_mean),
+    "gamma and beta swapped": lambda monkeypatch: monkeypatch.setattr(_quantize_norm, "_affine", parameters_swapped),
+    "a rounding to bf16": values(_quantize_norm, "_affine", rounded_to_bf16),
+    "amax of what is left": amax_of_codes,
+}
+
+
+COMPARED = [
+    *((mutant, compare_activations) for mutant in ACTIVATION_MUTANTS.values()),
+    *((mutant, compare_gradients) for mutant in GRADIENT_MUTANTS.values()),
+    *((mutant, compare_norms) for mutant in NORM_MUTANTS.values()),
+]
+
+
+@pytest.mark.parametrize("install, compare", COMPARED, ids=[*ACTIVATION_MUTANTS, *GRADIENT_MUTANTS, *NORM_MUTANTS])
+def test_mutant_is_caught(monkeypatch, install, compare):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare()

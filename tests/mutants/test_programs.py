@@ -1,0 +1,165 @@
+"""Mutants of how uses combine: each must make the comparison of `programs/` fail, on the program named."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import functional, known_amax, test_readings
+from programs.functional import PROGRAMS
+
+import jaxfp8
+from jaxfp8 import recipes
+from jaxfp8._jax import _compat
+from jaxfp8.recipes import _reading
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
+
+
+class Raw(functional.Functional):
+    """`update_state` does not repair what comes back: the cotangent is the next state, zeros leave the old one."""
+
+    def step(self, kernel, xs, grads):
+        value, ((dkernel, state), dx) = self.run((kernel, self.packed), xs, grads)
+        self.packed = state if any(np.any(leaf) for leaf in jax.tree.leaves(state)) else self.packed
+        return value, dkernel, dx
+
+
+def compare(name, recipe=known_amax.RECIPES["delayed"]):
+    program = PROGRAMS[name]
+    differentiate = functional.max_grad if program.cast else jax.value_and_grad
+    known_amax.check(Raw, program, recipe, differentiate=differentiate)
+
+
+def addition(function):
+    """The addition of the max dtype replaced by a function of f32 arrays."""
+
+    def install(monkeypatch):
+        def add(dtype, x, y):
+            return _compat.to_max(function(_compat.from_max(x), _compat.from_max(y)), dtype)
+
+        monkeypatch.setattr(_compat._MaxRules, "add", staticmethod(add))
+
+    return install
+
+
+def neutral_element(value):
+    def install(monkeypatch):
+        def zero(dtype):
+            return _compat._MaxRules.full((), value, dtype)
+
+        monkeypatch.setattr(_compat._MaxRules, "zero", staticmethod(zero))
+
+    return install
+
+
+def rolled_again(x, y):
+    """A use pushes its amax onto the history that the last use left: a history entry for each microbatch."""
+    if x.shape[-1] == 1:
+        return jnp.maximum(x, y)
+    return jnp.roll(x, -1, axis=-1).at[..., 0].set(y[..., 0])
+
+
+def cast_at_every_use(monkeypatch):
+    """The casts of two uses are two values, so that autodiff adds their cotangents in f32."""
+    monkeypatch.setattr(_compat._MemoizedCast, "bind_with_trace", _compat._Cast.bind_with_trace)
+
+
+def max_grad_forgotten(monkeypatch):
+    monkeypatch.setattr(jaxfp8, "max_grad", lambda tree: tree)
+
+
+def newest_amax_unrolled(monkeypatch):
+    """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
+
+    def mutant(quantizers, states, reading, original=recipes.read_states):
+        runs = zip(original(quantizers, states, reading), states, strict=True)
+        return [run and dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
+
+    monkeypatch.setattr(recipes, "read_states", mutant)
+
+
+MUTANTS = {
+    "sum for max, called twice": (addition(jnp.add), "loop"),
+    "sum for max, scan": (addition(jnp.add), "scan"),
+    "sum for max, carry": (addition(jnp.add), "carry"),
+    "sum for max, scan in vmap": (addition(jnp.add), "scan in vmap"),
+    "the last use for max": (addition(lambda x, y: x), "loop"),
+    "the last use for max, scan": (addition(lambda x, y: x), "scan"),
+    "the first use for max": (addition(lambda x, y: y), "loop"),
+    "the first use for max, scan": (addition(lambda x, y: y), "scan"),
+    "roll per microbatch, called twice": (addition(rolled_again), "loop"),
+    "roll per microbatch, scan": (addition(rolled_again), "scan"),
+    "neutral element -inf": (neutral_element(-jnp.inf), "not taken"),
+    "neutral element 1": (neutral_element(1.0), "not taken"),
+    "neutral element 1, some iterations": (neutral_element(1.0), "some iterations"),
+    "cast at every use": (cast_at_every_use, "loop"),
+    "max_grad forgotten": (max_grad_forgotten, "carry"),
+    "history not rolled": (newest_amax_unrolled, "loop"),
+}
+
+
+@pytest.mark.parametrize("install, program", MUTANTS.values(), ids=MUTANTS)
+def test_mutant_is_caught(install, program, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        compare(program)
+
+
+# The scale of the package comes from other slots than that of the oracle.
+SLOTS = {
+    "scale from the newest slot": lambda history: history[0],
+    "scale from the oldest slot": lambda history: history[1],
+    "scale without the oldest slot": lambda history: jnp.delete(history, 1).max(),
+}
+
+
+@pytest.mark.parametrize("mutant", SLOTS)
+def test_scale_of_other_slots_is_caught(mutant):
+    recipe = jaxfp8.DelayedScaling(amax_history_len=known_amax.HISTORY, amax_compute_algo=SLOTS[mutant])
+    with pytest.raises(AssertionError):
+        compare("loop", dataclasses.replace(known_amax.RECIPES["delayed"], recipe=recipe))
+
+
+def without(position):
+    """The cotangent of a reading lacks what an operand recorded."""
+
+    def install(monkeypatch):
+        def mutant(recorded, reduce, reading, original=_reading.cotangent):
+            return original([None if i == position else pair for i, pair in enumerate(recorded)], reduce, reading)
+
+        monkeypatch.setattr(_reading, "cotangent", mutant)
+
+    return install
+
+
+def not_finite_amaxes_count(monkeypatch):
+    """The amax of a use that is not finite hides that of another use."""
+    monkeypatch.setattr(_reading, "_usable", lambda ct: ct)
+
+
+def another_kernels_scale(monkeypatch):
+    """The scale that the backward computes again is that of x for the kernel, too."""
+
+    def mutant(quantizers, states, reading, original=recipes.read_states):
+        steps = original(quantizers, states, reading)
+        return [steps[0], steps[0], *steps[2:]] if reading is not None and len(steps) == 3 else steps
+
+    monkeypatch.setattr(recipes, "read_states", mutant)
+
+
+READINGS = {
+    "amax of x": (without(0), test_readings.scan),
+    "amax of the kernel": (without(1), test_readings.scan),
+    "amax of the gradient": (without(2), test_readings.scan),
+    "not finite amaxes count": (not_finite_amaxes_count, test_readings.called_twice),
+    "scale of another operand in the backward": (another_kernels_scale, test_readings.scan),
+}
+
+
+@pytest.mark.parametrize("install, loop", READINGS.values(), ids=READINGS)
+def test_mutant_of_a_reading_is_caught(install, loop, monkeypatch):
+    install(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_readings.assert_same_steps(loop, test_readings.DELAYED)

@@ -1,0 +1,51 @@
+"""The gradients of activations in float64, and how far an f32 implementation may be from them; shares no code with the
+package.
+"""
+
+import numpy as np
+
+from oracle import Values, widen
+
+_U = 2.0**-24
+
+
+def activation(x, grad, name: str, grad_bound=0.0) -> Values:
+    """The gradient of `oracle.activation(x, name)` with respect to x, of its shape, from that of its result.
+
+    With a function a s(z), its derivative is s + a s (1 - s) z'. As in oracle.activation s is off by (5 |z| + 8) u of
+    itself, and so 1 - s by (5 |z| + 9) u absolutely; from z = 25 on 1 + exp(-z) is 1 in f32, s is 1 and 1 - s below
+    2^-36, whatever x and z' are. z' and the products add less than 16 u; an s that is flushed, below 2^-126, at most
+    2^-116 of the gradient: there x z' is below 2^9, and s falls faster than x z' grows.
+
+    Args:
+        x: `[..., n]`, gated `[..., 2, n]`.
+        grad: of the result, `[..., n]`; it is off by `grad_bound`.
+        name: of the activation.
+    """
+    x, grad = widen(x, np.float64), widen(grad, np.float64)
+    gated = name.endswith("_gated")
+    gate, up = (x[..., 0, :], x[..., 1, :]) if gated else (x, np.ones_like(x))
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if name == "relu":
+            f, f_bound, df, df_bound = np.maximum(gate, 0), 0.0, np.where(gate <= 0, 0.0, 1.0), 0.0
+        else:
+            c = 2 * np.sqrt(2 / np.pi)
+            z, dz = (gate, 1.0) if "silu" in name else (c * (gate + 0.044715 * gate**3), c * (1 + 0.134145 * gate**2))
+            s, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
+            off = (5 * np.abs(z) + 24) * _U
+            inner = np.where(rest == 0, 0, np.where(s == 0, 0, gate * s * rest * dz))
+            inner_off = np.where(z >= 25, np.abs(inner), np.abs(gate) * s * dz * off)
+            f, f_bound = gate * s, np.abs(gate * s) * off
+            df, df_bound = s + inner, np.where(s == 0, 0, s * np.minimum(off, 1) + inner_off)
+        parts = [_times(grad, grad_bound, df * up, df_bound * np.abs(up))]
+        if gated:
+            parts.append(_times(grad, grad_bound, f, f_bound))
+    exact, bound = (np.stack(part, axis=-2) if gated else part[0] for part in zip(*parts, strict=True))
+    return Values(exact, np.where(np.isfinite(exact), bound, 0))
+
+
+def _times(grad, grad_bound, factor, factor_bound):
+    """A gradient times a factor, both with errors, and some roundings: `(exact, bound)`."""
+    exact, size = grad * factor, np.abs(grad) + grad_bound
+    bound = grad_bound * np.abs(factor) + size * factor_bound
+    return exact, bound + 8 * _U * (np.abs(exact) + size * factor_bound) + 2.0**-116 * (1 + size)

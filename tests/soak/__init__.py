@@ -1,1 +1,0 @@
-"""A long random run, every step compared with numpy: `python -m tests.soak --steps 500 --seed 0`."""

@@ -1,1 +1,0 @@
-"""State under JAX's transformations: random programs and written ones, against a simulation in numpy."""
