@@ -2,7 +2,7 @@
 
     python tests/native/handlers.py MODULE
 
-The calls are those of `tests/ops/targets.py` and of `tests/bad_days/fuzz`: good ones are compared, bit for bit, with the
+The calls are those of `tests/ops/targets.py` and `tests/bad_days/fuzz`: good ones are compared, bit for bit, with the
 oracle, bad ones must come back as INVALID_ARGUMENT. The module is given by path, so that an instrumented build can be
 tested beside the installed one; the package itself is not imported.
 """
