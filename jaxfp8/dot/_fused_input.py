@@ -21,7 +21,7 @@ from .. import ops
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._implementation import using
-from ..ops._quantize_activation_grad import activation_grad, quantize_activation_grad_with
+from ..ops._quantize_activation_grad import activation_grad
 from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized, has_counters
 
 # Name for rematerialization policies (checkpoint_policies.py).
@@ -79,8 +79,7 @@ class Activated(FusedInput):
 
     def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
         """Quantize the values by the op; see `quantize_fused`."""
-        op = _quantize_activation.quantize_activation_with
-        return op(self.x, scale, dtype, activation=self.activation, **options)
+        return ops.quantize_activation(self.x, scale, dtype, activation=self.activation, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +110,7 @@ class Normalized(FusedInput):
     def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
         """Quantize the values by the op; see `quantize_fused`."""
         options |= {"kind": self.kind, "epsilon": self.epsilon}
-        return _quantize_norm.quantize_norm_with(self.x, self.scale, self.bias, scale, dtype, **options)
+        return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -235,7 +234,7 @@ def quantize_gradient(
 
     def quantize(*scaling, **recording):
         operands = grad.y, grad.grad, *scaling
-        return quantize_activation_grad_with(*operands, activation=grad.activation, **layout, **recording)
+        return ops.quantize_activation_grad(*operands, activation=grad.activation, **layout, **recording)
 
     q, *sums = _quantize_by(quantize, quantizer, step, options, current_amax, values)
     return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None

@@ -116,11 +116,12 @@ def produced(op, name, x, scale, more, amax, *, dtype, transpose, with_amax, col
     """Check the arguments that all these ops take, and call the primitive.
 
     Returns:
-        `(data, data_t, amax)`, the amax f32[1]; None for data_t without `transpose` and for the amax without
-        `with_amax`. With `column_sums` also the sums.
+        `(data, data_t, amax)`, the amax in the shape of the argument; None for data_t without `transpose` and for the
+        amax without `with_amax`. With `column_sums` also the sums.
     """
     scale, *amax_so_far = _checks.quantizer_operands(name, scale, amax)
     dtype, transpose = _checks.dtype(name, "dtype", dtype, FP8_DTYPES), bool(transpose)
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "column_sums": column_sums}
     data, *rest = op(x, scale, *more, *amax_so_far, **options, **static)
-    return data, rest.pop(0) if transpose else None, rest.pop(0) if with_amax else None, *rest
+    data_t = rest.pop(0) if transpose else None
+    return data, data_t, _quantize.returned_amax(amax, rest.pop(0) if with_amax else None), *rest

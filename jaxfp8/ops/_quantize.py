@@ -12,8 +12,8 @@ from ._primitive import ONE, dims, tensor_op
 
 
 def quantize(
-    x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: ArrayLike, scale: ArrayLike, dtype: DTypeLike, *, amax: ArrayLike | None = None, with_amax: bool = True
+) -> tuple[jax.Array, jax.Array | None]:
     """Quantize `x` and compute its amax, with one read of `x`.
 
     Equivalent to, with `y = x.astype(f32) * scale`:
@@ -30,25 +30,26 @@ def quantize(
         dtype: float8_e4m3fn or float8_e5m2.
         amax: f32[] or f32[1], not negative: the amax so far; 0 by default. The op raises it in place, so that with a
             zero out of another op, such as `ops.delayed_scales`, the quantization is a single launch on a GPU.
+        with_amax: whether to compute the amax.
 
     Returns:
-        `(data, amax)`: data of `dtype` with the shape of x, amax f32[].
+        `(data, amax)`: data of `dtype` with the shape of x; amax f32, of the shape of the argument `amax`, else f32[],
+        or None without `with_amax`.
 
     Raises:
         TypeError: x, scale, amax or dtype has another dtype; or the op is differentiated.
         ValueError: scale or amax has another shape.
     """
-    data, amax = quantize_with(x, scale, dtype, amax=amax, with_amax=True)
-    return data, amax.reshape(())
-
-
-def quantize_with(x, scale, dtype, *, amax, with_amax):
-    """Quantize as `quantize` does, with the amax as f32[1]; without `with_amax` no amax is computed, and is None."""
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, *amax = _quantize(x, *operands, dtype=dtype, with_amax=with_amax)
-    return data, amax[0] if with_amax else None
+    data, *raised = _quantize(x, *operands, dtype=dtype, with_amax=with_amax)
+    return data, returned_amax(amax, *raised)
+
+
+def returned_amax(amax, raised=None):
+    """Return a raised amax, f32[1], in the shape of the argument `amax`, f32[] by default; None where there is none."""
+    return None if raised is None else raised.reshape(() if amax is None else jnp.shape(amax))
 
 
 def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=False, rows=0, cols=0, column_sums=False):

@@ -90,8 +90,9 @@ def quantize_activation(
     activation: str,
     transpose: bool = True,
     amax: ArrayLike | None = None,
+    with_amax: bool = True,
     rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Quantize `activate(x, activation)`, kept in f32, with one read of `x`.
 
     Equivalent to, without a rounding in between:
@@ -109,23 +110,16 @@ def quantize_activation(
         dtype: float8_e4m3fn or float8_e5m2.
         activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of h.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, the amax of h.
 
     Raises:
         TypeError: x, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, or `activation` is not one of the names.
     """
-    options = {"activation": activation, "transpose": transpose, "rows": rows}
-    data, data_t, amax = quantize_activation_with(x, scale, dtype, amax=amax, with_amax=True, **options)
-    return data, data_t, amax.reshape(())
-
-
-def quantize_activation_with(x, scale, dtype, *, activation, transpose=True, rows, amax, with_amax):
-    """Quantize as `quantize_activation` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_activation"
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)

@@ -42,6 +42,7 @@ def quantize_activation_grad(
     activation: str,
     transpose: bool = True,
     amax: ArrayLike | None = None,
+    with_amax: bool = True,
     rows: int = 1,
     column_sums: bool = False,
 ) -> tuple[jax.Array | None, ...]:
@@ -62,29 +63,20 @@ def quantize_activation_grad(
         dtype: float8_e4m3fn or float8_e5m2.
         activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
         column_sums: whether to return the sums of dx over its rows too: the gradient of a bias that was added to x.
             The sums need `transpose`.
 
     Returns:
         `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated `[..., 2, n, m]` (or None), of
-        `dtype`, amax f32[] of dx. With `column_sums` also the sums, f32 `[..., n]`, gated `[..., 2, n]`.
+        `dtype`, the amax of dx. With `column_sums` also the sums, f32 `[..., n]`, gated `[..., 2, n]`.
 
     Raises:
         TypeError: x, grad, scale, dtype, amax or column_sums has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, `activation` is not one of the names, or column_sums comes without
             transpose.
     """
-    options = {"activation": activation, "transpose": transpose, "rows": rows, "column_sums": column_sums}
-    data, data_t, amax, *sums = quantize_activation_grad_with(x, grad, scale, dtype, amax=amax, **options)
-    return data, data_t, amax.reshape(()), *sums
-
-
-def quantize_activation_grad_with(
-    x, grad, scale, dtype, *, activation, transpose, rows, amax, with_amax=True, column_sums=False
-):
-    """Quantize as `quantize_activation_grad` does, with the amax as f32[1]; None without `with_amax`."""
     x = _checks.high_precision(_OP, "x", x)
     _quantize_activation.check(_OP, x, activation, rows)
     grad = _checks.high_precision(_OP, "grad", grad)

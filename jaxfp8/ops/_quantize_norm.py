@@ -76,8 +76,9 @@ def quantize_norm(
     epsilon: float,
     transpose: bool = True,
     amax: ArrayLike | None = None,
+    with_amax: bool = True,
     rows: int = 1,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Quantize `normalize(x, gamma, beta, kind, epsilon)`, kept in f32.
 
     On a GPU XLA computes the statistics of the rows of x, if possible in the pass that writes x. The kernel then reads
@@ -102,24 +103,17 @@ def quantize_norm(
         kind: "rms" or "layer"; see `normalize`.
         epsilon: a finite number of at least 0; see `normalize`.
         transpose: whether to return data_t.
-        amax: f32[] or f32[1], not negative: the amax so far. The returned amax is at least as large.
+        amax, with_amax: see `quantize`.
         rows: the number of dimensions that m stands for.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, amax f32[] of y.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, the amax of y.
 
     Raises:
         TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
             negative or not finite.
     """
-    options = {"kind": kind, "epsilon": epsilon, "transpose": transpose, "rows": rows}
-    data, data_t, amax = quantize_norm_with(x, gamma, beta, scale, dtype, amax=amax, with_amax=True, **options)
-    return data, data_t, amax.reshape(())
-
-
-def quantize_norm_with(x, gamma, beta, scale, dtype, *, kind, epsilon, transpose=True, rows, amax, with_amax):
-    """Quantize as `quantize_norm` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_norm"
     x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
     # The statistics of a row are known only after the whole row was read. XLA computes them, if possible in the pass

@@ -14,8 +14,9 @@ def quantize_transpose(
     rows: int = 1,
     cols: int = 1,
     amax: ArrayLike | None = None,
+    with_amax: bool = True,
     column_sums: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | None, ...]:
     """Quantize `x` in both layouts: FP8 GEMMs on Hopper and Ada read both operands along the contraction.
 
     Equivalent to `data, amax = quantize(x, scale, dtype, amax=amax); data_t = data.mT` with one read of `x`.
@@ -25,25 +26,19 @@ def quantize_transpose(
         scale: f32[] or f32[1], the factor of x.
         dtype: float8_e4m3fn or float8_e5m2.
         rows, cols: the numbers of dimensions that m and n stand for.
-        amax: f32[] or f32[1], not negative: the amax so far, as for `quantize`.
+        amax, with_amax: see `quantize`.
         column_sums: whether to return `jnp.sum(x.astype(f32), axis=-2)` too: the gradient of a bias, if x is the
             gradient of an output.
 
     Returns:
-        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`, amax f32[]. With `column_sums`
-        also the sums, f32 `[..., n]`, which a NaN or Inf enters as any sum; every run gives the same bytes.
+        `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` of `dtype`; amax as from `quantize`. With
+        `column_sums` also the sums, f32 `[..., n]`, which a NaN or Inf enters as any sum; every run gives the same
+        bytes.
 
     Raises:
         TypeError: x, scale, amax or dtype has another dtype; column_sums is no bool; or the op is differentiated.
         ValueError: x has fewer dimensions than `rows + cols`, or scale or amax has another shape.
     """
-    options = {"rows": rows, "cols": cols, "column_sums": column_sums}
-    data, data_t, amax, *sums = quantize_transpose_with(x, scale, dtype, amax=amax, with_amax=True, **options)
-    return data, data_t, amax.reshape(()), *sums
-
-
-def quantize_transpose_with(x, scale, dtype, *, rows, cols, amax, with_amax, column_sums):
-    """Quantize as `quantize_transpose` does, with the amax as f32[1]; None without `with_amax`."""
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     options = {"rows": rows, "cols": cols, "column_sums": _checks.flag(op, "column_sums", column_sums)}

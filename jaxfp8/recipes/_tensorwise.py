@@ -10,8 +10,6 @@ import numpy as np
 
 from .. import ops
 from ..numerics import HYBRID, Format, _scaling, fp8_max
-from ..ops._quantize import quantize_with
-from ..ops._quantize_transpose import quantize_transpose_with
 from ._quantizer import DEFAULT, FP8Quantizer, OperandOptions, Quantized, Quantizer
 from ._recipe import Recipe
 from ._tensor import QTensor
@@ -38,9 +36,9 @@ class TensorwiseQuantizer(FP8Quantizer):
         # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
         if options.columnwise:
             layout = {"rows": options.rows, "cols": options.cols, "column_sums": options.column_sums}
-            data, data_t, amax, *sums = quantize_transpose_with(x, scale, self.fp8_dtype, **recording, **layout)
+            data, data_t, amax, *sums = ops.quantize_transpose(x, scale, self.fp8_dtype, **recording, **layout)
         else:
-            data, amax = quantize_with(x, scale, self.fp8_dtype, **recording)
+            data, amax = ops.quantize(x, scale, self.fp8_dtype, **recording)
             data_t, sums = None, [options.sum_rows(x)]
         # 3. Record the amax, and count where the state has counters: counting reads x once more.
         step = self.record(step, scale, scale_inv, amax, lambda: x)

@@ -11,8 +11,6 @@ import numpy as np
 from .. import ops
 from ..numerics import E4M3, E5M2, Format
 from ..ops import _blocks, _moments
-from ..ops._quantize import quantize_with
-from ..ops._quantize_transpose import quantize_transpose_with
 from . import _comparisons, _values
 
 _F32 = np.dtype(np.float32)
@@ -104,18 +102,18 @@ def _amax(kind, rng):
     return ops.amax, [_numbers(kind, rng)]
 
 
-def _quantize(kind, rng, op=quantize_with, **layouts):
+def _quantize(kind, rng, op=ops.quantize):
     # The amax starts from 0, is raised from a given amax, or is no result: the custom call has a form for each.
     options = kind.turn(({"amax": None}, {}, {"amax": None, "with_amax": False}))
 
     def function(x, scale, least):
-        return op(x, scale, kind.form.dtype, **{"amax": least, "with_amax": True} | options | layouts)
+        return op(x, scale, kind.form.dtype, **{"amax": least} | options)
 
     return function, (_numbers(kind, rng), _values.scale(rng), _values.factors(rng, 1))
 
 
 def _quantize_transpose(kind, rng):
-    return _quantize(kind, rng, quantize_transpose_with, rows=1, cols=1, column_sums=False)
+    return _quantize(kind, rng, ops.quantize_transpose)
 
 
 def _quantize_activation(kind, rng):

@@ -9,7 +9,6 @@ from programs import known_amax
 
 from jaxfp8 import ops
 from jaxfp8.dot import _fused_input, _gemms, _product
-from jaxfp8.ops import _quantize_activation, _quantize_norm
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
 
@@ -117,13 +116,13 @@ def forgets_the_amax(q):
 
 
 MUTANTS = {
-    "codes: gate and up swapped": attribute(_quantize_activation, "quantize_activation_with", swap),
+    "codes: gate and up swapped": attribute(ops, "quantize_activation", swap),
     "gradient: gate and up swapped": attribute(ops, "activate", swap),
-    "codes: another activation": attribute(_quantize_activation, "quantize_activation_with", another),
+    "codes: another activation": attribute(ops, "quantize_activation", another),
     "gradient: another activation": attribute(ops, "activate", another),
-    "codes: another epsilon": attribute(_quantize_norm, "quantize_norm_with", without_epsilon),
+    "codes: another epsilon": attribute(ops, "quantize_norm", without_epsilon),
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
-    "codes: no bias": attribute(_quantize_norm, "quantize_norm_with", without_bias),
+    "codes: no bias": attribute(ops, "quantize_norm", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
     "an amax is forgotten": attribute(_gemms, "quantize_fused", change(step=forgets_the_amax)),
     "codes have another scale": attribute(_gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
@@ -132,7 +131,7 @@ MUTANTS = {
 # Of the gradient behind an activation.
 GRADIENT_MUTANTS = {
     "rounded to bf16 first": attribute(_gemms, "quantize_gradient", rounded_first),
-    "another gradient": attribute(_fused_input, "quantize_activation_grad_with", without_derivative),
+    "another gradient": attribute(ops, "quantize_activation_grad", without_derivative),
     "the gradient's amax is forgotten": attribute(_gemms, "quantize_gradient", forgets_the_amax_of_a_gradient),
     "the bias has no gradient": attribute(_gemms, "quantize_gradient", forgets_the_bias),
     "another y": attribute(_product, "_gradient", forgets_the_activation),
