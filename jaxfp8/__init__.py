@@ -37,6 +37,7 @@ from .numerics import E4M3 as E4M3, E5M2 as E5M2, HYBRID as HYBRID, Format as Fo
 from .ops._ffi import has_cuda_kernels as has_cuda_kernels
 from .recipes import (
     OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT,
+    ByProduct as ByProduct,
     CustomRecipe as CustomRecipe,
     DelayedScaling as DelayedScaling,
     DelayedScalingQuantizer as DelayedScalingQuantizer,

@@ -15,6 +15,12 @@ def promoted(*operands):
         return jnp.result_type(*operands)
 
 
+def not_wider(dtype, *operands):
+    """Return `dtype`, or the dtype that the operands, arrays or dtypes, promote to where `dtype` is wider."""
+    widest = promoted(*operands)
+    return dtype if promoted(widest, dtype) == widest else widest
+
+
 def compute_dtype(*arrays, dtype=None):
     """Return `dtype`, or the float dtype that the arrays promote to; a QTensor counts as its source."""
     if dtype is not None:

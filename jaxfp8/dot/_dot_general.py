@@ -16,7 +16,7 @@ from .. import recipes
 from ..ops import _checks, _quantize_activation
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _scopes
-from ._compute_dtype import promoted
+from ._compute_dtype import not_wider, promoted
 from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
@@ -105,10 +105,8 @@ def dot_general(
     if 0 in x.shape or 0 in kernel.shape:  # there is no element: gradients are zero, the state is not touched
         return finished(plus(jnp.zeros(out_shape(*both), jnp.float32), bias, 0, out_dtype))
     if recipe is None or is_small(recipe, *both):
-        dtype = out_dtype
-        if dtypes := _high_precision_dtypes((x, kernel), (x_codes, kernel_codes)):
-            widest = promoted(*dtypes)
-            dtype = out_dtype if promoted(widest, out_dtype) == widest else widest  # not wider than the operands
+        dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
+        dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
         operands = (recipes.value_of(x, x_codes, dtype), recipes.value_of(kernel, kernel_codes, dtype))
         options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
@@ -118,7 +116,8 @@ def dot_general(
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
     if fused is not None and recipe.fp8_residuals:
         x = fused.values(fp8_residual=True)
-    if fused is not None and both[0].is_rows_by_last and quantizers[0].has_one_scale:
+    is_fused = fused is not None and quantizers[0].has_one_scale and recipes.shares_codes(quantizers, 0)
+    if is_fused and both[0].is_rows_by_last:
         x_codes = fused.fixed
     product = Product(
         quantizers=quantizers,
@@ -193,9 +192,7 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         TypeError, ValueError: `state` is not a state of this recipe.
     """
     recipes.layer_asks()
-    fields = dataclasses.fields(DotGeneralState)
-    quantizers = recipes.checked(f"{op}: recipe", recipe).quantizers()
-    quantizers += (recipes.HighPrecisionQuantizer(),) * (len(fields) - len(quantizers))
+    quantizers = recipes.all_quantizers(recipes.checked(f"{op}: recipe", recipe))
     if state is None:
         if jax.tree.leaves(jax.eval_shape(lambda: recipes.init_state(recipe))):
             raise ValueError(
@@ -205,7 +202,7 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         state = DotGeneralState(None, None, None)
     if not isinstance(state, DotGeneralState):
         raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
-    for field, quantizer in zip(fields, quantizers, strict=True):
+    for field, quantizer in zip(dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True):
         quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
     return quantizers, state
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
-from ._fused_input import RESIDUAL_NAME, FusedInput, quantize_fused, quantize_gradient
+from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
 from ._layout import Layout, layouts
 from ._matmul import matmul
 
@@ -25,7 +25,8 @@ class Product:
     """The static part of one product.
 
     Attributes:
-        quantizers: the quantizers of x, kernel, grad, y and the gradient of x.
+        quantizers: the quantizers of x, kernel, grad, y and the gradient of x; then those of the second product that
+            reads x, kernel and grad (`recipes.second`), which are equal to the first but in a `ByProduct`.
         dimension_numbers: as `lax.dot_general` takes them, without the vmapped dimensions.
         x_dtype, kernel_dtype: dtypes of the operands, and so of their gradients.
         out_dtype: dtype of the result.
@@ -72,10 +73,15 @@ class Product:
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`."""
         x, kernel, grad = self.quantizers[:3]
-        first = grad if gemm_type == GEMMType.DGRAD else x
-        second = grad if gemm_type == GEMMType.WGRAD else kernel
+        wgrad_x, dgrad_kernel, wgrad_grad = (recipes.second(self.quantizers, i) for i in range(3))
+        pairs = {
+            GEMMType.FPROP: (x, kernel),
+            GEMMType.DGRAD: (grad, dgrad_kernel),
+            GEMMType.WGRAD: (wgrad_x, wgrad_grad),
+        }
+        qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
         options = {"precise": gemm_type in self.precise, "batch": self.batch, "bias": bias, "swap": swap}
-        return matmul(a, b, gemm_type=gemm_type, qgemm=first.qgemm or second.qgemm, out_dtype=out_dtype, **options)
+        return matmul(a, b, gemm_type=gemm_type, qgemm=qgemm, out_dtype=out_dtype, **options)
 
     def requantize(self, i, y, step, cols):
         """Quantize and dequantize the result y by quantizer `i`; return y and the QTensor for the next state."""
@@ -111,14 +117,16 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
+        states[5:] = [None] * 3  # those of second products
     steps = recipes.read_states(product.quantizers, states, reading)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
-    operands, kept = [], []
+    operands, kept, again = [], [], []
     for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
-        is_kept = partner in (differentiated or ())
-        options = layout.counts | {"columnwise": is_kept or layout.contract_first}
         q = codes[i]
+        is_read_again = partner in (differentiated or ())
+        is_kept = is_read_again and (recipes.shares_codes(product.quantizers, i) or _is_all_of(q, operand))
+        options = layout.counts | {"columnwise": is_kept or layout.contract_first}
         if isinstance(q, FusedInput):
             # A policy that saves the codes has no reason to compute the input again.
             q = checkpoint_name(quantize_fused(q, product.quantizers[i], steps[i], product.reduce), RESIDUAL_NAME)
@@ -132,6 +140,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
         operands.append(last)
         kept.append(residual)
+        is_quantized_again = is_read_again and not is_kept
+        again.append(_quantized_again(product, i, operand, layout, steps) if is_quantized_again else None)
 
     # 3. Multiply.
     if bias is not None:
@@ -143,7 +153,22 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
         kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
         steps[2] = None
-    return y, (checkpoint_name((*kept, output, steps[2], steps[4]), RESIDUAL_NAME), reading)
+    grad_steps = steps[2], recipes.second(steps, 2), steps[4]
+    return y, (checkpoint_name((*kept, *again, output, *grad_steps), RESIDUAL_NAME), reading)
+
+
+def _is_all_of(codes, operand) -> bool:
+    """Tell whether an operand is codes alone, which serve both of its products."""
+    return isinstance(codes, QTensor) and codes.is_all_of(operand)
+
+
+def _quantized_again(product, i, operand, layout, steps) -> QTensor:
+    """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it, its contraction last."""
+    first = layout.contract_first
+    options = OperandOptions(**layout.counts, columnwise=not first, reduce=product.reduce)
+    quantizer, step = recipes.second(product.quantizers, i), recipes.second(steps, i)
+    q, _ = quantizer.quantize_operand(layout.ordered(operand), step, options)
+    return _both_layouts(q, len(layout.batch), first, True)[1]
 
 
 def _has_own_scale(q: QTensor) -> bool:
@@ -164,9 +189,9 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if product.vmap_dims:
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad)
-    (x, kernel, output, grad_step, input_grad_step), reading = residuals
+    (x, kernel, x_again, kernel_again, output, *grad_steps, input_grad_step), reading = residuals
     if reading is not None and recipes.says_all(product.quantizers):
-        *steps, grad_step = recipes.read_states(product.quantizers[:3], [reading] * 3, reading)
+        *steps, grad_steps[0] = recipes.read_states(product.quantizers[:3], [reading] * 3, reading)
         x, kernel = (
             q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
             for q, step in zip((x, kernel), steps, strict=True)
@@ -175,24 +200,38 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     rows, cols = len(x_layout.free), len(kernel_layout.free)
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
-    options = OperandOptions(rows, cols, columnwise=needs_dkernel, column_sums=needs_dbias, reduce=product.reduce)
-    q, dbias = quantize_gradient(product.quantizers[2], grad, grad_step, options)
-    grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
+    quantizers, options = product.quantizers, OperandOptions(rows, cols, column_sums=needs_dbias, reduce=product.reduce)
+    q = grad_again = dbias = None
+    if recipes.shares_codes(quantizers, 2):
+        options = options._replace(columnwise=needs_dkernel)
+        q, dbias = quantize_gradient(quantizers[2], grad, grad_steps[0], options)
+        grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
+    else:
+        grad = grad.value if isinstance(grad, ActivationGradient) else grad
+        if needs_dkernel:
+            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(grad, grad_steps[1], options)
+            grad_t = _both_layouts(grad_again, product.batch, False, True)[1]
+        if needs_dx or not needs_dkernel:
+            options = options._replace(columnwise=False, column_sums=needs_dbias and not needs_dkernel)
+            q, sums = quantizers[2].quantize_operand(grad, grad_steps[0], options)
+            grad, dbias = dataclasses.replace(q, data_t=None), sums if dbias is None else dbias
     # 2. Multiply.
     dx = dkernel = input_grad = None
     if needs_dx:
         swap = x_layout.contract_first
-        dx = product.gemm(GEMMType.DGRAD, grad, kernel, product.x_dtype, swap)
+        kernel_read = kernel if kernel_again is None else kernel_again
+        dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap)
         dx, input_grad = product.requantize(4, dx, input_grad_step, len(x_layout.free if swap else x_layout.contract))
         dx = x_layout.restored(dx)
     if needs_dkernel:
         swap = not kernel_layout.contract_first
-        dkernel = product.gemm(GEMMType.WGRAD, x, grad_t, product.kernel_dtype, swap)
+        dkernel = product.gemm(GEMMType.WGRAD, x if x_again is None else x_again, grad_t, product.kernel_dtype, swap)
         dkernel = kernel_layout.restored(dkernel)
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
     # 3. Give the next state, in the order of DotGeneralState.
-    next_state = recipes.next_states([x, kernel, q, output, input_grad], product.reduce, reading)
+    quantized = [x, kernel, q, output, input_grad, x_again, kernel_again, grad_again]
+    next_state = recipes.next_states(quantized, product.reduce, reading)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from .. import ops
 from ..recipes import QTensor, dequantized
 from . import _scopes
-from ._compute_dtype import promoted
+from ._compute_dtype import not_wider, promoted
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
@@ -62,16 +62,20 @@ def is_blockwise(q: QTensor) -> bool:
 
 
 def _dequantized(a, b, out_dtype, batch, bias):
-    """Multiply in float32, or two operands without codes in the promoted dtype of both and the result."""
-    # Codes, and an operand beside codes, are widened to float32. Two operands without codes multiply as in plain JAX.
+    """Multiply in float32, or two operands without codes in the dtype of the result where theirs is not narrower.
+
+    Codes, and an operand beside codes, are widened to float32.
+    """
     kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
-    dtype = promoted(*kept, out_dtype) if len(kept) == 2 else jnp.float32
+    dtype = jnp.float32 if len(kept) < 2 else not_wider(out_dtype, *kept)
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
     why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"
     a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
     with _scopes.high_precision(why):
-        y = lax.dot_general(a.astype(dtype), b.astype(dtype), (contract, (leading, leading)))
+        numbers = contract, (leading, leading)
+        wide = promoted(dtype, out_dtype if bias is None else jnp.float32)
+        y = lax.dot_general(a.astype(dtype), b.astype(dtype), numbers, preferred_element_type=wide)
     return plus(y, bias, batch, out_dtype)
 
 

@@ -14,7 +14,7 @@ from .. import ops
 from .._jax import _mesh
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
-from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, value_of
+from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, second, shares_codes, value_of
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
@@ -98,7 +98,8 @@ def ragged_dot(
                 f"{q.data.dtype} and block={q.block}"
             )
     quantizers, state = checked_quantizers(op, recipe, state)
-    if not all(quantizer.has_one_scale or quantizer.block is not None for quantizer in quantizers[:3]):
+    operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
+    if not all(quantizer.has_one_scale or quantizer.block is not None for quantizer in operands):
         raise ValueError(f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}")
     out_dtype = result_dtype(op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes))
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
@@ -107,7 +108,8 @@ def ragged_dot(
     # 2. Fuse the input, unless rows beyond the last group would not be zeros: a norm adds its bias to them.
     if fused is not None and recipe.fp8_residuals:
         lhs = fused.values(fp8_residual=True)
-    if fused is not None and quantizers[0].has_one_scale and getattr(fused, "bias", None) is None:
+    is_fused = fused is not None and quantizers[0].has_one_scale and shares_codes(quantizers, 0)
+    if is_fused and getattr(fused, "bias", None) is None:
         lhs_codes = fused.fixed
 
     # 3. Describe the product as hashable data, and multiply.

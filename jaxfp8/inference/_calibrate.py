@@ -16,6 +16,7 @@ from ..train import max_grad, update_state
 
 # Variables, and fields of DotGeneralState, of the quantizers that only a backward pass runs.
 _BACKWARD = ("output_grad", "input_grad", "linear_grad_output", "linear_grad_input")
+_BACKWARD += ("wgrad_input", "dgrad_kernel", "wgrad_output_grad")
 
 
 def calibrate(

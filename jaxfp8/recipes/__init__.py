@@ -13,6 +13,7 @@ from ._blockwise import (
     MXFP8BlockScaling,
     MXFP8Quantizer,
 )
+from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, next_states, read_states, says_all
 from ._high_precision import HighPrecision, HighPrecisionQuantizer

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._by_product import all_quantizers, with_state
 from ._recipe import Recipe, checked
 
 
@@ -100,6 +101,8 @@ class DotGeneralState:
         input, kernel, output_grad: the states of the quantizers of x, the kernel and the gradient of the output: a
             QuantizerState for delayed scaling, the result of `init` for a user's quantizer.
         output, input_grad: the states for the output and for the gradient of x, which only a `CustomRecipe` quantizes.
+        wgrad_input, dgrad_kernel, wgrad_output_grad: the states for x, kernel and gradient of the second product that
+            reads each, where a `ByProduct` gives that product codes of its own.
     """
 
     input: Any
@@ -107,6 +110,9 @@ class DotGeneralState:
     output_grad: Any
     output: Any = None
     input_grad: Any = None
+    wgrad_input: Any = None
+    dgrad_kernel: Any = None
+    wgrad_output_grad: Any = None
 
     def by_quantizer(self) -> list[Any]:
         """Return the states in the order of `Recipe.quantizers`."""
@@ -127,7 +133,8 @@ def init_state(recipe: Recipe) -> DotGeneralState:
     Raises:
         TypeError: `recipe` is not a Recipe.
     """
-    return DotGeneralState(*(quantizer.init() for quantizer in checked("init_state: recipe", recipe).quantizers()))
+    quantizers = all_quantizers(checked("init_state: recipe", recipe))
+    return DotGeneralState(*(quantizer.init() for quantizer in with_state(quantizers)))
 
 
 def map_variables(

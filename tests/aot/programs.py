@@ -45,6 +45,11 @@ RECIPES = {
     "block": jaxfp8.Float8BlockScaling(),
     "block, power of two": jaxfp8.Float8BlockScaling(power_2_scale=True),
     "MXFP8": jaxfp8.MXFP8BlockScaling(),
+    "static": jaxfp8.StaticScaling(224.0, 224.0, 1.0),
+    "delayed, wgrad in bf16": jaxfp8.ByProduct(jaxfp8.DelayedScaling(), jaxfp8.DelayedScaling()),
+    "one for each product": jaxfp8.ByProduct(
+        jaxfp8.StaticScaling(224.0, 224.0, 1.0), jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling()
+    ),
 }
 MLPS = {"fused": None, "fused, FP8 kept": jaxfp8.DelayedScaling(fp8_residuals=True)}
 LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}

@@ -46,11 +46,15 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe of the package, and the oracle's words for it: options of `oracle.dense_step`, or a rule."""
+    """A recipe of the package, and the oracle's words for it: options of `oracle.dense_step`, or a rule.
+
+    With `is_wgrad_plain` wgrad multiplies x and grad as they are.
+    """
 
     recipe: object
     options: dict | None = None
     rule: cases.Rule | None = None
+    is_wgrad_plain: bool = False
 
 
 def _delayed(**options):
@@ -67,6 +71,12 @@ RECIPES = {
     **{name: Recipe(recipe, rule=rule) for name, (recipe, rule) in cases.RECIPES.items() if name in cases.KINDS},
 }
 
+_DELAYED = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
+_MIXED, _MIXED_RULE = cases.RECIPES["current | block | None"]
+BY_PRODUCT = {
+    "delayed, wgrad plain": Recipe(jaxfp8.ByProduct(_DELAYED, _DELAYED), {}, is_wgrad_plain=True),
+    "mixed": Recipe(_MIXED, rule=_MIXED_RULE),
+}
 
 WITHOUT_STATE = Recipe(jaxfp8.DelayedScaling(), rule=cases.CURRENT)
 
@@ -127,7 +137,11 @@ def _product(recipe: Recipe, x, kernel, grad, state):
     """y, dx and dkernel of one product, and the next state."""
     if recipe.rule is None:
         step = oracle.dense_step(x, kernel, grad, state, **recipe.options, out_dtype=x.dtype, dgrad_dtype=x.dtype)
-        return step.y, step.dgrad, step.wgrad, step.state
+        wgrad = step.wgrad
+        if recipe.is_wgrad_plain:
+            wgrad = cases.dense(len(x), K, N).expected(cases.PLAIN, x, kernel, grad).dkernel
+            wgrad = oracle.Product(wgrad.exact[0].T, wgrad.bound[0].T)
+        return step.y, step.dgrad, wgrad, step.state
     step = cases.dense(len(x), K, N).expected(recipe.rule, x, kernel, grad)
     y, dx, dkernel = (oracle.Product(p.exact[0], p.bound[0]) for p in (step.y, step.dx, step.dkernel))
     return y, dx, oracle.Product(dkernel.exact.T, dkernel.bound.T), None

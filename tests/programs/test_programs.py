@@ -7,7 +7,7 @@ import pytest
 from recipes.cases import KINDS
 
 from . import functional, linen, nnx
-from .known_amax import RECIPES, WITHOUT_STATE, check
+from .known_amax import BY_PRODUCT, RECIPES, WITHOUT_STATE, check
 
 ADAPTERS = {
     "jax": (functional.Functional, functional.PROGRAMS, jax.value_and_grad),
@@ -33,6 +33,20 @@ def test_programs(program, recipe):
 def test_ragged_dot(program, recipe):
     """Its recipes are those with a scale for a whole tensor; without a state each member has its own."""
     check(functional.Ragged, functional.RAGGED[program], RECIPES[recipe])
+
+
+@pytest.mark.parametrize(
+    "program, recipe",
+    [
+        *(("jax, scan", "mixed"), ("jax, members", "mixed"), ("linen, scan of layers, remat", "mixed")),
+        *(("jax, vmap", "delayed, wgrad plain"), ("jax, layers in a scan", "delayed, wgrad plain")),
+        *(("nnx, remat of each", "mixed"), ("linen, scan of layers", "delayed, wgrad plain")),
+    ],
+)
+def test_by_product(program, recipe):
+    """A recipe for each product, with state and without."""
+    adapter, program, _ = PROGRAMS[program]
+    check(adapter, program, BY_PRODUCT[recipe])
 
 
 @pytest.mark.ci

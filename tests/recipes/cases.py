@@ -30,8 +30,12 @@ class Rule:
     power_2_scale: bool = False
     bounds: tuple = (None, None, None)  # of x, kernel and grad, in place of their amaxes
 
+    is_plain: bool = False  # whether tensors stay as they are
+
     def quantize(self, x, block, fmt, bound=None):
         """`Codes` of matrices `[batch, rows, cols]`; one scale for a whole tensor is that of all of them."""
+        if self.is_plain:
+            return Codes(x, None, None)
         if block is None:
             sf, scale_inv = oracle.scale_pair(oracle.amax(x) if bound is None else F32(bound), 1, fmt.max)
             if self.power_2_scale:
@@ -44,15 +48,28 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class ByProduct:
+    """A rule for each product."""
+
+    fprop: Rule
+    dgrad: Rule
+    wgrad: Rule
+
+
+@dataclasses.dataclass(frozen=True)
 class Codes:
     """Matrices of codes `[batch, rows, contract]` and their scales."""
 
     codes: np.ndarray
-    scales: np.ndarray
+    scales: np.ndarray | None  # None for matrices that stay as they are
     block: tuple | None
 
     def by(self, other: "Codes", out_dtype, bias=None) -> oracle.Product:
         """`self @ other.T` of each pair of matrices."""
+        if self.scales is None and other.scales is None:
+            one = np.ones((len(self.codes), 1), F32)
+            a, b = (dataclasses.replace(codes, scales=one) for codes in (self, other))
+            return a.by(b, out_dtype, bias)
         biases = [None] * len(self.codes) if bias is None else bias
         blocks = {"a_block": self.block, "b_block": other.block, "out_dtype": out_dtype}
         parts = zip(self.codes, other.codes, self.scales, other.scales, biases, strict=True)
@@ -72,6 +89,11 @@ class Step:
 
 def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F32) -> Step:
     """`y = x @ kernel.T + bias` of x `[batch, m, k]`, kernel `[batch, n, k]`, grad `[batch, m, n]`, in grad's dtype."""
+    if isinstance(rule, ByProduct):
+        options = {"bias": bias, "x_dtype": x_dtype, "kernel_dtype": kernel_dtype}
+        fprop, dgrad, wgrad = (step(part, x, kernel, grad, **options) for part in (rule.fprop, rule.dgrad, rule.wgrad))
+        codes = {"fprop": fprop.codes["fprop"], "dgrad": dgrad.codes["dgrad"], "wgrad": wgrad.codes["wgrad"]}
+        return Step(codes, fprop.y, dgrad.dx, wgrad.dkernel)
     square = rule.square or rule.tile
     of_x, of_kernel, of_grad = rule.bounds
     x_last, x_first = (rule.quantize(of, rule.tile, rule.forward, of_x) for of in (x, x.swapaxes(1, 2)))
@@ -85,7 +107,7 @@ def step(rule: Rule, x, kernel, grad, *, bias=None, x_dtype=F32, kernel_dtype=F3
     )
 
 
-CURRENT, ROWWISE = Rule(), Rule((1, None))
+PLAIN, CURRENT, ROWWISE = Rule(is_plain=True), Rule(), Rule((1, None))
 BLOCK = Rule((1, 128), (128, 128), backward=E4M3)
 MX = Rule((1, 32), backward=E4M3, scale="e8m0")
 
@@ -121,6 +143,27 @@ RECIPES = {
     "mx floor": (jaxfp8.MXFP8BlockScaling(rounding="floor"), _with(MX, rounding="floor")),
     "mx e5m2 floor": (jaxfp8.MXFP8BlockScaling(jaxfp8.E5M2, rounding="floor"), _with(MX, **_E5M2, rounding="floor")),
 }
+
+# name of the recipe of each product, None for one in high precision; each kind is once in each place
+BY_PRODUCT = [
+    ("current", "block", None),
+    ("block", "mx", "static"),
+    ("mx", None, "rowwise"),
+    (None, "rowwise", "current e4m3"),
+    ("rowwise", "current", "mx"),
+    ("static", "static e4m3", "current"),
+    ("current", "current e4m3", "current"),
+    (None, None, "block"),
+    ("mx", "mx", None),
+]
+
+
+def _by_product(*names):
+    recipes, rules = zip(*(RECIPES[name] if name else (None, PLAIN) for name in names), strict=True)
+    return jaxfp8.ByProduct(*recipes), ByProduct(*rules)
+
+
+RECIPES |= {" | ".join(map(str, names)): _by_product(*names) for names in BY_PRODUCT}
 # One of each kind, where how numbers are rounded does not matter.
 KINDS = ("current", "rowwise", "block", "mx")
 

@@ -110,6 +110,7 @@ POSITIONAL = {
     jaxfp8.MXFP8BlockScaling: {"fp8_format": jaxfp8.E5M2, "rounding": "floor"},
     jaxfp8.StaticScaling: {"input": 1.5, "kernel": 2, "grad": np.float32(3), "fp8_format": jaxfp8.E5M2},
     jaxfp8.CustomRecipe: {"qfactory": most_recent},
+    jaxfp8.ByProduct: {"fprop": jaxfp8.Float8CurrentScaling(), "dgrad": None, "wgrad": jaxfp8.StaticScaling()},
     jaxfp8.HighPrecision: {},
 }
 

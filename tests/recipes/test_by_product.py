@@ -1,0 +1,213 @@
+"""ByProduct: the state of each quantizer, codes that products share, layers, codes made outside, and errors."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from equality import assert_same_bits
+from flax import nnx
+
+import jaxfp8
+from recipes import cases
+from recipes.cases import CURRENT, PLAIN
+
+DELAYED, SHORT = jaxfp8.DelayedScaling(amax_history_len=3), jaxfp8.DelayedScaling(1, 2, "most_recent")
+SHAPES = cases.dense(5, 36, 4)
+STATE = "_overwrite_with_gradient"
+
+
+def bits_of(state):
+    return jax.tree.map(lambda leaf: np.asarray(leaf).view(np.uint32), state)
+
+
+def run(recipe, arrays, state=None):
+    """y, dx, dkernel and the next state, by one program of a recipe."""
+    x, kernel, grad, _ = arrays
+
+    @jax.jit
+    def step(x, kernel, grad, state):
+        y, vjp = jax.vjp(
+            lambda x, kernel, state: jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state),
+            *(x, kernel, state),
+        )
+        return y, *vjp(grad)
+
+    return step(x, kernel, grad, jaxfp8.init_state(recipe) if state is None else state)
+
+
+def test_two_histories_of_one_operand():
+    """Where the products of x, and those of grad, have other quantizers; both of the kernel's have equal ones."""
+    recipe = jaxfp8.ByProduct(DELAYED, jaxfp8.DelayedScaling(amax_history_len=3, fp8_format=jaxfp8.E4M3), SHORT)
+    state = jaxfp8.init_state(recipe)
+    has_state = {name: value is not None for name, value in vars(state).items()}
+    assert [name for name, has in has_state.items() if has] == [
+        *("input", "kernel", "output_grad", "wgrad_input", "wgrad_output_grad")
+    ]
+    arrays = [SHAPES.arrays(seed) for seed in (0, 1)]
+    states = [state]
+    for values in arrays:
+        *results, new = run(recipe, values, states[-1])
+        states.append(jaxfp8.update_state(states[-1], new))
+    # The second step has the scales of the first one's amaxes; that of wgrad has a margin of 1.
+    amaxes = [[oracle.amax(a) for a in values[:3]] for values in arrays]
+    bounds = amaxes[0]
+    rules = [dict(bounds=bounds, backward=fmt) for fmt in (oracle.E5M2, oracle.E4M3)]
+    twice = cases.Rule(bounds=tuple(2 * bound for bound in bounds))
+    rule = cases.ByProduct(cases.Rule(**rules[0]), cases.Rule(**rules[1]), twice)
+    SHAPES.check(SHAPES.expected(rule, *arrays[1][:3]), *results)
+    for name, operand, slots in (
+        *(("input", 0, 3), ("kernel", 1, 3), ("output_grad", 2, 3)),
+        *(("wgrad_input", 0, 2), ("wgrad_output_grad", 2, 2)),
+    ):
+        first, second = (step[operand] for step in amaxes)
+        history = np.float32([second, 0, first] if slots == 3 else [second, first])
+        oracle.assert_bitwise(np.asarray(getattr(states[-1], name).amax_history), history, name)
+    with pytest.raises(AssertionError, match="out of bound"):  # fprop's recipe and dgrad's exchanged
+        exchanged = cases.ByProduct(cases.Rule(**rules[1]), cases.Rule(**rules[0]), twice)
+        SHAPES.check(SHAPES.expected(exchanged, *arrays[1][:3]), *results)
+
+
+@pytest.mark.parametrize(
+    "recipe", [DELAYED, jaxfp8.MXFP8BlockScaling(), jaxfp8.StaticScaling(2.0, 3.0)], ids=lambda r: type(r).__name__
+)
+def test_three_equal_recipes_are_that_recipe(recipe):
+    """To the bit, and with the same ops: equal quantizers share their codes."""
+    arrays, by_product = SHAPES.arrays(), jaxfp8.ByProduct(recipe, recipe, recipe)
+    assert_same_bits(run(by_product, arrays)[:3], run(recipe, arrays)[:3], "results")
+    texts = [str(jax.make_jaxpr(lambda *a, r=r: run(r, (*a, None)))(*arrays[:3])) for r in (recipe, by_product)]
+    assert texts[0].count("quantize") == texts[1].count("quantize")
+
+
+def test_only_what_is_differentiated_is_quantized_again():
+    """A frozen kernel needs no x for wgrad: its history stays empty."""
+    recipe, (x, kernel, grad, _) = jaxfp8.ByProduct(DELAYED, None, SHORT), SHAPES.arrays()
+
+    def product(x, state):
+        return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)
+
+    y, vjp = jax.vjp(product, x, jaxfp8.init_state(recipe))
+    dx, new = vjp(grad)
+    assert new.input.amax_history[0] == oracle.amax(x) and not np.any(new.wgrad_input.amax_history)
+    assert new.output_grad is None and not np.any(new.wgrad_output_grad.amax_history)
+    np.testing.assert_allclose(dx, grad @ kernel.T, rtol=1e-5, atol=1e-5)
+
+
+def test_bias_and_activation():
+    """The bias's gradient is a sum of unquantized gradients; a fused activation is computed where products differ."""
+    x, kernel, grad, _ = SHAPES.arrays()
+    bias = np.linspace(-1, 1, 4, dtype=np.float32)
+
+    def loss(recipe, x, kernel, bias):
+        h = jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, bias=bias, activation="silu")
+        y = jaxfp8.dot_general(h, kernel.T, cases.MATMUL, recipe=recipe)
+        return jnp.sum(y**2)
+
+    recipe = jaxfp8.Float8CurrentScaling()
+    gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+    exact = gradient(None, x, kernel, bias)
+    for names in ((recipe, recipe, None), (None, None, recipe)):
+        got = gradient(jaxfp8.ByProduct(*names), x, kernel, bias)
+        for name, a, b in zip(("x", "kernel", "bias"), got, exact, strict=True):
+            assert jnp.linalg.norm(a - b) < 0.1 * jnp.linalg.norm(b), (name, names)
+
+
+def test_products_in_bfloat16():
+    """None multiplies in the layer's dtype, also where the kernel is float32, and accumulates in float32."""
+    recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None)
+    x, kernel = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.float32)
+    model = jaxfp8.linen.Dense(4, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
+    text = jax.jit(jax.grad(lambda *args: jnp.sum(model.apply(*args)), argnums=(0, 1))).lower(
+        {"params": {"kernel": kernel}}, x
+    )
+    types = re.findall(r"stablehlo.dot_general .* : (.*)", text.as_text())
+    dots = sorted(tuple(re.findall(r"x(b?f\d+)>", each)) for each in types)
+    assert dots == [("bf16", "bf16", "bf16"), ("bf16", "bf16", "f32")], types
+
+
+def test_layers_and_rules():
+    """Linen, NNX, rules and autocast: state where a quantizer keeps it, under its own name."""
+    recipe, x = jaxfp8.ByProduct(DELAYED, None, SHORT), jnp.ones((8, 16))
+    names = {"input", "kernel", "wgrad_input", "wgrad_output_grad"}
+    wanted = {f"{name}_{leaf}" for name in names for leaf in ("amax_history", "scale")}
+    layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
+    models = [layer, jaxfp8.quantize(nn.Dense(4), [(".*", recipe)]), jaxfp8.linen.Dense(4, recipe=recipe)]
+    for model in models:
+        variables = model.init(jax.random.key(0), x)
+        (state,) = variables[STATE].values()
+        assert set(state) == wanted
+        _, grads = jaxfp8.value_and_grad(lambda v, m=model: jnp.sum(m.apply(v, x) ** 2))(variables)
+        (new,) = jaxfp8.update_state(variables, grads)[STATE].values()
+        assert all(new[f"{name}_amax_history"][0] > 0 for name in names)
+    module = nnx.Linear(16, 4, dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe), rngs=nnx.Rngs(0))
+    module(x)
+    state = nnx.to_pure_dict(nnx.state(module, jaxfp8.nnx.OverwriteWithGradient))
+    assert set(state["dot_general"]) == wanted
+    with jaxfp8.autocast(recipe):
+        variables = nn.Dense(4, dot_general_cls=jaxfp8.Fp8DotGeneral).init(jax.random.key(0), x)
+    assert set(*map(set, [variables[STATE]["Fp8DotGeneral_0"]])) == wanted
+    filled = jaxfp8.calibrate(layer, layer.init(jax.random.key(0), x), [x])[STATE]["Fp8DotGeneral_0"]
+    assert filled["input_amax_history"][0] == 1 and filled["wgrad_input_amax_history"][0] == 0
+
+
+def test_kernels_that_are_quantized_before():
+    """`quantize_params` makes the codes of fprop; dgrad quantizes the kernel itself where its recipe is another."""
+    for names, rules in (
+        ((jaxfp8.Float8CurrentScaling(), None, None), (CURRENT, PLAIN, PLAIN)),
+        ((jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), None), (CURRENT, cases.BLOCK, PLAIN)),
+    ):
+        recipe, (x, kernel, grad, _) = jaxfp8.ByProduct(*names), SHAPES.arrays()
+
+        def product(x, kernel, recipe=recipe):
+            codes = jaxfp8.quantize_params({"kernel": kernel}, None, recipe, where="kernel")["kernel"]
+            return jaxfp8.dot_general(x, codes, cases.MATMUL, recipe=recipe)
+
+        y, vjp = jax.vjp(product, x, kernel)
+        SHAPES.check(SHAPES.expected(cases.ByProduct(*rules), x, kernel, grad), y, *vjp(grad))
+
+
+def test_ragged_dot():
+    """Recipes with codes everywhere; one that leaves a product in high precision is refused by name."""
+    lhs, rhs, sizes = jnp.ones((4, 6)), jnp.ones((2, 6, 5)), jnp.int32([2, 2])
+    recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), jaxfp8.StaticScaling())
+
+    def product(lhs, rhs, recipe=recipe):
+        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe))
+
+    dlhs, drhs = jax.grad(product, argnums=(0, 1))(lhs, rhs)
+    np.testing.assert_array_equal(dlhs, np.full((4, 6), 5.0))
+    np.testing.assert_array_equal(drhs, np.full((2, 6, 5), 2.0))
+    with pytest.raises(ValueError, match=r"ragged_dot: recipe: expected FP8 .*ByProduct\("):
+        product(lhs, rhs, jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None))
+
+
+WRONG = {
+    "string": (("mx",), TypeError, r"ByProduct: fprop .*: expected a recipe, .*got 'mx'"),
+    "class": ((None, jaxfp8.MXFP8BlockScaling), TypeError, "ByProduct: dgrad .*call the class"),
+    "nested": ((None, None, jaxfp8.ByProduct()), TypeError, "ByProduct: wgrad: expected the recipe of one product"),
+    "min_size": (
+        (jaxfp8.DelayedScaling(min_size=64),),
+        ValueError,
+        "ByProduct: fprop: .*got 64; give min_size= to ByP",
+    ),
+    "precise": ((None, jaxfp8.DelayedScaling(precise=())), ValueError, r"ByProduct: dgrad: .*got \(\); give precise="),
+}
+
+
+@pytest.mark.parametrize("recipes, error, message", WRONG.values(), ids=WRONG)
+def test_errors(recipes, error, message):
+    with pytest.raises(error, match=message):
+        jaxfp8.ByProduct(*recipes)
+
+
+def test_state_of_another_recipe():
+    """A product that reads the codes of the first one keeps no history."""
+    recipe = jaxfp8.ByProduct(DELAYED, DELAYED, DELAYED)
+    state = jaxfp8.DotGeneralState(
+        *[jaxfp8.init_state(DELAYED).input] * 3, wgrad_input=jaxfp8.init_state(DELAYED).input
+    )
+    with pytest.raises(ValueError, match="dot_general: state.wgrad_input: expected no state"):
+        run(recipe, SHAPES.arrays(), state)
