@@ -4,7 +4,7 @@
     python benchmarks/broken_runs.py --report [--json PATH] [--picture PATH]                            runs nothing
 
 A clean run trains the character-level transformer of `compare.py`. A broken run goes on from its state in mid-run,
-with the same batches and one thing broken. After every step the figures of `jaxfp8.inspect.measure`, with counters, are
+with the same batches and one thing broken. After every step the figures of `jaxfp8.inspect.measure` and `count` are
 reduced over all quantizers: the largest `saturated`, `flushed`, `growth` and `scale_lag`, and the smallest `scale_lag`.
 The norm of the gradient, which needs no FP8, is there to compare with.
 
@@ -115,9 +115,9 @@ def multiplied(tree, path, factor: float):
     return {**tree, path[0]: multiplied(tree[path[0]], path[1:], factor)}
 
 
-def reduced(measured, norm) -> list[float]:
+def reduced(measured, norm, rows) -> list[float]:
     """The figures of a step in the order of `FIGURES`, the worst of all quantizers; NaN where none has a figure."""
-    values = {}
+    values = {name: [row[name] for row in rows] for name in ("saturated", "flushed") if rows}
     for name, value in jaxfp8.inspect.scalars(measured).items():
         if not math.isnan(value):
             values.setdefault(name.rpartition("/")[2], []).append(value)
@@ -137,8 +137,6 @@ class Training:
         model = self.models.setdefault(arm, LanguageModel(len(self.corpus.vocabulary), LENGTH, DTYPE, WIDTH, LAYERS))
         batches = list(self.corpus.random_batches(seed, self.steps, BATCH, LENGTH))
         state = create_state(ARMS[arm], model, seed, self.optimizer)
-        if STATE in state.params:
-            state = state.replace(params=jaxfp8.inspect.with_counters(state.params))
         faults = {"clean": Break("clean")} | {name: BREAKS[name] for name in breaks}
         with ARMS[arm].region():
             middle, _ = self.train(state, batches[: self.start], faults["clean"])
@@ -155,14 +153,18 @@ class Training:
                 params = multiplied(state.params, ("params", *fault.parameter), factor)
                 broken = state.replace(params=params)
             factors = np.float32(fault.rate(since)), np.float32(fault.loss_scale)
-            new, loss, measured, norm = train_step(broken, jnp.asarray(batch), *factors)
+            step = broken, jnp.asarray(batch), *factors
+            if STATE in state.params:
+                (new, loss, measured, norm), counts = jaxfp8.inspect.count(train_step, *step)
+            else:
+                new, loss, measured, norm = train_step(*step)
             if fault.is_skipped and since == 0:
                 kept = {STATE: new.params[STATE]} if STATE in new.params else {}
                 new, loss = state.replace(params={**state.params, **kept}), None
             state = new
             run["loss"].append(None if loss is None else float(f"{float(loss):.5g}"))
             if measured is not None:
-                run["figures"].append(reduced(measured, norm))
+                run["figures"].append(reduced(measured, norm, counts.rows))
         return state, run
 
 

@@ -23,8 +23,6 @@ CI = {
     *("ops/test_support.py", "optim/test_meshes.py", "optim/test_moments.py", "optim/test_quantized.py"),
     *("oracle/test_accumulation.py", "oracle/test_vectors.py"),
     *("programs/test_compiled_step.py", "programs/test_nestings.py", "programs/test_readings.py"),
-    *("recipes/test_counters_layers.py", "recipes/test_counters_meshes.py", "recipes/test_counters_transforms.py"),
-    *("recipes/test_counters_trees.py", "recipes/test_counters_update_state.py"),
     *("recipes/test_custom.py", "recipes/test_custom_state.py", "recipes/test_min_size.py"),
     *("test_fallback.py", "test_messages.py", "train/test_train_state.py"),
 }

@@ -67,8 +67,8 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
 
     All other collections come from the checkpoint, where it has them. A module whose state the checkpoint lacks (a
     bfloat16 checkpoint, a layer that is new in FP8) keeps its initial state, and a history of another length is
-    resized. Counters that the model does not have are left out. Numbers that are not finite are kept: a step reads them
-    as if nothing was recorded.
+    resized. Counters, which releases until 0.2 had, are left out. Numbers that are not finite are kept: a step reads
+    them as if nothing was recorded.
 
     Args:
         variables: the variables of the model as it is now, from `model.init(...)`.
@@ -92,7 +92,7 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
         for name, leaf in sorted(module.items()):
             if name in merged.get(path, {}):
                 merged[path][name] = _fit(where, _tree.at(path, name), merged[path][name], leaf)
-            # Counters that the model does not have are left out; any other state without a place is an error.
+            # Counters, which releases until 0.2 had, are left out; any other state without a place is an error.
             elif not _tree.is_counters(name, module):
                 raise ValueError(
                     f"{where}: restored: {_tree.at(path, name)}: the model has no such state, it has "
@@ -122,7 +122,7 @@ def _fit(where, name, initial, leaf):
 
 
 def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
-    """Reset the state of delayed scaling to what `init` makes: empty histories, scale 1, counters 0.
+    """Reset the state of delayed scaling to what `init` makes: empty histories, scale 1.
 
         variables = jaxfp8.convert.reset_state(variables, only_bad=True)
         nnx.update(model, jaxfp8.convert.reset_state(nnx.state(model), only_bad=True))
@@ -152,12 +152,11 @@ def reset_state(tree: Any, *, only_bad: bool = False) -> Any:
         positions = quantizer.positions()
         leaves = [jnp.asarray(flat.leaves[i]) for i in positions]
         # Transforms stack state along any axis, so the slots need not be last.
-        axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves[:2])
-        history, scale = leaves[:2]
+        axis = _state_tree.slot_axis(f"reset_state: tree: {quantizer.name}", *leaves)
+        history, scale = leaves
         # One slot below zero gives its whole row a NaN scale, so the row is reset as a whole.
         is_bad = jnp.any(_scaling.below_zero(history), axis, keepdims=True) | _scaling.below_zero(scale)
-        # The first values of the history, the scale and, where there are any, the counters.
-        for position, leaf, initial in zip(positions, leaves, (0, 1, 0), strict=False):
+        for position, leaf, initial in zip(positions, leaves, (0, 1), strict=True):
             value = jnp.full_like(leaf, initial)
             values[position] = jnp.where(is_bad, value, leaf) if only_bad else value
     return flat.replace(values)

@@ -49,7 +49,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
 def to_flax(
     variables: Mapping[str, Any], *, name: str = "Fp8DirectDotGeneralOp", swapped: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`, without counters, which Flax lacks.
+    """Convert jaxfp8's state for Flax's classes, the inverse of `from_flax`.
 
     Args:
         variables: all variables of a model, or its `_overwrite_with_gradient` collection alone.
@@ -78,8 +78,7 @@ def _convert(where, variables, classes, swapped):
             return
         unused = set(swapped)
         for path, module in modules.items():
-            # Flax has no counters. Leaves that are no state stay where they are.
-            module = {name: leaf for name, leaf in module.items() if not _tree.is_counters(name, module)}
+            # Leaves that are no state stay where they are.
             yield path, {name: leaf for name, leaf in module.items() if name not in _tree.STATE}
             if set(_tree.STATE).isdisjoint(module):
                 continue

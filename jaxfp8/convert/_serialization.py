@@ -7,7 +7,7 @@ from flax import serialization
 from ..mixed_precision import DynamicLossScale
 from ..recipes import DotGeneralState, QuantizerState
 
-_COUNTERS = "counters"
+_COUNTERS = "counters"  # of releases until 0.2
 
 
 def _names(state) -> list[str]:
@@ -15,17 +15,12 @@ def _names(state) -> list[str]:
 
 
 def _to_state_dict(state) -> dict:
-    # Older checkpoints lack the counters, and so does state without them.
-    values = {name: getattr(state, name) for name in _names(state)}
-    return {k: serialization.to_state_dict(v) for k, v in values.items() if k != _COUNTERS or v is not None}
+    return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
 
 
 def _from_state_dict(target, saved: dict):
-    # The running program decides whether there are counters, and keeps its own where the checkpoint has none.
-    has_counters = _COUNTERS in saved and getattr(target, _COUNTERS, None) is not None
-    ignored = set() if has_counters else {_COUNTERS}
-    names = [name for name in _names(target) if name not in ignored]
-    if set(saved) - ignored != set(names):
+    names = _names(target)
+    if set(saved) - {_COUNTERS} != set(names):
         raise ValueError(
             f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
             "checkpoint holds something else"

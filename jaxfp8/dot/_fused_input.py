@@ -22,7 +22,7 @@ from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._implementation import using
 from ..ops._quantize_activation_grad import activation_grad
-from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized, has_counters
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
@@ -197,14 +197,10 @@ def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) ->
         step: the result of `read_states` for this quantizer, or None where there is no state.
         reduce: the AmaxReduction of the product.
     """
-
-    def values():  # counting computes the values once more, in f32 as the op does
-        return dataclasses.replace(fused, x=fused.x.astype(jnp.float32)).value
-
     rows = len(fused.shape) - 1
     options = OperandOptions(rows, reduce=reduce)
     quantize = functools.partial(fused.quantize, rows=rows)
-    return _quantize_by(quantize, quantizer, step, options, lambda: ops.amax(fused.value), values)[0]
+    return _quantize_by(quantize, quantizer, step, options, lambda: ops.amax(fused.value))[0]
 
 
 def quantize_gradient(
@@ -220,8 +216,8 @@ def quantize_gradient(
     if not quantizer.has_one_scale:
         return quantizer.quantize_operand(grad.value, step, options)
     values = functools.partial(activation_grad, grad.y, grad.grad, grad.activation)
-    # The op has no columns for a batch of kernels, and counters read the values from memory.
-    if options.cols != 1 + ops.is_gated(grad.activation) or has_counters(step):
+    # The op has no columns for a batch of kernels.
+    if options.cols != 1 + ops.is_gated(grad.activation):
         return quantizer.quantize_operand(values(), step, options)
 
     def current_amax():
@@ -236,25 +232,25 @@ def quantize_gradient(
         operands = grad.y, grad.grad, *scaling
         return ops.quantize_activation_grad(*operands, activation=grad.activation, **layout, **recording)
 
-    q, *sums = _quantize_by(quantize, quantizer, step, options, current_amax, values)
+    q, *sums = _quantize_by(quantize, quantizer, step, options, current_amax)
     return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
 
 
-def _quantize_by(quantize, quantizer, step, options, current_amax, values) -> tuple:
+def _quantize_by(quantize, quantizer, step, options, current_amax) -> tuple:
     """Choose the scale, quantize by an op that computes the tensor, and record its amax.
 
     Args:
         quantize: `(scale, dtype, amax=, with_amax=) -> (data, data_t, amax, *column sums)`.
         quantizer: has one scale for the whole tensor.
         step, options: see `Quantizer.quantize_operand`.
-        current_amax, values: return the amax of the tensor and the tensor, see `TensorwiseQuantizer`.
+        current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
 
     Returns:
         `(QTensor, *column sums)`.
     """
     scale, scale_inv, amax = quantizer.choose_scale(current_amax, step, options.reduce)
     data, data_t, amax, *sums = quantize(scale, quantizer.fp8_dtype, amax=amax, with_amax=amax is not None)
-    step = quantizer.record(step, scale, scale_inv, amax, values)
+    step = quantizer.record(step, amax)
     return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *sums
 
 

@@ -36,7 +36,7 @@ def multiply(product: Product):
     A product with an activation gives `(y, activation(y))`. The cotangent of the second result is multiplied by the
     derivative and quantized in one pass, unless y has a cotangent too.
     """
-    return wrapped(functools.partial(_fp8, product), functools.partial(_float32, product))
+    return wrapped(product, functools.partial(_fp8, product), functools.partial(_float32, product))
 
 
 def _float32(product, x, kernel, bias, state, codes):

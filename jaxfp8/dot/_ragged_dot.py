@@ -81,7 +81,7 @@ def ragged_dot(
     group_sizes = sizes_of_groups(op, group_sizes)
     fused = lhs if isinstance(lhs, FusedInput) else None
     if fused is not None:  # the gradient of a fused input, and the amax of its residual, read x
-        lhs = fused = dataclasses.replace(fused, x=_in_a_group(fused.x, group_sizes))
+        lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))
     lhs, lhs_codes = operand("ragged_dot: lhs", lhs)
     rhs, rhs_codes = operand("ragged_dot: rhs", rhs)
     if lhs.ndim != 2:
@@ -113,7 +113,7 @@ def ragged_dot(
         lhs_codes = fused.fixed
 
     # 3. Describe the product as hashable data, and multiply.
-    product = _RaggedProduct(
+    product = RaggedProduct(
         quantizers=quantizers,
         dimension_numbers=(((1,), (1,)), ((), ())),
         x_dtype=lhs.dtype,
@@ -127,7 +127,7 @@ def ragged_dot(
     codes = without_source(lhs_codes), without_source(rhs_codes)
     # JAX would sum the cotangents of the examples that share a state. With `vmapped_state` they meet in a max.
     state = vmapped_state(shared(state), lhs, rhs, group_sizes, *jax.tree.leaves(codes))
-    multiply = wrapped(functools.partial(_fp8, product), _float32)
+    multiply = wrapped(product, functools.partial(_fp8, product), _float32)
     return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
 
 
@@ -139,7 +139,7 @@ def _float32(lhs, rhs, group_sizes, state, codes):
 
 
 @dataclasses.dataclass(frozen=True)
-class _RaggedProduct(Product):
+class RaggedProduct(Product):
     """The static part of one product.
 
     Attributes:
@@ -167,7 +167,7 @@ class _RaggedProduct(Product):
         return ops.ragged_matmul(a.data, b.data, a.scale_inv, b.scale_inv, self.group_sizes, **options)
 
 
-def _in_a_group(x, group_sizes):
+def in_a_group(x, group_sizes):
     """Set the rows of x beyond the last group to zero, so that an amax does not include their values."""
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
@@ -177,7 +177,7 @@ def _in_a_group(x, group_sizes):
 def _forward(product, lhs, rhs, group_sizes, state, codes, differentiated):
     product = dataclasses.replace(product, group_sizes=group_sizes)
     if codes[0] is None:
-        lhs = _in_a_group(lhs, group_sizes)
+        lhs = in_a_group(lhs, group_sizes)
     with using(product.implementation):
         return forward(product, lhs, rhs, None, state, codes, differentiated)
 
@@ -210,7 +210,7 @@ def _fp8_bwd(product, residuals, grad):
         grad = jnp.zeros(grad.shape, grad.dtype)
     product = dataclasses.replace(product, group_sizes=group_sizes)
     with using(product.implementation):
-        grad, shapes = _in_a_group(grad, group_sizes), [aval.shape for aval in types]
+        grad, shapes = in_a_group(grad, group_sizes), [aval.shape for aval in types]
         *cotangents, _, next_state = backward(product, *shapes, differentiated, residuals, grad)
     # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
     dlhs, drhs = (

@@ -1,9 +1,10 @@
-"""Wrap every FP8 product while a program is traced: `jaxfp8.inspect.compare` measures products so."""
+"""Wrap every FP8 product while a program is traced: `jaxfp8.inspect.compare` and `count` measure products so."""
 
 import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -13,10 +14,11 @@ _layer = contextvars.ContextVar("layer", default=None)
 
 
 def wrapping(wrapper: Callable | None):
-    """Return a context in which `wrapper(fp8, f32, *operands)` stands for each product; None leaves products alone.
+    """Return a context in which a wrapper stands for each product; None leaves products alone.
 
     Args:
-        wrapper: a hashable function. `fp8` and `f32` are functions of `*operands`: the FP8 product, and the float32
+        wrapper: a hashable function, called as `wrapper(product, fp8, f32, *operands)`. `product` is the static part,
+            which has the quantizers. `fp8` and `f32` are functions of `*operands`: the FP8 product, and the float32
             product of the values that the operands stand for.
     """
     return _wrapper(wrapper)
@@ -27,9 +29,9 @@ def is_wrapping() -> bool:
     return _wrapper.value is not None
 
 
-def wrapped(fp8: Callable, f32: Callable) -> Callable:
+def wrapped(product: Any, fp8: Callable, f32: Callable) -> Callable:
     """Return `fp8`, or inside `wrapping` the wrapper of both functions."""
-    return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, fp8, f32)
+    return fp8 if _wrapper.value is None else functools.partial(_wrapper.value, product, fp8, f32)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Diagnostics: list the products that do not run in FP8 and why, measure errors and saturation, and read scales."""
 
 from ._compare import Comparison as Comparison, compare as compare
-from ._counters import with_counters as with_counters, without_counters as without_counters
+from ._count import Counts as Counts, count as count
 from ._gemms import Gemms as Gemms, assert_fp8 as assert_fp8, gemms as gemms
 from ._plot import plot as plot
 from ._scalars import Measured as Measured, measure as measure, scalars as scalars

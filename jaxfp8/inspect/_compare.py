@@ -157,27 +157,28 @@ class _Recorder:
     def __init__(self, runs_fp8: bool):
         self.runs_fp8, self.names, self.runs = runs_fp8, [], defaultdict(list)
 
-    def __call__(self, fp8, f32, *operands):
+    def __call__(self, product, fp8, f32, *operands):
+        del product  # its static part
         site = len(self.names)
         self.names.append(_wrapping.current_layer() or "product")
         # `custom_vjp` takes arrays; group sizes and codes among them are integers, which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
 
-        def product(function, leaves):
+        def result(function, leaves):
             return function(*tree.unflatten(leaves))
 
         def gradients(function, leaves, grad):
             """Compute the output, and the gradients of all float leaves."""
             floats, joined = split_arrays(leaves, _is_float)
-            y, pullback = jax.vjp(lambda floats: product(function, joined(floats)), floats)
+            y, pullback = jax.vjp(lambda floats: result(function, joined(floats)), floats)
             cotangents = iter(*pullback(grad.astype(y.dtype)))
             return y, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
 
-        out_dtype = jax.eval_shape(functools.partial(product, fp8), leaves).dtype
+        out_dtype = jax.eval_shape(functools.partial(result, fp8), leaves).dtype
 
         @jax.custom_vjp
         def run(*leaves):
-            return product(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
+            return result(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
 
         def backward(leaves, grad):
             # Both precisions run on the same operands and the same gradient, so errors of other layers do not count.

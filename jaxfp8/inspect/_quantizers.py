@@ -14,13 +14,11 @@ class Arrays(NamedTuple):
         name: the path below the state collection: `Dense_0/Fp8DotGeneral_0/input`.
         amax_history: `[..., H]`, slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
         scale_inv: `[..., 1]`.
-        counters: `[..., 3]`: fraction saturated, fraction flushed to zero, steps since the scale last changed; or None.
     """
 
     name: str
     amax_history: Any
     scale_inv: Any
-    counters: Any
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -45,12 +43,12 @@ def quantizers(where: str, tree) -> list[Arrays]:
         if "opt_state" in flat.paths[quantizer.amax_history]:
             continue
         leaves = [flat.leaves[i] for i in quantizer.positions()]
-        axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves[:2])
+        axis = _state_tree.slot_axis(f"{where}: {quantizer.name}", *leaves)
         # Transforms stack along any axis; here the slots go last.
         is_last = axis in (-1, leaves[0].ndim - 1)
-        history, scale_inv, *counters = leaves if is_last else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
+        history, scale_inv = leaves if is_last else (jax.numpy.moveaxis(leaf, axis, -1) for leaf in leaves)
         _, collection, name = f"/{quantizer.name}".partition(f"/{_state_tree.OVERWRITE_WITH_GRADIENT}/")
-        arrays.append(Arrays(name if collection else quantizer.name, history, scale_inv, next(iter(counters), None)))
+        arrays.append(Arrays(name if collection else quantizer.name, history, scale_inv))
     if not arrays:
         raise ValueError(
             f"{where}: expected a tree that holds FP8 state (amax_history and scale side by side), got "

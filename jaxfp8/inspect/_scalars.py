@@ -12,7 +12,6 @@ from ..numerics import HYBRID, Format, _scaling, fp8_max
 from ._quantizers import quantizers
 
 _FIGURES = ("scale", "amax", "amax_max", "peak", "growth", "scale_lag")
-_COUNTERS = ("saturated", "flushed", "steps_since_change")
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +61,8 @@ def measure(variables: Any, fp8_format: Format = HYBRID) -> Measured:
         growth = jnp.where((newest > 0) & (before > 0), newest / before, jnp.nan)
         scale_lag = jnp.where(newest > 0, jnp.log2(newest * scale / largest), jnp.nan)
         figures = [scale, newest, jnp.max(history, axis=-1), newest * scale, growth, scale_lag]
-        labels = _FIGURES
-        if arrays.counters is not None:
-            counters = jnp.asarray(arrays.counters).astype(jnp.float32)
-            figures += [counters[..., i] for i in range(len(_COUNTERS))]
-            labels += _COUNTERS
         # The names have the order of the flat figures: layer by layer of the stack, the figures of a layer together.
-        names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in labels]
+        names += [f"{arrays.name}{member(index)}/{label}" for index in np.ndindex(arrays.stack) for label in _FIGURES]
         values.append(jnp.stack(figures, axis=-1).reshape(-1))
     return Measured(jnp.concatenate(values), tuple(names))
 
@@ -86,7 +80,6 @@ def scalars(variables: Any, prefix: str = "fp8") -> dict[str, float]:
     - `growth`: `amax` over the largest of the other entries of the window; NaN where either was not recorded.
     - `scale_lag`: `log2(peak / FP8_MAX)`, by how many powers of two the scale is too large for the tensor. Above 0 the
       step saturated; `-n` leaves the largest n powers of two of the format unused. NaN where no amax was recorded.
-    - `saturated`, `flushed`, `steps_since_change`: with counters, see `with_counters`.
 
     A name is `{prefix}/Dense_0/Fp8DotGeneral_0/input/scale`. The function waits for the device.
 

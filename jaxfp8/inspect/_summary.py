@@ -13,8 +13,7 @@ from ._quantizers import quantizers
 
 # Amaxes and scales are f32: a quotient that was rounded twice is off by less.
 _EQUAL = 4 * 2**-24
-_COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "saturated", "flushed")
-_COLUMNS += ("steps_since_change",)
+_COLUMNS = ("name", "scale", "newest", "max", "min", "filled", "peak", "follows", "steps_since_change")
 _HEADS = {"name": "quantizer", "newest": "amax", "steps_since_change": "steps"}  # other heads are the columns' names
 # A table of more rows than a screen holds has a line for each group.
 _SCREEN = 40
@@ -43,10 +42,8 @@ class Summary:
               just left a full window), `"unit"` (scale 1, no entry before), `"below zero"` (an optimizer has stepped on
               the state, so the scale is NaN). None where the scale comes from no entry of this window: it is that of a
               custom algorithm, or something else wrote the state.
-            - `saturated`, `flushed`: fractions of the elements, from the counters; None without counters.
             - `steps_since_change`: for how many steps the scale has not changed; 0 if it changed in the step just run.
-              The number comes from the counters, or without them from a window whose maximum the scale follows; else
-              it is None.
+              None where the scale does not follow the maximum of the window.
     """
 
     rows: list[dict[str, Any]]
@@ -60,20 +57,19 @@ class Summary:
 
 
 def summary(variables: Any, *, worst: int | None = None) -> Summary:
-    """Summarize the FP8 state of a model after a step: scale, amax window, and counters where they are kept.
+    """Summarize the FP8 state of a model after a step: scale and amax window.
 
         print(jaxfp8.inspect.summary(state))
         print(jaxfp8.inspect.summary(state, worst=10))
 
-    `summary` only reads the state, so it adds nothing to a training step. The fractions `saturated` and `flushed` need
-    `jaxfp8.inspect.with_counters`.
+    `summary` only reads the state, so it adds nothing to a training step. `jaxfp8.inspect.count` counts the elements
+    that saturate and that become zero.
 
     Args:
         variables: Linen variables, a TrainState, an NNX model or state, a DotGeneralState, or any tree with these
             inside; concrete arrays. The state of an optimizer is left out.
         worst: the number of quantizers to keep, the worst first: scales that are not positive and quantizers that have
-            recorded nothing, whose scale says nothing; then the largest fraction that saturated, the largest fraction
-            that was flushed, the largest growth. None keeps all.
+            recorded nothing, whose scale says nothing; then the largest growth. None keeps all.
 
     Returns:
         The `Summary`, in the order of the tree, or the worst first.
@@ -93,18 +89,17 @@ def rows_of(where: str, variables) -> list[dict[str, Any]]:
         raise TypeError(f"{where}: expected concrete arrays, got tracers; in jit use jaxfp8.inspect.measure")
     rows = []
     for arrays in states:
-        on_host = jax.device_get((arrays.amax_history, arrays.scale_inv, arrays.counters))
-        history, scale_inv, counters = (None if x is None else np.asarray(x, np.float64) for x in on_host)
+        on_host = jax.device_get((arrays.amax_history, arrays.scale_inv))
+        history, scale_inv = (np.asarray(x, np.float64) for x in on_host)
         for index in np.ndindex(arrays.stack):
             name = arrays.name + member(index)
-            row_counters = None if counters is None else counters[index]
-            rows.append(_row(name, history[index], float(scale_inv[index][0]), row_counters))
+            rows.append(_row(name, history[index], float(scale_inv[index][0])))
     return rows
 
 
 def _badness(row) -> tuple:
     is_bad = not (row["scale"] or 0) > 0 or row["filled"] == 0
-    return is_bad, *(row[key] or 0 for key in ("saturated", "flushed", "growth"))
+    return is_bad, row["growth"] or 0
 
 
 def _groups(rows) -> list[dict[str, Any]]:
@@ -116,7 +111,7 @@ def _groups(rows) -> list[dict[str, Any]]:
     return [max(group, key=_badness) | {"name": names[name]} for name, group in groups.items()]
 
 
-def _row(name, history, scale_inv, counters) -> dict[str, Any]:
+def _row(name, history, scale_inv) -> dict[str, Any]:
     is_recorded = np.isfinite(history) & (history > 0)
     entries, before = history[is_recorded], history[1:][is_recorded[1:]].max(initial=0)
     is_scale = np.isfinite(scale_inv) and scale_inv > 0
@@ -125,7 +120,6 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
     follows, steps = _origin(history, scale_inv) if is_scale else (None, None)
     if np.any(history < 0) or scale_inv < 0:
         scale, follows, steps = np.nan, "below zero", None
-    saturated, flushed, steps = (None, None, steps) if counters is None else map(float, counters)
     return {
         "name": name,
         "scale": scale,
@@ -138,9 +132,7 @@ def _row(name, history, scale_inv, counters) -> dict[str, Any]:
         "peak": None if newest is None or scale is None else newest * scale,
         "growth": float(history[0] / before) if is_recorded[0] and before else None,
         "follows": follows,
-        "saturated": saturated,
-        "flushed": flushed,
-        "steps_since_change": None if steps is None else int(steps),
+        "steps_since_change": steps,
     }
 
 
@@ -177,6 +169,4 @@ def _is_scale_of(amax, scale_inv) -> bool:
 def _text(key: str, value) -> str:
     if value is None:
         return "-"
-    if key in ("saturated", "flushed"):
-        return f"{value:.2%}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

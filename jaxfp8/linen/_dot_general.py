@@ -113,7 +113,7 @@ class Fp8Module(nn.Module):
             return self.variable(OVERWRITE_WITH_GRADIENT, name, first).value
 
         # Ask for each variable of the recipe, and note those that are missing.
-        state = recipes.map_variables(recipe, variable, lambda name: self.has_variable(OVERWRITE_WITH_GRADIENT, name))
+        state = recipes.map_variables(recipe, variable)
         if missing and self.is_initializing() and not is_mutable:
             raise ValueError(
                 f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "

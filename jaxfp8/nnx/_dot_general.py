@@ -113,7 +113,7 @@ class _Fp8Product(nnx.Module):
                 )
             return getattr(self, name).get_value()
 
-        return {"recipe": recipe, "state": map_variables(recipe, read, functools.partial(hasattr, self))}
+        return {"recipe": recipe, "state": map_variables(recipe, read)}
 
 
 class Fp8DotGeneral(_Fp8Product):

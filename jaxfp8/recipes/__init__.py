@@ -25,6 +25,6 @@ from ._state import DotGeneralState, QuantizerState, QuantizerStep, init_state, 
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
 from ._static import StaticScaling, StaticScalingQuantizer
 from ._tensor import Block, QTensor, dequantized, value_of
-from ._tensorwise import Float8CurrentScaling, Float8CurrentScalingQuantizer, TensorwiseQuantizer, has_counters
+from ._tensorwise import Float8CurrentScaling, Float8CurrentScalingQuantizer, TensorwiseQuantizer
 from ._warning import FP8StateWarning
 from ._without_fp8 import layer_asks

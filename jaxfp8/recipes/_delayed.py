@@ -18,9 +18,9 @@ from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
 from . import _reading
 from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
-from ._state import Counting, QuantizerState, QuantizerStep
+from ._state import QuantizerState, QuantizerStep
 from ._tensor import QTensor
-from ._tensorwise import TensorwiseQuantizer, has_counters
+from ._tensorwise import TensorwiseQuantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,24 +117,18 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         if state is None or isinstance(state, QuantizerStep):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
-        counters = getattr(state, "counters", None)
-        leaves += [] if counters is None else [counters]
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
             raise TypeError(f"{name}: expected a QuantizerState of arrays, got {state!r}")
         for leaf in leaves:
             is_float = _compat.is_max(leaf) or _compat.is_foreign_max(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating)
             if not (is_float and getattr(leaf.dtype, "isnative", True)):
                 raise TypeError(f"{name}: expected float32 leaves, got {leaf.dtype}")
-        # The shapes tell what has most likely happened: state of a stack, of other counters, of another history length.
-        history, scale = leaves[:2]
+        # The shapes tell what has most likely happened: state of a stack, or of another history length.
+        history, scale = leaves
         if history.ndim != 1 or (scale.shape != (1,) and not _reading.is_reading(scale)):
             raise ValueError(
                 f"{name}: expected amax_history (H,) and scale (1,), got {history.shape} and {scale.shape}; state that "
                 "is stacked goes through vmap or scan together with its kernels"
-            )
-        if counters is not None and counters.shape != (3,):
-            raise ValueError(
-                f"{name}: expected counters (3,), got {counters.shape}; jaxfp8.inspect.with_counters makes them"
             )
         if history.shape != (self.amax_history_len,):
             raise ValueError(
@@ -168,16 +162,9 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
             scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
         return (*scales, step.amax)
 
-    def record(self, step: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array | None, values: Any) -> Any:
+    def record(self, step: Any, amax: jax.Array | None) -> Any:
         """Record the amax of the tensor, unless the scale is fixed; see `TensorwiseQuantizer.record`."""
-        if amax is None:
-            return None
-        return step.after(scale_inv, amax, _fractions(values(), scale, self.fp8_dtype) if has_counters(step) else None)
-
-
-def _fractions(x, scale, dtype) -> jax.Array:
-    """Return the fractions of the elements of x that saturate and that become zero, f32 `[2]`."""
-    return ops.count_saturated_and_flushed(x, scale, dtype) / np.float32(max(x.size, 1))
+        return None if amax is None else step.after(amax)
 
 
 def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
@@ -223,10 +210,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
-            counting = None
-            if state.counters is not None:
-                counting = Counting(_scaling.clean(state.counters[2:]), last_scale_inv=state.scale.reshape(1))
-            steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty, counting)
+            steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty)
     return steps
 
 
@@ -299,14 +283,6 @@ def next_states(
         steps = [states[i] for i in delayed]
         amaxes = [reduce(step.amax, step.history) for step in steps]
         histories = ops.push_amaxes([step.history for step in steps], amaxes)
-        for i, step, history in zip(delayed, steps, histories, strict=True):
-            states[i] = QuantizerState(history, quantized[i].scale_inv, _counters(step, reduce))
+        for i, history in zip(delayed, histories, strict=True):
+            states[i] = QuantizerState(history, quantized[i].scale_inv)
     return states
-
-
-def _counters(step: QuantizerStep, reduce):
-    """Return the next counters. Shards have one size, so the fraction of the whole tensor is the mean over shards."""
-    if step.counting is None:
-        return None
-    fractions = reduce(step.counting.fractions, step.history, jax.lax.pmean)
-    return jnp.concatenate([fractions, step.counting.steps])

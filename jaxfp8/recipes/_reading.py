@@ -69,7 +69,7 @@ def largest(ct: jax.Array) -> jax.Array:
 def stacked_products(flat: StateTree) -> list[list]:
     """Find the products in a tree whose state is stacked over layers; return the three quantizers of each.
 
-    Products with counters are left out, and products that have other quantizers with a history than these three.
+    Products that have other quantizers with a history than these three are left out.
     """
     products = {}
     for quantizer in flat.quantizers:
@@ -81,8 +81,6 @@ def stacked_products(flat: StateTree) -> list[list]:
 
 
 def _is_stacked(flat, quantizers) -> bool:
-    if any(quantizer.counters is not None for quantizer in quantizers):
-        return False
     pairs = [(flat.leaves[quantizer.amax_history], flat.leaves[quantizer.scale]) for quantizer in quantizers]
     for leaf in sum(pairs, ()):
         if not isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:

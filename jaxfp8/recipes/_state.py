@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ._by_product import all_quantizers, with_state
 from ._recipe import Recipe, checked
@@ -20,40 +19,10 @@ class QuantizerState:
     Attributes:
         amax_history: f32 `(H,)`; slot 0 newest, slot 1 oldest; 0 means nothing was recorded.
         scale: f32 `(1,)`, in Flax's sense: `amax / FP8_MAX`, the `scale_inv` of the step that ran last.
-        counters: None; or f32 `(3,)`, of the step that ran last: the fraction of elements that saturated, the fraction
-            that was not zero and became zero, and for how many steps the scale has not changed. Several uses of the
-            state in one step give the largest of each. `jaxfp8.inspect.with_counters` makes them.
     """
 
     amax_history: jax.Array
     scale: jax.Array
-    counters: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counting:
-    """The counters of one quantizer in one step.
-
-    Attributes:
-        steps: f32 `(1,)`, for how many steps the scale has not changed; `after` counts the step that runs.
-        last_scale_inv: f32 `(1,)`, the scale_inv of the step before; None after the tensor was quantized.
-        fractions: f32 `(2,)`, of elements that saturated and that became zero; None before the tensor was quantized.
-    """
-
-    steps: jax.Array
-    last_scale_inv: jax.Array | None
-    fractions: jax.Array | None = None
-
-    def after(self, scale_inv: jax.Array, fractions: jax.Array) -> "Counting":
-        """Return the counters after a tensor was quantized with `scale_inv`, f32 `(1,)`."""
-        is_same = _bits(scale_inv) == _bits(self.last_scale_inv)
-        steps = jnp.where(is_same, self.steps + jnp.float32(1), jnp.zeros_like(self.steps))
-        return Counting(steps, None, fractions)
-
-
-def _bits(scale):
-    return jax.lax.bitcast_convert_type(scale.reshape(1), jnp.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +37,6 @@ class QuantizerStep:
         scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
         is_empty: bool[], whether the history was empty; None where `first_step="unit"`, and after the tensor is
             quantized.
-        counting: the counters of a state that has counters, else None.
     """
 
     history: jax.Array | None
@@ -76,7 +44,6 @@ class QuantizerStep:
     scale: jax.Array | None
     scale_inv: jax.Array | None
     is_empty: jax.Array | None = None
-    counting: Counting | None = None
 
     @staticmethod
     def fixed(scale: jax.Array, scale_inv: jax.Array) -> "QuantizerStep":
@@ -86,10 +53,9 @@ class QuantizerStep:
         """
         return QuantizerStep(None, None, scale, scale_inv)
 
-    def after(self, scale_inv: jax.Array, amax: jax.Array, fractions: jax.Array | None) -> "QuantizerStep":
-        """Return the step after a tensor with this amax was quantized with `scale_inv`."""
-        counting = None if self.counting is None else self.counting.after(scale_inv, fractions)
-        return QuantizerStep(self.history, amax, None, None, None, counting)
+    def after(self, amax: jax.Array) -> "QuantizerStep":
+        """Return the step after a tensor with this amax was quantized."""
+        return QuantizerStep(self.history, amax, None, None)
 
 
 @jax.tree_util.register_dataclass
@@ -137,15 +103,12 @@ def init_state(recipe: Recipe) -> DotGeneralState:
     return DotGeneralState(*(quantizer.init() for quantizer in with_state(quantizers)))
 
 
-def map_variables(
-    recipe: Recipe, function: Callable[..., Any], has: Callable[[str], bool] = lambda name: False
-) -> DotGeneralState:
+def map_variables(recipe: Recipe, function: Callable[..., Any]) -> DotGeneralState:
     """Return the state of a product with `function(name, first)` in place of each leaf.
 
     `name` is that of a Flax variable, and `first()` gives the leaf of `init_state(recipe)`. The name begins with the
     role in `recipe.operands`: `input_amax_history`, in a custom recipe `linear_input_amax_history`. A state that is an
-    array itself is called `input_state`. A state of delayed scaling gets counters, which have no first leaf, where
-    `has("input_counters")` is true.
+    array itself is called `input_state`.
     """
     # Most calls only read variables: make arrays where a variable is new, and no sooner.
     first_leaves = functools.cache(lambda: dict(jax.tree_util.tree_leaves_with_path(init_state(recipe))))
@@ -156,15 +119,10 @@ def map_variables(
         return function(f"{operands[field.name]}_{name}", lambda: first_leaves()[path])
 
     # Stock recipes have no quantizers of results.
-    operands, state = dict(zip(_FIELDS, recipe.operands, strict=False)), _types_of_state(recipe)
-    for field, operand in operands.items():
-        old = getattr(state, field)
-        if isinstance(old, QuantizerState) and has(f"{operand}_counters"):
-            state = dataclasses.replace(state, **{field: dataclasses.replace(old, counters=_COUNTERS)})
-    return jax.tree_util.tree_map_with_path(leaf, state)
+    operands = dict(zip(_FIELDS, recipe.operands, strict=False))
+    return jax.tree_util.tree_map_with_path(leaf, _types_of_state(recipe))
 
 
-_COUNTERS = jax.ShapeDtypeStruct((3,), jnp.float32)
 _FIELDS = [field.name for field in dataclasses.fields(DotGeneralState)]
 
 

@@ -1,7 +1,7 @@
 """Find the leaves of a tree that are quantizer state, in dicts, Flax and NNX variables, or dataclasses.
 
 A quantizer is two leaves side by side that are named `{p}amax_history` and `{p}scale`: Flax's variables
-(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike. There may be `{p}counters` beside them.
+(`input_amax_history`, `input_scale`) and the fields of `QuantizerState` alike.
 A `scale` on its own, which normalization layers have, is a parameter. All other leaves below the key
 `_overwrite_with_gradient`, in an NNX variable of that name, or in a `DotGeneralState`, are state of a user's own
 quantizer. In a plain dict of arrays no type tells such state from parameters: `marked` marks it there.
@@ -16,7 +16,7 @@ from ._state import DotGeneralState
 
 # The collection of variables whose gradient is their next value. Flax's TrainState knows it by this name.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-_HISTORY, _SCALE, _COUNTERS = "amax_history", "scale", "counters"
+_HISTORY, _SCALE = "amax_history", "scale"
 
 
 class Quantizer(NamedTuple):
@@ -25,18 +25,15 @@ class Quantizer(NamedTuple):
     Attributes:
         name: the path of the quantizer, for messages: `Dense_0/Fp8DotGeneral_0/input`.
         amax_history, scale: positions in `StateTree.leaves`.
-        counters: the position of the counters; None for a quantizer without counters.
     """
 
     name: str
     amax_history: int
     scale: int
-    counters: int | None = None
 
-    def positions(self) -> tuple[int, ...]:
+    def positions(self) -> tuple[int, int]:
         """Return the leaves of the quantizer, in the order of `QuantizerState`."""
-        pair = self.amax_history, self.scale
-        return pair if self.counters is None else (*pair, self.counters)
+        return self.amax_history, self.scale
 
 
 class StateTree(NamedTuple):
@@ -185,5 +182,5 @@ def _pairs(paths) -> list[Quantizer]:
         scale = where.get((*path[:-1], prefix + _SCALE))
         if scale is not None:
             name = "/".join(filter(None, (*path[:-1], prefix.rstrip("_"))))
-            pairs.append(Quantizer(name, i, scale, where.get((*path[:-1], prefix + _COUNTERS))))
+            pairs.append(Quantizer(name, i, scale))
     return pairs

@@ -40,8 +40,8 @@ class TensorwiseQuantizer(FP8Quantizer):
         else:
             data, amax = ops.quantize(x, scale, self.fp8_dtype, **recording)
             data_t, sums = None, [options.sum_rows(x)]
-        # 3. Record the amax, and count where the state has counters: counting reads x once more.
-        step = self.record(step, scale, scale_inv, amax, lambda: x)
+        # 3. Record the amax.
+        step = self.record(step, amax)
         return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
 
     def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -59,14 +59,12 @@ class TensorwiseQuantizer(FP8Quantizer):
         # Without a state nothing records the amax, so the pass that quantizes need not find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
-    def record(self, step: Any, scale: jax.Array, scale_inv: jax.Array, amax: jax.Array | None, values: Any) -> Any:
+    def record(self, step: Any, amax: jax.Array | None) -> Any:
         """Return the step after a tensor was quantized.
 
         Args:
             step: the step before the tensor was quantized.
-            scale, scale_inv: f32[1], the scale that the tensor was quantized with, and its inverse.
             amax: f32[1], the amax of the tensor; None where `choose_scale` gave None.
-            values: returns the tensor; called only where the step has counters.
         """
         return step
 
@@ -111,8 +109,3 @@ class Float8CurrentScalingQuantizer(TensorwiseQuantizer):
 
     fp8_dtype: np.dtype
     power_2_scale: bool = False
-
-
-def has_counters(step: Any) -> bool:
-    """Tell whether the state of a step has counters, so that elements are to be counted."""
-    return getattr(step, "counting", None) is not None

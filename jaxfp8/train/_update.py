@@ -53,8 +53,6 @@ def update_state(old: Tree, new: Any) -> Tree:
     microbatches that include the state. Add microbatches by `accumulate_gradients`, and wrap the optimizer in
     `jaxfp8.train.optimizer`, which keeps state out of all other transformations.
 
-    Counters, where a quantizer has them, are those of `new`, divided by c.
-
     Args:
         old: the state this step ran on: a state collection, a `DotGeneralState`, a variables dict, an NNX state, or a
             tree that mixes any of these with parameters. History f32 `(..., H)`, scale f32 `(..., 1)`.
@@ -72,8 +70,8 @@ def update_state(old: Tree, new: Any) -> Tree:
     # 1. Collect the quantizers whose leaves have the same types: each group is one call.
     alike, values, factors, old_least, new_least = {}, {}, {}, {}, {}
     for q in before.quantizers:
-        positions = [i for i in q.positions() if gradient.get(before.paths[i]) is not None]
-        if not {q.amax_history, q.scale} <= set(positions):
+        positions = q.positions()
+        if any(gradient.get(before.paths[i]) is None for i in positions):
             continue
         now = [before.leaves[i] for i in positions]
         then = [gradient[before.paths[i]] for i in positions]
@@ -112,7 +110,7 @@ def expect_state(before: _state_tree.StateTree, gradient) -> None:
 
 
 def _check_shapes(name, old, new):
-    for argument, (history, scale, *_) in (("old", old), ("new", new)):
+    for argument, (history, scale) in (("old", old), ("new", new)):
         _state_tree.slot_axis(f"update_state: {argument}: {name}", history, scale)
     shapes, expected = ([str(leaf.shape) for leaf in leaves] for leaves in (new, old))
     if shapes != expected:
@@ -137,17 +135,15 @@ def _next_quantizers(quantizers):
     return list(zip(*map(jnp.unstack, stacked), strict=True))
 
 
-def _next_quantizer(*leaves):
+def _next_quantizer(old_history, old_scale, new_history, new_scale):
     """Return the next state of all rows of one quantizer.
 
     Returns:
-        `(history, scale, factors, lowest)`, or with counters `(history, scale, counters, factors, lowest)`. `factors`
-        holds for each row the factor on its cotangent, `lowest` the smallest number of the row's old state.
+        `(history, scale, factors, lowest)`. `factors` holds for each row the factor on its cotangent, `lowest` the
+        smallest number of the row's old state.
     """
     # 1. Move the slots of history and scale to the last axis, clean the old state and roll it. A row with a number
     # below zero keeps it, so that it stays visible.
-    old, new = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
-    (old_history, old_scale, *old_counters), (new_history, new_scale, *new_counters) = old, new
     axis = _state_tree.slot_axis("update_state", old_history, old_scale)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
     history, old_scale, new_history, new_scale = rows  # [..., H] and [..., 1]
@@ -190,11 +186,8 @@ def _next_quantizer(*leaves):
     newest = history[..., :1]
     larger = jnp.maximum(newest, _scaling.clean(new_history[..., :1]))
     kept = history.at[..., :1].set(jnp.where(is_done, larger, newest))
-    results = [jnp.where(usable, rolled.at[..., :1].set(amax), kept), scale]
-    if old_counters:
-        before, counters = (jnp.moveaxis(x[0].astype(jnp.float32), axis, -1) for x in (old_counters, new_counters))
-        results.append(jnp.where(usable, _scaling.clean(jnp.where(as_made, counters, counters / divisor)), before))
-    return *(jnp.moveaxis(leaf, -1, axis) for leaf in results), factor, lowest
+    history = jnp.where(usable, rolled.at[..., :1].set(amax), kept)
+    return jnp.moveaxis(history, -1, axis), jnp.moveaxis(scale, -1, axis), factor, lowest
 
 
 def _difference(a, b):

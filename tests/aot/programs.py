@@ -56,7 +56,6 @@ LIBRARY_GEMMS = {"xla_gpu_enable_triton_gemm": False}
 QUICKLY = {"xla_backend_optimization_level": 0}
 TRITON = ", Triton"
 XLA = ", xla"
-COUNTED = ", counted"
 BARE = ", bare"
 AXES = ("fsdp", "tp")
 TOKENS, WIDTH, HIDDEN, LAYERS = 8192, 4096, 14336, 8
@@ -155,7 +154,7 @@ GROUPS = {
         "dense": Case(
             dense(8192),
             (8192, 8192),
-            (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA, "own" + COUNTED),
+            (*DENSES, "bf16" + TRITON, "flax" + TRITON, "drop-in" + XLA, "own" + XLA),
             reads=_OF_DENSE,
         ),
         "dense with bias": Case(dense(8192, use_bias=True), (8192, 8192), reads=_OF_DENSE),
@@ -206,7 +205,7 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
             return report(case, candidate.removesuffix(XLA), quickly, gpu)
     is_shared = not candidate.startswith("flax") and not candidate.endswith(BARE)
     candidate = candidate.removesuffix(BARE)
-    model = case.model(candidate.removesuffix(TRITON).removesuffix(COUNTED))
+    model = case.model(candidate.removesuffix(TRITON))
     mesh = gpus(gpu, case.mesh)
     if case.hidden is not None:
         model = model.clone(hidden=NamedSharding(mesh, case.hidden))
@@ -235,8 +234,6 @@ def report(case: Case, candidate: str, quickly=False, gpu="h200") -> dict:
 
     x = placed(P("fsdp"), jax.ShapeDtypeStruct(case.shape, jnp.bfloat16))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    if candidate.endswith(COUNTED):
-        variables = jaxfp8.inspect.with_counters(variables)
     variables = jax.tree.map_with_path(of_variable, variables)
     where = x.sharding, (jax.tree.map(lambda leaf: leaf.sharding, variables), x.sharding)
     lowered = jax.jit(step, out_shardings=where).lower(variables, x, x)

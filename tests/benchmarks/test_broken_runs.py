@@ -65,11 +65,12 @@ def test_results_are_of_pairs(program):
 
 
 def test_figures_are_the_worst_of_all_quantizers(program):
-    values = {"a/input/saturated": 0.25, "b/input/saturated": 0.5, "a/input/scale_lag": -3.0, "b/input/scale_lag": 1.0}
-    values |= {"a/input/flushed": 0.0, "a/input/growth": math.nan, "b/input/growth": 2.0, "b/input/peak": 99.0}
+    rows = [{"saturated": 0.25, "flushed": 0.0}, {"saturated": 0.5, "flushed": 0.0}]
+    values = {"a/input/scale_lag": -3.0, "b/input/scale_lag": 1.0}
+    values |= {"a/input/growth": math.nan, "b/input/growth": 2.0, "b/input/peak": 99.0}
     measured = jaxfp8.inspect.Measured(jnp.array(list(values.values())), tuple(values))
-    assert program.reduced(measured, jnp.float32(7.0)) == [0.5, 0.0, 2.0, 1.0, -3.0, 7.0]
-    nothing = program.reduced(jaxfp8.inspect.Measured(jnp.zeros(0), ()), jnp.float32(7.0))
+    assert program.reduced(measured, jnp.float32(7.0), rows) == [0.5, 0.0, 2.0, 1.0, -3.0, 7.0]
+    nothing = program.reduced(jaxfp8.inspect.Measured(jnp.zeros(0), ()), jnp.float32(7.0), [])
     np.testing.assert_array_equal(nothing, [np.nan] * 5 + [7.0])
 
 

@@ -164,11 +164,6 @@ def test_an_activation_with_another_use():
     assert_same_bits(*both("silu_gated", parameters("silu_gated", BF16), states(), use=use), "used twice")
 
 
-def test_counters():
-    given = tuple(jaxfp8.inspect.with_counters(state) for state in states())
-    assert_same_bits(*both("silu_gated", parameters("silu_gated"), given), "counted")
-
-
 @pytest.mark.parametrize("why", ["small", "high precision", "no rows"])
 def test_products_that_are_not_fp8(why):
     recipe = {"small": jaxfp8.DelayedScaling(amax_history_len=HISTORY, min_size=1000), "high precision": None}

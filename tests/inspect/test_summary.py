@@ -16,11 +16,9 @@ A = jaxfp8.DelayedScaling(amax_history_len=6)
 OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
 
 
-def state(history, scale_inv, counters=None, operand="input"):
+def state(history, scale_inv, operand="input"):
     """Variables of one product with one quantizer: slot 0 newest, slot 1 oldest."""
     leaves = {f"{operand}_amax_history": history, f"{operand}_scale": np.reshape(scale_inv, (*np.shape(scale_inv), 1))}
-    if counters is not None:
-        leaves[f"{operand}_counters"] = counters
     leaves = {name: jnp.asarray(leaf, jnp.float32) for name, leaf in leaves.items()}
     return {"params": {"layer": {"scale": jnp.ones(3)}}, OWG: {"layer": leaves}}
 
@@ -46,8 +44,6 @@ def test_a_window_by_hand():
         "peak": 14.0 / float(scale_inv),
         "growth": 2.0,
         "follows": "max",
-        "saturated": None,
-        "flushed": None,
         "steps_since_change": 1,  # 7 first acted in the step before
     }
     assert row["peak"] == 2 * 448
@@ -84,19 +80,16 @@ def test_nothing_recorded_and_a_scale_that_is_none():
     assert row["scale"] is None and row["peak"] is None and row["follows"] is None and row["max"] == 2
 
 
-def test_counters():
-    row = row_of([14, 0, 0, 5, 7, 3], 7 / 448, counters=[0.25, 0.5, 12])
-    assert (row["saturated"], row["flushed"], row["steps_since_change"]) == (0.25, 0.5, 12)
-    text = str(inspect.summary(state([14, 0, 0, 5, 7, 3], 7 / 448, counters=[0.25, 0.5, 12])))
-    assert text.split("\n")[1].split() == "layer/input 64 14 14 3 4/6 896 max 25.00% 50.00% 12".split()
+def test_a_line_of_the_table():
+    text = str(inspect.summary(state([14, 0, 0, 5, 7, 3], 7 / 448)))
+    assert text.split("\n")[1].split() == "layer/input 64 14 14 3 4/6 896 max 1".split()
 
 
 def test_a_row_for_each_layer_of_a_stack():
     histories, scales = np.arange(1, 25).reshape(2, 3, 4), np.arange(1, 7).reshape(2, 3) / 448
-    rows = inspect.summary(state(histories, scales, counters=np.arange(18).reshape(2, 3, 3))).rows
+    rows = inspect.summary(state(histories, scales)).rows
     assert [row["name"] for row in rows] == [f"layer/input[{i},{j}]" for i in range(2) for j in range(3)]
     assert [row["newest"] for row in rows] == [1, 5, 9, 13, 17, 21]
-    assert [row["saturated"] for row in rows] == [0, 3, 6, 9, 12, 15]
     np.testing.assert_array_equal([row["scale_inv"] for row in rows], scales.ravel().astype(np.float32))
 
 
@@ -160,19 +153,17 @@ def test_figures_by_hand():
     """Each figure of a stack of three quantizers, and of a gradient in e5m2, against numpy in double precision."""
     histories = np.array([[12, 0, 3, 6], [2, 0, 0, 0], [0, 5, 1, 2]], np.float32)
     scale_inv = np.array([6 / 448, 1, 5 / 448], np.float32)
-    counters = np.array([[0.25, 0.5, 3], [0, 1, 0], [0.125, 0, 7]], np.float32)
-    tree = state(histories, scale_inv, counters)
+    tree = state(histories, scale_inv)
     tree[OWG]["layer"] |= state([3, 9, 4], 9 / 57344, operand="output_grad")[OWG]["layer"]
     measured = jax.jit(inspect.measure)(tree)
     found = inspect.scalars(measured, prefix="")
     lags = [np.log2(12 / np.float64(scale_inv[0]) / 448), np.log2(2 / 448), np.nan]
     for i, (growth, lag) in enumerate(zip([2, np.nan, np.nan], lags, strict=True)):
         row = {name.rpartition("/")[2]: value for name, value in found.items() if name.startswith(f"layer/input[{i}]/")}
-        assert list(row)[:4] == ["scale", "amax", "amax_max", "peak"] and len(row) == 9
+        assert list(row)[:4] == ["scale", "amax", "amax_max", "peak"] and len(row) == 6
         np.testing.assert_array_equal(row["growth"], growth)
         # The quotients are rounded three times, the logarithm once.
         np.testing.assert_allclose(row["scale_lag"], lag, rtol=4 * 2**-24, atol=4 * 2**-24)
-        assert [row[name] for name in ("saturated", "flushed", "steps_since_change")] == counters[i].tolist()
     growth = np.float32(3) / np.float32(9)
     assert found["layer/output_grad/growth"] == growth
     np.testing.assert_allclose(found["layer/output_grad/scale_lag"], np.log2(growth), rtol=4 * 2**-24)

@@ -124,10 +124,6 @@ def test_loops(loop, reads):
     assert reads
 
 
-def with_counters(recipe):
-    return jaxfp8.inspect.with_counters(jaxfp8.init_state(recipe))
-
-
 def normalized(recipe, x, kernel, state):
     return layer(recipe, jaxfp8.normalized(x, jnp.ones(WIDTH), kind="rms"), kernel, state)
 
@@ -157,7 +153,6 @@ OTHERS = {
     "experts": (experts, DELAYED, jaxfp8.init_state, True),
     "custom": (layer, jaxfp8.CustomRecipe(of_operands), jaxfp8.init_state, True),
     "custom, results too": (layer, jaxfp8.CustomRecipe(quantizer), jaxfp8.init_state, False),
-    "counters": (layer, DELAYED, with_counters, False),
 }
 
 

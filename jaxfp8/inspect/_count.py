@@ -1,0 +1,185 @@
+"""count: run a step, and count the elements of every quantized tensor that saturate and that become zero."""
+
+import dataclasses
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ops
+from .._jax._table import aligned, member, natural
+from ..dot import FusedInput, _ragged_dot, _wrapping
+from ..recipes import TensorwiseQuantizer, read_states, reading_of, without_max
+
+_TENSORS = ("input", "kernel", "output_grad")
+_COLUMNS = ("layer", "tensor", "saturated", "flushed")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Counts:
+    """The fractions of elements that saturated and that became zero, in one step; `str` is a table, the worst first.
+
+    Attributes:
+        rows: a dict for each tensor that was quantized with one scale: `layer`, the path of the module; `tensor`,
+            `"input"`, `"kernel"` or `"output_grad"`; `saturated`, the fraction of elements with
+            `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); and `flushed`, the fraction of elements that are
+            not zero but have the code of zero. ` (call 1)` after the path is the second call of the layer, `[i]` an
+            iteration of a loop, a member of a batch, or a device of `shard_map`.
+    """
+
+    rows: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        lines = [(row["layer"], row["tensor"], f"{row['saturated']:.2%}", f"{row['flushed']:.2%}") for row in self.rows]
+        return aligned([_COLUMNS, *lines], right=2)
+
+
+def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Counts]:
+    """Run one step, and count in each FP8 product what saturates and what becomes zero.
+
+        (train, loss), counts = jaxfp8.inspect.count(train_step, train, batch)
+
+    The step computes what it computes otherwise, and nothing is counted in other steps. The first call compiles a
+    jitted step once more. Counting reads each tensor once more, and on a mesh adds reductions over the devices, because
+    the fractions are those of the whole tensor. The host gets two numbers for each tensor. The gradient of a product
+    with an `activation` is rounded to the dtype of the product before it becomes FP8.
+
+    Args:
+        step: a function that takes gradients through FP8 products, such as a training step, or `jax.grad` of a loss;
+            jitted or not. Products are counted in their backward.
+        args, kwargs: the arguments of the step.
+
+    Returns:
+        `(the result of the step, the Counts)`. A kernel that is codes without a source, and a tensor with a scale for
+        each block, have no row.
+
+    Raises:
+        ValueError: the step ran the backward of no FP8 product.
+    """
+    _runs.clear()
+    with _wrapping.wrapping(_counted):
+        result = jax.block_until_ready(step(*args, **kwargs))
+    if not _runs:
+        raise ValueError(
+            "count: step: expected a function that takes gradients through FP8 products, got one without such; give it "
+            "the training step, or jax.grad of a loss"
+        )
+    runs = {}
+    for site, fractions in _runs:
+        runs.setdefault(site, []).append(fractions)
+    calls, rows = Counter(), []
+    times = Counter(site.layer for site in runs)
+    for site in sorted(runs, key=lambda site: site.number):
+        layer = f"{site.layer} (call {calls[site.layer]})" if times[site.layer] > 1 else site.layer
+        calls[site.layer] += 1
+        # The backward runs the iterations of a loop in reverse order.
+        iterations = runs[site][::-1]
+        for i, fractions in enumerate(iterations):
+            rows += _rows(layer, (i,) if len(iterations) > 1 else (), fractions)
+    return result, Counts(sorted(rows, key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Site:
+    """A product in a traced program.
+
+    Attributes:
+        number: sites are numbered in the order of tracing.
+        layer: the path of its layer.
+    """
+
+    number: int
+    layer: str
+
+
+_numbers = itertools.count()
+# What the products of the running step have counted: pairs of a site and an array [*batch, 3, 2].
+_runs: list[tuple[_Site, np.ndarray]] = []
+
+
+def _counted(product, fp8, f32, *operands):
+    """Run the FP8 product, whose backward also counts the elements of its three tensors.
+
+    This is one function for all steps, so that JAX compiles a step that is counted once.
+    """
+    del f32
+    x, kernel, rest, *_ = operands
+    state, codes = operands[-2:]
+    site = _Site(next(_numbers), _wrapping.current_layer() or "product")
+    group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
+    # 1. Count x and the kernel, with the scales that the product will choose.
+    reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer()[:3])
+    steps = read_states(product.quantizers[:3], states, reading)
+    values = [_values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)]
+    if group_sizes is not None and values[0] is not None:
+        values[0] = _ragged_dot.in_a_group(values[0], group_sizes)
+    forward = [_fractions(product, i, value, steps[i], states[i]) for i, value in enumerate(values)]
+    record = functools.partial(_record, site)
+
+    # 2. Count the gradient where it arrives, and give the counts to the host.
+    @jax.custom_vjp
+    def watched(y, *residuals):
+        del residuals
+        return y
+
+    def backward(residuals, grad):
+        forward, step, state, group_sizes = residuals
+        counted = grad if group_sizes is None else _ragged_dot.in_a_group(grad, group_sizes)
+        fractions = jnp.stack([*forward, _fractions(product, 2, counted, step, state)])
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
+        # The gradient depends on a zero from the callback, without which XLA would drop the callback.
+        return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
+
+    watched.defvjp(lambda y, *residuals: (y, residuals), backward)
+    return watched(fp8(*operands), forward, steps[2], states[2], group_sizes)
+
+
+def _fractions(product, i, values, step, state):
+    """Return the fractions of the elements of a tensor that saturate and that become zero, f32 `[2]`.
+
+    They are NaN where the tensor has no scale for the whole of it.
+
+    Args:
+        product: the static part.
+        i: the position of the quantizer.
+        values: the tensor, or None.
+        step: the result of `read_states` for the quantizer.
+        state: the state of the quantizer, which says over which devices the tensor is reduced.
+    """
+    quantizer = product.quantizers[i]
+    if values is None or not isinstance(quantizer, TensorwiseQuantizer):
+        return jnp.full((2,), jnp.nan, jnp.float32)
+    scale, *_ = quantizer.choose_scale(functools.partial(ops.amax, values), step, product.reduce)
+    fractions = ops.count_saturated_and_flushed(values, scale, quantizer.fp8_dtype) / np.float32(max(values.size, 1))
+    return product.reduce(fractions, state, jax.lax.pmean)
+
+
+def _values(operand, codes):
+    """Return the values that a product quantizes, without gradient; None for codes without a source."""
+    if isinstance(codes, FusedInput):  # in f32, as the op computes them
+        return dataclasses.replace(codes, x=codes.x.astype(jnp.float32)).value
+    if codes is not None and codes.is_all_of(operand):
+        return None
+    return jax.lax.stop_gradient(operand)
+
+
+def _record(site, fractions):
+    fractions = np.asarray(fractions)
+    _runs.append((site, fractions))
+    return np.zeros(fractions.shape[:-2], np.float32)
+
+
+def _rows(layer: str, iteration: tuple[int, ...], fractions) -> list[dict[str, Any]]:
+    rows = []
+    for index in np.ndindex(fractions.shape[:-2]):
+        for tensor, (saturated, flushed) in zip(_TENSORS, fractions[index].tolist(), strict=True):
+            if not np.isnan(saturated):
+                values = (layer + member(iteration + index), tensor, saturated, flushed)
+                rows.append(dict(zip(_COLUMNS, values, strict=True)))
+    return rows
