@@ -11,7 +11,7 @@ import pathlib
 # training, and what a step on a mesh is beside right.
 CI = {
     *("aot", "bad_days/fuzz", "bad_days/soak", "benchmarks", "convert", "cuda", "docs", "inference", "inspect"),
-    *("integrations", "mixed_precision", "mutants", "native", "selftest"),
+    *("integrations", "mixed_precision", "mutants", "native", "selftest", "tpu"),
     *("dot/test_dot_general.py", "dot/test_fp8_residuals.py", "dot/test_fused_gradients.py"),
     *("dot/test_fused_programs.py", "dot/test_fused_values.py", "dot/test_ragged_blocks.py", "dot/test_ragged_dot.py"),
     *("dot/test_ragged_operands.py", "dot/test_shared_kernels.py"),

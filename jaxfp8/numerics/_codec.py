@@ -7,6 +7,7 @@ float16 on some platforms (two roundings), and XLA's CPU threads read and write 
 import jax.numpy as jnp
 from jax import lax
 
+from . import _tpu
 from ._scaling import from_bits, to_bits
 
 _ABS_MASK = 0x7FFFFFFF
@@ -60,6 +61,8 @@ def is_saturated_or_flushed(x, scale, dtype):
 
 def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
+    if _tpu.is_target.value:
+        return _tpu.encode(x, scale, dtype)
     info = jnp.finfo(dtype)
 
     # 1. Multiply in f32. The codes of values that are not finite are NaN.
@@ -95,6 +98,8 @@ def rounded(magnitude, dtype):
 
 def decode(data, scale_inv, dtype):
     """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
+    if _tpu.is_target.value:
+        return _tpu.decode(data, scale_inv, dtype)
     # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
     value_bits, scale_bits = to_bits(data.astype(jnp.float32)), to_bits(scale_inv)
     product = _abs_product(value_bits, scale_bits)

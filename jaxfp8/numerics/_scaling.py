@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _tpu
+
 # Scales stay in [2**-126, 2**126], so that a scale and its inverse are both normal floats.
 MAX_SCALE = 2.0**126
 MIN_SCALE = 2.0**-126
@@ -68,6 +70,8 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for n >= 4096).
     """
+    if _tpu.is_target.value:
+        return _tpu.abs_max(x, axis)
     bits = to_bits(x.astype(jnp.float32)) & 0x7FFFFFFF
     bits = jnp.minimum(bits, _INF_BITS)
     return from_bits(jnp.max(bits, axis=axis, initial=0))

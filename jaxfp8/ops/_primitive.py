@@ -5,7 +5,7 @@ mesh, and the partitioning of the op (_partition.py). `vmap` adds vmapped dimens
 operand and result, each index with its own scale and amax.
 
 The lowering rule chooses by platform: a custom call where a native library is loaded and the user has not disabled the
-call, the jnp reference elsewhere.
+call, the jnp reference elsewhere; for TPUs the reference as _tpu.py has it traced.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
-from . import _disabled, _ffi, _support
+from . import _disabled, _ffi, _support, _tpu
 from ._implementation import selected
 from ._partition import ONE as ONE, Dimensions, lower_partitioned
 
@@ -157,9 +157,12 @@ def tensor_op(
     def lower(platform, native, loaded, ctx, *operands, implementation, vmap_dims, **static):
         # The names and the reference use `static`: `for_gpus` changes how a kernel runs, and not the op's results.
         run, run_static = choose(platform, native, loaded, ctx, implementation, static)
+        in_jnp = reference
+        if platform == "tpu" and implementation != "reference":
+            run = in_jnp = _tpu.program(reference)
         return lower_partitioned(
             functools.partial(run, vmap_dims=vmap_dims, **run_static),
-            functools.partial(reference, vmap_dims=vmap_dims, **static),
+            functools.partial(in_jnp, vmap_dims=vmap_dims, **static),
             Dimensions(
                 *all_names(ctx.avals_in, vmap_dims, static),
                 second_layouts(**static),
@@ -181,6 +184,7 @@ def tensor_op(
     # The rule without a platform is the default: every platform without a native library lowers to the reference.
     for platform, native, loaded in (
         (None, None, lambda: False),
+        ("tpu", None, lambda: False),
         ("cpu", cpu, lambda: _ffi.has_cpu_kernels),
         ("cuda", cuda, _ffi.has_cuda_kernels),
     ):

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
 from ._dequantize import widening_on_cpu
 from ._primitive import ONE, tensor_op
@@ -107,8 +108,11 @@ class _Spec(ProductSpec):
 
 
 def to_f32(codes):
-    """Widen by a cast to f32, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16."""
-    return codes.astype(jnp.float32)
+    """Widen by a cast to f32, which XLA fuses on most platforms. XLA:CPU has no transposed products of bfloat16.
+
+    Programs for TPUs multiply the codes as they are.
+    """
+    return codes if _tpu.is_target.value else codes.astype(jnp.float32)
 
 
 def _cublaslt(*operands, vmap_dims, spec):

@@ -1,0 +1,36 @@
+"""The codec and the amax of programs for TPUs: float arithmetic and casts, which XLA fuses with what is around them.
+
+A TPU casts to FP8 with one rounding, and XLA's reductions there keep what is compared before them. So the integer steps
+of _codec.py and _scaling.py are left out. The results are the same, unless an input is below 2**-126: a TPU reads it as
+zero. The product of an input and its scale may be below that: FP8 rounds it to zero anyway.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Whether the program that is traced is for TPUs. The context is part of jit's cache key.
+is_target = jax.make_user_context(default_value=False)
+
+
+def encode(x, scale, dtype):
+    """Compute the FP8 codes of `x * scale`; NaN where the product is NaN or x is Inf."""
+    x, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
+    saturated = jnp.clip(x * scale, -largest, largest)
+    return jnp.where(_is_finite(x), saturated, jnp.float32(jnp.nan)).astype(dtype)
+
+
+def decode(data, scale_inv, dtype):
+    """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`."""
+    return (data.astype(jnp.float32) * scale_inv).astype(dtype)
+
+
+def abs_max(x, axis):
+    """Compute the max of |x| as f32, where NaN counts as +inf; 0 for an empty array."""
+    # Not in bfloat16: XLA fuses the reduction with the quantization of x where both begin with the same conversion.
+    x = x.astype(jnp.float32)
+    return jnp.max(jnp.where(_is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
+
+
+def _is_finite(x):
+    """Tell where f32 x is neither NaN nor infinite."""
+    return jnp.abs(x) < jnp.inf

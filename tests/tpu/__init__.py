@@ -1,0 +1,1 @@
+"""Programs compiled for TPUs on a machine that has none: what is in them, not how fast they are."""

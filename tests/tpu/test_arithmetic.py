@@ -1,0 +1,57 @@
+"""The arithmetic of programs for TPUs, run on the CPU of this machine: codes and amax of the oracle, to the bit.
+
+A TPU's own casts and flushes cannot be seen here. Inputs below 2**-126, which it reads as zero, are left out.
+"""
+
+import jax
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+from jaxfp8 import numerics
+from jaxfp8.numerics import _scaling, _tpu
+
+TINY = np.float32(2.0**-126)
+
+
+@jax.jit
+def amax(x):
+    with _tpu.is_target(True):
+        return _scaling.abs_max(x)
+
+
+@pytest.mark.parametrize("fmt", oracle.FORMATS.values(), ids=oracle.FORMATS)
+def test_codes_are_the_oracles(fmt):
+    @jax.jit
+    def encode(x, scale):
+        with _tpu.is_target(True):
+            return numerics.encode(x, scale, fmt.dtype)
+
+    x = np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
+    x = x[~(np.abs(x) < TINY) | (x == 0)]
+    for scale in np.float32([1, 3.7, 2.0**-100, 2.0**100, 2.0**126]):
+        for values in (x, x.astype(ml_dtypes.bfloat16)):
+            normal = values[~(np.abs(values.astype(np.float32)) < TINY) | (values == 0)]
+            codes = np.asarray(encode(normal, scale.reshape(1)))
+            expected, _ = oracle.quantize(normal, scale, fmt)
+            assert np.array_equal(codes.view(np.uint8), expected.view(np.uint8)), f"{values.dtype} * {scale}"
+
+
+@pytest.mark.parametrize("special", [(), (np.nan,), (-np.inf,)], ids=["finite", "NaN", "Inf"])
+def test_the_amax_is_the_oracles(special):
+    x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(np.float32)
+    assert np.asarray(amax(x)) == oracle.amax(x)
+    assert np.asarray(amax(x[:0])) == 0
+
+
+def test_values_of_codes_are_the_oracles():
+    codes = oracle.all_codes(oracle.E4M3)
+
+    @jax.jit
+    def decode(x, scale):
+        with _tpu.is_target(True):
+            return numerics.decode(x, scale, np.dtype(np.float32))
+
+    expected = codes.astype(np.float32) * np.float32(0.37)
+    assert np.array_equal(np.asarray(decode(codes, np.float32([0.37]))), expected, equal_nan=True)
