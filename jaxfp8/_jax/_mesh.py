@@ -41,6 +41,21 @@ def split(mesh, sizes) -> AbstractMesh:
     return AbstractMesh(tuple(parts), tuple(f"part{i}" for i in range(len(parts))))
 
 
+def names_cuts(mesh, split_mesh, size: int) -> bool:
+    """Return whether a mesh from `split` names each cut of a dimension of this size over an axis of `mesh`.
+
+    An axis of 6 as 3 by 2 names cuts over 3 and over 6 devices, and none over 2.
+    """
+    parts = iter(split_mesh.axis_sizes)
+    for axis in mesh.axis_sizes:
+        named = {1}
+        while max(named) < axis:
+            named.add(max(named) * next(parts))
+        if math.gcd(size, axis) not in named:
+            return False
+    return True
+
+
 def types(operands, operand_names, result_names, dtypes, new_sizes) -> list:
     """Return the types of an op's results, from sizes and shardings by the names of dimensions.
 

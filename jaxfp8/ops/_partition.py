@@ -65,13 +65,20 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
     elif devices == "mesh" and (run.func is not jnp_program.func or dimensions.on_shards is not None):
-        if dimensions.on_shards is not None:
-            operands = list(map(functools.partial(_whole, ctx), dimensions.operands, plain, operands))
-        run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
         # The rule below has to name each part of a mesh axis over which XLA may cut a dimension.
-        sizes = [size for aval in (*plain, *ctx.avals_out) for size in aval.shape]
-        mesh = _mesh.split(ctx.module_context.axis_context.abstract_mesh, sizes)
-        return _lower_untyped(_compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands)
+        abstract_mesh = ctx.module_context.axis_context.abstract_mesh
+        mesh = _mesh.split(abstract_mesh, [size for aval in (*plain, *ctx.avals_out) for size in aval.shape])
+        is_whole = functools.partial(_is_whole, abstract_mesh, mesh, dimensions.on_shards is not None)
+        operands = [
+            _uncut(ctx, list(map(is_whole, names, aval.shape)), aval, operand)
+            for names, aval, operand in zip(dimensions.operands, plain, operands, strict=True)
+        ]
+        run = _partitioned(run, [aval.dtype for aval in plain], dimensions, as_bytes)
+        results = _lower_untyped(_compat.with_mesh(ctx, mesh), lambda *x: list(run(*x)), plain, operands)
+        return [
+            _uncut(ctx, list(map(is_whole, names, aval.shape)), _mesh.plain(aval), result)
+            for names, aval, result in zip(dimensions.results, ctx.avals_out, results, strict=True)
+        ]
     # On one device, and in jnp code that XLA cuts, nothing chooses between layouts: leave out the second layouts.
     jitted = _jitted(run.func, tuple(run.keywords.items()))
     with use_abstract_mesh(AbstractMesh((), ())):
@@ -95,18 +102,23 @@ def combine_of(names) -> Callable:
     return lax.pmax if names[-1:] == ONE else lax.psum
 
 
-def _whole(ctx, names, aval, operand):
-    """Return a lowered operand that is not cut along dimensions named `WHOLE`.
+def _is_whole(abstract_mesh, split_mesh, has_whole, name, size) -> bool:
+    """Return whether a dimension must not be cut: its name says so, or the parts of a mesh axis cannot say the cut."""
+    return (has_whole and name.startswith(WHOLE)) or not _mesh.names_cuts(abstract_mesh, split_mesh, size)
 
-    XLA may cut scales of blocks along a part of a mesh axis, which `custom_partitioning` cannot say.
+
+def _uncut(ctx, is_whole, aval, value):
+    """Return a lowered operand or result that is not cut along these dimensions.
+
+    XLA may cut blocks along a part of a mesh axis, which `custom_partitioning` cannot say.
     """
-    if not any(name.startswith(WHOLE) for name in names):
-        return operand
+    if not any(is_whole):
+        return value
     mesh = ctx.module_context.axis_context.abstract_mesh
     mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    entries = (None if name.startswith(WHOLE) else PartitionSpec.UNCONSTRAINED for name in names)
+    entries = (None if whole else PartitionSpec.UNCONSTRAINED for whole in is_whole)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    return _lower_untyped(ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [operand])[0]
+    return _lower_untyped(ctx, lambda x: [lax.with_sharding_constraint(x, sharding)], [aval], [value])[0]
 
 
 def _partitioned(run, dtypes, dimensions, as_bytes):

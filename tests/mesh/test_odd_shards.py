@@ -113,6 +113,26 @@ def test_heads_that_some_devices_divide(devices, heads):
         cases.assert_same(step(*placed, state), jax.device_get(wanted), f"{heads} heads on {devices} devices")
 
 
+@pytest.mark.parametrize("rows, kernel_spec", [(P("d", None), P()), (P("d", None), P("d", None)), (P(), P(None, "d"))])
+def test_blocks_whose_numbers_divide_other_parts_of_an_axis(rows, kernel_spec):
+    """Of x `[192, 384]` two rows of blocks ask for 2 of 6 devices and three columns for 3: no parts of 6 name both."""
+    x, kernel, target = numbers(0, (192, 384)), numbers(1, (384, 384), 3.5), numbers(2, (192, 384))
+
+    @jax.jit
+    def step(x, kernel, target):
+        def loss(x, kernel):
+            y = jaxfp8.dot_general(x, kernel, MATRICES, recipe=jaxfp8.Float8BlockScaling(power_2_scale=True))
+            return jnp.sum(y * target)
+
+        return jax.grad(loss, argnums=(0, 1))(x, kernel)
+
+    expected = jax.device_get(step(x, kernel, target))
+    mesh = cases.mesh("auto", (6,), ("d",))
+    placed = cases.put((x, kernel, target), mesh, (rows, kernel_spec, P()))
+    with jax.set_mesh(mesh):
+        cases.assert_same(step(*placed), expected, f"x {rows}, kernel {kernel_spec}")
+
+
 def steps(run, weights, state, batches):
     """Three steps of `cases.mlp`."""
     cases.assert_same(cases.train(run, weights, state, batches[:3]), cases.reference(steps=3), "3 steps")
