@@ -6,24 +6,24 @@ bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
-from ._amax import amax as amax
-from ._amax_to_scale import amax_to_scale as amax_to_scale
+from ._amax import amax as amax, amax_to_scale as amax_to_scale
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._count import count_saturated_and_flushed as count_saturated_and_flushed
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
-from ._dequantize import dequantize as dequantize
 from ._ffi import custom_call_targets as custom_call_targets
 from ._implementation import implementation as implementation
-from ._quantize import quantize as quantize
+from ._quantize import dequantize as dequantize, quantize as quantize
 from ._quantize_activation import (
     ACTIVATIONS as ACTIVATIONS,
     activate as activate,
     is_gated as is_gated,
     quantize_activation as quantize_activation,
+    quantize_activation_grad as quantize_activation_grad,
 )
-from ._quantize_activation_grad import quantize_activation_grad as quantize_activation_grad
-from ._quantize_blocks import quantize_blocks as quantize_blocks
-from ._quantize_blocks_transpose import quantize_blocks_transpose as quantize_blocks_transpose
+from ._quantize_blocks import (
+    quantize_blocks as quantize_blocks,
+    quantize_blocks_transpose as quantize_blocks_transpose,
+)
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul

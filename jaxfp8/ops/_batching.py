@@ -14,7 +14,7 @@ def apart(units: Callable) -> Callable:
             unit, in order. A static argument that is a tuple has a value for each unit.
 
     Returns:
-        A `batch_first` of `tensor_op`.
+        A `batch_first` of an `Op`.
     """
 
     def rule(run, operands, batch_dims, vmap_dims, **static):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
-from ._primitive import ONE, tensor_op
+from ._primitive import ONE, Op
 from ._product import ProductSpec, rescaled, spec_fields
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
@@ -147,117 +147,114 @@ class _Side:
         return spread.reshape(*self.codes.shape[: self.leading], *rows)
 
 
-def _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
-    """Multiply whole tensors, so that XLA can partition the product."""
-    leading = vmap_dims + spec.batch
-    # 1. Widen the codes, with the scales that change along the contraction.
-    sides = [_Side(a, a_scale_inv, spec.a_block, leading, spec.contracting)]
-    sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
-    exact = all(side.is_exact or side.scales_rows for side in sides)
-    operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
-    # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
-    precision = None if exact else lax.Precision.HIGHEST
-
-    def product(*operands, dtype):
-        return spec.dot(*operands, vmap_dims, preferred_element_type=dtype, precision=precision)
-
-    def in_f32(*operands):
-        # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
-        plain = functools.partial(product, dtype=jnp.float32)
-        on_cpu = lambda *operands: plain(*lax.optimization_barrier(operands))  # noqa: E731
-        return lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
-
-    if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
-        # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
-        rounded = functools.partial(product, dtype=spec.out_dtype)
-        in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
-        return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
-    # 2. Multiply. 3. Apply the scales that are one number along the contraction.
-    out = in_f32(*operands)
-    factors = []
-    for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
-        scale = side.row_scales()
-        if scale is not None:
-            axes = (*range(leading), *range(first, first + scale.ndim - leading))
-            factors.append(jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes))))
-    if len(factors) == 2:
-        out = rescaled(out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape))
-    elif factors:
-        out = out * jnp.broadcast_to(factors[0], out.shape)
-    return (spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),)
-
-
-def _names(a, b, *_, spec):
-    leading, m, n, k = spec.names(b)
-    a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
-    b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
-    return [leading + m + k, leading + n + k, a_scales, b_scales, *[leading + n] * spec.has_bias], [leading + m + n]
-
-
 def _modes(a_scale_inv, b_scale_inv, spec):
     """Return cuBLASLt's modes for the scales of both operands; None where it has no mode."""
     pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
     return tuple(_scale_layouts.mode(block, scale.dtype) for scale, block in pairs)
 
 
-def _not_on(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-    """Return why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
-    if a.dtype == b.dtype == E5M2:
-        return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-    reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
-    a_scales, b_scales = f"{a_scale_inv.dtype} of {spec.a_block}", f"{b_scale_inv.dtype} of {spec.b_block}"
-    return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
+class _BlockScaledMatmul(Op):
+    name = "block_scaled_matmul"
+
+    def names(self, a, b, *_, spec):
+        leading, m, n, k = spec.names(b)
+        a_scales = ONE if spec.a_block is None else (*leading, "a_rows", "a_cols")
+        b_scales = ONE if spec.b_block is None else (*leading, "b_rows", "b_cols")
+        return [leading + m + k, leading + n + k, a_scales, b_scales, *[leading + n] * spec.has_bias], [leading + m + n]
+
+    def dtypes(self, *operands, spec):
+        return [spec.out_dtype]
+
+    def added(self, spec):
+        return range(4, 4 + spec.has_bias)
+
+    def reference(self, a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+        """Multiply whole tensors, so that XLA can partition the product."""
+        leading = vmap_dims + spec.batch
+        # 1. Widen the codes, with the scales that change along the contraction.
+        sides = [_Side(a, a_scale_inv, spec.a_block, leading, spec.contracting)]
+        sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
+        exact = all(side.is_exact or side.scales_rows for side in sides)
+        operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
+        # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
+        precision = None if exact else lax.Precision.HIGHEST
+
+        def product(*operands, dtype):
+            return spec.dot(*operands, vmap_dims, preferred_element_type=dtype, precision=precision)
+
+        def in_f32(*operands):
+            # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
+            plain = functools.partial(product, dtype=jnp.float32)
+            on_cpu = lambda *operands: plain(*lax.optimization_barrier(operands))  # noqa: E731
+            return lax.platform_dependent(*operands, cpu=on_cpu, default=plain)
+
+        if exact and not spec.has_bias and not any(side.scales_rows for side in sides):
+            # cuBLASLt rounds its f32 sums itself; XLA would write them in f32 and read them again.
+            rounded = functools.partial(product, dtype=spec.out_dtype)
+            in_two_steps = lambda *operands: in_f32(*operands).astype(spec.out_dtype)  # noqa: E731
+            return (lax.platform_dependent(*operands, cuda=rounded, default=in_two_steps),)
+        # 2. Multiply. 3. Apply the scales that are one number along the contraction.
+        out = in_f32(*operands)
+        factors = []
+        for side, first in zip(sides, (leading, leading + spec.rows), strict=True):
+            scale = side.row_scales()
+            if scale is not None:
+                axes = (*range(leading), *range(first, first + scale.ndim - leading))
+                factors.append(jnp.expand_dims(scale, tuple(set(range(out.ndim)) - set(axes))))
+        if len(factors) == 2:
+            out = rescaled(out, *factors, lambda factor: jnp.broadcast_to(factor, out.shape))
+        elif factors:
+            out = out * jnp.broadcast_to(factors[0], out.shape)
+        return (spec.add_bias(out, *(bias or [None]), vmap_dims).astype(spec.out_dtype),)
+
+    # XLA may rewrite the product in jnp to calls of cuBLASLt.
+    cpu = by_xla = reference
+
+    def cuda(self, a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
+        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
+        # 1. Merge the dimensions to groups of matrices.
+        modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
+        *codes, shape = spec.groups(a, b, vmap_dims)
+        (*groups, m, k), n = codes[0].shape, codes[1].shape[-2]
+        if 0 in (*groups, m, n, k):
+            return self.reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
+        scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
+        if spec.as_mx:
+            blocks = spec.a_block, spec.b_block
+            scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
+        # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
+        depth = -k % max(map(_scale_layouts.depth, modes))
+        codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
+        rows = [x.shape[-2] for x in codes]
+        scales = [_scale_layouts.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
+        # 3. Multiply, cut off the padding and add the bias.
+        dtype = jnp.float32 if spec.has_bias else spec.out_dtype
+        results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+        # Fast accumulation would span blocks, whose scales differ.
+        precise = spec.precise or modes[0] != "rows"
+        attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
+        out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)
+        out = spec.add_bias(out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
+        return (out.astype(spec.out_dtype),)
+
+    def not_on(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
+        """Return why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
+        if a.dtype == b.dtype == E5M2:
+            return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
+        reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
+        a_scales, b_scales = f"{a_scale_inv.dtype} of {spec.a_block}", f"{b_scale_inv.dtype} of {spec.b_block}"
+        return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
+
+    def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
+        """Return the static arguments of `cuda` on GPUs of these compute capabilities."""
+        modes = _modes(a_scale_inv, b_scale_inv, spec)
+        as_mx = _scale_layouts.runs_as_mx(modes, capabilities, spec.power_2_scale)
+        return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
+
+    def align(self, axes, sizes, mesh_shape, *, spec):
+        (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
+        followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
+        return _blocks.aligned(axes, sizes, mesh_shape, followers)
 
 
-def _for_gpus(capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-    """Return the static arguments of `_cublaslt` on GPUs of these compute capabilities."""
-    modes = _modes(a_scale_inv, b_scale_inv, spec)
-    as_mx = _scale_layouts.runs_as_mx(modes, capabilities, spec.power_2_scale)
-    return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
-
-
-def _cublaslt(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims, spec):
-    """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the bias."""
-    # 1. Merge the dimensions to groups of matrices.
-    modes = ("1x32", "1x32") if spec.as_mx else _modes(a_scale_inv, b_scale_inv, spec)
-    *codes, shape = spec.groups(a, b, vmap_dims)
-    (*groups, m, k), n = codes[0].shape, codes[1].shape[-2]
-    if 0 in (*groups, m, n, k):
-        return _reference(a, b, a_scale_inv, b_scale_inv, *bias, vmap_dims=vmap_dims, spec=spec)
-    scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
-    if spec.as_mx:
-        blocks = spec.a_block, spec.b_block
-        scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
-    # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
-    depth = -k % max(map(_scale_layouts.depth, modes))
-    codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
-    rows = [x.shape[-2] for x in codes]
-    scales = [_scale_layouts.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
-    # 3. Multiply, cut off the padding and add the bias.
-    dtype = jnp.float32 if spec.has_bias else spec.out_dtype
-    results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
-    # Fast accumulation would span blocks, whose scales differ.
-    precise = spec.precise or modes[0] != "rows"
-    attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
-    out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)
-    out = spec.add_bias(out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
-    return (out.astype(spec.out_dtype),)
-
-
-def _align(axes, sizes, mesh_shape, *, spec):
-    (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
-    followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
-    return _blocks.aligned(axes, sizes, mesh_shape, followers)
-
-
-_RULES = {
-    "names": _names,
-    "dtypes": lambda *_, spec: [spec.out_dtype],
-    "reference": _reference,
-    "added": lambda spec: range(4, 4 + spec.has_bias),
-    "align": _align,
-    "by_xla": _reference,
-    "not_on": _not_on,
-    "for_gpus": _for_gpus,
-}
-_block_scaled_matmul = tensor_op("block_scaled_matmul", cpu=_reference, cuda=_cublaslt, **_RULES)
+_block_scaled_matmul = _BlockScaledMatmul()

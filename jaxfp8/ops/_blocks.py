@@ -116,7 +116,7 @@ def e8m0_factors(scales, dtype):
 
 
 def aligned(axes, sizes, mesh_shape, followers):
-    """Cut scales as their blocks are cut: the `align` of a `tensor_op` with scales of blocks.
+    """Cut scales as their blocks are cut: the `align` of an `Op` with scales of blocks.
 
     A matrix is cut over as many devices as have whole blocks: 28 blocks that come from 8 devices over 4 of them, in
     pairs that hold the same. Scales count merged dimensions, so only the first dimension is cut.
@@ -156,15 +156,15 @@ def layouts(rank, rows, cols) -> list[tuple[str, ...]]:
     return [leading + row + col, scales, leading + col + row, scales_t]
 
 
-def sizes_of_layouts(codes, *_, block, rows, cols, **__) -> dict[str, int]:
-    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of a `tensor_op`."""
+def sizes_of_layouts(codes, block, rows, cols) -> dict[str, int]:
+    """Return the numbers of blocks, by the names of `layouts`: the `sizes` of an `Op`."""
     m, n = _shapes.merged(codes[len(codes) - rows - cols :], rows)
     names = "row_blocks", "col_blocks", "col_blocks_t", "row_blocks_t"
     return dict(zip(names, count(block, m, n) + count(block, n, m), strict=True))
 
 
-def aligned_layouts(axes, sizes, mesh_shape, *, block, **_):
-    """Cut the scales of each layout together with its blocks: the `align` of a `tensor_op`."""
+def aligned_layouts(axes, sizes, mesh_shape, block):
+    """Cut the scales of each layout together with its blocks: the `align` of an `Op`."""
     down, across = block
     rows, cols = {"row_blocks": down, "row_blocks_t": across}, {"col_blocks": across, "col_blocks_t": down}
     return aligned(axes, sizes, mesh_shape, {"row": rows, "col": cols})

@@ -6,7 +6,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, is_saturated_or_flushed
 from . import _checks, _shapes
-from ._primitive import ONE, dims, tensor_op
+from ._primitive import ONE, Op, dims
 
 _COUNTS = dims("whole_count", 1)  # a dimension that no mesh cuts
 _MAX_ROW = 2**16 - 1  # elements that half of a 32-bit word can count
@@ -40,16 +40,6 @@ def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike
     return _count(x, scale, dtype=dtype)[0]
 
 
-def _reference(x, scale, vmap_dims, dtype):
-    saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
-    # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every element
-    # to memory first. A row adds up both counts as the halves of one word.
-    words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
-    rows = _shapes.merge(_row_sums(words if x.ndim > vmap_dims else words[..., None]), *[1] * vmap_dims)
-    counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
-    return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
-
-
 def _row_sums(words):
     """Sum over the last dimension, cut into rows that `_MAX_ROW` allows."""
     size = words.shape[-1]
@@ -59,17 +49,28 @@ def _row_sums(words):
     return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 
-def _count_shards(*operands, **static):
-    """Run the reference on each shard: 32 bits hold the counts of a device, not those of a mesh."""
-    return _reference(*operands, **static)
+class _Count(Op):
+    name = "count_saturated_and_flushed"
+
+    def names(self, x, scale, dtype):
+        return [dims("x", x), ONE], [_COUNTS]
+
+    def sizes(self, *shapes, **static):
+        return {_COUNTS[0]: 2}
+
+    def reference(self, x, scale, vmap_dims, dtype):
+        saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
+        # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every
+        # element to memory first. A row adds up both counts as the halves of one word.
+        words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
+        rows = _shapes.merge(_row_sums(words if x.ndim > vmap_dims else words[..., None]), *[1] * vmap_dims)
+        counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
+        return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
+
+    def cpu(self, *operands, **static):
+        # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself,
+        # and add up the counts of all devices in 32 bits, which hold the counts of one.
+        return self.reference(*operands, **static)
 
 
-_count = tensor_op(
-    "count_saturated_and_flushed",
-    names=lambda x, _, **__: ([dims("x", x), ONE], [_COUNTS]),
-    reference=_reference,
-    # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself, and
-    # add up the counts of all devices in 32 bits.
-    cpu=_count_shards,
-    sizes=lambda *_, **__: {_COUNTS[0]: 2},
-)
+_count = _Count()

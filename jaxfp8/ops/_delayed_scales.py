@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ..numerics import _scaling
 from . import _batching, _checks, _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, tensor_op
+from ._primitive import ONE, Op
 
 MAX_QUANTIZERS = 16  # common/histories.h
 
@@ -128,60 +128,64 @@ def _quantizers(results, operand_count, **static):
     return [([i, count + i], range(i, results * count, count)) for i in range(count)]
 
 
-def _scales_reference(*operands, vmap_dims, numerators, most_recent):
-    results = []
-    for history, stored, numerator in zip(*_batching.halves(operands), numerators, strict=True):
-        # 1. Read the amax of the window; an entry below zero counts as infinite, so that one reduction finds both.
-        is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
-        newest, length = history[..., :1], history.shape[-1]
-        marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
-        largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
-        amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if most_recent else largest)
-        # 2. Move the history: drop slot 1, the oldest, and free slot 0.
-        moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
-        results.append((moved[..., :length], *_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
-    return [part for parts in zip(*results, strict=True) for part in parts]
+class _DelayedScales(Op):
+    name = "delayed_scales"
+    batch_first = staticmethod(_batching.apart(functools.partial(_quantizers, 4)))
+
+    def names(self, *ranks, **static):
+        return _names(len(ranks) // 2, 1), _names(len(ranks) // 2, 3)
+
+    def reference(self, *operands, vmap_dims, numerators, most_recent):
+        results = []
+        for history, stored, numerator in zip(*_batching.halves(operands), numerators, strict=True):
+            # 1. Read the amax of the window; an entry below zero counts as infinite, so that one reduction finds both.
+            is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
+            newest, length = history[..., :1], history.shape[-1]
+            marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
+            largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
+            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if most_recent else largest)
+            # 2. Move the history: drop slot 1, the oldest, and free slot 0.
+            moved = lax.concatenate([jnp.zeros_like(newest), history[..., 2:], newest], history.ndim - 1)
+            results.append(
+                (moved[..., :length], *_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest))
+            )
+        return [part for parts in zip(*results, strict=True) for part in parts]
+
+    def cpu(self, *operands, vmap_dims, numerators, most_recent):
+        histories, stored = _batching.halves(operands)
+        histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
+        shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
+        attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
+        results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
+        templates = (operands[: len(histories)], *[operands[len(histories) :]] * 3)
+        return [out.reshape(x.shape) for out, x in zip(results, sum(templates, ()), strict=True)]
 
 
-def _scales_custom_call(*operands, vmap_dims, numerators, most_recent):
-    histories, stored = _batching.halves(operands)
-    histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
-    shapes = [h.shape for h in histories] + [s.shape for s in stored] * 3
-    attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
-    results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
-    templates = (operands[: len(histories)], *[operands[len(histories) :]] * 3)
-    return [out.reshape(x.shape) for out, x in zip(results, sum(templates, ()), strict=True)]
+_delayed_scales = _DelayedScales()
 
 
-_delayed_scales = tensor_op(
-    "delayed_scales",
-    names=lambda *ranks, **_: (_names(len(ranks) // 2, 1), _names(len(ranks) // 2, 3)),
-    reference=_scales_reference,
-    cpu=_scales_custom_call,
-    batch_first=_batching.apart(functools.partial(_quantizers, 4)),
-)
+class _PushAmaxes(Op):
+    name = "push_amaxes"
+    batch_first = staticmethod(_batching.apart(functools.partial(_quantizers, 1)))
+
+    def names(self, *ranks):
+        return _names(len(ranks) // 2, 1), _names(len(ranks) // 2, 0)
+
+    def on_one_device_only(self):
+        # In jnp XLA can move the reduction of an amax over devices out of a loop over layers.
+        return True
+
+    def reference(self, *operands, vmap_dims):
+        pairs = zip(*_batching.halves(operands), strict=True)
+        return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
+
+    def cpu(self, *operands, vmap_dims):
+        histories, amaxes = _batching.halves(operands)
+        flat = [_shapes.merge_groups(h, vmap_dims) for h in histories]
+        aliases = {i: i for i in range(len(flat))}
+        results = [(h.shape, jnp.float32) for h in flat]
+        pushed = _ffi.call("push_amaxes", results, *flat, *(a.reshape(-1) for a in amaxes), aliases=aliases)
+        return [out.reshape(h.shape) for out, h in zip(pushed, histories, strict=True)]
 
 
-def _push_reference(*operands, vmap_dims):
-    pairs = zip(*_batching.halves(operands), strict=True)
-    return [lax.dynamic_update_slice_in_dim(h, _scaling.clean(amax), 0, axis=h.ndim - 1) for h, amax in pairs]
-
-
-def _push_custom_call(*operands, vmap_dims):
-    histories, amaxes = _batching.halves(operands)
-    flat = [_shapes.merge_groups(h, vmap_dims) for h in histories]
-    aliases = {i: i for i in range(len(flat))}
-    results = [(h.shape, jnp.float32) for h in flat]
-    pushed = _ffi.call("push_amaxes", results, *flat, *(a.reshape(-1) for a in amaxes), aliases=aliases)
-    return [out.reshape(h.shape) for out, h in zip(pushed, histories, strict=True)]
-
-
-_push_amaxes = tensor_op(
-    "push_amaxes",
-    names=lambda *ranks: (_names(len(ranks) // 2, 1), _names(len(ranks) // 2, 0)),
-    reference=_push_reference,
-    cpu=_push_custom_call,
-    batch_first=_batching.apart(functools.partial(_quantizers, 1)),
-    # In jnp XLA can move the reduction of an amax over devices out of a loop over layers.
-    on_one_device_only=lambda: True,
-)
+_push_amaxes = _PushAmaxes()

@@ -19,7 +19,7 @@ from jax import lax
 
 from ..numerics import E4M3, _scaling, rounded
 from . import _blocks, _ffi
-from ._primitive import dims, tensor_op
+from ._primitive import Op, dims
 
 BLOCK = 128
 _MAX = np.float32(E4M3.max)
@@ -93,11 +93,6 @@ def mix(x: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-def _decode_reference(data, amax, exponent, vmap_dims, axis):
-    values = _decoded(_split(data.astype(jnp.float32), axis), *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
-    return (_join(values, axis, data.shape),)
-
-
 def _decoded(codes, amax, exponent):
     values = _decoded_fraction(jnp.abs(codes), exponent) * amax
     return lax.select(jnp.signbit(codes), -values, values)
@@ -107,40 +102,6 @@ def _decoded_fraction(codes, exponent):
     """Return the fraction u of the amax that codes without a sign stand for."""
     power = codes * _MAX_INV
     return jnp.where(exponent > 0, _scaling.round_sqrt(power), jnp.where(exponent < 0, power * power, power))
-
-
-def _encode_reference(data, amax, exponent, after, *keys, vmap_dims, squared, axis):
-    # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this step
-    # and the next have in common, which would be more bytes than the moment.
-    data, after = lax.optimization_barrier((data, after))
-    old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
-    keep, top, bottom = _block_numbers(_split(data, axis), old_amax, old_exponent, _split(after, axis), axis)
-    data, after, keep, top, bottom = lax.optimization_barrier((data, after, keep, top, bottom))
-
-    # 2. Find k of each block, divide by the amax and take the power.
-    of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
-    power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
-    blocks = _split(after, axis)
-    magnitude = _magnitude(blocks)
-    u = _fraction(magnitude, top)
-    y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
-
-    # 3. Round. Squares that are not zero have at least the smallest code.
-    if not keys:
-        codes = rounded(y, E4M3.dtype)
-    elif squared:
-        codes = _round_square(y, power, _random_bits(keys[0], blocks, axis))
-    else:
-        codes = _round_signed(u, y, power, _random_bits(keys[0], blocks, axis))
-    if squared:
-        codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
-    codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
-
-    # 4. Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler may move FP8 through float16.
-    codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
-    data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
-    new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
-    return data, *(jnp.squeeze(x, axis) for x in new)
 
 
 def _block_numbers(codes, amax, exponent, blocks, axis):
@@ -254,20 +215,6 @@ def _round_square(y, exponent, random_bits):
 # ------------------------------------------------------------------------------------------------ the custom calls
 
 
-def _decode_call(data, amax, exponent, vmap_dims, axis):
-    rows = [_to_rows(x, axis) for x in (data, amax, exponent)]
-    (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
-    return (_from_rows(out, axis, data.shape),)
-
-
-def _encode_call(*operands, vmap_dims, squared, axis):
-    rows = [_to_rows(x, axis) for x in operands]
-    rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
-    results = [(x.shape, x.dtype) for x in rows[:3]]
-    new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=squared)
-    return [_from_rows(x, axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
-
-
 def _to_rows(x, axis):
     """Return a matrix whose rows the blocks cut."""
     x = jnp.moveaxis(x, axis, -1)
@@ -289,38 +236,88 @@ def _names(data, axis):
     return (*before, "col0", *after), (*before, "blocks", *after)
 
 
-def _align(axes, sizes, mesh_shape, **_):
-    """Cut amaxes and exponents where the codes are cut, and these between blocks."""
-    # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
-    if "blocks" in axes and "col0" not in axes:
-        axes = axes | {"col0": axes["blocks"]}
-    return _blocks.aligned(axes, sizes, mesh_shape, {"col": {"blocks": BLOCK}})
+class _Moment(Op):
+    """An op of moments; XLA compiles the reference well for GPUs."""
+
+    def align(self, axes, sizes, mesh_shape, **static):
+        """Cut amaxes and exponents where the codes are cut, and these between blocks."""
+        # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
+        if "blocks" in axes and "col0" not in axes:
+            axes = axes | {"col0": axes["blocks"]}
+        return _blocks.aligned(axes, sizes, mesh_shape, {"col": {"blocks": BLOCK}})
 
 
-def _decode_names(*ranks, axis):
-    elements, blocks = _names(ranks[0], axis)
-    return [elements, blocks, blocks], [elements]
+class _DecodeMoment(_Moment):
+    name = "decode_moment"
+
+    def names(self, *ranks, axis):
+        elements, blocks = _names(ranks[0], axis)
+        return [elements, blocks, blocks], [elements]
+
+    def reference(self, data, amax, exponent, vmap_dims, axis):
+        values = _decoded(_split(data.astype(jnp.float32), axis), *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
+        return (_join(values, axis, data.shape),)
+
+    def cpu(self, data, amax, exponent, vmap_dims, axis):
+        rows = [_to_rows(x, axis) for x in (data, amax, exponent)]
+        (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
+        return (_from_rows(out, axis, data.shape),)
+
+    cuda = reference
 
 
-def _encode_names(*ranks, axis, squared):
-    elements, blocks = _names(ranks[0], axis)
-    return [elements, blocks, blocks, elements, blocks][: len(ranks)], [elements, blocks, blocks]
+class _EncodeMoment(_Moment):
+    name = "encode_moment"
+
+    def names(self, *ranks, axis, squared):
+        elements, blocks = _names(ranks[0], axis)
+        return [elements, blocks, blocks, elements, blocks][: len(ranks)], [elements, blocks, blocks]
+
+    def dtypes(self, data, amax, exponent, *operands, **static):
+        return [data.dtype, amax.dtype, exponent.dtype]
+
+    def reference(self, data, amax, exponent, after, *keys, vmap_dims, squared, axis):
+        # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this
+        # step and the next have in common, which would be more bytes than the moment.
+        data, after = lax.optimization_barrier((data, after))
+        old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
+        keep, top, bottom = _block_numbers(_split(data, axis), old_amax, old_exponent, _split(after, axis), axis)
+        data, after, keep, top, bottom = lax.optimization_barrier((data, after, keep, top, bottom))
+
+        # 2. Find k of each block, divide by the amax and take the power.
+        of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
+        power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+        blocks = _split(after, axis)
+        magnitude = _magnitude(blocks)
+        u = _fraction(magnitude, top)
+        y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
+
+        # 3. Round. Squares that are not zero have at least the smallest code.
+        if not keys:
+            codes = rounded(y, E4M3.dtype)
+        elif squared:
+            codes = _round_square(y, power, _random_bits(keys[0], blocks, axis))
+        else:
+            codes = _round_signed(u, y, power, _random_bits(keys[0], blocks, axis))
+        if squared:
+            codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
+        codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
+
+        # 4. Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler may move FP8 through float16.
+        codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
+        data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
+        new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
+        return data, *(jnp.squeeze(x, axis) for x in new)
+
+    def cpu(self, *operands, vmap_dims, squared, axis):
+        rows = [_to_rows(x, axis) for x in operands]
+        rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
+        results = [(x.shape, x.dtype) for x in rows[:3]]
+        new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=squared)
+        return [_from_rows(x, axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
+
+    cuda = reference
 
 
-_decode = tensor_op(
-    "decode_moment",
-    names=_decode_names,
-    reference=_decode_reference,
-    cpu=_decode_call,
-    cuda=_decode_reference,
-    align=_align,
-)
-_encode = tensor_op(
-    "encode_moment",
-    names=_encode_names,
-    dtypes=lambda data, amax, exponent, *_, **static: [data.dtype, amax.dtype, exponent.dtype],
-    reference=_encode_reference,
-    cpu=_encode_call,
-    cuda=_encode_reference,
-    align=_align,
-)
+_decode = _DecodeMoment()
+_encode = _EncodeMoment()

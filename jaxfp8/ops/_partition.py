@@ -27,7 +27,7 @@ ONE = ("one",)  # the dimensions of a scale or an amax: f32[1] for each index of
 
 
 class Dimensions(NamedTuple):
-    """How the dimensions of an op's operands and results belong together; `tensor_op` explains each part.
+    """How the dimensions of an op's operands and results belong together; `Op` explains each part.
 
     Attributes:
         operands, results: the names of the dimensions of each tensor.
@@ -64,7 +64,7 @@ def lower_partitioned(run, jnp_program, dimensions, *, on_one_device_only, as_by
     # XLA partitions jnp code by itself. It would cut a custom call only by the rule below, which needs a known mesh.
     if devices == "unknown" or (on_one_device_only and devices != "one"):
         run = jnp_program
-    elif devices == "mesh" and (run.func is not jnp_program.func or dimensions.on_shards is not None):
+    elif devices == "mesh" and (run.func != jnp_program.func or dimensions.on_shards is not None):
         # The rule below has to name each part of a mesh axis over which XLA may cut a dimension.
         abstract_mesh = ctx.module_context.axis_context.abstract_mesh
         mesh = _mesh.split(abstract_mesh, [size for aval in (*plain, *ctx.avals_out) for size in aval.shape])

@@ -1,15 +1,15 @@
-"""Ops as JAX primitives: all ops share one set of rules, made from the names of their dimensions.
+"""Ops as JAX primitives: a subclass of `Op` is one op, and all ops share one set of rules.
 
 An op names the dimensions of its operands and results. The names give the batching rule, the types of results on a
 mesh, and the partitioning of the op (_partition.py). `vmap` adds vmapped dimensions: leading dimensions of every
 operand and result, each index with its own scale and amax.
 
 The lowering rule chooses by platform: a custom call where a native library is loaded and the user has not disabled the
-call, the jnp reference elsewhere; for TPUs the reference as _tpu.py has it traced.
+call, the jnp reference elsewhere; for TPUs the reference as they compute it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -17,16 +17,12 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
-from . import _disabled, _ffi, _support, _tpu
+from ..numerics import _tpu
+from . import _disabled, _ffi, _support
 from ._implementation import selected
 from ._partition import ONE as ONE, Dimensions, lower_partitioned
 
-_NOT_ON = {}
-
-
-def not_on(op: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
-    """Return why no kernel of the CUDA library runs an equation of `op` on GPUs of these compute capabilities."""
-    return _NOT_ON[op](capabilities, *types, **static)
+OPS: dict[Primitive, "Op"] = {}
 
 
 def dims(name: str, count: int) -> tuple[str, ...]:
@@ -34,89 +30,150 @@ def dims(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}{i}" for i in range(count))
 
 
-def tensor_op(
-    name: str,
-    reference: Callable,
-    cpu: Callable,
-    *,
-    names: Callable,
-    dtypes: Callable | None = None,
-    cuda: Callable | None = None,
-    custom_call: str | None = None,
-    sizes: Callable = lambda *shapes, **static: {},
-    batch_first: Callable | None = None,
-    second_layouts: Callable = lambda **static: {},
-    added: Callable = lambda **static: (),
-    on_one_device_only: Callable = lambda **static: False,
-    by_xla: Callable | None = None,
-    not_on: Callable = lambda capabilities, *types, **static: None,
-    for_gpus: Callable = lambda capabilities, *types, **static: static,
-    align: Callable = lambda axes, sizes, mesh_shape, **static: axes,
-    on_shards: Callable | None = None,
-) -> Callable:
-    """Make a primitive and return its call, `op(*operands, vmap_dims=0, **static) -> list of arrays`.
+def not_on(primitive: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
+    """Return why no kernel of the CUDA library runs an equation of an op on GPUs of these compute capabilities."""
+    op = OPS[primitive]
+    return _disabled.reason(op.custom_call or op.name) or op.not_on(capabilities, *types, **static)
 
-    Args:
+
+class Op:
+    """An op. Its one instance is called, `op(*operands, vmap_dims=0, **static)`, and returns a list of arrays.
+
+    A subclass defines `name`, `names`, `reference` and `cpu`, and of the rest what differs. `vmap_dims` counts the
+    vmapped dimensions; `static` are the static arguments of the op.
+
+    Attributes:
         name: the op's name in messages and programs.
-        reference, cpu, cuda: `(*operands, vmap_dims, **static) -> sequence of arrays`, where `vmap_dims` counts the
-            vmapped dimensions. `cuda` is `cpu` by default.
-        names: `(*ranks, **static) -> (operands, results)`: the names of the dimensions of each, without vmapped
-            dimensions. A name stands for one size. A dimension that a result lacks was reduced: by max for a result
-            named `ONE` (an amax), by sum for any other result.
-        dtypes: `(*operands, **static) -> dtypes of the results`; float32 by default.
-        custom_call: the custom call that `cpu` and `cuda` make; that of `name` by default.
-        sizes: `(*shapes, **static) -> {name: size}` for names that only results have, from the shapes of the operands
-            without the vmapped dimensions.
-        batch_first: a batching rule to try first, `(run, operands, dims, vmap_dims, **static) -> (results, dims)`; it
-            returns None where it does not apply.
-        second_layouts: `(**static) -> {position: position}`: an operand, and the trailing operand that holds the same
-            tensor with its dimensions in another order. A mesh may gather the second in place of the first; no
-            implementation reads it.
-        added: `(**static) -> positions` of operands that are added to the first result. Where a mesh sums parts of the
-            result, one device adds them.
-        on_one_device_only: `(**static) -> bool`: whether custom calls run on one device only. On a mesh and in a
-            `shard_map` the reference runs.
-        by_xla: a program in jnp that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
+        custom_call: the custom call that `cpu` and `cuda` make; None for that of `name`.
+        by_xla: a program like `reference` that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
             `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
             cuBLASLt.
-        not_on: `(capabilities, *types, **static) -> reason` why `cuda` cannot take these operands on GPUs of these
-            compute capabilities, so that the reference runs; or None.
-        for_gpus: `(capabilities, *types, **static) -> static`: the static arguments of `cuda` on GPUs of these compute
-            capabilities.
-        align: `(axes, sizes, mesh_shape, **static) -> axes`, by the names of dimensions and of mesh axes: the last
-            change to the mesh axes of each dimension, for an op that some cuts would break.
         on_shards: `(operands, cut, *, vmap_dims, **static) -> (operands, options)`: the last change to the operands of
             one device of a mesh, and keywords for the device's program; for an op whose part depends on the device's
             place. `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA
             does not cut the reference of such an op.
     """
-    op = Primitive(f"jaxfp8_{name}")
-    op.multiple_results = True
-    custom_call, cuda = custom_call or name, cuda or cpu
 
-    def call(*operands, vmap_dims=0, **static):
-        return op.bind(*operands, implementation=selected(), vmap_dims=vmap_dims, **static)
+    name: str
+    custom_call: str | None = None
+    by_xla = None
+    on_shards = None
 
-    def all_names(operands, vmap_dims, static):
-        # The `names` of an op leave out vmapped dimensions, which lead in every operand and result.
-        leading = dims("vmapped", vmap_dims)
-        sides = names(*(x.ndim - vmap_dims for x in operands), **static)
-        return (tuple(leading + tuple(tensor) for tensor in side) for side in sides)
+    # The definition of an op ------------------------------------------------------------------------------------------
 
-    def abstract(*operands, implementation, vmap_dims, **static):
-        operand_names, result_names = all_names(operands, vmap_dims, static)
+    def names(self, *ranks, **static) -> tuple[Sequence, Sequence]:
+        """Return the names of the dimensions of each operand and of each result, without vmapped dimensions.
+
+        A name stands for one size. A dimension that a result lacks was reduced: by max for a result named `ONE` (an
+        amax), by sum for any other result.
+        """
+        raise NotImplementedError
+
+    def reference(self, *operands, vmap_dims, **static) -> Sequence:
+        """Compute the results in jnp."""
+        raise NotImplementedError
+
+    def cpu(self, *operands, vmap_dims, **static) -> Sequence:
+        """Compute the results on a CPU."""
+        raise NotImplementedError
+
+    def cuda(self, *operands, vmap_dims, **static) -> Sequence:
+        """Compute the results on NVIDIA GPUs, by default with the custom call of `cpu`."""
+        return self.cpu(*operands, vmap_dims=vmap_dims, **static)
+
+    def tpu(self, *operands, **static) -> Sequence:
+        """Compute the results by `reference`, with the float arithmetic and the products of codes that a TPU has."""
+        with _tpu.is_target(True):
+            return self.reference(*operands, **static)
+
+    def dtypes(self, *operands, **static) -> Sequence | None:
+        """Return the dtypes of the results; None for float32."""
+        return None
+
+    def sizes(self, *shapes, **static) -> dict[str, int]:
+        """Return the sizes of names that only results have, from the operands' shapes without vmapped dimensions."""
+        return {}
+
+    def batch_first(self, run, operands, batch_dims, vmap_dims, **static) -> tuple | None:
+        """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of all ops applies."""
+        return None
+
+    def second_layouts(self, **static) -> dict[int, int]:
+        """Return positions of operands, and of the trailing operands that hold the same tensors in another order.
+
+        A mesh may gather the second layout in place of the first; no implementation reads it.
+        """
+        return {}
+
+    def added(self, **static) -> Sequence[int]:
+        """Return positions of operands that are added to the first result.
+
+        Where a mesh sums parts of the result, one device adds them.
+        """
+        return ()
+
+    def on_one_device_only(self, **static) -> bool:
+        """Return whether custom calls run on one device only: on a mesh and in a `shard_map` the reference runs."""
+        return False
+
+    def not_on(self, capabilities, *types, **static) -> str | None:
+        """Return why `cuda` cannot take these operands on GPUs of these compute capabilities; None where it can."""
+        return None
+
+    def for_gpus(self, capabilities, *types, **static) -> dict:
+        """Return the static arguments of `cuda` on GPUs of these compute capabilities."""
+        return static
+
+    def align(self, axes, sizes, mesh_shape, **static) -> dict:
+        """Change the mesh axes of each dimension, `axes`, for an op that some cuts would break.
+
+        All arguments are by the names of dimensions and of mesh axes.
+        """
+        return axes
+
+    # The rules of all ops ---------------------------------------------------------------------------------------------
+
+    def __init__(self):
+        """Make the primitive and register its rules."""
+        self.primitive = Primitive(f"jaxfp8_{self.name}")
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self.abstract)
+        self.primitive.def_impl(compiled(self.primitive))
+        ad.primitive_jvps[self.primitive] = functools.partial(not_differentiable, self.primitive, self.name)
+        batching.primitive_batchers[self.primitive] = self.batch
+        # The rule without a platform is the default: platforms without a native library lower to the reference.
+        mlir.register_lowering(self.primitive, self.lower_reference)
+        mlir.register_lowering(self.primitive, self.lower_tpu, platform="tpu")
+        mlir.register_lowering(self.primitive, self.lower_cpu, platform="cpu")
+        mlir.register_lowering(self.primitive, self.lower_cuda, platform="cuda")
+        _compat.needs_devices(self.primitive)
+        OPS[self.primitive] = self
+
+    def __call__(self, *operands, vmap_dims=0, **static):
+        """Bind the primitive."""
+        return self.primitive.bind(*operands, implementation=selected(), vmap_dims=vmap_dims, **static)
+
+    def abstract(self, *operands, implementation, vmap_dims, **static):
+        """Return the types of the results."""
+        operand_names, result_names = self.all_names(operands, vmap_dims, static)
         # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
-        new = sizes(*(x.shape[vmap_dims:] for x in operands), **static)
-        result_dtypes = dtypes(*operands, **static) if dtypes else [jnp.float32] * len(result_names)
-        return _mesh.types(operands, operand_names, result_names, result_dtypes, new)
+        new = self.sizes(*(x.shape[vmap_dims:] for x in operands), **static)
+        dtypes = self.dtypes(*operands, **static) or [jnp.float32] * len(result_names)
+        return _mesh.types(operands, operand_names, result_names, dtypes, new)
 
-    def batch(operands, batch_dims, *, implementation, vmap_dims, **static):
-        run = functools.partial(op.bind, implementation=implementation, **static)
+    def all_names(self, operands, vmap_dims, static):
+        """Return `names` with the vmapped dimensions, which lead in every operand and result."""
+        leading = dims("vmapped", vmap_dims)
+        sides = self.names(*(x.ndim - vmap_dims for x in operands), **static)
+        return tuple(tuple(leading + tuple(tensor) for tensor in side) for side in sides)
+
+    def batch(self, operands, batch_dims, *, implementation, vmap_dims, **static):
+        """Batch the op."""
+        run = functools.partial(self.primitive.bind, implementation=implementation, **static)
         # 1. Try the op's own rule: it may make one larger product of a batch, without a vmapped dimension.
-        if batch_first is not None:
-            results = batch_first(run, operands, batch_dims, vmap_dims, **static)
-            if results is not None:
-                return results
+        results = self.batch_first(run, operands, batch_dims, vmap_dims, **static)
+        if results is not None:
+            return results
         # 2. Move the batch dimension of every operand to the front; repeat an operand that has none.
         size = next(x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None)
         operands = [
@@ -127,67 +184,68 @@ def tensor_op(
         outputs = run(*operands, vmap_dims=vmap_dims + 1)
         return outputs, [0] * len(outputs)
 
-    def choose(platform, native, loaded, ctx, implementation, static):
-        """Return the implementation that runs, and its static arguments."""
-        if implementation == "ffi" and not loaded():
-            raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): no native library serves this platform')
-        if implementation == "xla" and by_xla is not None:
-            return by_xla, static
-        # In an op without `by_xla` the implementation "xla" is the reference.
-        if implementation not in (None, "ffi") or not loaded():
-            return reference, static
-        # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
-        lacks, native_static = _disabled.missing(custom_call), static
-        if lacks is None and platform == "cuda":
-            # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
-            gpus = _support.gpus(ctx)
-            lacks = _support.missing_on(gpus, cublaslt=by_xla is not None)
-            capabilities = set(map(_support.capability, gpus)) - {()}
-            reason = None if lacks else not_on(capabilities, *ctx.avals_in, **static)
-            lacks = lacks if reason is None else _support.Missing(reason, True)
-            native_static = for_gpus(capabilities, *ctx.avals_in, **static)
-        if lacks is None:
-            return native, native_static
-        if implementation == "ffi":
-            raise RuntimeError(f'jaxfp8.ops.{name}: implementation("ffi"): {lacks.reason}')
-        # Without FP8 hardware only the reference is left. Where just cuBLASLt is missing, XLA may still call its own.
-        _support.warn(lacks.reason, lacks.instead)
-        return reference if lacks.hardware else by_xla, native_static
+    def lower_reference(self, ctx, *operands, **params):
+        """Lower for a platform without a native library."""
+        return self.lower(ctx, operands, "other", self.reference, False, **params)
 
-    def lower(platform, native, loaded, ctx, *operands, implementation, vmap_dims, **static):
+    def lower_tpu(self, ctx, *operands, **params):
+        """Lower for TPUs."""
+        return self.lower(ctx, operands, "tpu", self.tpu, False, **params)
+
+    def lower_cpu(self, ctx, *operands, **params):
+        """Lower for CPUs."""
+        return self.lower(ctx, operands, "cpu", self.cpu, _ffi.has_cpu_kernels, **params)
+
+    def lower_cuda(self, ctx, *operands, **params):
+        """Lower for NVIDIA GPUs."""
+        return self.lower(ctx, operands, "cuda", self.cuda, _ffi.has_cuda_kernels(), **params)
+
+    def lower(self, ctx, operands, platform, native, is_loaded, *, implementation, vmap_dims, **static):
+        """Lower to the implementation that runs: `native`, if the library of the platform is loaded, or another."""
         # The names and the reference use `static`: `for_gpus` changes how a kernel runs, and not the op's results.
-        run, run_static = choose(platform, native, loaded, ctx, implementation, static)
-        in_jnp = reference
+        run, run_static = self.choose(ctx, platform, native, is_loaded, implementation, static)
+        in_jnp, on_shards = self.reference, self.on_shards
         if platform == "tpu" and implementation != "reference":
-            run = in_jnp = _tpu.program(reference)
+            run = in_jnp = self.tpu
         return lower_partitioned(
             functools.partial(run, vmap_dims=vmap_dims, **run_static),
             functools.partial(in_jnp, vmap_dims=vmap_dims, **static),
             Dimensions(
-                *all_names(ctx.avals_in, vmap_dims, static),
-                second_layouts(**static),
-                added(**static),
-                functools.partial(align, **static),
+                *self.all_names(ctx.avals_in, vmap_dims, static),
+                self.second_layouts(**static),
+                self.added(**static),
+                functools.partial(self.align, **static),
                 None if on_shards is None else functools.partial(on_shards, vmap_dims=vmap_dims, **static),
             ),
-            on_one_device_only=on_one_device_only(**static),
+            on_one_device_only=self.on_one_device_only(**static),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,
         )
 
-    _NOT_ON[op] = lambda *types, **static: _disabled.reason(custom_call) or not_on(*types, **static)
-    op.def_abstract_eval(abstract)
-    op.def_impl(compiled(op))
-    ad.primitive_jvps[op] = functools.partial(not_differentiable, op, name)
-    batching.primitive_batchers[op] = batch
-    # The rule without a platform is the default: every platform without a native library lowers to the reference.
-    for platform, native, loaded in (
-        (None, None, lambda: False),
-        ("tpu", None, lambda: False),
-        ("cpu", cpu, lambda: _ffi.has_cpu_kernels),
-        ("cuda", cuda, _ffi.has_cuda_kernels),
-    ):
-        mlir.register_lowering(op, functools.partial(lower, platform, native, loaded), platform=platform)
-    _compat.needs_devices(op)
-    return call
+    def choose(self, ctx, platform, native, is_loaded, implementation, static):
+        """Return the implementation that runs, and its static arguments."""
+        if implementation == "ffi" and not is_loaded:
+            raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library serves this platform')
+        if implementation == "xla" and self.by_xla is not None:
+            return self.by_xla, static
+        # In an op without `by_xla` the implementation "xla" is the reference.
+        if implementation not in (None, "ffi") or not is_loaded:
+            return self.reference, static
+        # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
+        lacks, native_static = _disabled.missing(self.custom_call or self.name), static
+        if lacks is None and platform == "cuda":
+            # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
+            gpus = _support.gpus(ctx)
+            lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
+            capabilities = set(map(_support.capability, gpus)) - {()}
+            reason = None if lacks else self.not_on(capabilities, *ctx.avals_in, **static)
+            lacks = lacks if reason is None else _support.Missing(reason, True)
+            native_static = self.for_gpus(capabilities, *ctx.avals_in, **static)
+        if lacks is None:
+            return native, native_static
+        if implementation == "ffi":
+            raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}')
+        # Without FP8 hardware only the reference is left. Where just cuBLASLt is missing, XLA may still call its own.
+        _support.warn(lacks.reason, lacks.instead)
+        return self.reference if lacks.hardware else self.by_xla, native_static

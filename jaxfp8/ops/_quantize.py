@@ -1,14 +1,15 @@
-"""quantize: FP8 codes at a given scale, and the amax, in one read."""
+"""quantize: FP8 codes at a given scale, and the amax, in one read; dequantize: the values of codes."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES, encode
-from . import _checks, _ffi, _shapes
-from ._primitive import ONE, dims, tensor_op
+from ..numerics import FP8_DTYPES, decode, encode
+from . import _checks, _disabled, _ffi, _shapes
+from ._primitive import ONE, Op, dims
 
 
 def quantize(
@@ -96,20 +97,79 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     return results[: len(data)], amaxes, results[len(data) + 1 :]
 
 
-def _custom_call(x, scale, *amax_so_far, vmap_dims, dtype, with_amax):
-    groups = _shapes.merge(x, vmap_dims)
-    options = {"vmapped": x.shape[:vmap_dims], "with_amax": with_amax, "data": [(groups.shape, dtype)]}
-    (data,), amax, _ = call("quantize", groups, scale, amax_so_far, **options)
-    return [data.reshape(x.shape), *amax]
+class _Quantize(Op):
+    name = "quantize"
+
+    def names(self, x, *scalars, dtype, with_amax):
+        return [dims("x", x), *[ONE] * len(scalars)], [dims("x", x), *[ONE] * with_amax]
+
+    def dtypes(self, *operands, dtype, with_amax):
+        return [dtype, *[jnp.float32] * with_amax]
+
+    reference = staticmethod(reference)
+
+    def cpu(self, x, scale, *amax_so_far, vmap_dims, dtype, with_amax):
+        groups = _shapes.merge(x, vmap_dims)
+        options = {"vmapped": x.shape[:vmap_dims], "with_amax": with_amax, "data": [(groups.shape, dtype)]}
+        (data,), amax, _ = call("quantize", groups, scale, amax_so_far, **options)
+        return [data.reshape(x.shape), *amax]
 
 
-_quantize = tensor_op(
-    "quantize",
-    names=lambda x, *scalars, dtype, with_amax: (
-        [dims("x", x), *[ONE] * len(scalars)],
-        [dims("x", x), *[ONE] * with_amax],
-    ),
-    dtypes=lambda *_, dtype, with_amax: [dtype, *[jnp.float32] * with_amax],
-    reference=reference,
-    cpu=_custom_call,
-)
+_quantize = _Quantize()
+
+
+def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Compute the values of FP8 codes.
+
+    Equivalent to `(data.astype(f32) * scale_inv).astype(dtype)`. A NaN result is the quiet NaN without sign.
+
+    Args:
+        data: float8_e4m3fn or float8_e5m2, any shape.
+        scale_inv: f32[] or f32[1], the factor of the codes.
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        An array of `dtype` with the shape of `data`.
+
+    Raises:
+        TypeError: data, scale_inv or dtype has another dtype; or the op is differentiated.
+        ValueError: scale_inv has another shape.
+    """
+    data = _checks.fp8("dequantize", "data", data)
+    scale_inv = _checks.scale("dequantize", "scale_inv", scale_inv)
+    dtype = _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION)
+    return _dequantize(data, scale_inv, dtype=dtype)[0]
+
+
+class _Dequantize(Op):
+    name = "dequantize"
+
+    def names(self, data, scale_inv, dtype):
+        return [dims("x", data), ONE], [dims("x", data)]
+
+    def dtypes(self, data, scale_inv, dtype, **_):
+        return [dtype]
+
+    def reference(self, data, scale_inv, vmap_dims, dtype):
+        return (decode(data, _shapes.stretch(scale_inv, data), dtype),)
+
+    def cpu(self, data, scale_inv, vmap_dims, dtype):
+        # Without vmapped dimensions one scale serves all groups, so the first dimension may count as groups.
+        groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
+        (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, vmap_dims))
+        return (out.reshape(data.shape),)
+
+
+_dequantize = _Dequantize()
+
+
+def widening_on_cpu():
+    """Return a conversion of codes to bfloat16 by one custom call, for the programs of other ops on CPUs.
+
+    bfloat16 has half of f32's bytes, and newer processors multiply it natively.
+    """
+    dtype = np.dtype(jnp.bfloat16)
+    if _disabled.reason("dequantize"):
+        return lambda data: data.astype(dtype)
+    unit = jax.lax.full((1,), 1.0, np.float32)
+    return lambda data: _dequantize.cpu(data, unit, 0, dtype)[0]

@@ -1,5 +1,6 @@
-"""quantize_activation: an activation function and its quantization in one pass, without its result in memory."""
+"""quantize_activation and quantize_activation_grad: an activation, or its gradient, quantized in one pass."""
 
+import functools
 import math
 
 import jax
@@ -9,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _shapes
 from ._primitive import dims
-from ._produced import produced, producer_op
+from ._quantize_transpose import Producer
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
@@ -123,8 +124,9 @@ def quantize_activation(
     op = "quantize_activation"
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)
-    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "activation": activation, "rows": rows}
-    return produced(_quantize_activation, op, x, scale, (), amax, **options)
+    return _quantize_activation.quantize(
+        x, scale, (), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, activation=activation
+    )
 
 
 def check(op, x, activation, rows, name="x"):
@@ -136,15 +138,118 @@ def check(op, x, activation, rows, name="x"):
         raise ValueError(f"{op}: {name}: expected [..., 2, n] for {activation!r}, got {x.dtype}{list(x.shape)}")
 
 
-def _canonical(x, *, vmap_dims, rows, activation):
-    # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
-    pair = int(is_gated(activation))
-    return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": activation}
+class _QuantizeActivation(Producer):
+    name = "quantize_activation"
+
+    def operand_names(self, batch, row, col, activation):
+        return [batch + row + dims("whole_pair", is_gated(activation)) + col]
+
+    def produce(self, x, vmap_dims, activation):
+        return _activate(x, activation)
+
+    def canonical(self, x, vmap_dims, rows, activation):
+        # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
+        pair = int(is_gated(activation))
+        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": activation}
 
 
-_quantize_activation = producer_op(
-    "quantize_activation",
-    produce=lambda x, vmap_dims, activation: _activate(x, activation),
-    names=lambda batch, row, col, activation: [batch + row + dims("whole_pair", is_gated(activation)) + col],
-    canonical=_canonical,
-)
+_quantize_activation = _QuantizeActivation()
+
+
+def activation_grad(x: ArrayLike, grad: ArrayLike, activation: str) -> jax.Array:
+    """Compute the gradient of `activate` with respect to x, in f32 and not rounded to the dtype of x.
+
+    With the gradient `g` of `activate(x, activation)`, `f` its function and `f'` the derivative of `f`:
+
+        "silu", "gelu", "relu"       g * f'(x)
+        "silu_gated", "gelu_gated"   g * x[..., 1, :] * f'(x[..., 0, :]) and g * f(x[..., 0, :]), stacked as x is
+
+    Args:
+        x, activation: the arguments of `activate`.
+        grad: bfloat16, float16 or float32, of the shape of `activate(x, activation)`.
+
+    Returns:
+        f32, of the shape of x.
+    """
+    _, vjp = jax.vjp(functools.partial(_activate, activation=activation), x.astype(jnp.float32))
+    return vjp(grad.astype(jnp.float32))[0]
+
+
+def quantize_activation_grad(
+    x: ArrayLike,
+    grad: ArrayLike,
+    scale: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    activation: str,
+    transpose: bool = True,
+    amax: ArrayLike | None = None,
+    with_amax: bool = True,
+    rows: int = 1,
+    column_sums: bool = False,
+) -> tuple[jax.Array | None, ...]:
+    """Quantize the gradient of `activate` with respect to x, kept in f32, with one read of `x` and `grad`.
+
+    Equivalent to, without a rounding in between:
+
+        dx = jax.vjp(lambda x: activate(x, activation), x.astype(f32))[1](grad.astype(f32))[0]
+        data, data_t, amax = quantize_transpose(dx, scale, dtype, rows=rows, cols=2 if gated else 1)
+
+    up to the rounding errors of dx, as for `quantize_activation`. A dx that is not finite gives a NaN code and an
+    infinite amax.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., m, n]`; for a gated activation `[..., m, 2, n]`. The x of `activate`.
+        grad: the gradient of `activate(x, activation)`, of x's dtype, `[..., m, n]`.
+        scale: f32[] or f32[1], the factor of dx.
+        dtype: float8_e4m3fn or float8_e5m2.
+        activation: "gelu", "silu", "relu", "silu_gated" or "gelu_gated"; see `activate`.
+        transpose: whether to return data_t.
+        amax, with_amax: see `quantize`.
+        rows: the number of dimensions that m stands for.
+        column_sums: whether to return the sums of dx over its rows too: the gradient of a bias that was added to x.
+            The sums need `transpose`.
+
+    Returns:
+        `(data, data_t, amax)`: data of the shape of x and data_t `[..., n, m]`, gated `[..., 2, n, m]` (or None), of
+        `dtype`, the amax of dx. With `column_sums` also the sums, f32 `[..., n]`, gated `[..., 2, n]`.
+
+    Raises:
+        TypeError: x, grad, scale, dtype, amax or column_sums has another dtype; or the op is differentiated.
+        ValueError: an argument has another shape, `activation` is not one of the names, or column_sums comes without
+            transpose.
+    """
+    op = "quantize_activation_grad"
+    x = _checks.high_precision(op, "x", x)
+    check(op, x, activation, rows)
+    grad = _checks.high_precision(op, "grad", grad)
+    if grad.dtype != x.dtype:
+        raise TypeError(f"{op}: grad: expected the dtype of x, {x.dtype}, got {grad.dtype}; cast it")
+    _checks.shape(op, "grad", grad, x.shape[:-2] + x.shape[-1:] if is_gated(activation) else x.shape)
+    column_sums = _checks.flag(op, "column_sums", column_sums)
+    if column_sums and not transpose:
+        raise ValueError(f"{op}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
+    options = {"rows": rows, "activation": activation, "column_sums": column_sums}
+    return _quantize_activation_grad.quantize(
+        x, scale, (grad,), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, **options
+    )
+
+
+class _QuantizeActivationGrad(Producer):
+    name = "quantize_activation_grad"
+
+    def columns(self, activation):
+        return dims("whole_pair", is_gated(activation)) + dims("col", 1)
+
+    def operand_names(self, batch, row, col, activation):
+        return [batch + row + col, batch + row + col[-1:]]
+
+    def produce(self, x, grad, vmap_dims, activation):
+        return activation_grad(x, grad, activation)
+
+    def canonical(self, x, grad, vmap_dims, rows, activation):
+        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, activation)
+        return (x, _shapes.merge(grad, grad.ndim - rows - 1, rows)), attributes
+
+
+_quantize_activation_grad = _QuantizeActivationGrad()

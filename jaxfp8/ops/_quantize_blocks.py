@@ -1,6 +1,4 @@
-"""quantize_blocks: FP8 codes with a scale for each block, from the amax of the block."""
-
-import functools
+"""quantize_blocks: FP8 codes with a scale for each block, from the amax of the block; in both layouts too."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, _scaling, encode, fp8_max
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
-from ._primitive import tensor_op
+from ._primitive import Op
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
@@ -66,12 +64,50 @@ def quantize_blocks(
         ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or
             power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
     """
-    x, options = checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    x, options = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
     data, scale_inv = _quantize_blocks(x, **options)
     return data, scale_inv
 
 
-def checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def quantize_blocks_transpose(
+    x: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    block: tuple[int | None, int | None],
+    scale: str = "f32",
+    rounding: str = "ceil",
+    power_2_scale: bool = False,
+    rows: int = 1,
+    cols: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Quantize the blocks of `x` and those of its transpose, for the product that contracts the other dimension.
+
+    Equivalent to, with one read of `x` (two where blocks are whole rows):
+
+        data, scale_inv = quantize_blocks(x, dtype, block=block, ...)
+        data_t, scale_inv_t = quantize_blocks(x.mT, dtype, block=block, ...)
+
+    In both layouts blocks lie along the last dimension, so data_t has other codes than data unless blocks are square.
+
+    Args:
+        x: bfloat16, float16 or float32 `[..., *m, *n]`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        block, scale, rounding, power_2_scale: see `quantize_blocks`.
+        rows, cols: the numbers of dimensions that m and n stand for. Blocks cut the merged matrix.
+
+    Returns:
+        `(data, scale_inv, data_t, scale_inv_t)`: data `[..., *m, *n]` and data_t `[..., *n, *m]` of `dtype`; scale_inv
+        `[..., ceil(m / r), ceil(n / c)]` and scale_inv_t `[..., ceil(n / r), ceil(m / c)]`, float32 or float8_e8m0fnu.
+
+    Raises:
+        TypeError, ValueError: see `quantize_blocks`.
+    """
+    x, options = _checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose(x, **options)
+    return data, scale_inv, data_t, scale_inv_t
+
+
+def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Check the arguments, and return x and the static arguments of the primitive."""
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
@@ -111,7 +147,7 @@ def _e8m0_scales(amax, dtype, rounding):
     return _blocks.power_of_two(-exponent, is_nan), _blocks.e8m0(exponent, is_nan)
 
 
-def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def _reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Quantize blocks in jnp."""
     # Vmapped dimensions are leading dimensions like any other.
     leading = x.shape[: x.ndim - rows - cols]
@@ -130,7 +166,7 @@ def reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, 
     return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
 
 
-def custom_call(x, vmap_dims, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def _custom_call(x, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     # 1. Merge the dimensions to groups of matrices.
     leading, row, col = _shapes.parts(x.shape, rows, cols)
@@ -159,36 +195,55 @@ def custom_call(x, vmap_dims, platform, transpose, dtype, block, scale, rounding
     return outputs
 
 
-def block_op(name, reference, transpose):
-    """Make the primitive of `quantize_blocks`, or with `transpose` that of `quantize_blocks_transpose`."""
+class _QuantizeBlocks(Op):
+    """Quantize blocks, without or with `transpose` also those of the transpose, by the same custom call."""
 
-    def names(x, *, rows, cols, **_):
+    name = "quantize_blocks"
+    custom_call = "quantize_blocks_transpose"
+    transpose = False
+
+    def names(self, x, *, rows, cols, **static):
         codes, *results = _blocks.layouts(x, rows, cols)
-        return [codes], [codes, *results[: 1 + 2 * transpose]]
+        return [codes], [codes, *results[: 1 + 2 * self.transpose]]
 
-    def dtypes(_, *, dtype, scale, **static):
-        return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + transpose)
+    def sizes(self, x, *, block, rows, cols, **static):
+        return _blocks.sizes_of_layouts(x, block, rows, cols)
 
-    def cuda(x, **static):
+    def dtypes(self, x, *, dtype, scale, **static):
+        return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + self.transpose)
+
+    reference = staticmethod(_reference)
+
+    def cpu(self, x, vmap_dims, **static):
+        return _custom_call(x, "cpu", self.transpose, **static)
+
+    def cuda(self, x, vmap_dims, **static):
         # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
         if static["block"] not in _scale_layouts.NAMES:
-            return reference(x, **static)
-        return custom_call(x, platform="cuda", transpose=transpose, **static)
+            return self.reference(x, vmap_dims=vmap_dims, **static)
+        return _custom_call(x, "cuda", self.transpose, **static)
 
-    return tensor_op(
-        name,
-        custom_call="quantize_blocks_transpose",
-        names=names,
-        sizes=_blocks.sizes_of_layouts,
-        dtypes=dtypes,
-        reference=reference,
-        cpu=functools.partial(custom_call, platform="cpu", transpose=transpose),
-        cuda=cuda,
+    def on_one_device_only(self, block, **static):
         # On a mesh that cuts blocks as long as the matrix, devices have to reduce their amaxes, which XLA does with the
         # reference. Other blocks lie on one device each, which quantizes them by itself.
-        on_one_device_only=lambda block, **_: None in block,
-        align=_blocks.aligned_layouts,
-    )
+        return None in block
+
+    def align(self, axes, sizes, mesh_shape, *, block, **static):
+        return _blocks.aligned_layouts(axes, sizes, mesh_shape, block)
 
 
-_quantize_blocks = block_op("quantize_blocks", reference, transpose=False)
+class _QuantizeBlocksTranspose(_QuantizeBlocks):
+    name = "quantize_blocks_transpose"
+    transpose = True
+
+    def reference(self, x, vmap_dims, block, rows, cols, **static):
+        static |= {"vmap_dims": vmap_dims, "rows": rows, "cols": cols}
+        data, scale_inv = _reference(x, block=block, **static)
+        # Blocks of the transpose lie down the columns of x. Transpose codes and not x: they have half the bytes, or
+        # less.
+        columnwise = (data, scale_inv) if block[0] == block[1] else _reference(x, block=block[::-1], **static)
+        return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
+
+
+_quantize_blocks = _QuantizeBlocks()
+_quantize_blocks_transpose = _QuantizeBlocksTranspose()

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import _checks, _shapes
 from ._primitive import dims
-from ._produced import produced, producer_op
+from ._quantize_transpose import Producer
 
 KINDS = ("rms", "layer")
 
@@ -121,7 +121,7 @@ def quantize_norm(
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
     options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "rows": rows}
-    return produced(_quantize_norm, op, x, scale, more, amax, has_beta=beta is not None, **options)
+    return _quantize_norm.quantize(x, scale, more, amax, has_beta=beta is not None, **options)
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
@@ -140,31 +140,29 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
     return x, gamma, beta, float(np.float32(epsilon))
 
 
-def _produce(x, statistics, *parameters, vmap_dims, has_beta):
-    rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
-    # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
-    gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
-    return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
+class _QuantizeNorm(Producer):
+    name = "quantize_norm"
+
+    def operand_names(self, batch, row, col, has_beta):
+        return [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + has_beta)]
+
+    def produce(self, x, statistics, *parameters, vmap_dims, has_beta):
+        rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
+        # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
+        gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
+        return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
+
+    def canonical(self, x, statistics, *parameters, vmap_dims, rows, has_beta):
+        """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for all; a beta of `[0]` is none."""
+        # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
+        leading = x.ndim - rows - 1
+        batch = math.prod(x.shape[vmap_dims:leading])
+        parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
+        if vmap_dims and batch != 1:
+            parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
+        beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
+        x, statistics = (_shapes.merge(operand, leading, rows) for operand in (x, statistics))
+        return (x, statistics, *parameters, *beta), {}
 
 
-def _canonical(x, statistics, *parameters, vmap_dims, rows, has_beta):
-    """Give the parameters of each group, `[g, n]`; outside of vmap `[1, n]`, for all. A beta of `[0]` means no beta."""
-    # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
-    leading = x.ndim - rows - 1
-    batch = math.prod(x.shape[vmap_dims:leading])
-    parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
-    if vmap_dims and batch != 1:
-        parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
-    beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
-    x, statistics = (_shapes.merge(operand, leading, rows) for operand in (x, statistics))
-    return (x, statistics, *parameters, *beta), {}
-
-
-_quantize_norm = producer_op(
-    "quantize_norm",
-    produce=_produce,
-    names=lambda batch, row, col, has_beta: (
-        [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + has_beta)]
-    ),
-    canonical=_canonical,
-)
+_quantize_norm = _QuantizeNorm()

@@ -1,9 +1,17 @@
-"""quantize_transpose: FP8 codes in both layouts, and the amax, in one read."""
+"""quantize_transpose: FP8 codes in both layouts, and the amax, in one read; and `Producer`, which computes x too."""
+
+import math
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _produced
+from ..numerics import FP8_DTYPES
+from . import _checks, _quantize, _shapes
+from ._primitive import ONE, Op, dims
+
+# The custom call gives a sum for each run of this many rows (common/column_sums.h); XLA adds the sums up.
+_SUMMED_ROWS = 128
 
 
 def quantize_transpose(
@@ -42,5 +50,140 @@ def quantize_transpose(
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     options = {"rows": rows, "cols": cols, "column_sums": _checks.flag(op, "column_sums", column_sums)}
-    options |= {"dtype": dtype, "transpose": True, "with_amax": with_amax}
-    return _produced.produced(_produced.quantize_transpose, op, x, scale, (), amax, **options)
+    return _quantize_transpose.quantize(x, scale, (), amax, dtype=dtype, transpose=True, with_amax=with_amax, **options)
+
+
+class Producer(Op):
+    """An op that quantizes what it computes from x and `more`, in both layouts.
+
+    The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t if `transpose`; the amax if
+    `with_amax`, at least `amax_so_far` where that is given; and the sums over rows if `column_sums`, which needs
+    `transpose`. `m` stands for `rows` dimensions, `n` for those of `columns`. The custom call takes and returns the
+    same arrays in its canonical form, with `static` as attributes.
+
+    A producer is a function in jnp, from the operands to f32 `[..., m, *n]`: where no kernel fuses producer and
+    quantization, this function runs before the quantization.
+
+    Attributes:
+        is_fused: whether the custom call computes the values too.
+    """
+
+    is_fused = True
+
+    def columns(self, **static) -> tuple[str, ...]:
+        """Return the names of the columns of the result, which are the last dimensions of x."""
+        return dims("col", 1)
+
+    def operand_names(self, batch, row, col, **static) -> list:
+        """Return the names of x and `more`, given those of the result; `batch` are dimensions of x beyond them."""
+        raise NotImplementedError
+
+    def produce(self, x, *more, vmap_dims, **static):
+        """Compute the values in jnp, f32 `[..., m, n]`."""
+        raise NotImplementedError
+
+    def canonical(self, x, *more, vmap_dims, rows, **static) -> tuple:
+        """Return `(x, *more)` as the custom call takes them, and its attributes."""
+        raise NotImplementedError
+
+    def quantize(self, x, scale, more, amax, *, dtype, transpose, with_amax, column_sums=False, **static):
+        """Check the arguments that all producers take, and bind the primitive.
+
+        Returns:
+            `(data, data_t, amax)`, the amax in the shape of the argument; None for data_t without `transpose` and for
+            the amax without `with_amax`. With `column_sums` also the sums.
+        """
+        scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
+        dtype, transpose = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES), bool(transpose)
+        options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "column_sums": column_sums}
+        data, *rest = self(x, scale, *more, *amax_so_far, **options, **static)
+        data_t = rest.pop(0) if transpose else None
+        return data, data_t, _quantize.returned_amax(amax, rest.pop(0) if with_amax else None), *rest
+
+    def names(self, x, *ranks, dtype, transpose, rows, with_amax, column_sums, **static):
+        col, row = self.columns(**static), dims("row", rows)
+        # x may have dimensions that the result lacks, such as the pair of a gated activation. So its rank is compared
+        # with that of its names.
+        batch = dims("batch", x - len(self._names_without_batch(rows, static)[0]))
+        x_names, *more_names = self.operand_names(batch, row, col, **static)
+        _, amax_so_far = self._split(ranks[1:], rows, static)
+        results = [batch + row + col, *[batch + col + row] * transpose, *[ONE] * with_amax]
+        # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
+        results += [batch + col] * column_sums
+        return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
+
+    def _names_without_batch(self, rows, static):
+        return self.operand_names((), dims("row", rows), self.columns(**static), **static)
+
+    def _split(self, rest, rows, static):
+        """Return `more` and `amax_so_far`."""
+        count = len(self._names_without_batch(rows, static)) - 1
+        return rest[:count], rest[count:]
+
+    def dtypes(self, *operands, dtype, transpose, with_amax, column_sums, **static):
+        return [dtype] * (1 + transpose) + [jnp.float32] * (with_amax + column_sums)
+
+    def reference(self, *operands, **static):
+        return self._unfused(_quantize.reference, _quantize.reference, *operands, **static)
+
+    def cpu(self, *operands, **static):
+        # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
+        return self._unfused(_quantize._quantize, _quantize_transpose, *operands, **static)
+
+    def _unfused(
+        self, once, both, x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums, **static
+    ):
+        """Compute the values in jnp and quantize them `once`, or in `both` layouts."""
+        more, amax_so_far = self._split(rest, rows, static)
+        # The values stay in f32, as in the kernel: another rounding would give other codes.
+        values = self.produce(x, *more, vmap_dims=vmap_dims, **static)
+        options = {"dtype": dtype, "vmap_dims": vmap_dims, "with_amax": with_amax}
+        if not transpose:
+            return once(values, scale, *amax_so_far, **options)
+        options |= {"transpose": True, "rows": rows, "cols": len(self.columns(**static)), "column_sums": column_sums}
+        return both(values, scale, *amax_so_far, **options)
+
+    def cuda(self, x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums, **static):
+        more, amax_so_far = self._split(rest, rows, static)
+        # Results take their sizes from x as it comes in: `canonical` reshapes it.
+        first = x.ndim - len(self._names_without_batch(rows, static)[0])
+        leading, row = x.shape[:first], x.shape[first : first + rows]
+        col = x.shape[x.ndim - len(self.columns(**static)) :]
+        m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
+        (x, *more), attributes = self.canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
+        # A single matrix needs no group dimension, but the fused producers have one always.
+        groups = x.shape[:1] if self.is_fused or leading else ()
+        # Results that may be left out come after the amax: the sums, and data_t of a producer.
+        layouts = [((*groups, m, n), dtype), *[((*groups, n, m), dtype)] * transpose]
+        count = 1 if self.is_fused else len(layouts)
+        sums = [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums
+        options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch, **attributes}
+        before, amax, after = _quantize.call(
+            self.name, x, scale, amax_so_far, *more, data=layouts[:count], after=layouts[count:] + sums, **options
+        )
+        data, *rest = *before, *after
+        data_t = [codes.reshape(*leading, *col, *row) for codes in rest[:transpose]]
+        sums = [jnp.sum(parts, axis=-2).reshape(*leading, *col) for parts in rest[transpose:]]
+        return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
+
+
+class _QuantizeTranspose(Producer):
+    name = "quantize_transpose"
+    is_fused = False
+
+    def columns(self, cols):
+        return dims("col", cols)
+
+    def operand_names(self, batch, row, col, cols):
+        return [batch + row + col]
+
+    def produce(self, x, vmap_dims, cols):
+        return x
+
+    def canonical(self, x, vmap_dims, rows, cols):
+        return (_shapes.merge_groups(x, x.ndim - rows - cols, rows),), {}
+
+    cpu = Producer.cuda
+
+
+_quantize_transpose = _QuantizeTranspose()

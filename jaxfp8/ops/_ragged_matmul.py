@@ -10,10 +10,10 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import _blocks, _checks, _ffi, _shapes
-from ._dequantize import widening_on_cpu
 from ._partition import WHOLE
-from ._primitive import ONE, tensor_op
+from ._primitive import ONE, Op
 from ._product import rescaled
+from ._quantize import widening_on_cpu
 from ._ragged_loops import ends_of_groups, ragged_contraction, ragged_rows
 from ._scaled_matmul import to_f32
 
@@ -144,71 +144,9 @@ class _Spec:
         return (*leading, a.shape[-2], b.shape[-2])
 
 
-def _reference(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=to_f32, first=None):
-    """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
-
-    `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
-    """
-    shape = spec.shape(a, b, group_sizes, vmap_dims)
-    if 0 in a.shape or 0 in b.shape:
-        return (lax.full(shape, 0, spec.out_dtype),)
-    first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
-    # 1. Widen the codes. Scales of blocks multiply the codes: they are then no factor of the product.
-    one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
-    if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
-        widen, precision = to_f32, lax.Precision.HIGHEST
-    a, b = widen(a), widen(b)
-    if spec.a_block is not None:
-        a, a_scale_inv = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]), one
-    if spec.b_block is not None:
-        b, b_scale_inv = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]), one
-    # 2. Multiply.
-    product = ragged_rows if spec.by_rows else ragged_contraction
-    if vmap_dims == 0:
-        out = product(a, b, group_sizes, first, precision)
-    else:  # Run the loops one after the other: as a batch, each step would touch the product of every vmapped index.
-        flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
-        out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
-    # 3. Apply the scales of whole operands.
-    out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
-    return (out.astype(spec.out_dtype),)
-
-
-def _on_cpu(*operands, **options):
-    """Widen to bfloat16, as scaled_matmul does on CPUs."""
-    return _reference(*operands, **options, widen=widening_on_cpu())
-
-
-def _custom_call(a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, first=None):
-    shape = spec.shape(a, b, group_sizes, vmap_dims)
-    count = math.prod(a.shape[:vmap_dims])
-    a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
-    scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
-    result = (count, *shape[vmap_dims:]), spec.out_dtype
-    # The kernel takes the first group at row 0: move the rows there, and the rows of the result back.
-    if first is not None:
-        first = first.reshape(count)
-        a = _moved(a, -first, 0 if spec.by_rows else 1)
-        b = b if spec.by_rows else _moved(b, -first, 1)
-    (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise)
-    if first is not None and spec.by_rows:
-        out = _moved(out, first, 0)
-    return (out.reshape(shape),)
-
-
 def _moved(x, shifts, axis: int):
     """Move the matrices `[count, ...]` along an axis, round the end, each by its own shift."""
     return jax.vmap(lambda x, shift: jnp.roll(x, shift, axis))(x, shifts)
-
-
-# On a mesh ------------------------------------------------------------------------------------------------------------
-
-
-def _names(*ranks, spec):
-    a, b = _dims(spec)
-    # Where a group begins depends on the sizes of all before it.
-    operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
-    return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
 
 
 def _dims(spec):
@@ -228,47 +166,100 @@ def _scales(operand: str, dims, block) -> tuple[str, ...]:
     return (*leading, rows if block[0] == 1 else f"{WHOLE}_{operand}_rows", f"{WHOLE}_{operand}_cols")
 
 
-def _sizes(*shapes, spec):
-    return {} if spec.by_rows else {"g0": shapes[4][0]}
+class _RaggedMatmul(Op):
+    name = "ragged_matmul"
+
+    def names(self, *ranks, spec):
+        a, b = _dims(spec)
+        # Where a group begins depends on the sizes of all before it.
+        operands = [a, b, _scales("a", a, spec.a_block), _scales("b", b, spec.b_block), (f"{WHOLE}_g",)]
+        return operands + [(*b[:-2], *b[:-3:-1])] * spec.has_b_t, [("m0", "n0") if spec.by_rows else ("g0", "p0", "n0")]
+
+    def sizes(self, *shapes, spec):
+        return {} if spec.by_rows else {"g0": shapes[4][0]}
+
+    def dtypes(self, *operands, spec):
+        return [spec.out_dtype]
+
+    def second_layouts(self, spec):
+        return {1: 5} if spec.has_b_t else {}
+
+    def reference(self, a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=to_f32, first=None):
+        """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
+
+        `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
+        """
+        shape = spec.shape(a, b, group_sizes, vmap_dims)
+        if 0 in a.shape or 0 in b.shape:
+            return (lax.full(shape, 0, spec.out_dtype),)
+        first = lax.full(group_sizes.shape[:-1], 0, jnp.int32) if first is None else first
+        # 1. Widen the codes. Scales of blocks multiply the codes: they are then no factor of the product.
+        one, precision = lax.full((*shape[:vmap_dims], 1), 1, jnp.float32), None
+        if spec.has_blocks:  # these f32 have all their bits: GPUs must not cut them to TF32
+            widen, precision = to_f32, lax.Precision.HIGHEST
+        a, b = widen(a), widen(b)
+        if spec.a_block is not None:
+            a, a_scale_inv = _blocks.scaled(a, a_scale_inv, spec.a_block, *a.shape[-2:]), one
+        if spec.b_block is not None:
+            b, b_scale_inv = _blocks.scaled(b, b_scale_inv, spec.b_block, *b.shape[-2:]), one
+        # 2. Multiply.
+        product = ragged_rows if spec.by_rows else ragged_contraction
+        if vmap_dims == 0:
+            out = product(a, b, group_sizes, first, precision)
+        else:
+            # Run the loops one after the other: as a batch, each step would touch the product of every vmapped index.
+            flat = (x.reshape(-1, *x.shape[vmap_dims:]) for x in (a, b, group_sizes, first))
+            out = lax.map(lambda operands: product(*operands, precision), tuple(flat)).reshape(shape)
+        # 3. Apply the scales of whole operands.
+        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
+        return (out.astype(spec.out_dtype),)
+
+    def cpu(self, *operands, **options):
+        """Widen to bfloat16, as scaled_matmul does on CPUs."""
+        return self.reference(*operands, **options, widen=widening_on_cpu())
+
+    def cuda(self, a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, first=None):
+        shape = spec.shape(a, b, group_sizes, vmap_dims)
+        count = math.prod(a.shape[:vmap_dims])
+        a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
+        scales = (_shapes.group_scales(scale, vmap_dims) for scale in (a_scale_inv, b_scale_inv))
+        result = (count, *shape[vmap_dims:]), spec.out_dtype
+        # The kernel takes the first group at row 0: move the rows there, and the rows of the result back.
+        if first is not None:
+            first = first.reshape(count)
+            a = _moved(a, -first, 0 if spec.by_rows else 1)
+            b = b if spec.by_rows else _moved(b, -first, 1)
+        (out,) = _ffi.call("ragged_matmul", [result], a, b, *scales, group_sizes, precise=spec.precise)
+        if first is not None and spec.by_rows:
+            out = _moved(out, first, 0)
+        return (out.reshape(shape),)
+
+    def align(self, axes, sizes, mesh_shape, *, spec):
+        followers = {}
+        for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
+            for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
+                if name.startswith(WHOLE):
+                    followers.setdefault(dim[0], {})[name] = size
+        return _blocks.aligned(axes, sizes, mesh_shape, followers)
+
+    def on_shards(self, operands, cut, *, vmap_dims, spec):
+        """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
+        (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
+        if row_shards == group_shards == 1:
+            return operands, {}
+        *matrices, group_sizes = operands
+        # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
+        rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
+        ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
+        bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
+        # 2. Take the groups of this device.
+        bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
+        return [*matrices, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
+
+    def not_on(self, capabilities, *types, spec):
+        """Return why no kernel multiplies these operands; or None."""
+        blocks = f"{spec.a_block} by {spec.b_block}"
+        return f"ragged_matmul: no kernel has scales for blocks ({blocks})" if spec.has_blocks else None
 
 
-def _align(axes, sizes, mesh_shape, *, spec):
-    followers = {}
-    for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
-        for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
-            if name.startswith(WHOLE):
-                followers.setdefault(dim[0], {})[name] = size
-    return _blocks.aligned(axes, sizes, mesh_shape, followers)
-
-
-def _on_shards(operands, cut, *, vmap_dims, spec):
-    """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
-    (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
-    if row_shards == group_shards == 1:
-        return operands, {}
-    *matrices, group_sizes = operands
-    # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
-    rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
-    ends = ends_of_groups(group_sizes, rows * row_shards) - row * rows
-    bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
-    # 2. Take the groups of this device.
-    bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
-    return [*matrices, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
-
-
-def _not_on(capabilities, *types, spec):
-    """Return why no kernel multiplies these operands; or None."""
-    blocks = f"{spec.a_block} by {spec.b_block}"
-    return f"ragged_matmul: no kernel has scales for blocks ({blocks})" if spec.has_blocks else None
-
-
-_RULES = {
-    "names": _names,
-    "sizes": _sizes,
-    "dtypes": lambda *_, spec: [spec.out_dtype],
-    "second_layouts": lambda spec: {1: 5} if spec.has_b_t else {},
-    "align": _align,
-    "on_shards": _on_shards,
-    "not_on": _not_on,
-}
-_ragged_matmul = tensor_op("ragged_matmul", _reference, _on_cpu, cuda=_custom_call, **_RULES)
+_ragged_matmul = _RaggedMatmul()

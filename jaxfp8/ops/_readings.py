@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ..numerics import _scaling
 from . import _batching, _checks, _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, dims, tensor_op
+from ._primitive import ONE, Op, dims
 
 READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
@@ -148,19 +148,9 @@ def _groups(histories):
     return [_shapes.merge_groups(history, history.ndim - 1) for history in histories]
 
 
-def _read_names(*ranks, counts):
-    histories, scales, readings = _names(ranks, counts)
-    return [*histories, *scales], readings
-
-
 def _read_units(operand_count, counts):
     half = operand_count // 2
     return [([*places, *(half + i for i in places)], [product]) for product, places in enumerate(_slices(counts))]
-
-
-def _read_reference(*operands, vmap_dims, counts):
-    numbers = [_numbers(history, scale) for history, scale in zip(*_batching.halves(operands), strict=True)]
-    return [lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)]
 
 
 def _numbers(history, scale):
@@ -171,46 +161,12 @@ def _numbers(history, scale):
     return [window, newest, scale, jnp.zeros_like(scale)]
 
 
-def _read_custom_call(*operands, vmap_dims, counts):
-    histories, scales = _batching.halves(operands)
-    batch, groups = scales[0].shape[:-1], scales[0].size
-    results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
-    readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
-    return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
-
-
-_read = tensor_op(
-    "read_histories",
-    names=_read_names,
-    sizes=lambda *shapes, counts: {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)},
-    reference=_read_reference,
-    cpu=_read_custom_call,
-    batch_first=_batching.apart(_read_units),
-)
-
-
-def _write_names(*ranks, counts):
-    histories, scales, readings = _names(ranks, counts)
-    return [*histories, *readings], [*histories, *scales]
-
-
 def _write_units(operand_count, counts):
     total = sum(counts)
     return [
         ([*places, total + product], [*places, *(total + i for i in places)])
         for product, places in enumerate(_slices(counts))
     ]
-
-
-def _write_reference(*operands, vmap_dims, counts):
-    # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
-    bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
-    histories, columns = bits[: sum(counts)], []
-    for reading in bits[sum(counts) :]:
-        columns += [reading[..., i : i + 1] for i in range(reading.shape[-1])]
-    scales = columns[1::READING_NUMBERS]
-    written = [*map(_next_history, histories, columns[::READING_NUMBERS], scales), *scales]
-    return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
 
 
 def _next_history(history, amax, scale_inv):
@@ -220,21 +176,61 @@ def _next_history(history, amax, scale_inv):
     return jnp.where(is_positive_finite & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
 
-def _write_custom_call(*operands, vmap_dims, counts):
-    histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
-    batch, groups = histories[0].shape[:-1], _groups(histories)
-    scales = [((math.prod(batch),), jnp.float32)] * len(groups)
-    results, aliases = [(h.shape, jnp.float32) for h in groups] + scales, {i: i for i in range(len(groups))}
-    numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
-    written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
-    histories, scales = _batching.halves(written)
-    return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
+class _ReadHistories(Op):
+    name = "read_histories"
+    batch_first = staticmethod(_batching.apart(_read_units))
+
+    def names(self, *ranks, counts):
+        histories, scales, readings = _names(ranks, counts)
+        return [*histories, *scales], readings
+
+    def sizes(self, *shapes, counts):
+        return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
+
+    def reference(self, *operands, vmap_dims, counts):
+        numbers = [_numbers(history, scale) for history, scale in zip(*_batching.halves(operands), strict=True)]
+        return [
+            lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)
+        ]
+
+    def cpu(self, *operands, vmap_dims, counts):
+        histories, scales = _batching.halves(operands)
+        batch, groups = scales[0].shape[:-1], scales[0].size
+        results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
+        readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
+        return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
 
-_write = tensor_op(
-    "write_histories",
-    names=_write_names,
-    reference=_write_reference,
-    cpu=_write_custom_call,
-    batch_first=_batching.apart(_write_units),
-)
+_read = _ReadHistories()
+
+
+class _WriteHistories(Op):
+    name = "write_histories"
+    batch_first = staticmethod(_batching.apart(_write_units))
+
+    def names(self, *ranks, counts):
+        histories, scales, readings = _names(ranks, counts)
+        return [*histories, *readings], [*histories, *scales]
+
+    def reference(self, *operands, vmap_dims, counts):
+        # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
+        bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
+        histories, columns = bits[: sum(counts)], []
+        for reading in bits[sum(counts) :]:
+            columns += [reading[..., i : i + 1] for i in range(reading.shape[-1])]
+        scales = columns[1::READING_NUMBERS]
+        written = [*map(_next_history, histories, columns[::READING_NUMBERS], scales), *scales]
+        return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
+
+    def cpu(self, *operands, vmap_dims, counts):
+        histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
+        batch, groups = histories[0].shape[:-1], _groups(histories)
+        scales = [((math.prod(batch),), jnp.float32)] * len(groups)
+        results, aliases = [(h.shape, jnp.float32) for h in groups] + scales, {i: i for i in range(len(groups))}
+        numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
+        written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
+        histories, scales = _batching.halves(written)
+        return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
+
+
+_write = _WriteHistories()

@@ -12,9 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
-from ._dequantize import widening_on_cpu
-from ._primitive import ONE, tensor_op
+from ._primitive import ONE, Op
 from ._product import ProductSpec, rescaled, spec_fields
+from ._quantize import widening_on_cpu
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs. XLA lends the memory to other
 # steps of the program.
@@ -115,52 +115,9 @@ def to_f32(codes):
     return codes if _tpu.is_target.value else codes.astype(jnp.float32)
 
 
-def _cublaslt(*operands, vmap_dims, spec):
-    """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not add."""
-    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses empty
-    # operands: leave both to XLA.
-    a, b, shape = spec.groups(a, b, vmap_dims)
-    (*groups, m, k), n = a.shape, b.shape[-2]
-    g = math.prod(groups)
-    if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
-        return _reference(*operands, vmap_dims=vmap_dims, spec=spec)
-
-    # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
-    # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
-    bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
-    bias_inside = bias is not None and g == 1 and bias.dtype == bias_dtype and accumulator is None
-    accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
-    finished = (bias is None or bias_inside) and (accumulator is None or accumulator_inside)
-
-    # 3. Pad every size to the alignment; zeros add nothing to a sum.
-    pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
-    scales = (_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in (a_scale_inv, b_scale_inv))
-    call_operands = [_shapes.pad(a, pad_m, pad_k), _shapes.pad(b, pad_n, pad_k), *scales]
-    if bias_inside:
-        call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
-    if accumulator_inside:
-        call_operands.append(_shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n))
-    # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
-    dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
-    results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
-    attributes = {"precise": spec.precise, "has_bias": bias_inside, "has_accumulator": accumulator_inside}
-    out, _ = _ffi.call("scaled_matmul", results, *call_operands, aliases=aliases, **attributes)
-    out = out[..., :m, :n].reshape(shape)
-    return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
-
-
 def _spaced(scale):
     """Space scales `[s]` as `[s, 4]`: cuBLASLt reads each at 16 bytes. `[1]` stays: XLA aligns buffers."""
     return scale if scale.shape[0] == 1 else lax.broadcast_in_dim(scale, (scale.shape[0], 4), (0,))
-
-
-def _reference(*operands, vmap_dims, spec, widen=to_f32):
-    """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
-    a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-    out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
-    out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
-    return _finish(spec, out, bias, accumulator, vmap_dims)
 
 
 def _finish(spec, out, bias, accumulator, vmap_dims):
@@ -169,33 +126,13 @@ def _finish(spec, out, bias, accumulator, vmap_dims):
     return ((out if accumulator is None else out + accumulator).astype(spec.out_dtype),)
 
 
-def _on_cpu(*operands, vmap_dims, spec):
-    """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
-    return _reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
-
-
-def _by_xla(*operands, vmap_dims, spec):
-    """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
-
-    XLA rewrites the product in the dtype of its operands. With float32 operands a bfloat16 result would take another
-    pass for its conversion and the bias; so on GPUs the pattern has the dtype bfloat16 if the result has. On other
-    platforms bfloat16 operands would be rounded, so the pattern stays in float32.
-    """
-    in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
-    narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
-    if not (narrow and _is_rewritten(operands[0], operands[1], vmap_dims)):
-        return in_f32(*operands)
-    in_bf16 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16)
-    return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
-
-
 def _is_rewritten(a, b, vmap_dims) -> bool:
     """Return whether XLA has an FP8 product of these operands: one pair of scales, and not E5M2 twice."""
     return vmap_dims == 0 and not a.dtype == b.dtype == E5M2
 
 
 def _pattern(*operands, vmap_dims, spec, dtype):
-    """Multiply by the pattern of `_by_xla`, with operands of `dtype`."""
+    """Multiply by the pattern of `by_xla`, with operands of `dtype`."""
     a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
     wide = a.astype(dtype), b.astype(dtype)
     scales_inside = _is_rewritten(a, b, vmap_dims)
@@ -220,60 +157,119 @@ def _scalar(scale, dtype):
     return lax.optimization_barrier(scale.reshape(())).astype(dtype)
 
 
-def _names(a, b, *rest, spec):
-    leading, m, n, k = spec.names(b)
-    operands = [leading + m + k, leading + n + k, ONE, ONE]
-    operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
-    operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
-    return operands, [leading + m + n]
+class _ScaledMatmul(Op):
+    name = "scaled_matmul"
+
+    def names(self, a, b, *rest, spec):
+        leading, m, n, k = spec.names(b)
+        operands = [leading + m + k, leading + n + k, ONE, ONE]
+        operands += [leading + n] * spec.has_bias + [leading + m + n] * spec.has_accumulator
+        operands += [leading + k + m] * spec.has_a_t + [leading + k + n] * spec.has_b_t
+        return operands, [leading + m + n]
+
+    def dtypes(self, *operands, spec):
+        return [spec.out_dtype]
+
+    def added(self, spec):
+        return range(4, 4 + spec.has_bias + spec.has_accumulator)
+
+    def second_layouts(self, spec):
+        first = 4 + spec.has_bias + spec.has_accumulator
+        positions = [position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has]
+        return {position: first + i for i, position in enumerate(positions)}
+
+    def reference(self, *operands, vmap_dims, spec, widen=to_f32):
+        """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
+        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+        out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
+        out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
+        return _finish(spec, out, bias, accumulator, vmap_dims)
+
+    def cpu(self, *operands, vmap_dims, spec):
+        """Widen to bfloat16: it has half of f32's bytes, and newer processors multiply it natively."""
+        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
+
+    def cuda(self, *operands, vmap_dims, spec):
+        """Make one custom call on groups: a `[g, m, k]`, b `[g, n, k]`. XLA adds the terms that cuBLASLt does not."""
+        a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
+        # 1. Merge the dimensions to groups of matrices. No tensor core multiplies E5M2 by E5M2, and cuBLASLt refuses
+        # empty operands: leave both to XLA.
+        a, b, shape = spec.groups(a, b, vmap_dims)
+        (*groups, m, k), n = a.shape, b.shape[-2]
+        g = math.prod(groups)
+        if a.dtype == b.dtype == E5M2 or 0 in (g, m, n, k):
+            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
+
+        # 2. The epilogue takes one bias for all groups, in the output's dtype (bfloat16 for float32), and an f32
+        # accumulator where the output is f32. Otherwise the GEMM returns f32 and XLA fuses the rest into one pass.
+        bias_dtype = jnp.float16 if spec.out_dtype == np.float16 else jnp.bfloat16
+        bias_inside = bias is not None and g == 1 and bias.dtype == bias_dtype and accumulator is None
+        accumulator_inside = accumulator is not None and bias is None and spec.out_dtype == np.float32
+        finished = (bias is None or bias_inside) and (accumulator is None or accumulator_inside)
+
+        # 3. Pad every size to the alignment; zeros add nothing to a sum.
+        pad_m, pad_n, pad_k = (-d % ALIGNMENT for d in (m, n, k))
+        scales = (_spaced(_shapes.group_scales(scale, vmap_dims)) for scale in (a_scale_inv, b_scale_inv))
+        call_operands = [_shapes.pad(a, pad_m, pad_k), _shapes.pad(b, pad_n, pad_k), *scales]
+        if bias_inside:
+            call_operands.append(_shapes.pad(bias.reshape(n), pad_n))
+        if accumulator_inside:
+            call_operands.append(_shapes.pad(accumulator.reshape(*groups, m, n), pad_m, pad_n))
+        # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
+        dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
+        results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
+        attributes = {"precise": spec.precise, "has_bias": bias_inside, "has_accumulator": accumulator_inside}
+        out, _ = _ffi.call("scaled_matmul", results, *call_operands, aliases=aliases, **attributes)
+        out = out[..., :m, :n].reshape(shape)
+        return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
+
+    def by_xla(self, *operands, vmap_dims, spec):
+        """Write the pattern that XLA's GPU compiler rewrites to FP8 products: convert, multiply by the scale, dot.
+
+        XLA rewrites the product in the dtype of its operands. With float32 operands a bfloat16 result would take
+        another pass for its conversion and the bias; so on GPUs the pattern has the dtype bfloat16 if the result has.
+        On other platforms bfloat16 operands would be rounded, so the pattern stays in float32.
+        """
+        in_f32 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.float32)
+        narrow = spec.out_dtype == jnp.bfloat16 and not spec.has_accumulator
+        if not (narrow and _is_rewritten(operands[0], operands[1], vmap_dims)):
+            return in_f32(*operands)
+        in_bf16 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16)
+        return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
+
+    def batch_first(self, run, operands, batch_dims, vmap_dims, *, spec):
+        """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
+        # 1. Find the only operand that is batched, alone or with its second layout.
+        batched = {i for i, d in enumerate(batch_dims) if d is not None}
+        second = self.second_layouts(spec)
+        position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
+        # 2. Terms that are added have no room for more rows. Batched scales need the rule of all ops.
+        if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
+            return None if batched & {2, 3} else self._share_scales(run, operands, batch_dims, vmap_dims, spec)
+        # 3. Make the batch the first dimension of m, or of n, in both layouts.
+        leading, operands = vmap_dims + spec.batch, list(operands)
+        operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
+        if position in second:
+            i = second[position]
+            operands[i] = jnp.moveaxis(operands[i], batch_dims[i], leading + spec.contracting)
+        # 4. The result has the batch before m, or before n.
+        if position == 0:
+            spec = dataclasses.replace(spec, rows=spec.rows + 1)
+        return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + (spec.rows if position == 1 else 0)]
+
+    def _share_scales(self, run, operands, batch_dims, vmap_dims, spec):
+        """Make the batch a batch dimension of a, b and the operands that are added; all examples share the scales."""
+        (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
+
+        def batched(x, d):
+            if d is None:
+                x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
+            return jnp.moveaxis(x, d, vmap_dims)
+
+        operands = [
+            x if i in (2, 3) else batched(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))
+        ]
+        return run(*operands, vmap_dims=vmap_dims, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [vmap_dims]
 
 
-def _second_layouts(spec):
-    first = 4 + spec.has_bias + spec.has_accumulator
-    positions = [position for position, has in enumerate((spec.has_a_t, spec.has_b_t)) if has]
-    return {position: first + i for i, position in enumerate(positions)}
-
-
-def _batch(run, operands, batch_dims, vmap_dims, *, spec):
-    """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
-    # 1. Find the only operand that is batched, alone or with its second layout.
-    batched = {i for i, d in enumerate(batch_dims) if d is not None}
-    second = _second_layouts(spec)
-    position = next((i for i in (0, 1) if batched == {i} | ({second[i]} if i in second else set())), None)
-    # 2. Terms that are added have no room for more rows. Batched scales need the rule of all ops.
-    if position is None or spec.has_accumulator or (position == 1 and spec.has_bias):
-        return None if batched & {2, 3} else _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec)
-    # 3. Make the batch the first dimension of m, or of n, in both layouts.
-    leading, operands = vmap_dims + spec.batch, list(operands)
-    operands[position] = jnp.moveaxis(operands[position], batch_dims[position], leading)
-    if position in second:
-        i = second[position]
-        operands[i] = jnp.moveaxis(operands[i], batch_dims[i], leading + spec.contracting)
-    # 4. The result has the batch before m, or before n.
-    if position == 0:
-        spec = dataclasses.replace(spec, rows=spec.rows + 1)
-    return run(*operands, vmap_dims=vmap_dims, spec=spec), [leading + (spec.rows if position == 1 else 0)]
-
-
-def _batch_with_shared_scales(run, operands, batch_dims, vmap_dims, spec):
-    """Make the batch a batch dimension of a, b and the operands that are added; all examples share the scales."""
-    (size,) = {x.shape[d] for x, d in zip(operands, batch_dims, strict=True) if d is not None}
-
-    def batched(x, d):
-        if d is None:
-            x, d = jnp.broadcast_to(x, (size, *x.shape)), 0
-        return jnp.moveaxis(x, d, vmap_dims)
-
-    operands = [x if i in (2, 3) else batched(x, d) for i, (x, d) in enumerate(zip(operands, batch_dims, strict=True))]
-    return run(*operands, vmap_dims=vmap_dims, spec=dataclasses.replace(spec, batch=spec.batch + 1)), [vmap_dims]
-
-
-_RULES = {
-    "names": _names,
-    "dtypes": lambda *_, spec: [spec.out_dtype],
-    "reference": _reference,
-    "added": lambda spec: range(4, 4 + spec.has_bias + spec.has_accumulator),
-    "batch_first": _batch,
-    "second_layouts": _second_layouts,
-}
-_scaled_matmul = tensor_op("scaled_matmul", cpu=_on_cpu, cuda=_cublaslt, by_xla=_by_xla, **_RULES)
+_scaled_matmul = _ScaledMatmul()

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from ..numerics import encode
 from . import _blocks, _checks, _ffi, _shapes
-from ._primitive import tensor_op
+from ._primitive import Op
 
 
 def transpose_blocks(
@@ -67,24 +67,6 @@ def _shift_down(data, shift):
     return jnp.where(codes & 0x7F > largest, codes, shifted)
 
 
-def _reference(data, scale_inv, vmap_dims, block, rows, cols):
-    """Transpose blocks in jnp."""
-    first, size = data.ndim - rows - cols, block[1]
-    matrix = _shapes.merge(data, *[1] * first, rows)
-    m, n = matrix.shape[-2:]
-    # 1. Find the scale of each new block; all columns of an old block have the same new scale.
-    codes = _exponents(scale_inv).astype(jnp.int32)
-    largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
-    of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
-    # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may move FP8 through float16.
-    shift, of_elements = (_blocks.spread(x, block, m, n) for x in (of_rows - codes, of_rows))
-    nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
-    shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))
-    data_t = _shapes.transpose(shifted.reshape(data.shape), rows, cols)
-    scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
-    return lax.bitcast_convert_type(data_t, data.dtype), _scales(scales_t.astype(jnp.uint8), scale_inv.dtype)
-
-
 def _exponents(scales):
     """Return scales as E8M0 codes, uint8."""
     if scales.dtype == _blocks.E8M0:
@@ -99,29 +81,49 @@ def _scales(codes, dtype):
     return _blocks.power_of_two(codes.astype(jnp.int32) - 127, codes == _blocks.NAN_CODE)
 
 
-def _custom_call(data, scale_inv, vmap_dims, block, rows, cols):
-    """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-    leading, row, col = _shapes.parts(data.shape, rows, cols)
-    groups = _shapes.merge(data, len(leading), rows)
-    g, m, n = groups.shape
-    scales = _exponents(scale_inv).reshape(g, *scale_inv.shape[len(leading) :])
-    results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
-    data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(block[1]))
-    scales_t = _scales(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
-    return data_t.reshape(*leading, *col, *row), scales_t
+class _TransposeBlocks(Op):
+    name = "transpose_blocks"
+
+    def names(self, data, scale_inv, *, block, rows, cols):
+        layouts = _blocks.layouts(data, rows, cols)
+        return layouts[:2], layouts[2:]
+
+    def sizes(self, data, scale_inv, *, block, rows, cols):
+        return _blocks.sizes_of_layouts(data, block, rows, cols)
+
+    def dtypes(self, data, scale_inv, **static):
+        return [data.dtype, scale_inv.dtype]
+
+    def reference(self, data, scale_inv, vmap_dims, block, rows, cols):
+        """Transpose blocks in jnp."""
+        first, size = data.ndim - rows - cols, block[1]
+        matrix = _shapes.merge(data, *[1] * first, rows)
+        m, n = matrix.shape[-2:]
+        # 1. Find the scale of each new block; all columns of an old block have the same new scale.
+        codes = _exponents(scale_inv).astype(jnp.int32)
+        largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
+        of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
+        # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may move FP8 through float16.
+        shift, of_elements = (_blocks.spread(x, block, m, n) for x in (of_rows - codes, of_rows))
+        nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
+        shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))
+        data_t = _shapes.transpose(shifted.reshape(data.shape), rows, cols)
+        scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
+        return lax.bitcast_convert_type(data_t, data.dtype), _scales(scales_t.astype(jnp.uint8), scale_inv.dtype)
+
+    def cpu(self, data, scale_inv, vmap_dims, block, rows, cols):
+        """Make one custom call on groups of matrices, with scales as E8M0 codes."""
+        leading, row, col = _shapes.parts(data.shape, rows, cols)
+        groups = _shapes.merge(data, len(leading), rows)
+        g, m, n = groups.shape
+        scales = _exponents(scale_inv).reshape(g, *scale_inv.shape[len(leading) :])
+        results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
+        data_t, scales_t = _ffi.call("transpose_blocks", results, groups, scales, block=np.int64(block[1]))
+        scales_t = _scales(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
+        return data_t.reshape(*leading, *col, *row), scales_t
+
+    def align(self, axes, sizes, mesh_shape, *, block, rows, cols):
+        return _blocks.aligned_layouts(axes, sizes, mesh_shape, block)
 
 
-def _names(data, scale_inv, *, rows, cols, **_):
-    layouts = _blocks.layouts(data, rows, cols)
-    return layouts[:2], layouts[2:]
-
-
-_transpose_blocks = tensor_op(
-    "transpose_blocks",
-    names=_names,
-    sizes=_blocks.sizes_of_layouts,
-    dtypes=lambda data, scale_inv, **_: [data.dtype, scale_inv.dtype],
-    reference=_reference,
-    cpu=_custom_call,
-    align=_blocks.aligned_layouts,
-)
+_transpose_blocks = _TransposeBlocks()

@@ -102,7 +102,7 @@ def build_handlers(ffi_include: str) -> ctypes.CDLL:
 @functools.cache
 def register_handlers() -> ctypes.CDLL:
     """Register the handlers as custom calls of the CPU, and lower ops to them inside of `ops`."""
-    from jax._src.interpreters import mlir
+    from jax.interpreters import mlir
 
     from jaxfp8.ops import _ffi, _primitive
 
@@ -112,16 +112,15 @@ def register_handlers() -> ctypes.CDLL:
     for op in _ffi._TARGETS["CUDA"]:
         handler = jax.ffi.pycapsule(library[_ffi.target_name(op)])
         jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
-    for op in _primitive._NOT_ON:
-        on_cpu, on_cuda = (mlir._platform_specific_lowerings[platform][op].rule for platform in ("cpu", "cuda"))
-        mlir.register_lowering(op, functools.partial(_lower, on_cpu, on_cuda.args[1]), platform="cpu")
+    for primitive, op in _primitive.OPS.items():
+        mlir.register_lowering(primitive, functools.partial(_lower, op), platform="cpu")
     return library
 
 
-def _lower(rule, native, ctx, *operands, implementation, **static):
+def _lower(op, ctx, *operands, implementation, **static):
     if implementation != "emulated":
-        return rule(ctx, *operands, implementation=implementation, **static)
-    return rule.func("cuda", native, lambda: True, ctx, *operands, implementation=None, **static)
+        return op.lower_cpu(ctx, *operands, implementation=implementation, **static)
+    return op.lower(ctx, operands, "cuda", op.cuda, True, implementation=None, **static)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.ops import _block_scaled_matmul
-from jaxfp8.ops._primitive import tensor_op
 
 F32 = np.dtype(np.float32)
 
@@ -70,13 +69,12 @@ def scaled_operands(m, n, k, blocks, seed=0, power_2_scale=False):
 @pytest.mark.parametrize("m, n, k", [(16, 32, 256), (130, 140, 1158)])
 def test_powers_of_two_as_mx(monkeypatch, pair, m, n, k):
     """float32 scales as on a GPU that multiplies E8M0: the product's oracle is that of float32."""
-    run = _block_scaled_matmul._cublaslt
 
-    def on_blackwell(*operands, vmap_dims, spec):
-        return run(*operands, vmap_dims=vmap_dims, **_block_scaled_matmul._for_gpus({(10, 0)}, *operands, spec=spec))
+    class OnBlackwell(_block_scaled_matmul._BlockScaledMatmul):
+        def cpu(self, *operands, vmap_dims, spec):
+            return self.cuda(*operands, vmap_dims=vmap_dims, **self.for_gpus({(10, 0)}, *operands, spec=spec))
 
-    op = tensor_op("block_scaled_matmul", cpu=on_blackwell, cuda=run, **_block_scaled_matmul._RULES)
-    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", op)
+    monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", OnBlackwell())
     blocks = SCALED_PAIRS[pair]
     args = scaled_operands(m, n, k, blocks, power_2_scale=True)
     options = {"a_block": blocks[0], "b_block": blocks[1]}
