@@ -42,21 +42,32 @@ def linearizes_by(op: Primitive, rule) -> None:
 
     Args:
         op: a primitive that has a jvp as well.
-        rule: `(is_linear, *primals, **params) -> (result or results, residuals, function)`. `is_linear` says which
-            operands have tangents; `function(residuals, *tangents)` is linear and takes the tangents of all operands.
+        rule: `(is_vjp, is_linear, *primals, **params) -> linearized(...)`. `is_linear` says which operands have
+            tangents.
     """
-
-    def linearize(is_vjp, is_linear, *primals, **params):
-        result, residuals, function = rule(is_linear, *primals, **params)
-        # Every result has a tangent: JAX calls no rule where no operand has a tangent.
-        has_tangent = [True] * len(result) if op.multiple_results else True
-        if _has_structured:
-            return result, has_tangent, residuals, None, lambda residuals, _, *tangents: function(residuals, *tangents)
-        return result, has_tangent, residuals, function
-
     # The form of the rule is private. In a version that has changed it, every gradient would fail.
     if jax.__version_info__ < (0, 13):
-        _linearizations[op] = linearize
+        _linearizations[op] = rule
+
+
+def linearized(results, residuals, function) -> tuple:
+    """Return the result of a rule of `linearizes_by`.
+
+    Args:
+        results: the result of the op, or the list of its results.
+        residuals: a pytree of arrays.
+        function: `(residuals, *tangents) -> tangents of the results`, which is linear and takes the tangents of all
+            operands.
+    """
+    # Every result has a tangent: JAX calls no rule where no operand has a tangent.
+    has_tangent = [True] * len(results) if isinstance(results, list) else True
+    if not _has_structured:
+        return results, has_tangent, residuals, function
+
+    def with_structured(residuals, structured, *tangents):
+        return function(residuals, *tangents)
+
+    return results, has_tangent, residuals, None, with_structured
 
 
 def lower_jitted(ctx, jitted, avals, operands):
@@ -70,9 +81,18 @@ def lower_jitted(ctx, jitted, avals, operands):
     closed = jitted.trace(*avals).jaxpr
     module = ctx.module_context if ctx.platforms is None else ctx.module_context.replace(platforms=ctx.platforms)
     constants = [mlir.ir_constant(constant) for constant in closed.consts]
-    options = {"dim_var_values": ctx.dim_var_values, "const_lowering": ctx.const_lowering, "outer_traceback": None}
-    arguments = (closed.jaxpr, ctx.name_stack, ctx.tokens_in, constants, *operands)
-    return mlir.jaxpr_subcomp(module, *arguments, **options)[0]
+    results, _ = mlir.jaxpr_subcomp(
+        module,
+        closed.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        constants,
+        *operands,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=None,
+    )
+    return results
 
 
 def needs_devices(op: Primitive) -> None:
@@ -223,12 +243,15 @@ class _Cast(Primitive):
         self.def_impl(compiled(self))
         mlir.register_lowering(self, lower)
         ad.deflinear2(self, transpose)
-        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
-        linearizes_by(
-            self,
-            lambda is_linear, x, dtype: (self.bind(x, dtype=dtype), (), lambda _, t: self.bind(t, dtype=dtype)),
-        )
+        linearizes_by(self, self._linearize)
         batching.defvectorized(self)
+
+    def _linearize(self, is_vjp, is_linear, x, *, dtype):
+        # A cast is linear: it keeps no residuals, and the tangent takes the same cast.
+        def cast(residuals, tangent):
+            return self.bind(tangent, dtype=dtype)
+
+        return linearized(self.bind(x, dtype=dtype), (), cast)
 
 
 class _MemoizedCast(_Cast):

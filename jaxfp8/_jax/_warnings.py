@@ -4,22 +4,28 @@ import dis
 import inspect
 import traceback
 import warnings
+from typing import NamedTuple
 
 # Frames of these libraries lie between the user's line and the warning. Python 3.11 has no `skip_file_prefixes`.
 _LIBRARIES = {"jaxfp8", "jax", "jaxlib", "flax", "optax", "equinox", "contextlib", "functools"}
 
 
-def user_line() -> dict:
-    """Find the innermost line outside of the libraries, as keywords of `warn`."""
+class Line(NamedTuple):
+    """A line of a program, as `warnings.warn_explicit` takes it."""
+
+    filename: str
+    lineno: int
+    module: str
+    registry: dict
+
+
+def user_line() -> Line:
+    """Find the innermost line outside of the libraries."""
     for frame, line in traceback.walk_stack(inspect.currentframe()):  # noqa: B007
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
             break
-    return {
-        "filename": frame.f_code.co_filename,
-        "lineno": line,
-        "module": frame.f_globals.get("__name__"),
-        "registry": frame.f_globals.setdefault("__warningregistry__", {}),
-    }
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return Line(frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry)
 
 
 def is_result_dropped() -> bool:
@@ -29,7 +35,7 @@ def is_result_dropped() -> bool:
     return next((name for name in instructions if name not in ("CACHE", "EXTENDED_ARG")), None) == "POP_TOP"
 
 
-def warn(message: str, category: type[Warning], line: dict | None = None) -> None:
+def warn(message: str, category: type[Warning], line: Line | None = None) -> None:
     """Warn at `line`, or at the user's line; Python's filters show a message once for each line.
 
     Args:
@@ -37,4 +43,4 @@ def warn(message: str, category: type[Warning], line: dict | None = None) -> Non
         category: the class of the warning.
         line: an earlier result of `user_line`.
     """
-    warnings.warn_explicit(message, category, **(line or user_line()))
+    warnings.warn_explicit(message, category, *(line or user_line()))

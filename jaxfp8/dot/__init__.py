@@ -1,6 +1,6 @@
 """One FP8 product: dot_general, einsum, ragged_dot; the primitive; fprop, dgrad and wgrad; fused inputs."""
 
-from ._compute_dtype import compute_dtype, linear, promoted, sizes, to_compute
+from ._compute_dtype import check_gate, check_norm, linear, norm_of_layer, promoted, sizes
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized

@@ -1,4 +1,4 @@
-"""Multiply in the compute dtype, and check the sizes of features, for the layers of both Linen and NNX."""
+"""What the layers of Linen and NNX share: the product in the compute dtype, norms, and checks of their arguments."""
 
 import operator
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..recipes import QTensor
-from ._fused_input import FusedInput
+from ._fused_input import FusedInput, Normalized, normalized
 
 
 def promoted(*operands):
@@ -38,19 +38,28 @@ def to_compute(x, dtype):
     return x.astype(dtype)
 
 
-def linear(product, x, kernel, bias, *, dtype, **options):
+def linear(product, x, kernel, bias, *, dtype, precision, out_sharding, activation):
     """Multiply x `[..., k]` by a kernel `[k, *features]`, both arrays or codes.
 
     Args:
         product: the `dot_general` of the layer.
         x, kernel, bias: as `jaxfp8.dot_general` takes them.
         dtype: the dtype of the layer, see `compute_dtype`.
-        options: further arguments of the product.
+        precision, out_sharding, activation: as `jaxfp8.dot_general` takes them.
     """
     dtype = compute_dtype(x, kernel, bias, dtype=dtype)
     x = x if isinstance(x, FusedInput) else to_compute(x, dtype)
     numbers = ((len(x.shape) - 1,), (0,)), ((), ())
-    return product(x, kernel, numbers, bias=bias, preferred_element_type=dtype, **options)
+    return product(
+        x,
+        kernel,
+        numbers,
+        precision=precision,
+        preferred_element_type=dtype,
+        out_sharding=out_sharding,
+        bias=bias,
+        activation=activation,
+    )
 
 
 def sizes(name: str, features) -> tuple[int, ...]:
@@ -59,3 +68,21 @@ def sizes(name: str, features) -> tuple[int, ...]:
         return tuple(map(operator.index, features if isinstance(features, (tuple, list)) else (features,)))
     except TypeError:
         raise TypeError(f"{name}: expected an int or a tuple of ints, got {features!r}") from None
+
+
+def norm_of_layer(x, scale, bias, *, kind: str, epsilon: float, dtype) -> Normalized:
+    """Normalize the x of a layer whose dtype is `dtype`, see `jaxfp8.normalized`; scale and bias are parameters."""
+    return normalized(to_compute(x, compute_dtype(x, scale, dtype=dtype)), scale, bias, kind=kind, epsilon=epsilon)
+
+
+def check_gate(layer: str, activation: str) -> None:
+    """Raise a ValueError unless a gated layer can have the activation."""
+    if activation not in ("silu", "gelu"):
+        raise ValueError(f'{layer}: activation: expected "silu" or "gelu", got {activation!r}')
+
+
+def check_norm(layer: str, argument: str, kind: str | None, is_optional: bool) -> None:
+    """Raise a ValueError unless `kind`, the argument of a layer, is a norm, or None where the norm is optional."""
+    if kind not in ("rms", "layer") and not (is_optional and kind is None):
+        needed = '"rms", "layer" or None' if is_optional else '"rms" or "layer"'
+        raise ValueError(f"{layer}: {argument}: expected {needed}, got {kind!r}")

@@ -107,10 +107,15 @@ def dot_general(
     if recipe is None or is_small(recipe, *both):
         dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
         dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
-        operands = (recipes.value_of(x, x_codes, dtype), recipes.value_of(kernel, kernel_codes, dtype))
-        options = {"preferred_element_type": out_dtype if bias is None else jnp.float32, "out_sharding": out_sharding}
         with _scopes.high_precision(_why(recipe)):
-            y = lax.dot_general(*operands, dimension_numbers, precision=precision, **options)
+            y = lax.dot_general(
+                recipes.value_of(x, x_codes, dtype),
+                recipes.value_of(kernel, kernel_codes, dtype),
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=out_dtype if bias is None else jnp.float32,
+                out_sharding=out_sharding,
+            )
         return finished(plus(y, bias, 0, out_dtype))
 
     # 3. Describe the product as hashable data, by which JAX caches its programs, and bind the primitive.
@@ -194,7 +199,7 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
     recipes.layer_asks()
     quantizers = recipes.all_quantizers(recipes.checked(f"{op}: recipe", recipe))
     if state is None:
-        if jax.tree.leaves(jax.eval_shape(lambda: recipes.init_state(recipe))):
+        if recipes.keeps_state(recipe):
             raise ValueError(
                 f"{op}: state: {type(recipe).__name__} keeps state; pass jaxfp8.init_state(recipe), and after a step "
                 "the gradient with respect to that state; or DotGeneralState(None, None, None) to keep no state"

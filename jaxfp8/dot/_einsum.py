@@ -4,8 +4,6 @@
 input's state. So this module reads the equation.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
@@ -55,13 +53,32 @@ def einsum(
         TypeError: `eqn` is not a string, an operand is not an array; and the cases of `dot_general`.
         ValueError: the equation is malformed or does not fit the shapes; and the cases of `dot_general`.
     """
-    product = functools.partial(dot_general, recipe=recipe, state=state)
-    options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    return einsum_by(product, eqn, x, kernel, precision=precision, **options)
+
+    def product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding):
+        return dot_general(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            state=state,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    return einsum_by(
+        product,
+        eqn,
+        x,
+        kernel,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
 
 
 def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers, **options)`."""
+    """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers)` and the three keywords here."""
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
@@ -93,9 +110,14 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     def positions(labels):
         return [x_labels.index(label) for label in labels], [kernel_labels.index(label) for label in labels]
 
-    options = {"precision": precision, "preferred_element_type": preferred_element_type}
-    out_sharding = _permuted(out_sharding, out_labels, y_labels)
-    y = product(x, kernel, (positions(contract), positions(batch)), out_sharding=out_sharding, **options)
+    y = product(
+        x,
+        kernel,
+        (positions(contract), positions(batch)),
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=_permuted(out_sharding, out_labels, y_labels),
+    )
     return jnp.transpose(y, [y_labels.index(label) for label in out_labels])
 
 

@@ -1,11 +1,11 @@
 """Frozen products: a kernel that is stored as codes and, with delayed scaling, an input with a fixed scale.
 
-`freeze_operands` turns a kernel and a state into the arrays that inference needs; `dot_general` multiplies with them,
-with the same codes and scales as `jaxfp8.dot_general` does with that kernel and that state.
+`freeze_operands` turns a kernel and a state into the arrays that inference needs; `operands` gives them to
+`jaxfp8.dot_general`, which multiplies by the same codes and scales as with that kernel and that state.
 """
 
 import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
     input_step, kernel_step = recipes.read_states(quantizers[:2], [state.input, state.kernel])
     # 2. Quantize the kernel.
-    q = _quantized(kernel, quantizers[1], both[1], kernel_step, reduce=recipes.AmaxReduction.for_recipe(recipe))
+    q = _quantized(kernel, quantizers[1], both[1], kernel_step, recipes.AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
@@ -94,57 +94,70 @@ def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.A
     return jnp.logical_not(jnp.logical_and(*same))
 
 
-def _quantized(kernel, quantizer, layout, step=None, **options) -> recipes.QTensor:
+def _quantized(kernel, quantizer, layout, step, reduce) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
-    options = recipes.OperandOptions(**options, **layout.counts, columnwise=first, contract_first=first)
+    options = recipes.OperandOptions(layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce)
     q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, options)
     return q.transposed(len(layout.batch)) if first else q
 
 
-def dot_general(
-    x, kernel, dimension_numbers, *, frozen, recipe, bias=None, precision=None, preferred_element_type=None, **options
-):
-    """Compute `jaxfp8.dot_general` with a frozen kernel.
+def result_dtype(x, kernel, preferred_element_type):
+    """Return the dtype of a frozen product: the preferred one, or what x and the kernel that it had promote to."""
+    return promoted(x.dtype, kernel.dtype) if preferred_element_type is None else preferred_element_type
+
+
+class Operands(NamedTuple):
+    """The arguments of `jaxfp8.dot_general` for a frozen product, other than x: codes, and a state of fixed scales."""
+
+    kernel: recipes.QTensor
+    dimension_numbers: tuple
+    recipe: recipes.Recipe | None
+    state: recipes.DotGeneralState
+
+
+def operands(frozen, x_shape, kernel, dimension_numbers, recipe) -> Operands:
+    """Return the arguments of `jaxfp8.dot_general` for a product with a frozen kernel.
 
     Args:
-        x, dimension_numbers, bias, precision, preferred_element_type, options: see `jaxfp8.dot_general`.
+        frozen: the result of `freeze_operands` for the kernel.
+        x_shape: the shape of x.
         kernel: an array of the shape and the dtype that the kernel had; its values are not read.
-        frozen: the result of `freeze_operands` for that kernel.
+        dimension_numbers: those of the product of x and that kernel.
         recipe: the recipe of the product; None dequantizes the codes.
 
     Raises:
         ValueError: `frozen` was made with another recipe, or from a kernel of another shape.
     """
-    if preferred_element_type is None:
-        preferred_element_type = promoted(x.dtype, kernel.dtype)
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's own order.
-    x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
-    # 2. Describe the codes and the fixed input by a recipe and a state.
-    scaling, state = {}, recipes.DotGeneralState(None, None, None)
+    x_layout, kernel_layout = layouts(x_shape, kernel.shape, dimension_numbers)
+    batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
+    codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)
+    last = tuple(range(codes.ndim - contract, codes.ndim))
+    numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
+    # 2. Describe the scales of the codes, and the fixed scale of x, for the recipe.
+    state = recipes.DotGeneralState(None, None, None)
     if recipe is not None:
-        scaling = _checked_scaling(frozen, kernel, kernel_layout, recipe)
+        q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
+        codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
         if INPUT_SCALE in frozen:
             fixed = recipes.QuantizerStep.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
             state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
-    # 3. Multiply by the codes, which have the contracting dimensions last.
-    batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
-    codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract, **scaling)
-    last = tuple(range(codes.ndim - contract, codes.ndim))
-    numbers = (x_layout.contract, last), (x_layout.batch, tuple(range(batch)))
-    options |= {"recipe": recipe, "state": state, "bias": bias, "precision": precision}
-    return _dot_general.dot_general(x, codes, numbers, preferred_element_type=preferred_element_type, **options)
+    return Operands(codes, numbers, recipe, state)
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):
-    """Check that `frozen` fits this recipe and kernel; return the block and kind of scale as keywords of a QTensor."""
+    """Check that `frozen` fits this recipe and kernel; return the shapes of the QTensor that the recipe makes of it."""
     types = {name: (leaf.shape, leaf.dtype) for name, leaf in frozen.items() if name.startswith(KERNEL)}
-    quantize = functools.partial(_quantized, quantizer=recipe.quantizers()[1], layout=layout)
-    q = jax.eval_shape(quantize, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+
+    def quantized(kernel):
+        return _quantized(kernel, recipe.quantizers()[1], layout, None, recipes.no_reduction)
+
+    q = jax.eval_shape(quantized, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
     expected = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if q.scale_inv is not None and types == {name: (leaf.shape, leaf.dtype) for name, leaf in expected.items()}:
-        return {"block": q.block, "power_2_scale": q.power_2_scale}
+        return q
     shapes = {name: shape for name, (shape, _) in types.items()}
     if q.scale_inv is not None and shapes == {name: leaf.shape for name, leaf in expected.items()}:
         got = {name: dtype.name for name, (_, dtype) in types.items()}

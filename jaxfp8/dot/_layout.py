@@ -36,10 +36,19 @@ class Layout:
         return not self.batch and self.contract == (len(self.shape) - 1,) and len(self.shape) > 1
 
     @property
+    def rows(self) -> int:
+        """Return the number of dimensions that are rows."""
+        return len(self.contract if self.contract_first else self.free)
+
+    @property
+    def cols(self) -> int:
+        """Return the number of dimensions that are columns."""
+        return len(self.free if self.contract_first else self.contract)
+
+    @property
     def counts(self) -> dict[str, int]:
         """Return the numbers of dimensions that are rows and columns."""
-        rows, cols = (self.contract, self.free) if self.contract_first else (self.free, self.contract)
-        return {"rows": len(rows), "cols": len(cols)}
+        return {"rows": self.rows, "cols": self.cols}
 
     @property
     def _order(self) -> tuple[int, ...]:

@@ -39,15 +39,37 @@ def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap
     # The transpose of a product is the product of the operands exchanged: no kernel has to transpose its result.
     if swap:
         a, b = b, a
-    options = {"bias": bias, "out_dtype": out_dtype, "precise": precise, "batch": batch, "contracting": a.cols}
-    operands = a.data, b.data, a.scale_inv, b.scale_inv
     # Take the fastest kernel that reads both operands. Beside an operand with blocks, a tensor with one scale is a
     # matrix of one block; operands that no kernel reads are dequantized.
     if _is_tensorwise(a) and _is_tensorwise(b):
-        return ops.scaled_matmul(*operands, a_t=a.data_t, b_t=b.data_t, **options)
+        return ops.scaled_matmul(
+            a.data,
+            b.data,
+            a.scale_inv,
+            b.scale_inv,
+            a_t=a.data_t,
+            b_t=b.data_t,
+            bias=bias,
+            out_dtype=out_dtype,
+            precise=precise,
+            batch=batch,
+            contracting=a.cols,
+        )
     if is_blockwise(a) and is_blockwise(b):
-        options |= {"a_block": a.block, "b_block": b.block, "power_2_scale": a.power_2_scale and b.power_2_scale}
-        return ops.block_scaled_matmul(*operands, **options)
+        return ops.block_scaled_matmul(
+            a.data,
+            b.data,
+            a.scale_inv,
+            b.scale_inv,
+            a_block=a.block,
+            b_block=b.block,
+            power_2_scale=a.power_2_scale and b.power_2_scale,
+            bias=bias,
+            out_dtype=out_dtype,
+            precise=precise,
+            batch=batch,
+            contracting=a.cols,
+        )
     return _dequantized(a, b, out_dtype, batch, bias)
 
 
@@ -87,8 +109,16 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
     dtype = out_dtype if bias is None else jnp.dtype(jnp.float32)
 
     def multiply(a, b):
-        scales, whole = {"sx": a.scale_inv, "sw": b.scale_inv}, {"qresult_x": a, "qresult_w": b}
-        y = qgemm(a.data, b.data, **scales, out_dtype=dtype, gemm_type=gemm_type, **whole)
+        y = qgemm(
+            a.data,
+            b.data,
+            sx=a.scale_inv,
+            sw=b.scale_inv,
+            out_dtype=dtype,
+            gemm_type=gemm_type,
+            qresult_x=a,
+            qresult_w=b,
+        )
         shape = (a.shape[0], b.shape[0])
         # Check the result here, where the message can name the user's function.
         if getattr(y, "shape", None) != shape or y.dtype != dtype:

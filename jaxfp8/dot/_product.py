@@ -45,8 +45,13 @@ def _float32(product, x, kernel, bias, state, codes):
     x, kernel = (
         value_of(operand, lax.stop_gradient(q), jnp.float32) for operand, q in zip((x, kernel), codes, strict=True)
     )
-    options = {"precision": lax.Precision.HIGHEST, "out_sharding": product.out_sharding}
-    y = lax.dot_general(x, kernel, product.dimension_numbers, **options)
+    y = lax.dot_general(
+        x,
+        kernel,
+        product.dimension_numbers,
+        precision=lax.Precision.HIGHEST,
+        out_sharding=product.out_sharding,
+    )
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
 
 
@@ -168,11 +173,21 @@ def _repeat(batch, x):
 
 # `repeat_state` is `_repeat` for state: the next states of the examples combine by max.
 repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
-repeat_state.defvjp(lambda batch, x: (_repeat(batch, x), None), lambda batch, _, ct: (largest(ct),))
 
 
-def _linearize(is_linear, *primals, product, tree, implementation):
-    """Compute the forward now; return `(results, residuals, linear)`; `linear` binds a primitive without a forward.
+def _repeat_state_fwd(batch, x):
+    return _repeat(batch, x), None
+
+
+def _repeat_state_bwd(batch, residuals, ct):
+    return (largest(ct),)
+
+
+repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
+
+
+def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
+    """Compute the forward now; return the results, the residuals, and a function that binds a primitive of them.
 
     The residuals hold y for the backward of an activation.
     """
@@ -197,28 +212,31 @@ def _linearize(is_linear, *primals, product, tree, implementation):
     residuals = residuals, y
     # 4. Put everything else that the backward needs into static params, so that remat and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
-    params = {
-        "product": product,
-        "is_linear": tuple(is_linear),
-        "residual_tree": residual_tree,
-        "operands": tuple(jax.typeof(operand) for operand in primals[:plain]),
-        "state_leaves": tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer()),
-        "implementation": implementation,
-        "outs": tuple(outs),
-    }
+    operands = tuple(jax.typeof(operand) for operand in primals[:plain])
+    state_leaves = tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer())
 
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
         tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
-        return _linear_p.bind(*tangents, *residuals, **params)
+        return _linear_p.bind(
+            *tangents,
+            *residuals,
+            product=product,
+            is_linear=tuple(is_linear),
+            residual_tree=residual_tree,
+            operands=operands,
+            state_leaves=state_leaves,
+            implementation=implementation,
+            outs=tuple(outs),
+        )
 
-    return list(map(_mesh.placed_as, outs, results)), residuals, linear
+    return _compat.linearized(list(map(_mesh.placed_as, outs, results)), residuals, linear)
 
 
 def _jvp(primals, tangents, **params):
     is_linear = [type(t) is not ad.Zero for t in tangents]
-    results, residuals, linear = _linearize(is_linear, *primals, **params)
-    return results, linear(residuals, *tangents)
+    results, _, *residuals, linear = _linearize(False, is_linear, *primals, **params)
+    return results, linear(*residuals, *tangents)
 
 
 def _differentiated(is_linear, plain) -> list[str]:
@@ -253,6 +271,10 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
     # 4. Give cotangents to the operands that are linear.
     linear = [ct for ct, linear in zip(cotangents, is_linear, strict=True) if linear]
     return linear + [None] * (len(args) - len(linear))
+
+
+def _abstract_linear(*args, outs, **params):
+    return outs
 
 
 def _gradient(product, y, ct, ct_activated=None):
@@ -291,7 +313,7 @@ _compat.linearizes_by(_product_p, _linearize)
 
 _linear_p = Primitive("fp8_product_linear")
 _linear_p.multiple_results = True
-_linear_p.def_abstract_eval(lambda *args, outs, **params: outs)
+_linear_p.def_abstract_eval(_abstract_linear)
 ad.deflinear2(_linear_p, _transpose)
 ad.primitive_jvps[_linear_p] = refuse_derivative
 batching.primitive_batchers[_linear_p] = refuse_derivative

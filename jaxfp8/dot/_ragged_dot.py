@@ -158,13 +158,20 @@ class RaggedProduct(Product):
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
         """Return the product of two QTensors, which have the contracting dimension last."""
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
-        options = {"precise": gemm_type in self.precise, "out_dtype": out_dtype}
-        if gemm_type == GEMMType.WGRAD:
-            options["ragged"] = "contraction"
-        elif b.has_one_code:
-            options["b_t"] = b.data_t
-        options |= {"a_block": a.block, "b_block": b.block}
-        return ops.ragged_matmul(a.data, b.data, a.scale_inv, b.scale_inv, self.group_sizes, **options)
+        is_wgrad = gemm_type == GEMMType.WGRAD
+        return ops.ragged_matmul(
+            a.data,
+            b.data,
+            a.scale_inv,
+            b.scale_inv,
+            self.group_sizes,
+            ragged="contraction" if is_wgrad else "rows",
+            b_t=b.data_t if b.has_one_code and not is_wgrad else None,
+            a_block=a.block,
+            b_block=b.block,
+            precise=gemm_type in self.precise,
+            out_dtype=out_dtype,
+        )
 
 
 def in_a_group(x, group_sizes):

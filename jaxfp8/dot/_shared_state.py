@@ -35,7 +35,12 @@ def _from_foreign_max(leaf, dtype):
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 
-_from_foreign_max.defvjp(
-    lambda leaf, dtype: (_from_foreign_max(leaf, dtype), None),
-    lambda dtype, _, ct: (jax.lax.convert_element_type(ct, dtype),),
-)
+def _from_foreign_max_fwd(leaf, dtype):
+    return _from_foreign_max(leaf, dtype), None
+
+
+def _from_foreign_max_bwd(dtype, residuals, ct):
+    return (jax.lax.convert_element_type(ct, dtype),)
+
+
+_from_foreign_max.defvjp(_from_foreign_max_fwd, _from_foreign_max_bwd)

@@ -1,6 +1,5 @@
 """calibrate: fill amax histories from batches of data, without training."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -77,16 +76,20 @@ def calibrate(
     if is_nnx:
         return _calibrate_nnx(model, batches, loss_fn, kwargs)
     (variables,) = variables
-    function = loss_fn or functools.partial(model.apply if isinstance(model, nn.Module) else model, **kwargs)
+    apply = model.apply if isinstance(model, nn.Module) else model
+
+    def run(variables, *batch):
+        return apply(variables, *batch, **kwargs)
+
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
 
         @jax.jit
         def first_state(variables, batch):
-            return model.apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
+            return apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
 
         variables = {**variables, **first_state(variables, first)}
-    return _filled(function, variables, batches, loss_fn is not None)
+    return _filled(loss_fn or run, variables, batches, loss_fn is not None)
 
 
 def _calibrate_nnx(model, batches, loss_fn, kwargs):

@@ -1,7 +1,6 @@
 """compare: measure the error of every FP8 product of a model, layer by layer."""
 
 import dataclasses
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -97,7 +96,7 @@ def compare(
         iterations = list(zip(exact.runs[site], fp8.runs[site], strict=True))[::-1]
         for i, (of_exact, of_fp8) in enumerate(iterations):
             rows += _rows(label, (i,) if len(iterations) > 1 else (), of_exact, of_fp8)
-    rows.sort(key=lambda row: (min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])))
+    rows.sort(key=_worst_first)
     return Comparison(rows, sorted(set(exact.names) - set(reached), key=natural))
 
 
@@ -109,7 +108,7 @@ def _function(model, args, variables, kwargs):
     elif variables is not None:
         raise TypeError("compare: variables: expected None for a model that is not Linen's, which holds its own arrays")
     elif isinstance(model, nnx.Module):
-        fn, args = (lambda model, *args, **kwargs: model(*args, **kwargs)), (model, *args)
+        fn, args = _call, (model, *args)
     elif callable(model):
         fn = model
     else:
@@ -117,9 +116,13 @@ def _function(model, args, variables, kwargs):
     return nnx_inspect.of_arrays(fn, args, kwargs)
 
 
+def _call(model, *args, **kwargs):
+    return model(*args, **kwargs)
+
+
 def _run(fn, arrays, loss, recorder) -> None:
     """Run one step forward and backward, in which `recorder` stands for each product and records its tensors."""
-    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), arrays)
+    arrays = jax.tree.map(_as_array, arrays)
     floats, joined = split_arrays(arrays, _is_float)
 
     def loss_of(floats):
@@ -127,6 +130,10 @@ def _run(fn, arrays, loss, recorder) -> None:
             return loss(fn(joined(floats)))
 
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
+
+
+def _as_array(leaf) -> jax.Array:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _is_float(leaf) -> bool:
@@ -170,21 +177,31 @@ class _Recorder:
         def gradients(function, leaves, grad):
             """Compute the output, and the gradients of all float leaves."""
             floats, joined = split_arrays(leaves, _is_float)
-            y, pullback = jax.vjp(lambda floats: result(function, joined(floats)), floats)
+
+            def of_floats(floats):
+                return result(function, joined(floats))
+
+            y, pullback = jax.vjp(of_floats, floats)
             cotangents = iter(*pullback(grad.astype(y.dtype)))
             return y, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
 
-        out_dtype = jax.eval_shape(functools.partial(result, fp8), leaves).dtype
+        out_dtype = jax.eval_shape(fp8, *operands).dtype
 
         @jax.custom_vjp
         def run(*leaves):
             return result(fp8 if self.runs_fp8 else f32, leaves).astype(out_dtype)
 
+        def forward(*leaves):
+            return run(*leaves), leaves
+
         def backward(leaves, grad):
             # Both precisions run on the same operands and the same gradient, so errors of other layers do not count.
             runs = [gradients(function, leaves, grad) for function in ((fp8,) if self.runs_fp8 else (f32, fp8))]
             tensors = [[x if x is None else x.astype(jnp.float32) for x in (y, *cts[:2])] for y, cts in runs]
-            record = functools.partial(self._record, site, grad.ndim)
+
+            def record(tensors):
+                return self._record(site, grad.ndim, tensors)
+
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
             # The gradients depend on a zero from the callback, without which XLA would drop the callback.
             zero = jax.pure_callback(record, scalar, tensors, vmap_method="broadcast_all")
@@ -192,7 +209,7 @@ class _Recorder:
             cotangents = [*runs[0][1][:2], *[None] * len(leaves[2:])]
             return tuple(_cotangent(leaf, ct, zero) for leaf, ct in zip(leaves, cotangents, strict=True))
 
-        run.defvjp(lambda *leaves: (run(*leaves), leaves), backward)
+        run.defvjp(forward, backward)
         return run(*leaves)
 
     def _record(self, site, rank, tensors):
@@ -235,6 +252,11 @@ def _sqnr(exact, got) -> float:
     if noise == 0:
         return math.inf
     return float(10 * np.log10(signal / noise)) if signal > 0 else -math.inf
+
+
+def _worst_first(row):
+    """Return a sorting key for rows."""
+    return min(_worst(row[name]) for name in _TENSORS), natural(row["layer"])
 
 
 def _worst(value: float | None) -> float:

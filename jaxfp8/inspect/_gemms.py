@@ -156,13 +156,14 @@ def _forward(eqn):
     params = eqn.params
     product = dataclasses.replace(params["product"], reduce=no_reduction, out_sharding=None)  # on one device
 
-    def run(x, kernel, *leaves):
+    def run(operands):
+        x, kernel, *leaves = operands
         with using(params["implementation"]):
             return _gemms.forward(product, x, kernel, *jax.tree.unflatten(params["tree"], leaves), None)[0]
 
     # The forward reads state in the max dtype as float32.
     types = ((v.aval.shape, jnp.float32 if _compat.is_max(v.aval) else v.aval.dtype) for v in eqn.invars)
-    return traced(lambda operands: run(*operands), [jax.ShapeDtypeStruct(*shaped) for shaped in types])
+    return traced(run, [jax.ShapeDtypeStruct(*shaped) for shaped in types])
 
 
 def _text(aval) -> str:

@@ -20,7 +20,7 @@ from ..linen._scopes import Region, regions
 from ..nnx import _quantize as of_nnx
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel, recorded_calls
-from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, init_state, kind, resolve
+from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, keeps_state, kind, resolve
 
 _COLUMNS = ("layer", "kind", "input", "kernel", "recipe", "why")
 _NO_PRODUCT = {
@@ -92,7 +92,8 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
         raise TypeError("report: variables: expected none for an NNX model, which holds its state")
     else:
         rows = _nnx_rows(model, args, kwargs)
-    result = Report(sorted(rows.by_path.values(), key=lambda row: natural(row["layer"])), rows.unused())
+    by_path = sorted(rows.by_path, key=natural)
+    result = Report([rows.by_path[path] for path in by_path], rows.unused())
     if result.unused:
         message = f"report: rules that decide nothing: {'; '.join(result.unused)}; is the path spelled as in the table?"
         if strict:
@@ -181,8 +182,7 @@ class _Recorder(_Rows):
         else:
             named, why = decided.rule.layer_recipe, self.use(decided)
         recipe, why = _recipe_and_reason(named, product._recipe_of_fields, why)
-        keeps_state = recipe is not None and jax.tree.leaves(jax.eval_shape(lambda: init_state(recipe)))
-        if keeps_state and OVERWRITE_WITH_GRADIENT not in product.variables:
+        if recipe is not None and keeps_state(recipe) and OVERWRITE_WITH_GRADIENT not in product.variables:
             why += "; the variables have no state of it: scales of the tensors at hand"
         self.add(path, product, recipe, why, *(tuple(array.shape) for array in arrays[:2]))
 
@@ -247,7 +247,11 @@ def _of_layer(layer, product, decided, rule: str | None):
     named = product.recipe if product.names_recipe else None
     is_rule = rule is not None and named == decided.rule.layer_recipe
     made_for = None if isinstance(product.recipe, HighPrecision) else product.recipe
-    return _recipe_and_reason(named, lambda: made_for, rule if is_rule else None)
+
+    def default():
+        return made_for
+
+    return _recipe_and_reason(named, default, rule if is_rule else None)
 
 
 def _kernel(module):
@@ -298,7 +302,11 @@ def _recipe_and_reason(named, default, rule: str | None):
         return recipe, "own recipe"
     # `resolve` returns the default itself unless an `autocast` decides, so a marker tells which it was.
     marker = DelayedScaling(amax_history_len=1)
-    return recipe, "default" if resolve(None, lambda: marker) is marker else "autocast"
+
+    def default_marker():
+        return marker
+
+    return recipe, "default" if resolve(None, default_marker) is marker else "autocast"
 
 
 def _text(value) -> str:

@@ -163,7 +163,8 @@ class _Fp8Einsum(nn.Module):
         # Experts that drop tokens multiply with masks, which are bool.
         lhs, rhs = (x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(self.dtype) for x in (lhs, rhs))
         einsum = Fp8Einsum(recipe=self.recipe, name="fp8_einsum")
-        return einsum(eqn, lhs, rhs, **{"preferred_element_type": self.dtype} | options)
+        options.setdefault("preferred_element_type", self.dtype)
+        return einsum(eqn, lhs, rhs, **options)
 
 
 def _configure(module, original, recipes):

@@ -11,46 +11,28 @@ from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
-from .._jax import _warnings
 from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum_by
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, QTensor, Recipe
-
-# The beginnings of names of modules and collections with state of other libraries, by the function that converts it.
-_CONVERTERS = {
-    "from_flax": ("Fp8DirectDotGeneralOp_", "Fp8DotGeneralOp_"),
-    "from_transformer_engine": ("TEWrapper_dot_general_", "fp8_metas"),
-}
+from . import _mistakes
 
 
 class Fp8Module(nn.Module):
     """Base of modules that hold the state of one FP8 product; `Fp8DotGeneral` documents state and fields."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse the call of a layer that has the class in its field `dot_general`, and calls it as a product."""
-        if "precision" in kwargs:
-            raise TypeError(
-                f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
-                f"Linen, and to a layer of NNX an instance of jaxfp8.nnx.{cls.__name__}"
-            )
-        return super().__new__(cls)
-
-    @nn.nowrap
-    def _call_wrapped_method(self, fun, args, kwargs):
-        """Refuse the call of a product that no Linen module holds, as a layer of NNX makes it."""
-        if self.scope is None and fun.__name__ == "__call__":
-            name = type(self).__name__
-            raise TypeError(
-                f"{name}: expected a call from a Linen module, or by init or apply, got a call of an unbound product; "
-                f"a layer of NNX takes dot_general=jaxfp8.nnx.{name}(recipe), and attention is changed by "
-                "jaxfp8.quantize(model, rules) when it is made"
-            )
-        return super()._call_wrapped_method(fun, args, kwargs)
-
     recipe: Any = None
     amax_history_length: int = 1024
     e4m3_dtype: Any = jnp.float8_e4m3fn
     e5m2_dtype: Any = jnp.float8_e5m2
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _mistakes.refuse_class_as_product(cls, kwargs)
+        return super().__new__(cls)
+
+    @nn.nowrap
+    def _call_wrapped_method(self, fun, args, kwargs):
+        _mistakes.refuse_unbound(self, fun)
+        return super()._call_wrapped_method(fun, args, kwargs)
 
     @nn.nowrap
     def layer_path(self) -> tuple[str, ...]:
@@ -64,45 +46,70 @@ class Fp8Module(nn.Module):
         return _wrapping.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def product(self) -> Callable[..., jax.Array]:
-        """Bind `jaxfp8.dot_general` to this module's recipe and state, or to the codes that `jaxfp8.freeze` made."""
-        codes = None
-        if self.has_variable("params", _frozen.KERNEL):
-            codes = {name: self.get_variable("params", name) for name in self.variables["params"]}
-        if codes is None or _frozen.is_freezing():
-            keywords = self.recipe_and_state()
-        if codes is None:
-            product = functools.partial(dot_general, **keywords)
-        else:
-            product = functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
-        return functools.partial(self._freeze, product, codes, keywords) if _frozen.is_freezing() else product
+    def multiply(
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        *,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        bias=None,
+        activation=None,
+    ) -> jax.Array:
+        """Compute `jaxfp8.dot_general` with this module's recipe and state, or with the codes of `jaxfp8.freeze`."""
+        recipe, frozen = self._recipe(), self._frozen_arrays()
+        state = self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
+        if _frozen.is_freezing() and recipe is not None:
+            self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
+        if frozen is not None:
+            preferred_element_type = _frozen.result_dtype(x, kernel, preferred_element_type)
+            kernel, dimension_numbers, recipe, state = _frozen.operands(
+                frozen, x.shape, kernel, dimension_numbers, recipe
+            )
+        return dot_general(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            state=state,
+            bias=bias,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
 
     @nn.nowrap
-    def _freeze(self, product, codes, keywords, x, kernel, dimension_numbers, **options) -> jax.Array:
-        """Multiply, and store the codes of the kernel; a later call stores whether it has another kernel."""
-        if keywords["recipe"] is None:
-            frozen = {}
-        elif codes is None:
-            frozen = _frozen.freeze_operands(x.shape, kernel, dimension_numbers, **keywords) or {}
+    def _frozen_arrays(self) -> dict[str, jax.Array] | None:
+        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
+        if not self.has_variable("params", _frozen.KERNEL):
+            return None
+        return {name: self.get_variable("params", name) for name in self.variables["params"]}
+
+    @nn.nowrap
+    def _freeze(self, frozen, x_shape, kernel, dimension_numbers, recipe, state) -> None:
+        """Store the codes of the kernel; a later call stores whether it has another kernel."""
+        if frozen is None:
+            arrays = _frozen.freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) or {}
         else:
-            differs = _frozen.is_another(codes, x.shape, kernel, dimension_numbers, **keywords)
-            frozen = {_frozen.HAS_ANOTHER: differs | codes.get(_frozen.HAS_ANOTHER, False)}
-        for name, leaf in frozen.items():
+            differs = _frozen.is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state)
+            arrays = {_frozen.HAS_ANOTHER: differs | frozen.get(_frozen.HAS_ANOTHER, False)}
+        for name, leaf in arrays.items():
             self.put_variable("params", name, leaf)
-        return product(x, kernel, dimension_numbers, **options)
 
     @nn.nowrap
-    def recipe_and_state(self) -> dict[str, Any]:
-        """Get the keywords `recipe` and `state` of the product; `recipe` is None where `autocast` turned FP8 off.
+    def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
+        """Read the state of the product; None without a recipe, where `autocast` turned FP8 off.
 
         With variables that have no state, for inference, scales come from the tensors at hand.
 
         Raises:
             ValueError: `init` cannot write the state; the model would silently train without state.
         """
-        recipe = self._recipe()
         if recipe is None:
-            return {"recipe": None, "state": None}
+            return None
         missing, is_mutable = [], self.is_mutable_collection(OVERWRITE_WITH_GRADIENT)
 
         def variable(name, first):
@@ -115,31 +122,11 @@ class Fp8Module(nn.Module):
         # Ask for each variable of the recipe, and note those that are missing.
         state = recipes.map_variables(recipe, variable)
         if missing and self.is_initializing() and not is_mutable:
-            raise ValueError(
-                f"{'/'.join(self.path)}: {type(recipe).__name__} keeps state, and the collection "
-                f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as the parameters. Where an "
-                f"nn.scan broadcasts parameters, as nn.RNN does, pass variable_broadcast=('params', "
-                f"{OVERWRITE_WITH_GRADIENT!r}); where an nn.scan or nn.vmap stacks them, add it to the variable_axes. "
-                "Or add it to the mutable of init, or take a recipe without state"
-            )
+            _mistakes.refuse_immutable_state(self, recipe)
         # A model that was initialized elsewhere may carry the state of another library, which is not read here.
         if missing and not self.is_initializing():
-            self._warn_of_foreign_state()
-        return {"recipe": recipe, "state": DotGeneralState(None, None, None) if missing and not is_mutable else state}
-
-    @nn.nowrap
-    def _warn_of_foreign_state(self) -> None:
-        """Warn where the layer has the state of another library's product, which this product does not read."""
-        collections = getattr(self.parent, "variables", {})
-        for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
-            converter = next((to for to, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
-            if converter is not None:
-                _warnings.warn(
-                    f"{'/'.join(self.layer_path())}: the variables have state {name!r} of another library, which this "
-                    f"layer does not read; convert them once: variables = jaxfp8.convert.{converter}(variables)",
-                    recipes.FP8StateWarning,
-                )
-                return
+            _mistakes.warn_of_foreign_state(self.parent, self.layer_path())
+        return DotGeneralState(None, None, None) if missing and not is_mutable else state
 
     @nn.nowrap
     def named_recipe(self) -> Any:
@@ -187,14 +174,7 @@ class Fp8DotGeneral(Fp8Module):
     """
 
     def __post_init__(self) -> None:
-        # Flax makes a module in a field a submodule named like the field. A layer calls its dot_general_cls without
-        # arguments, for a product; an instance would take that call for a product without operands.
-        if (self.name or "").endswith("dot_general_cls"):
-            raise TypeError(
-                f"{type(self.parent).__name__}: {self.name}: expected a class or a function that makes a product, got "
-                f"an instance; pass {self.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
-                f"{self.name}=jaxfp8.make_dot_general_cls(recipe)"
-            )
+        _mistakes.refuse_instance_as_cls(self)
         super().__post_init__()
 
     @nn.compact
@@ -211,10 +191,17 @@ class Fp8DotGeneral(Fp8Module):
         activation: str | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        options |= {"bias": bias, "activation": activation}
         with self.naming():
-            return self.product()(x, kernel, dimension_numbers, precision=precision, **options)
+            return self.multiply(
+                x,
+                kernel,
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+                bias=bias,
+                activation=activation,
+            )
 
 
 class Fp8Einsum(Fp8Module):
@@ -239,9 +226,16 @@ class Fp8Einsum(Fp8Module):
         out_sharding: Any = None,
     ) -> jax.Array:
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
-        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         with self.naming():
-            return einsum_by(self.product(), eqn, lhs, rhs, precision=precision, **options)
+            return einsum_by(
+                self.multiply,
+                eqn,
+                lhs,
+                rhs,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )
 
 
 def make_dot_general_cls(recipe: Recipe) -> Callable[..., Fp8DotGeneral]:

@@ -6,7 +6,6 @@ Parameters that codes were made of, and that nothing else reads, are then replac
 """
 
 import dataclasses
-import functools
 import json
 from typing import Any
 
@@ -57,12 +56,29 @@ class FrozenKernel(meta.AxisMetadata):
         return dataclasses.replace(self, shape=self.shape[:index] + self.shape[index + 1 :])
 
 
-serialization.register_serialization_state(FrozenKernel, lambda kernel: {}, lambda kernel, state: kernel)
+def _to_state_dict(kernel) -> dict:
+    return {}
+
+
+def _from_state_dict(kernel, state) -> FrozenKernel:
+    return kernel
+
+
+def _shape_and_dtype_to_bytes(shape_and_dtype) -> bytes:
+    return json.dumps(shape_and_dtype).encode()
+
+
+def _shape_and_dtype_from_bytes(text) -> tuple:
+    shape, dtype = json.loads(text)
+    return tuple(shape), dtype
+
+
+serialization.register_serialization_state(FrozenKernel, _to_state_dict, _from_state_dict)
 jax.export.register_pytree_node_serialization(
     FrozenKernel,
     serialized_name="jaxfp8.FrozenKernel",
-    serialize_auxdata=lambda shape_and_dtype: json.dumps(shape_and_dtype).encode(),
-    deserialize_auxdata=lambda text: (lambda shape, dtype: (tuple(shape), dtype))(*json.loads(text)),
+    serialize_auxdata=_shape_and_dtype_to_bytes,
+    deserialize_auxdata=_shape_and_dtype_from_bytes,
 )
 
 
@@ -79,6 +95,9 @@ def freeze(model: nn.Module, variables, args, kwargs):
     def apply(params, collections, arrays, mutable):
         args, kwargs = joined(arrays)
         return model.apply(_variables(params, collections), *args, mutable=mutable, **kwargs)
+
+    def apply_as_called(params, collections, arrays):
+        return apply(params, collections, arrays, mutable)
 
     def with_codes(params, collections, arrays):
         with _frozen.freezing():
@@ -108,7 +127,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     state = traverse_util.flatten_dict(collections.get(OVERWRITE_WITH_GRADIENT, {}))
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
-    read = _read(functools.partial(apply, mutable=mutable), params | codes, collections, arrays)
+    read = _read(apply_as_called, params | codes, collections, arrays)
     for path in made_of - read:
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
@@ -126,13 +145,17 @@ def _read(function, params: dict[Any, Any], *collections) -> set:
     """Find the parameters that the results of `function(params, *collections)` depend on."""
 
     def results(*args):  # a text among them depends on nothing
-        return split_arrays(function(*args), lambda leaf: not isinstance(leaf, (str, bytes)))[0]
+        return split_arrays(function(*args), _is_no_text)[0]
 
     closed = jax.make_jaxpr(results)(params, *collections)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     count = len(jax.tree.leaves(params))
     by_path = jax.tree.unflatten(jax.tree.structure(params), used[:count])
     return {path for path, leaves in by_path.items() if any(jax.tree.leaves(leaves))}
+
+
+def _is_no_text(leaf) -> bool:
+    return not isinstance(leaf, (str, bytes))
 
 
 def _refuse_untouched(products, state) -> None:

@@ -10,10 +10,8 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, linear, normalized, sizes, to_compute
+from ..dot import Activated, FusedInput, Normalized, check_gate, check_norm, linear, norm_of_layer, sizes
 from ._dot_general import Fp8DotGeneral
-
-_SHARED_FIELDS = ("recipe", "use_bias", "dtype", "param_dtype", "precision", "kernel_init", "bias_init")
 
 
 class Dense(nn.Module):
@@ -80,13 +78,31 @@ class Dense(nn.Module):
         init = self.kernel_init if len(features) == 1 else kernel_init
         kernel = self.param("kernel", init, (x.shape[-1], *features), self.param_dtype)
         bias = self.param("bias", self.bias_init, features, self.param_dtype) if self.use_bias else None
-        options = {"precision": self.precision, "out_sharding": out_sharding, "activation": activation}
-        return linear(Fp8DotGeneral(recipe=self.recipe), x, kernel, bias, dtype=self.dtype, **options)
+        return linear(
+            Fp8DotGeneral(recipe=self.recipe),
+            x,
+            kernel,
+            bias,
+            dtype=self.dtype,
+            precision=self.precision,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
 
 
-def _dense_of(module: nn.Module, features: int | tuple[int, ...], name: str, **fields: Any) -> Dense:
-    """Make the Dense layer `name` with the fields of a module that has Dense's fields; `fields` override them."""
-    return Dense(features, name=name, **{field: getattr(module, field) for field in _SHARED_FIELDS} | fields)
+def _dense(module: nn.Module, features: int | tuple[int, ...], kernel_init: Any, bias_init: Any, name: str) -> Dense:
+    """Make the Dense layer `name` of a module that has the fields of Dense."""
+    return Dense(
+        features,
+        recipe=module.recipe,
+        use_bias=module.use_bias,
+        dtype=module.dtype,
+        param_dtype=module.param_dtype,
+        precision=module.precision,
+        kernel_init=kernel_init,
+        bias_init=bias_init,
+        name=name,
+    )
 
 
 class NormDense(nn.Module):
@@ -124,22 +140,20 @@ class NormDense(nn.Module):
     @nn.compact
     def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
         """Compute y `[..., *features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
-        return _dense_of(self, self.features, "dense")(_normalized_by(self, "kind", x), out_sharding)
+        check_norm("NormDense", "kind", self.kind, is_optional=False)
+        dense = _dense(self, self.features, self.kernel_init, self.bias_init, "dense")
+        return dense(_normalized_by(self, self.kind, x), out_sharding)
 
 
-def _normalized_by(module: nn.Module, field: str, x: ArrayLike) -> Normalized:
-    """Normalize the x of a product; `module` has the fields of NormDense, and the kind in its field `field`."""
-    kind = getattr(module, field)
-    if kind not in ("rms", "layer"):
-        raise ValueError(f'{type(module).__name__}: {field}: expected "rms" or "layer", got {kind!r}')
+def _normalized_by(module: nn.Module, kind: str, x: ArrayLike) -> Normalized:
+    """Normalize the x of a product by parameters of `module`, which has the fields of NormDense."""
     x = jnp.asarray(x)
     size = x.shape[-1:]
     scale = module.param("scale", module.scale_init, size, module.param_dtype)
     bias = None
     if kind == "layer":
         bias = module.param("norm_bias", module.norm_bias_init, size, module.param_dtype)
-    x = to_compute(x, compute_dtype(x, scale, dtype=module.dtype))
-    return normalized(x, scale, bias, kind=kind, epsilon=module.epsilon)
+    return norm_of_layer(x, scale, bias, kind=kind, epsilon=module.epsilon, dtype=module.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -186,13 +200,14 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: ArrayLike, out_sharding: NamedSharding | PartitionSpec | None = None) -> jax.Array:
         """Compute y `[..., features]` of x `[..., k]`; `out_sharding` is that of y, as in `jaxfp8.dot_general`."""
-        if self.activation not in ("silu", "gelu"):
-            raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {self.activation!r}')
-        x = jnp.asarray(x) if self.norm is None else _normalized_by(self, "norm", x)
-        init = {"kernel_init": _with_gate(self.kernel_init, 1), "bias_init": _with_gate(self.bias_init, 0)}
-        wi = _dense_of(self, (2, *sizes("GatedMLP: hidden_features", self.hidden_features)), "wi", **init)
-        hidden = wi(x, activation=f"{self.activation}_gated")
-        return _dense_of(self, x.shape[-1] if self.features is None else self.features, "wo")(hidden, out_sharding)
+        check_gate("GatedMLP", self.activation)
+        check_norm("GatedMLP", "norm", self.norm, is_optional=True)
+        x = jnp.asarray(x) if self.norm is None else _normalized_by(self, self.norm, x)
+        hidden = (2, *sizes("GatedMLP: hidden_features", self.hidden_features))
+        features = x.shape[-1] if self.features is None else self.features
+        wi = _dense(self, hidden, _with_gate(self.kernel_init, 1), _with_gate(self.bias_init, 0), "wi")
+        wo = _dense(self, features, self.kernel_init, self.bias_init, "wo")
+        return wo(wi(x, activation=f"{self.activation}_gated"), out_sharding)
 
 
 def _with_gate(init, axis: int):

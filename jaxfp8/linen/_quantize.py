@@ -228,7 +228,11 @@ def _hand_out(model, name: str, value):
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
         return value
-    return jax.tree.map(_with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
+    return jax.tree.map(_with_interceptor, value, is_leaf=_is_module)
+
+
+def _is_module(leaf) -> bool:
+    return isinstance(leaf, nn.Module)
 
 
 def _with_interceptor(leaf):
@@ -343,6 +347,6 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
         shape, broadcast = layer._get_bias_shape(eqn, inputs, kernel)
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    options = {"precision": layer.precision, "preferred_element_type": layer.preferred_element_type}
-    y = Fp8Einsum(recipe=recipe)(eqn, inputs, kernel, **options)
+    einsum = Fp8Einsum(recipe=recipe)
+    y = einsum(eqn, inputs, kernel, layer.precision, layer.preferred_element_type)
     return y if bias is None else y + jax.numpy.reshape(bias, broadcast)

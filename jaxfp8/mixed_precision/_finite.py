@@ -163,11 +163,11 @@ def _ordered(tree, order) -> tuple[list[str], list[int]]:
     if unknown:
         raise ValueError(f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}")
 
-    # The layer nearest to the loss comes first; leaves of no layer in `order` come last.
     def depth(position):
         return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
 
-    positions = sorted(range(len(names)), key=lambda position: -depth(position))
+    # The layer nearest to the loss comes first; leaves of no layer in `order` come last. Sorting is stable.
+    positions = sorted(range(len(names)), key=depth, reverse=True)
     return [names[i] for i in positions], positions
 
 

@@ -32,18 +32,27 @@ def outside_state(tree):
     flat = _state_tree.flatten(tree)
     frozen = {path[:-1] for path in flat.paths if path[-1:] == (_frozen.KERNEL_SCALE_INV,)}
     state = set(flat.positions())
-    kept = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
+    inside = [i in state or path[:-1] in frozen for i, path in enumerate(flat.paths)]
 
     # 2. Give True to the `source` of a QTensor, and False to its codes and scales.
-    def visit(leaf, is_kept):
+    def visit(leaf, is_inside):
         if not isinstance(leaf, QTensor):
-            return not is_kept
-        nothing = jax.tree.map(lambda _: False, leaf)
-        return dataclasses.replace(nothing, source=jax.tree.map(lambda _: True, leaf.source))
+            return not is_inside
+        structure = jax.tree.structure(leaf)
+        nothing = structure.unflatten([False] * structure.num_leaves)
+        return dataclasses.replace(nothing, source=None if leaf.source is None else True)
 
-    return jax.tree.map(visit, tree, flat.treedef.unflatten(kept), is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(visit, tree, flat.treedef.unflatten(inside), is_leaf=_is_qtensor)
+
+
+def _is_qtensor(x) -> bool:
+    return isinstance(x, QTensor)
 
 
 def map_outside_state(function, tree):
     """Apply `function` to all leaves that are neither FP8 state nor codes; state and codes stay as they are."""
-    return jax.tree.map(lambda leaf, is_outside: function(leaf) if is_outside else leaf, tree, outside_state(tree))
+
+    def visit(leaf, is_outside):
+        return function(leaf) if is_outside else leaf
+
+    return jax.tree.map(visit, tree, outside_state(tree))

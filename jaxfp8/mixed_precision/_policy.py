@@ -132,7 +132,9 @@ class Policy:
         kind = _kind_of(operation)
         if kind == _COMPUTE:
             return self.compute_dtype
-        return max(self.compute_dtype, np.dtype(np.float32), key=lambda d: d.itemsize) if kind == _FLOAT32 else None
+        if kind != _FLOAT32:
+            return None
+        return self.compute_dtype if self.compute_dtype.itemsize >= 4 else np.dtype(np.float32)
 
     def op(self, function: Callable[..., Any], like: str | None = None) -> Callable[..., Any]:
         """Return `function` in the dtype of its operation in the table of `dtype_of`.

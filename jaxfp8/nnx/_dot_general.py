@@ -2,19 +2,16 @@
 
 import contextlib
 import contextvars
-import functools
-import inspect
-import traceback
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn, nnx
+from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum_by
-from ..recipes import DelayedScaling, HighPrecision, QTensor, Recipe, map_variables, resolve
+from ..recipes import DelayedScaling, DotGeneralState, HighPrecision, QTensor, Recipe, map_variables, resolve
+from . import _mistakes
 from ._variables import OverwriteWithGradient
 
 # The paths of the products by id, while a gradient is taken: an NNX module does not know its own path.
@@ -41,18 +38,18 @@ class _Fp8Product(nnx.Module):
     """The state of one product: for each operand `{name}_amax_history` and `{name}_scale`, as Linen names them."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if "precision" in kwargs:  # a layer calls what it was given for its product
-            raise TypeError(
-                f"{cls.__name__}: a layer was given the class, which has no state; give it an instance, "
-                f"{cls.__name__}(recipe), or change the finished model with jaxfp8.nnx.quantize"
-            )
+        _mistakes.refuse_class_as_product(cls, kwargs)
         return super().__new__(cls)
 
     def __init__(self, recipe: Recipe | None = None):
-        _not_inside_a_call(type(self).__name__)
+        _mistakes.refuse_inside_a_call(type(self).__name__)
         self.names_recipe = recipe is not None
         self.recipe = resolve(recipe, DelayedScaling) or HighPrecision()
-        map_variables(self.recipe, lambda name, first: setattr(self, name, OverwriteWithGradient(first())))
+
+        def create(name, first):
+            setattr(self, name, OverwriteWithGradient(first()))
+
+        map_variables(self.recipe, create)
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
         """Return a context in which warnings name the layer by its path, or by its kernel where the path is unknown."""
@@ -77,32 +74,58 @@ class _Fp8Product(nnx.Module):
             if isinstance(value, OverwriteWithGradient):
                 setattr(self, name, value)
 
-    def _codes(self) -> dict | None:
-        """Get the codes that `jaxfp8.freeze` made of the kernel; None where the product is not frozen."""
+    def frozen_arrays(self) -> dict[str, jax.Array] | None:
+        """Get the codes and scales that `jaxfp8.freeze` made; None where the product is not frozen."""
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
         return {name: getattr(self, name).get_value() for name in names} or None
 
-    def _product(self) -> Callable[..., jax.Array]:
-        """Bind `jaxfp8.dot_general` to this object's recipe and state, or to the codes that `jaxfp8.freeze` made."""
-        if hasattr(_linen_module(), "dot_general"):
-            name = type(self).__name__
-            raise TypeError(
-                f"{name}: a Linen layer was given a product of NNX, whose state it does not keep; pass "
-                f"dot_general_cls=jaxfp8.linen.{name}"
+    def _multiply(
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        *,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        bias=None,
+        activation=None,
+    ) -> jax.Array:
+        """Compute `jaxfp8.dot_general` with this object's recipe and state, or with the codes of `jaxfp8.freeze`."""
+        _mistakes.refuse_linen_layer(type(self).__name__)
+        recipe, frozen = self.current_recipe(), self.frozen_arrays()
+        if frozen is None:
+            state = self.read_state(recipe)
+        else:
+            preferred_element_type = _frozen.result_dtype(x, kernel, preferred_element_type)
+            kernel, dimension_numbers, recipe, state = _frozen.operands(
+                frozen, x.shape, kernel, dimension_numbers, recipe
             )
-        codes = self._codes()
-        if codes is not None:
-            return functools.partial(_frozen.dot_general, frozen=codes, recipe=self._recipe())
-        return functools.partial(dot_general, **self._recipe_and_state())
+        return dot_general(
+            x,
+            kernel,
+            dimension_numbers,
+            recipe=recipe,
+            state=state,
+            bias=bias,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
 
-    def _recipe(self):
-        return resolve(self.recipe if self.names_recipe else None, lambda: self.recipe)
+    def current_recipe(self) -> Recipe | None:
+        """Get the recipe of the product, here in the program; None where `autocast` turned FP8 off."""
 
-    def _recipe_and_state(self) -> dict:
-        """Get the keywords `recipe` and `state` of the product; `recipe` is None where `autocast` turned FP8 off."""
-        recipe = self._recipe()
+        def default():
+            return self.recipe
+
+        return resolve(self.recipe if self.names_recipe else None, default)
+
+    def read_state(self, recipe: Recipe | None) -> DotGeneralState | None:
+        """Read the state of the product; None without a recipe, where `autocast` turned FP8 off."""
         if recipe is None:
-            return {"recipe": None, "state": None}
+            return None
 
         def read(name, first):
             if not hasattr(self, name):
@@ -113,7 +136,7 @@ class _Fp8Product(nnx.Module):
                 )
             return getattr(self, name).get_value()
 
-        return {"recipe": recipe, "state": map_variables(recipe, read)}
+        return map_variables(recipe, read)
 
 
 class Fp8DotGeneral(_Fp8Product):
@@ -151,10 +174,17 @@ class Fp8DotGeneral(_Fp8Product):
         activation: str | None = None,
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
-        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        options |= {"bias": bias, "activation": activation}
         with self._naming(kernel):
-            return self._product()(x, kernel, dimension_numbers, precision=precision, **options)
+            return self._multiply(
+                x,
+                kernel,
+                dimension_numbers,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+                bias=bias,
+                activation=activation,
+            )
 
 
 class Fp8Einsum(_Fp8Product):
@@ -176,32 +206,13 @@ class Fp8Einsum(_Fp8Product):
         out_sharding: Any = None,
     ) -> jax.Array:
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
-        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         with self._naming(kernel):
-            return einsum_by(self._product(), eqn, x, kernel, precision=precision, **options)
-
-
-def _linen_module() -> nn.Module | None:
-    """Get the Linen module whose method runs; None in a bridge, which keeps the state of the modules that it makes."""
-    module = nn.module._context.module_stack[-1]  # the bridge of Flax reads it too: no public name tells the module
-    is_bridge = any(cls.__name__ == "ToLinen" for cls in type(module).__mro__)  # Flax's or MaxText's
-    return None if is_bridge else module
-
-
-def _not_inside_a_call(name):
-    """Refuse `dot_general_cls=Fp8DotGeneral` in layers of NNX or Linen, which would train with scale 1 for ever.
-
-    Such a layer makes the object while it runs, and no argument says so. Linen records the module that runs. NNX does
-    not, so the stack of Python is searched for `nnx.LinearGeneral.__call__`.
-    """
-    if (module := _linen_module()) is not None:
-        raise TypeError(
-            f"{name}: a Linen module, {type(module).__name__}, makes a product of NNX and would lose its state; "
-            f"pass dot_general_cls=jaxfp8.linen.{name}"
-        )
-    callers = traceback.walk_stack(inspect.currentframe())
-    if any(frame.f_code is nnx.LinearGeneral.__call__.__code__ for frame, _ in callers):
-        raise TypeError(
-            f"{name}: NNX makes a dot_general_cls anew in every forward pass, and its state would be lost; pass an "
-            f"instance, dot_general={name}(recipe), or change the finished model with jaxfp8.nnx.quantize"
-        )
+            return einsum_by(
+                self._multiply,
+                eqn,
+                x,
+                kernel,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )

@@ -1,7 +1,6 @@
 """`jaxfp8.freeze` for NNX models: products get the codes of their layers' kernels, placeholders replace the kernels."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -83,6 +82,50 @@ class Call(NamedTuple):
     dimension_numbers: tuple
 
 
+class _Recorder(NamedTuple):
+    """The product of layer `i` while a model is traced in high precision; records the first call among `calls`."""
+
+    i: int
+    calls: list[Call | None]
+
+    def dot_general(
+        self,
+        x,
+        kernel,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        *,
+        bias=None,
+        activation=None,
+    ):
+        call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
+        self.calls[self.i] = self.calls[self.i] or call
+        return dot_general(
+            x,
+            checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}"),
+            dimension_numbers,
+            recipe=None,
+            bias=bias,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
+
+    def einsum(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
+        return einsum_by(
+            self.dot_general,
+            eqn,
+            x,
+            kernel,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+
 def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], Any]:
     """Record how layers call their products, by a trace in high precision; the model is as before afterwards.
 
@@ -96,21 +139,10 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
     """
     calls, before = [None] * len(candidates), [getattr(layer, attribute) for _, layer, attribute in candidates]
 
-    def recorder(i):
-        def record(x, kernel, dimension_numbers, *options, **keywords):
-            call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
-            calls[i] = calls[i] or call
-            kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{i}")
-            options = dict(zip(("precision", "preferred_element_type", "out_sharding"), options, strict=False))
-            return dot_general(x, kernel, dimension_numbers, recipe=None, **options, **keywords)
-
-        return record
-
     try:
         for i, (_, layer, attribute) in enumerate(candidates):
-            record = recorder(i)
-            value = functools.partial(einsum_by, record) if attribute == "einsum_op" else record
-            setattr(layer, attribute, nnx.static(value))
+            recorder = _Recorder(i, calls)
+            setattr(layer, attribute, nnx.static(recorder.einsum if attribute == "einsum_op" else recorder.dot_general))
         graph, state = nnx.split(model)
         arrays, joined = split_arrays((args, kwargs))
 
@@ -146,9 +178,10 @@ def _codes(path, layer, call: Call):
     The result is None for a product that is frozen already, or that stays in high precision.
     """
     fp8_product = product(layer)
-    recipe, state = (None, None) if fp8_product._codes() is not None else fp8_product._recipe_and_state().values()
+    recipe = fp8_product.current_recipe() if fp8_product.frozen_arrays() is None else None
     if recipe is None:
         return None
+    state = fp8_product.read_state(recipe)
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
         if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike
 
-from ..dot import Activated, FusedInput, Normalized, compute_dtype, linear, normalized, sizes, to_compute
+from ..dot import Activated, FusedInput, Normalized, check_gate, check_norm, linear, norm_of_layer, sizes
 from ._dot_general import Fp8DotGeneral
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -70,8 +70,16 @@ class Linear(nnx.Module):
         """Compute y `[..., *out_features]` of x `[..., in_features]`; other arguments as in `jaxfp8.dot_general`."""
         x = x if isinstance(x, FusedInput) else jnp.asarray(x)
         kernel, bias = self.kernel.get_value(), None if self.bias is None else self.bias.get_value()
-        options = {"precision": self.precision, "out_sharding": out_sharding, "activation": activation}
-        return linear(self.dot_general, x, kernel, bias, dtype=self.dtype, **options)
+        return linear(
+            self.dot_general,
+            x,
+            kernel,
+            bias,
+            dtype=self.dtype,
+            precision=self.precision,
+            out_sharding=out_sharding,
+            activation=activation,
+        )
 
 
 class _Normalizing(nnx.Module):
@@ -102,8 +110,7 @@ class _Normalizing(nnx.Module):
         if self.norm is None:
             return x
         scale, bias = (None if p is None else p.get_value() for p in (self.scale, self.norm_bias))
-        x = to_compute(x, compute_dtype(x, scale, dtype=self.dtype))
-        return normalized(x, scale, bias, kind=self.norm, epsilon=self.epsilon)
+        return norm_of_layer(x, scale, bias, kind=self.norm, epsilon=self.epsilon, dtype=self.dtype)
 
 
 class GatedMLP(_Normalizing):
@@ -123,8 +130,8 @@ class GatedMLP(_Normalizing):
         epsilon, scale_init, norm_bias_init: arguments of the norm, see `NormDense`.
         use_bias, kernel_init, bias_init: see `Linear`; they hold for both layers. A `kernel_init` of
             `nnx.with_partitioning` names the mesh axes of `[in_features, hidden_features]`.
+        recipe, precision: see `Linear`; they hold for both layers.
         dtype, param_dtype, rngs: see `Linear`; they hold for both layers and the norm.
-        **options: `recipe` and `precision` of both layers.
 
     Raises:
         ValueError: `activation` or `norm` is unknown.
@@ -141,26 +148,43 @@ class GatedMLP(_Normalizing):
         epsilon: float = 1e-6,
         scale_init: Initializer = _SCALE_INIT,
         norm_bias_init: Initializer = _BIAS_INIT,
+        recipe: Any = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        precision: Any = None,
         kernel_init: Initializer = _KERNEL_INIT,
         bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
-        **options: Any,
     ):
-        if activation not in ("silu", "gelu"):
-            raise ValueError(f'GatedMLP: activation: expected "silu" or "gelu", got {activation!r}')
-        if norm not in (None, "rms", "layer"):
-            raise ValueError(f'GatedMLP: norm: expected "rms", "layer" or None, got {norm!r}')
+        check_gate("GatedMLP", activation)
+        check_norm("GatedMLP", "norm", norm, is_optional=True)
         super().__init__(norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
         self.activation = activation
-        options |= {"use_bias": use_bias, "kernel_init": kernel_init, "bias_init": bias_init}
-        options |= {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        init = {"kernel_init": _with_gate(kernel_init, 1), "bias_init": _with_gate(bias_init, 0)}
-        hidden = sizes("GatedMLP: hidden_features", hidden_features)
-        self.wi = Linear(in_features, (2, *hidden), **options | init)
-        self.wo = Linear(hidden_features, in_features if out_features is None else out_features, **options)
+        self.wi = Linear(
+            in_features,
+            (2, *sizes("GatedMLP: hidden_features", hidden_features)),
+            recipe=recipe,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=_with_gate(kernel_init, 1),
+            bias_init=_with_gate(bias_init, 0),
+            rngs=rngs,
+        )
+        self.wo = Linear(
+            hidden_features,
+            in_features if out_features is None else out_features,
+            recipe=recipe,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
@@ -192,9 +216,8 @@ class NormDense(_Normalizing):
         in_features, out_features: see `Linear`.
         kind: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm).
         epsilon: the number that the norm adds to the mean square, or to the variance.
-        use_bias, dtype, param_dtype, rngs: see `Linear`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init, rngs: see `Linear`.
         scale_init, norm_bias_init: initializers of `scale` and `norm_bias`.
-        **options: `recipe`, `precision`, `kernel_init` and `bias_init` of `Linear`.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -207,19 +230,31 @@ class NormDense(_Normalizing):
         *,
         kind: str = "rms",
         epsilon: float = 1e-6,
+        recipe: Any = None,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        precision: Any = None,
         scale_init: Initializer = _SCALE_INIT,
         norm_bias_init: Initializer = _BIAS_INIT,
+        kernel_init: Initializer = _KERNEL_INIT,
+        bias_init: Initializer = _BIAS_INIT,
         rngs: nnx.Rngs,
-        **options: Any,
     ):
-        if kind not in ("rms", "layer"):
-            raise ValueError(f'NormDense: kind: expected "rms" or "layer", got {kind!r}')
+        check_norm("NormDense", "kind", kind, is_optional=False)
         super().__init__(kind, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
-        options |= {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.dense = Linear(in_features, out_features, **options)
+        self.dense = Linear(
+            in_features,
+            out_features,
+            recipe=recipe,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
 
     @property
     def kind(self) -> str:

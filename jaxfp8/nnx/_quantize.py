@@ -167,7 +167,7 @@ def _warn_of_rules(model, paths, found_layers) -> None:
 
 def _refuse_frozen(path, layer) -> None:
     fp8_product = product(layer)
-    if fp8_product is not None and fp8_product._codes() is not None:
+    if fp8_product is not None and fp8_product.frozen_arrays() is not None:
         raise ValueError(
             f"nnx.quantize: {'/'.join(map(str, path))}: jaxfp8.freeze left codes of its kernel alone; give a model its "
             "rules before it is frozen"
@@ -176,7 +176,11 @@ def _refuse_frozen(path, layer) -> None:
 
 def _stack(product, shape) -> None:
     state = nnx.state(product, OverwriteWithGradient)
-    nnx.update(product, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*shape, *leaf.shape)), state))
+
+    def stacked(leaf):
+        return jnp.broadcast_to(leaf, (*shape, *leaf.shape))
+
+    nnx.update(product, jax.tree.map(stacked, state))
 
 
 def _forget_unused(model) -> None:

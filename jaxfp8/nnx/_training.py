@@ -38,12 +38,20 @@ def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = F
     Raises:
         TypeError: when called, `f` computes with FP8 state outside of products.
     """
-    return _differentiated(nnx.value_and_grad, f, argnums, has_aux, lambda out: out[1])
+
+    def gradients_of(out):
+        return out[1]
+
+    return _differentiated(nnx.value_and_grad, f, argnums, has_aux, gradients_of)
 
 
 def grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate as `value_and_grad` does, and return the gradients without the value."""
-    return _differentiated(nnx.grad, f, argnums, has_aux, lambda out: out[0] if has_aux else out)
+
+    def gradients_of(out):
+        return out[0] if has_aux else out
+
+    return _differentiated(nnx.grad, f, argnums, has_aux, gradients_of)
 
 
 def _differentiated(transform, f, argnums, has_aux, gradients_of):
@@ -78,10 +86,14 @@ def _watch(tree, gradients) -> None:
     params = [(v, id(v.get_raw_value())) for v in _variables(tree, nnx.Param)]
     # Flax's optimizer takes the parameters out of this very object, so that its death is the end of the step.
     # The finalizer belongs to the object: it is gone as soon as it has run.
-    for gradient in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, nnx.State)):
-        if state and isinstance(gradient, nnx.State) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
+    for gradient in jax.tree.leaves(gradients, is_leaf=_is_state):
+        if state and _is_state(gradient) and jax.tree.leaves(nnx.state(gradient, OverwriteWithGradient)):
             weakref.finalize(gradient, _check_stored, params, state, _warnings.user_line()).atexit = False
             return
+
+
+def _is_state(leaf) -> bool:
+    return isinstance(leaf, nnx.State)
 
 
 def _check_stored(params, state, line) -> None:

@@ -93,9 +93,11 @@ def quantized(
         # 1. Update with the moments that the transformation would have: `init` tells their dtypes.
         check(state, table, min_size)
         like = jax.eval_shape(tx.init, grads if params is None else params)
-        before = jax.tree.map(
-            lambda x, like: decode(x).astype(like.dtype) if is_moment(x) else x, state.inner, like, is_leaf=is_moment
-        )
+
+        def decode_like(x, like):
+            return decode(x).astype(like.dtype) if is_moment(x) else x
+
+        before = jax.tree.map(decode_like, state.inner, like, is_leaf=is_moment)
         updates, after = tx.update(grads, before, params, **extra_args)
 
         # 2. Quantize the moments that have changed. Each leaf has a number, and with it random bits of its own.
@@ -158,7 +160,11 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
     table = MOMENTS | dict(moments or {})
     if any(map(is_moment, leaves(opt_state))):
         raise ValueError("jaxfp8.optim: tx: expected moments in float32, got some in FP8 already; apply quantized once")
-    if not any(type(node) in table for node in jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) in table)):
+
+    def has_moments(node):
+        return type(node) in table
+
+    if not any(map(has_moments, jax.tree.leaves(opt_state, is_leaf=has_moments))):
         raise ValueError(
             "jaxfp8.optim: tx: expected a transformation that keeps moments, such as optax.adamw, got one whose state "
             f"is {jax.tree.structure(opt_state)}; pass the moments of a state of your own: "
@@ -172,7 +178,8 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         # Moments of `init` are constants, whose codes XLA would compute, slowly, while it compiles.
         moment = encode(kind, lax.optimization_barrier(*arrays))
         # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
-        return kind(*(jax.tree.map(lambda _, part=part: part, leaf) for part in moment))
+        structure = jax.tree.structure(leaf)
+        return kind(*(structure.unflatten([part]) for part in moment))
 
     inner = map_moments(quantize, opt_state, table)
     stay = [
@@ -201,28 +208,40 @@ def dequantize_state(opt_state: Any) -> Any:
 
     # A QuantizedState holds no other QuantizedState: `quantized` refuses moments in FP8.
     def dequantize(node):
-        return dequantize_moments(node.inner) if isinstance(node, QuantizedState) else node
+        return dequantize_moments(node.inner) if _is_quantized_state(node) else node
 
-    return jax.tree.map(dequantize, opt_state, is_leaf=lambda node: isinstance(node, QuantizedState))
+    return jax.tree.map(dequantize, opt_state, is_leaf=_is_quantized_state)
+
+
+def _is_quantized_state(node) -> bool:
+    return isinstance(node, QuantizedState)
 
 
 def dequantize_moments(tree: Any) -> Any:
     """Decode the moments in FP8 of a tree."""
-    return jax.tree.map(lambda x: decode(x) if is_moment(x) else x, tree, is_leaf=is_moment)
+
+    def decode_moment(x):
+        return decode(x) if is_moment(x) else x
+
+    return jax.tree.map(decode_moment, tree, is_leaf=is_moment)
 
 
 def map_moments(function, tree, table: Table) -> Any:
     """Apply `function(kind, leaf)` to the leaves of the fields that the table names; a Moment is one leaf."""
 
-    def map_fields(node):
-        fields = table.get(type(node), {})
-        mapped = {
-            name: jax.tree.map(lambda leaf, kind=kind: function(kind, leaf), getattr(node, name), is_leaf=_is_leaf)
-            for name, kind in fields.items()
-        }
-        return node._replace(**mapped) if mapped else node
+    def map_field(kind, value):
+        leaves, structure = jax.tree.flatten(value, is_leaf=_is_leaf)
+        return structure.unflatten([function(kind, leaf) for leaf in leaves])
 
-    return jax.tree.map(map_fields, tree, is_leaf=lambda node: type(node) in table or is_moment(node))
+    def map_fields(node):
+        for name, kind in table.get(type(node), {}).items():
+            node = node._replace(**{name: map_field(kind, getattr(node, name))})
+        return node
+
+    def is_leaf(node):
+        return type(node) in table or is_moment(node)
+
+    return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
 def check(state: Any, table: Table, min_size: int) -> None:

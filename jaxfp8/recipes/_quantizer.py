@@ -194,13 +194,24 @@ class Quantizer:
             function = jax.vmap(function)
         q, next_state = function(matrices)
         if batch:  # one state for all of them, and a scale for each
-            next_state = jax.tree.map(lambda leaf: jnp.max(leaf, axis=tuple(range(batch))), next_state)
-            q = q.map_scales(lambda scale: scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale)
+
+            def largest(leaf):
+                return jnp.max(leaf, axis=tuple(range(batch)))
+
+            def as_matrices(scale):
+                return scale.reshape(*scale.shape, 1) if scale.ndim == batch + 1 else scale
+
+            next_state = jax.tree.map(largest, next_state)
+            q = q.map_scales(as_matrices)
         # The devices that share a state agree on the next one.
         if step is None:
             next_state = None
         else:
-            next_state = jax.tree.map(lambda new, old: options.reduce(new.astype(jnp.float32), old), next_state, state)
+
+            def reduced(new, old):
+                return options.reduce(new.astype(jnp.float32), old)
+
+            next_state = jax.tree.map(reduced, next_state, state)
         q = dataclasses.replace(q.reshape(x.shape, batch, cols), step=next_state)
         return q, options.sum_rows(x)
 
@@ -261,7 +272,11 @@ def _checked(quantizer, result, shape, state) -> tuple:
     expected, got = (jax.tree.map(jnp.shape, tree) for tree in (state, next_state))
     if jax.tree.structure(state) != jax.tree.structure(next_state) or expected != got:
         raise TypeError(f"{where}: state: expected a next state like the state, {expected}, got {got}")
-    return q.map_scales(lambda scale: scale.reshape(1) if scale.ndim == 0 else scale), next_state
+    return q.map_scales(_as_vector), next_state
+
+
+def _as_vector(scale):
+    return scale.reshape(1) if scale.ndim == 0 else scale
 
 
 def _check_scales(where, scales, shape, block) -> None:

@@ -130,3 +130,8 @@ _FIELDS = [field.name for field in dataclasses.fields(DotGeneralState)]
 def _types_of_state(recipe) -> DotGeneralState:
     """Return `init_state(recipe)` with types in place of arrays."""
     return jax.eval_shape(lambda: init_state(recipe))
+
+
+def keeps_state(recipe: Recipe) -> bool:
+    """Tell whether products with this recipe have a state."""
+    return bool(jax.tree.leaves(_types_of_state(recipe)))

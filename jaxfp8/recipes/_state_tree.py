@@ -151,8 +151,15 @@ def marked(tree, paths):
 
 def unmarked(tree):
     """Return `tree` without marks."""
-    is_marked = lambda leaf: isinstance(leaf, _Marked)  # noqa: E731
-    return jax.tree.map(lambda leaf: leaf.value if is_marked(leaf) else leaf, tree, is_leaf=is_marked)
+
+    def unmark(leaf):
+        return leaf.value if _is_marked(leaf) else leaf
+
+    return jax.tree.map(unmark, tree, is_leaf=_is_marked)
+
+
+def _is_marked(leaf) -> bool:
+    return isinstance(leaf, _Marked)
 
 
 def is_variable(x) -> bool:

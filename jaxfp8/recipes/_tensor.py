@@ -91,12 +91,13 @@ class QTensor:
         order = (*range(batch), *range(first, self.data.ndim), *range(batch, first))
         data_t = jnp.transpose(self.data, order) if self.data_t is None else self.data_t
         source = None if self.source is None else jnp.transpose(self.source, order)
-        turned = {"data": data_t, "data_t": self.data, "source": source, "cols": first - batch}
+        turned = dataclasses.replace(self, data=data_t, data_t=self.data, source=source, cols=first - batch)
         if self.scale_inv_t is not None:
-            turned |= {"scale_inv": self.scale_inv_t, "scale_inv_t": self.scale_inv}
-        elif self.scale_inv is not None and not self.has_one_scale:
-            turned |= {"scale_inv": self.scale_inv.mT, "block": None if self.block is None else self.block[::-1]}
-        return dataclasses.replace(self, **turned)
+            return dataclasses.replace(turned, scale_inv=self.scale_inv_t, scale_inv_t=self.scale_inv)
+        if self.scale_inv is None or self.has_one_scale:
+            return turned
+        block = None if self.block is None else self.block[::-1]
+        return dataclasses.replace(turned, scale_inv=self.scale_inv.mT, block=block)
 
     def for_next_state(self) -> "QTensor":
         """Return the QTensor without codes: `next_states` needs the step and, for one scale, the `scale_inv`."""
@@ -155,8 +156,9 @@ class QTensor:
                     f"{data.shape}; got {scale_inv.shape}; move the kernel before it is quantized"
                 )
         source = None if self.source is None else function(self.source)
-        moved = {"data": data, "scale_inv": scale_inv, "source": source}
-        return dataclasses.replace(self, **moved, data_t=None, scale_inv_t=None, cols=1)
+        return dataclasses.replace(
+            self, data=data, data_t=None, scale_inv=scale_inv, scale_inv_t=None, source=source, cols=1
+        )
 
     def dequantize(self, dtype: Any) -> jax.Array:
         """Return `data * scale_inv` in `dtype`: one multiplication in f32, one rounding.

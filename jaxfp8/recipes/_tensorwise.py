@@ -54,8 +54,7 @@ class TensorwiseQuantizer(FP8Quantizer):
             reduce: see `OperandOptions`.
         """
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
-        options = {"fp8_max": fp8_max(self.fp8_dtype), "margin": self.margin}
-        scale, scale_inv = ops.amax_to_scale(amax, default, **options)
+        scale, scale_inv = ops.amax_to_scale(amax, default, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
         # Without a state nothing records the amax, so the pass that quantizes need not find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 

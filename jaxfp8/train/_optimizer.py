@@ -134,7 +134,10 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
     def apply(update, leaf):
         return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
-    return jax.tree.map(apply, updates, params, is_leaf=lambda u: u is None or isinstance(u, NeedsJaxfp8ApplyUpdates))
+    def is_update(node):
+        return node is None or isinstance(node, NeedsJaxfp8ApplyUpdates)
+
+    return jax.tree.map(apply, updates, params, is_leaf=is_update)
 
 
 @jax.tree_util.register_dataclass
@@ -242,20 +245,26 @@ def _without_state(tree) -> Any:
     """
     flat = _state_tree.flatten(tree)
     tree = _state_tree.unmarked(flat.replace({i: NoState() for i in flat.positions()}))
-    return jax.tree.map(
-        lambda node: NoState() if _state_tree.is_variable(node) else node, tree, is_leaf=_state_tree.is_variable
-    )
+
+    def without_variable(node):
+        return NoState() if _state_tree.is_variable(node) else node
+
+    return jax.tree.map(without_variable, tree, is_leaf=_state_tree.is_variable)
 
 
 def _with_state(tree, source, function) -> Any:
     """Return `tree` with `function(leaf)`, for each leaf of state in `source`, in the empty node of that leaf."""
     flat = _state_tree.flatten(source)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_masked)
     # A leaf in an NNX variable comes with the variable.
     nodes = jax.tree.leaves(_state_tree.unmarked(source), is_leaf=_state_tree.is_variable)
     for i in flat.positions():
         leaves[i] = jax.tree.map(function, nodes[i])
     return treedef.unflatten(leaves)
+
+
+def _is_masked(node) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _argument_without_state(argument, params):

@@ -97,8 +97,10 @@ def _quantized(quantizer, kernel, state, reduce):
     x, state = jax.lax.stop_gradient((kernel, shared(state)))
     (step,) = read_states([quantizer], [state])
     # One scale holds for the whole kernel, whose columns may be several dimensions; blocks lie in matrices.
-    layout = {"cols": x.ndim - 1, "columnwise": x.ndim == 2} if quantizer.has_one_scale else {}
-    q, _ = quantizer.quantize_operand(x, step, OperandOptions(**layout, reduce=reduce))
+    options = OperandOptions(reduce=reduce)
+    if quantizer.has_one_scale:
+        options = options._replace(cols=x.ndim - 1, columnwise=x.ndim == 2)
+    q, _ = quantizer.quantize_operand(x, step, options)
     return dataclasses.replace(q, source=kernel)
 
 

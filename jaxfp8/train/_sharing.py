@@ -185,4 +185,12 @@ def _fork(leaf):
     return leaf, leaf
 
 
-_fork.defvjp(lambda leaf: ((leaf, leaf), None), lambda _, cotangents: (jnp.maximum(*cotangents),))
+def _fork_fwd(leaf):
+    return (leaf, leaf), None
+
+
+def _fork_bwd(residuals, cotangents):
+    return (jnp.maximum(*cotangents),)
+
+
+_fork.defvjp(_fork_fwd, _fork_bwd)

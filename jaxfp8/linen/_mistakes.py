@@ -1,0 +1,74 @@
+"""Products of Linen in a wrong place, and state that they do not read: messages that say where it belongs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+
+from .._jax import _warnings
+from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning
+
+# The beginnings of names of modules and collections with state of other libraries, by the function that converts it.
+_CONVERTERS = {
+    "from_flax": ("Fp8DirectDotGeneralOp_", "Fp8DotGeneralOp_"),
+    "from_transformer_engine": ("TEWrapper_dot_general_", "fp8_metas"),
+}
+
+
+def refuse_class_as_product(cls: type, keywords: dict[str, Any]) -> None:
+    """Refuse the call of a layer that has the class in its field `dot_general`, and calls it as a product."""
+    if "precision" in keywords:
+        raise TypeError(
+            f"{cls.__name__}: a layer was given the class as its product; pass it as dot_general_cls to a layer of "
+            f"Linen, and to a layer of NNX an instance of jaxfp8.nnx.{cls.__name__}"
+        )
+
+
+def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
+    """Refuse the call of a product that no Linen module holds, as a layer of NNX makes it."""
+    if product.scope is None and method.__name__ == "__call__":
+        name = type(product).__name__
+        raise TypeError(
+            f"{name}: expected a call from a Linen module, or by init or apply, got a call of an unbound product; "
+            f"a layer of NNX takes dot_general=jaxfp8.nnx.{name}(recipe), and attention is changed by "
+            "jaxfp8.quantize(model, rules) when it is made"
+        )
+
+
+def refuse_instance_as_cls(product: nn.Module) -> None:
+    """Refuse an instance in a field `dot_general_cls`.
+
+    Flax makes a module in a field a submodule named like the field. A layer calls its dot_general_cls without
+    arguments, for a product; an instance would take that call for a product without operands.
+    """
+    if (product.name or "").endswith("dot_general_cls"):
+        raise TypeError(
+            f"{type(product.parent).__name__}: {product.name}: expected a class or a function that makes a product, "
+            f"got an instance; pass {product.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
+            f"{product.name}=jaxfp8.make_dot_general_cls(recipe)"
+        )
+
+
+def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
+    """Refuse an `init` that cannot write the state: the model would silently train without state."""
+    raise ValueError(
+        f"{'/'.join(product.path)}: {type(recipe).__name__} keeps state, and the collection "
+        f"{OVERWRITE_WITH_GRADIENT!r} cannot be written here: treat it as the parameters. Where an "
+        f"nn.scan broadcasts parameters, as nn.RNN does, pass variable_broadcast=('params', "
+        f"{OVERWRITE_WITH_GRADIENT!r}); where an nn.scan or nn.vmap stacks them, add it to the variable_axes. "
+        "Or add it to the mutable of init, or take a recipe without state"
+    )
+
+
+def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> None:
+    """Warn where the layer at `path` has the state of another library's product, which jaxfp8 does not read."""
+    collections = getattr(layer, "variables", {})
+    for name in (*collections.get(OVERWRITE_WITH_GRADIENT, {}), *set(collections) - {"params"}):
+        converter = next((to for to, prefixes in _CONVERTERS.items() if name.startswith(prefixes)), None)
+        if converter is not None:
+            _warnings.warn(
+                f"{'/'.join(path)}: the variables have state {name!r} of another library, which this "
+                f"layer does not read; convert them once: variables = jaxfp8.convert.{converter}(variables)",
+                FP8StateWarning,
+            )
+            return
