@@ -12,7 +12,7 @@ from typing import Any
 
 from ._jax._table import aligned
 from .ops import _ffi, _support
-from .selftest import _active, _machine
+from .selftest import _machine
 
 
 def about() -> dict[str, Any]:
@@ -28,8 +28,8 @@ def about() -> dict[str, Any]:
         "driver": _try(_machine.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
-        "ops": _try(lambda: _active.active_ops(_support.backend())),
-        "recipes": _try(lambda: _active.active_recipes(_support.backend())),
+        "ops": _try(lambda: _machine.active_ops(_support.backend())),
+        "recipes": _try(lambda: _machine.active_recipes(_support.backend())),
     }
 
 
@@ -106,7 +106,7 @@ def _kernels(machine) -> str:
 
 def _is_intended(row) -> bool:
     """Return whether a row lacks a kernel because none was written for the platform: nothing is missing then."""
-    return row["why"].startswith(_active.NO_KERNEL)
+    return row["why"].startswith(_machine.NO_KERNEL)
 
 
 def _runs(row) -> str:

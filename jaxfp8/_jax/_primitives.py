@@ -1,10 +1,12 @@
-"""Rules that all primitives share: how a primitive runs outside of jit, and a derivative that nothing may use."""
+"""What all primitives share: a run outside of jit, a derivative that nothing may use, the jaxprs of an equation."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 _FIRST_DERIVATIVES_ONLY = (
@@ -79,3 +81,27 @@ _undefined_p.def_impl(refuse_derivative)
 ad.deflinear2(_undefined_p, _transpose)
 batching.primitive_batchers[_undefined_p] = refuse_derivative
 mlir.register_lowering(_undefined_p, refuse_derivative)
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yield the jaxprs among the parameters of an equation; closed jaxprs are opened."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)  # opens a closed jaxpr
+            if hasattr(item, "eqns"):
+                yield item
+
+
+@functools.cache
+def hear(heard: Callable[[], None]) -> None:
+    """Call `heard` whenever a `lax.dot_general` is traced, or runs outside of jit, from now on and in all threads.
+
+    JAX has no hook for that. The primitive gets a `bind` of its own, which adds nothing to a program.
+    """
+    bind = dot_general_p.bind
+
+    def heard_bind(*args, **params):
+        heard()
+        return bind(*args, **params)
+
+    dot_general_p.bind = heard_bind

@@ -3,13 +3,15 @@
 A module is `{leaf name: array}`; all modules of a collection are `{path: module}`, where a path is a tuple of names.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from flax import serialization, traverse_util
 
-from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
+from ..mixed_precision import DynamicLossScale
+from ..recipes import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT, DotGeneralState, QuantizerState
 
 OPERANDS = ("input", "kernel", "output_grad")
 LEAVES = ("amax_history", "scale")
@@ -136,3 +138,29 @@ def _leaf(where, path, module, name):
 def at(path: Path, name: str = "") -> str:
     """Join a path, and the name of a leaf, by `/`, as messages and patterns have paths."""
     return "/".join((*path, name) if name else path)
+
+
+_COUNTERS = "counters"  # of releases until 0.2
+
+
+def _names(state) -> list[str]:
+    return [field.name for field in dataclasses.fields(state) if not field.metadata.get("static")]
+
+
+def _to_state_dict(state) -> dict:
+    return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
+
+
+def _from_state_dict(target, saved: dict):
+    names = _names(target)
+    if set(saved) - {_COUNTERS} != set(names):
+        raise ValueError(
+            f"flax.serialization: {type(target).__name__}: expected the fields {names}, got {sorted(saved)}; this "
+            "checkpoint holds something else"
+        )
+    values = {name: serialization.from_state_dict(getattr(target, name), saved[name], name=name) for name in names}
+    return dataclasses.replace(target, **values)
+
+
+for _cls in (DotGeneralState, QuantizerState, DynamicLossScale):
+    serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict, override=True)

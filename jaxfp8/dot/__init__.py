@@ -6,5 +6,4 @@ from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
 from ._gradient_checks import warn_of_state
 from ._ragged_dot import ragged_dot
-from ._shared_state import shared
-from ._vmapped_state import Static, vmapped_state
+from ._shared_state import Static, shared, vmapped_state

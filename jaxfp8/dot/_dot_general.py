@@ -15,15 +15,15 @@ from jax.typing import ArrayLike, DTypeLike
 from .. import recipes
 from ..ops import _checks, _quantize_activation
 from ..recipes import DotGeneralState, QTensor, Recipe
-from . import _scopes
+from . import _contexts
 from ._compute_dtype import not_wider, promoted
+from ._contexts import current_layer, is_wrapping
 from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
 from ._layout import checked_numbers, layouts, out_shape
 from ._matmul import plus
 from ._product import OUTPUT_NAME, multiply
 from ._shared_state import shared
-from ._wrapping import current_layer, is_wrapping
 
 
 def dot_general(
@@ -107,7 +107,7 @@ def dot_general(
     if recipe is None or is_small(recipe, *both):
         dtypes = _high_precision_dtypes((x, kernel), (x_codes, kernel_codes))
         dtype = not_wider(out_dtype, *dtypes) if dtypes else out_dtype
-        with _scopes.high_precision(_why(recipe)):
+        with _contexts.high_precision(_why(recipe)):
             y = lax.dot_general(
                 recipes.value_of(x, x_codes, dtype),
                 recipes.value_of(kernel, kernel_codes, dtype),

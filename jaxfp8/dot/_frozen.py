@@ -80,14 +80,14 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
     return frozen
 
 
-def is_another(kept, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
-    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales than `kept` holds.
+def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax.Array:
+    """Return bool[]: whether `freeze_operands` gives this kernel other codes or scales than `frozen` holds.
 
     Raises:
-        ValueError: the codes or scales in `kept` have another shape or dtype.
+        ValueError: the codes or scales in `frozen` have another shape or dtype.
     """
-    frozen = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
-    pairs = [] if frozen is None else [(kept[name], frozen[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
+    new = freeze_operands(x_shape, kernel, dimension_numbers, dataclasses.replace(recipe, min_size=0), state)
+    pairs = [] if new is None else [(frozen[name], new[name]) for name in (KERNEL, KERNEL_SCALE_INV)]
     if not pairs or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
         raise ValueError(f"{ANOTHER_KERNEL}: one of shape {kernel.shape}, after one of another shape")
     same = [jnp.all((a == b) | ((a != a) & (b != b))) for a, b in pairs]
@@ -185,9 +185,9 @@ def nothing_to_freeze() -> ValueError:
     )
 
 
-def refuse_untouched(name: str, history, scale) -> None:
+def refuse_untouched(name: str, history, scale_inv) -> None:
     """Raise for the state of a quantizer, called `name`, that has no amax and no scale."""
-    if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale) == 1):
+    if not np.any(np.asarray(history) > 0) and np.all(np.asarray(scale_inv) == 1):
         raise ValueError(
             f"freeze: {name}: no amax was recorded, so its scale would be 1 for ever; run jaxfp8.calibrate on a few "
             "batches first, or train"

@@ -10,7 +10,7 @@ from jax import lax
 
 from .. import ops
 from ..recipes import QTensor, dequantized
-from . import _scopes
+from . import _contexts
 from ._compute_dtype import not_wider, promoted
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
@@ -88,13 +88,13 @@ def _dequantized(a, b, out_dtype, batch, bias):
 
     Codes, and an operand beside codes, are widened to float32.
     """
-    kept = [q.data.dtype for q in (a, b) if q.scale_inv is None]
-    dtype = jnp.float32 if len(kept) < 2 else not_wider(out_dtype, *kept)
+    plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
+    dtype = jnp.float32 if len(plain) < 2 else not_wider(out_dtype, *plain)
     leading = tuple(range(batch))
     contract = [tuple(range(q.ndim - q.cols, q.ndim)) for q in (a, b)]
-    why = f"the recipe keeps an operand in {kept[0]}" if kept else "no FP8 product takes these codes and scales"
+    why = f"the recipe keeps an operand in {plain[0]}" if plain else "no FP8 product takes these codes and scales"
     a, b = (q.data if q.scale_inv is None else dequantized(q.data, q.scale_inv, q.block, q.cols) for q in (a, b))
-    with _scopes.high_precision(why):
+    with _contexts.high_precision(why):
         numbers = contract, (leading, leading)
         wide = promoted(dtype, out_dtype if bias is None else jnp.float32)
         y = lax.dot_general(a.astype(dtype), b.astype(dtype), numbers, preferred_element_type=wide)
@@ -135,7 +135,7 @@ def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
     a, b = (_matrices(q, batch) for q in (a, b))
     for _ in range(batch):
         multiply = jax.vmap(multiply, in_axes=(axes(a), axes(b)))
-    with _scopes.high_precision("the recipe's qgemm multiplies something else than FP8"):
+    with _contexts.high_precision("the recipe's qgemm multiplies something else than FP8"):
         y = multiply(a, b)
     # `qgemm` takes operands in the order of their roles, whatever `swap` is: transpose the result.
     y = y.mT if swap else y

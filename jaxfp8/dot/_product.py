@@ -21,10 +21,10 @@ from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative, undefined_tangents
 from ..ops._implementation import selected, using
 from ..recipes import QTensor, QuantizerStep, largest, value_of
+from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
-from ._wrapping import wrapped
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"

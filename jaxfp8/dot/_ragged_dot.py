@@ -15,6 +15,7 @@ from .._jax import _mesh
 from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
 from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, second, shares_codes, value_of
+from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
@@ -22,9 +23,7 @@ from ._gradient_checks import check_sources, warn_of_state
 from ._layout import Layout
 from ._matmul import is_blockwise
 from ._product import OUTPUT_NAME, differentiated_once
-from ._shared_state import shared
-from ._vmapped_state import Static, vmapped_state
-from ._wrapping import wrapped
+from ._shared_state import Static, shared, vmapped_state
 
 
 def ragged_dot(

@@ -1,4 +1,3 @@
 """Inference: `calibrate` fills histories without training, `freeze` leaves FP8 codes and fixed scales."""
 
-from ._calibrate import calibrate as calibrate
-from ._freeze import freeze as freeze
+from ._calibrate import calibrate as calibrate, freeze as freeze

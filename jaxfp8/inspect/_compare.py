@@ -12,9 +12,9 @@ import numpy as np
 from flax import linen as nn, nnx
 
 from .._jax import _compat
-from .._jax._arrays import split_arrays
 from .._jax._table import aligned, member, natural
-from ..dot import _wrapping
+from .._jax._trees import split_arrays
+from ..dot import _contexts
 from ..nnx import _inspect as nnx_inspect
 from ..numerics import FP8_DTYPES
 
@@ -126,7 +126,7 @@ def _run(fn, arrays, loss, recorder) -> None:
     floats, joined = split_arrays(arrays, _is_float)
 
     def loss_of(floats):
-        with _wrapping.wrapping(recorder):
+        with _contexts.wrapping(recorder):
             return loss(fn(joined(floats)))
 
     jax.block_until_ready(jax.jit(jax.grad(loss_of))(floats))
@@ -167,7 +167,7 @@ class _Recorder:
     def __call__(self, product, fp8, f32, *operands):
         del product  # its static part
         site = len(self.names)
-        self.names.append(_wrapping.current_layer() or "product")
+        self.names.append(_contexts.current_layer() or "product")
         # `custom_vjp` takes arrays; group sizes and codes among them are integers, which have no gradient.
         leaves, tree = jax.tree.flatten(operands)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import ops
 from .._jax._table import aligned, member, natural
-from ..dot import FusedInput, _ragged_dot, _wrapping
+from ..dot import FusedInput, _contexts, _ragged_dot
 from ..recipes import TensorwiseQuantizer, read_states, reading_of, without_max
 
 _TENSORS = ("input", "kernel", "output_grad")
@@ -62,7 +62,7 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
         ValueError: the step ran the backward of no FP8 product.
     """
     _runs.clear()
-    with _wrapping.wrapping(_counted):
+    with _contexts.wrapping(_counted):
         result = jax.block_until_ready(step(*args, **kwargs))
     if not _runs:
         raise ValueError(
@@ -110,7 +110,7 @@ def _counted(product, fp8, f32, *operands):
     del f32
     x, kernel, rest, *_ = operands
     state, codes = operands[-2:]
-    site = _Site(next(_numbers), _wrapping.current_layer() or "product")
+    site = _Site(next(_numbers), _contexts.current_layer() or "product")
     group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
     # 1. Count x and the kernel, with the scales that the product will choose.
     reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer()[:3])

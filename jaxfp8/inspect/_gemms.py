@@ -16,8 +16,7 @@ from ..dot import _gemms
 from ..nnx._inspect import of_arrays
 from ..ops._implementation import using
 from ..recipes import no_reduction
-from ._programs import Place, equations, traced
-from ._target import GEMM_OPS, Target, are_fp8
+from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
 
 _COLUMNS = ("layer", "pass", "product", "times", "line", "why")
 _PLAIN = {

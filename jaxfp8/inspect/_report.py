@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax import _warnings
-from .._jax._arrays import split_arrays
 from .._jax._table import aligned, natural
+from .._jax._trees import split_arrays
 from ..linen._dot_general import Fp8Module
 from ..linen._quantize import Decision, decision, is_layer
 from ..linen._scopes import Region, regions

@@ -4,7 +4,7 @@ from flax import linen as nn, nnx
 
 from .. import linen, nnx as jaxfp8_nnx
 from .._jax import _warnings
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..linen._quantize import warn_of_drop
 from ..recipes import Rules, kind
 

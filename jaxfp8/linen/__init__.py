@@ -8,5 +8,4 @@ from ._dot_general import (
 )
 from ._layers import Dense as Dense, GatedMLP as GatedMLP, NormDense as NormDense
 from ._quantize import quantize as quantize
-from ._scan import scan as scan
-from ._train_state import TrainState as TrainState
+from ._train_state import TrainState as TrainState, scan as scan

@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
-from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum_by
+from ..dot import Activated, Normalized, _contexts, _frozen, dot_general, einsum_by
 from ..numerics import E4M3, E5M2, HYBRID
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, DotGeneralState, QTensor, Recipe
 from . import _mistakes
@@ -43,7 +43,7 @@ class Fp8Module(nn.Module):
     @nn.nowrap
     def naming(self) -> contextlib.AbstractContextManager:
         """Return a context in which the product has the path of its layer, for warnings and `inspect.compare`."""
-        return _wrapping.layer("/".join(self.layer_path()))
+        return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
     def multiply(

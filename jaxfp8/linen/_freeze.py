@@ -15,7 +15,7 @@ from flax import core, linen as nn, serialization, traverse_util
 from flax.core import meta
 from jax.interpreters import partial_eval
 
-from .._jax._arrays import split_arrays
+from .._jax._trees import split_arrays
 from ..dot import _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
 
@@ -132,8 +132,8 @@ def freeze(model: nn.Module, variables, args, kwargs):
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if kept := {path: leaf for path, leaf in state.items() if path[:-1] not in products}:
-        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(kept)
+    if unfrozen := {path: leaf for path, leaf in state.items() if path[:-1] not in products}:
+        collections[OVERWRITE_WITH_GRADIENT] = traverse_util.unflatten_dict(unfrozen)
     return _variables(params | codes, collections)
 
 
@@ -162,6 +162,7 @@ def _refuse_untouched(products, state) -> None:
     """Raise a ValueError where a history is empty: the fixed scale would be 1, not that of any tensor."""
     for product in sorted(products):
         for operand in ("input", "kernel", "linear_input", "linear_weight"):
-            history, scale = (state.get((*product, f"{operand}_{leaf}")) for leaf in ("amax_history", "scale"))
-            if history is not None and scale is not None and not isinstance(history, jax.core.Tracer):
-                _frozen.refuse_untouched("/".join((*product, operand)), history, scale)
+            history = state.get((*product, f"{operand}_amax_history"))
+            scale_inv = state.get((*product, f"{operand}_scale"))  # the state's scale is the scale_inv of the last step
+            if history is not None and scale_inv is not None and not isinstance(history, jax.core.Tracer):
+                _frozen.refuse_untouched("/".join((*product, operand)), history, scale_inv)

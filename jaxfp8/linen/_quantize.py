@@ -24,8 +24,8 @@ from flax import core, linen as nn
 from flax.traverse_util import flatten_dict
 
 from .._jax import _warnings
-from .._jax._typing import Tree
-from ..dot import _scopes
+from .._jax._trees import Tree
+from ..dot import _contexts
 from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, relative, some
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, Fp8Module
@@ -151,7 +151,7 @@ class _Quantized:
         return _with_rules(copy.copy(_plain(self)), self._fp8_rules)
 
     def __reduce_ex__(self, protocol):  # pickle and deepcopy
-        return functools.partial(_with_rules, rules=self._fp8_rules), (_plain(self),)
+        return _with_rules, (_plain(self), self._fp8_rules)
 
     # Python calls `__getattr__` for names that `__getattribute__` does not find. Before `setup` has run these are its
     # submodules, and Flax's `__getattr__` runs `setup`.
@@ -228,11 +228,7 @@ def _hand_out(model, name: str, value):
         return value
     if not isinstance(value, (nn.Module, list, tuple, dict, core.FrozenDict)):
         return value
-    return jax.tree.map(_with_interceptor, value, is_leaf=_is_module)
-
-
-def _is_module(leaf) -> bool:
-    return isinstance(leaf, nn.Module)
+    return jax.tree.map(_with_interceptor, value, is_leaf=lambda leaf: isinstance(leaf, nn.Module))
 
 
 def _with_interceptor(leaf):
@@ -318,7 +314,7 @@ def _interceptor(ran, next_method, args, kwargs, context):
     with contextlib.ExitStack() as stack:
         stack.enter_context(_changed(module, changes))
         if rule.recipe is None:
-            stack.enter_context(_scopes.high_precision(f"rule {decided.index} says None"))
+            stack.enter_context(_contexts.high_precision(f"rule {decided.index} says None"))
         return next_method(*args, **kwargs)
 
 
@@ -347,6 +343,5 @@ def _einsum_layer(layer, recipe, inputs, einsum_str=None):
         shape, broadcast = layer._get_bias_shape(eqn, inputs, kernel)
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    einsum = Fp8Einsum(recipe=recipe)
-    y = einsum(eqn, inputs, kernel, layer.precision, layer.preferred_element_type)
+    y = Fp8Einsum(recipe=recipe)(eqn, inputs, kernel, layer.precision, layer.preferred_element_type)
     return y if bias is None else y + jax.numpy.reshape(bias, broadcast)

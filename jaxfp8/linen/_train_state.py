@@ -1,15 +1,15 @@
-"""TrainState: Flax's TrainState for whole variables dicts, in which `update_state` stores quantizer state."""
+"""TrainState for whole variables dicts, and a scan over layers that reads their state before the loop."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
 import optax
-from flax import core
+from flax import core, linen as nn
 from flax.training import train_state
 
-from ..recipes import OVERWRITE_WITH_GRADIENT
-from ..train import _steps, apply_with_max_grad
+from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
+from ..train import _steps, apply_with_max_grad, max_grad
 
 
 class TrainState(train_state.TrainState):
@@ -87,3 +87,29 @@ class _ApplyWithMaxGrad:
 def _is_variables(params) -> bool:
     """Tell whether `params` is a variables dict: more than the collection `params`."""
     return isinstance(params, (dict, core.FrozenDict)) and "params" in params and len(params) > 1
+
+
+def scan(target: Callable[..., Any], *args: Any, methods: Any = None, **options: Any) -> Callable[..., Any]:
+    """Scan over layers as `nn.scan` does, with the same arguments, parameters and state.
+
+        layers = jaxfp8.linen.scan(
+            Block,
+            variable_axes={"params": 0, "_overwrite_with_gradient": 0},
+            split_rngs={"params": True},
+            length=32,
+        )
+
+    With `jax.grad`, `nn.scan` slices and writes the history of a layer in each iteration. This loop runs over a few
+    numbers of each layer, and all histories move once, after the loop. `jaxfp8.grad` does the same with `nn.scan`.
+    """
+    scanned = nn.scan(target, *args, methods=methods, **options)
+    mapped = nn.map_variables(
+        scanned,
+        OVERWRITE_WITH_GRADIENT,
+        trans_in_fn=max_grad,
+        trans_out_fn=without_max,
+        mutable=True,  # the collection is mutable where the surrounding scope has it mutable
+        methods=methods,
+    )
+    mapped.__name__ = scanned.__name__  # Flax names a layer after this
+    return mapped

@@ -1,6 +1,6 @@
 """Mixed precision: dtypes by operation, loss scaling for float16, and the search for gradients that are not finite."""
 
-from ._finite import (
+from ._floats import (
     all_finite as all_finite,
     first_nonfinite as first_nonfinite,
     first_nonfinite_index as first_nonfinite_index,

@@ -1,11 +1,15 @@
-"""Find the floats of a tree that mixed precision may cast, which FP8 state, codes and their scales are not."""
+"""The floats of a tree that mixed precision may cast, which FP8 state and codes are not; whether all are finite."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from .._jax import _mesh
+from .._jax._trees import Tree
 from ..dot import _frozen
 from ..recipes import QTensor, _state_tree
 
@@ -56,3 +60,166 @@ def map_outside_state(function, tree):
         return function(leaf) if is_outside else leaf
 
     return jax.tree.map(visit, tree, outside_state(tree))
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether all gradients are free of Inf and NaN.
+
+    Only the gradients of parameters count. FP8 state does not: an amax that was not finite is recorded as 0, but the
+    gradients still hold the Inf or NaN that a quantizer met.
+
+    The answer is the same on all devices. In `jit` on a mesh it is the answer for the whole arrays. Inside `shard_map`
+    it is combined over every mesh axis on which gradients differ, pipeline stages included, and with
+    `check_vma=False` over all axes. So all devices must call this function.
+
+    Args:
+        tree: gradients, in float16 or wider: a variables dict, an NNX state, any tree.
+
+    Returns:
+        bool[]; True for a tree without floats.
+    """
+    return jnp.logical_not(jnp.any(_nonfinite(tree)))
+
+
+def select(finite: jax.typing.ArrayLike, new: Tree, old: Tree) -> Tree:
+    """Return `new` if `finite`, else `old`, to keep or drop a whole step.
+
+    Pass all arrays that a step changes, so that no part of a skipped step stays: parameters, optimizer state and FP8
+    state together, or a whole TrainState.
+
+    Args:
+        finite: bool[].
+        new: any tree of arrays.
+        old: a tree of the same structure, shapes and dtypes.
+
+    Returns:
+        `new` or `old`, to the bit.
+
+    Raises:
+        ValueError: the trees differ in structure, or two leaves in shape or dtype; or both trees hold the same arrays,
+            like two `nnx.state` of one module (use `jaxfp8.nnx.step_if`).
+    """
+    expected, got = jax.tree.structure(old), jax.tree.structure(new)
+    if got != expected:
+        raise ValueError(f"select: new: expected the structure of old, {expected}, got {got}")
+    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    # `nnx.state` gives references: after an in-place step both trees hold the new arrays.
+    if pairs and all(isinstance(a, jax.Array) and a is b for a, b in pairs):
+        raise ValueError(
+            "select: old: expected the arrays from before the step, got those of new; nnx.state is no copy, use "
+            "jaxfp8.nnx.step_if or nnx.as_pure"
+        )
+
+    def choose(path, new_leaf, old_leaf):
+        new_leaf, old_leaf = jnp.asarray(new_leaf), jnp.asarray(old_leaf)
+        # `lax.select` would refuse these as well, without a path to the leaf.
+        if (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
+            raise ValueError(
+                f"select: new: {jax.tree_util.keystr(path)}: expected {old_leaf.dtype}{list(old_leaf.shape)} as in "
+                f"old, got {new_leaf.dtype}{list(new_leaf.shape)}; keep parameters and optimizer state in float32"
+            )
+        return lax.select(jnp.asarray(finite), new_leaf, old_leaf)
+
+    return jax.tree_util.tree_map_with_path(choose, new, old)
+
+
+def leaf_names(tree: Any, order: Any = None) -> tuple[str, ...]:
+    """Return the paths of the leaves that `all_finite` reads, in the order of `first_nonfinite_index`.
+
+    Args:
+        tree: gradients.
+        order: parts of paths that name layers, in the order of the forward pass: `["embed", "layers/0", "layers/1",
+            "head"]`. The result is then in the reverse of this order, in which the backward pass meets the layers:
+            the layer nearest to the loss first, leaves of no layer in `order` last. None keeps the order of the tree,
+            which for dicts is alphabetical and not that of the model.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
+    """
+    return tuple(_ordered(tree, order)[0])
+
+
+def first_nonfinite_index(tree: Any, order: Any = None) -> jax.Array:
+    """Find the first gradient with an Inf or NaN under `jit`: an index into `leaf_names(tree, order)`, or -1.
+
+    Args:
+        tree: gradients.
+        order: as in `leaf_names`.
+
+    Returns:
+        i32[], the same on all devices.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
+    """
+    names, positions = _ordered(tree, order)
+    if not names:
+        return jnp.asarray(np.int32(-1))
+    # `argmax` gives the first True. It gives 0 if no flag is True, so `any` has to tell that case apart.
+    bad = _nonfinite(tree)[np.array(positions)]
+    return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), np.int32(-1))
+
+
+def first_nonfinite(tree: Any, order: Any = None) -> str | None:
+    """Return the path of the first gradient that holds an Inf or NaN, or None; outside of `jit`.
+
+    A NaN that arises in the backward of one layer reaches the gradients of all layers before that layer, and no layer
+    after it. So look at the layer nearest to the loss, and pass `order` to find that layer: without `order` the answer
+    is the first leaf in the tree.
+
+    Args:
+        tree: gradients: a variables dict, an NNX state, any tree. FP8 state in the tree does not count.
+        order: as in `leaf_names`.
+
+    Raises:
+        ValueError: `order` names a layer that the tree does not have.
+    """
+    names = leaf_names(tree, order)
+    index = int(first_nonfinite_index(tree, order))
+    return names[index] if index >= 0 else None
+
+
+def _nonfinite(tree):
+    """Return bool[n]: for each float leaf that is not state, whether it holds an Inf or NaN on any device."""
+    # One flag for each leaf, combined over the devices in one reduction.
+    leaves = _gradients(tree)[1]
+    bad = [jnp.logical_not(jnp.all(jnp.isfinite(leaf))) for leaf in leaves]
+    bad = jnp.stack(bad) if bad else jnp.zeros(0, bool)
+    axes = _differing_axes(bad)
+    return lax.pmax(bad.astype(jnp.int32), axes) > 0 if axes else bad
+
+
+def _differing_axes(x) -> tuple[str, ...]:
+    """Return the mesh axes of a `shard_map` over which `x` may differ."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual or not _mesh.varying(lax.axis_index(manual[0])):
+        return tuple(manual)  # outside of `shard_map`, or with check_vma=False
+    return tuple(axis for axis in manual if axis in _mesh.varying(x))
+
+
+def _gradients(tree) -> tuple[list[str], list]:
+    flat = _state_tree.flatten(tree)
+    is_outside = jax.tree.leaves(outside_state(tree))
+    kept = [i for i, leaf in enumerate(flat.leaves) if is_outside[i] and is_inexact(leaf)]
+    return [flat.name(i) for i in kept], [flat.leaves[i] for i in kept]
+
+
+def _ordered(tree, order) -> tuple[list[str], list[int]]:
+    """Return the names of gradients in the order of `leaf_names`, and their positions in the tree."""
+    names = _gradients(tree)[0]
+    layers = list(order or ())
+    unknown = [layer for layer in layers if not any(_is_below(name, layer) for name in names)]
+    if unknown:
+        raise ValueError(f"first_nonfinite: order: expected the names of layers in {names}, got {unknown}")
+
+    def depth(position):
+        return max((i for i, layer in enumerate(layers) if _is_below(names[position], layer)), default=-1)
+
+    # The layer nearest to the loss comes first; leaves of no layer in `order` come last. Sorting is stable.
+    positions = sorted(range(len(names)), key=depth, reverse=True)
+    return [names[i] for i in positions], positions
+
+
+def _is_below(name, layer) -> bool:
+    """Return whether the path `name` has the parts of `layer` side by side: `Dense_0` in `params/Dense_0/kernel`."""
+    return f"/{layer.strip('/')}/" in f"/{name}/"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..dot import promoted
 from ._floats import is_float, map_outside_state
 

@@ -1,6 +1,11 @@
 """Flax NNX: modules that hold quantizer state in `OverwriteWithGradient` variables, and optimizers that store it."""
 
-from ._dot_general import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
+from ._dot_general import (
+    Fp8DotGeneral as Fp8DotGeneral,
+    Fp8Einsum as Fp8Einsum,
+    OverwriteWithGradient as OverwriteWithGradient,
+    trainable as trainable,
+)
 from ._layers import GatedMLP as GatedMLP, Linear as Linear, NormDense as NormDense
 from ._quantize import quantize as quantize
 from ._training import (
@@ -11,4 +16,3 @@ from ._training import (
     update_state as update_state,
     value_and_grad as value_and_grad,
 )
-from ._variables import OverwriteWithGradient as OverwriteWithGradient, trainable as trainable

@@ -1,4 +1,4 @@
-"""Fp8DotGeneral and Fp8Einsum: modules to pass to NNX layers in place of `lax.dot_general` and `jnp.einsum`."""
+"""Fp8DotGeneral and Fp8Einsum for NNX layers, and the variables of their state, whose gradient is the next value."""
 
 import contextlib
 import contextvars
@@ -9,10 +9,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from ..dot import Activated, Normalized, _frozen, _wrapping, dot_general, einsum_by
-from ..recipes import DelayedScaling, DotGeneralState, HighPrecision, QTensor, Recipe, map_variables, resolve
+from ..dot import Activated, Normalized, _contexts, _frozen, dot_general, einsum_by
+from ..recipes import (
+    OVERWRITE_WITH_GRADIENT,
+    DelayedScaling,
+    DotGeneralState,
+    HighPrecision,
+    QTensor,
+    Recipe,
+    map_variables,
+    resolve,
+)
 from . import _mistakes
-from ._variables import OverwriteWithGradient
 
 # The paths of the products by id, while a gradient is taken: an NNX module does not know its own path.
 _paths = contextvars.ContextVar("paths", default=None)
@@ -53,13 +61,13 @@ class _Fp8Product(nnx.Module):
 
     def _naming(self, kernel) -> contextlib.AbstractContextManager:
         """Return a context in which warnings name the layer by its path, or by its kernel where the path is unknown."""
-        path = _wrapping.current_layer()
+        path = _contexts.current_layer()
         if path is None:
             path = (_paths.get() or {}).get(id(self))
         if path is None:
             shape = kernel.shape if isinstance(kernel, QTensor) else jnp.shape(kernel)
             path = f"{type(self).__name__} with a kernel {list(shape)}"
-        return _wrapping.layer(path)
+        return _contexts.layer(path)
 
     def drop_state(self) -> None:
         """Delete the variables of the state."""
@@ -216,3 +224,19 @@ class Fp8Einsum(_Fp8Product):
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
             )
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """Quantizer state: one amax history f32 `(H,)` or one scale f32 `(1,)`. The forward pass only reads it.
+
+    `nnx.bridge` translates these variables to Linen's collection `_overwrite_with_gradient`, and back.
+    """
+
+
+# Flax names the types that it makes for collections after them, and trainers (MaxText) look for that name.
+OverwriteWithGradient.__name__ = OVERWRITE_WITH_GRADIENT
+# overwrite: a Linen model that was bridged before this import has made a type of its own for the collection.
+nnx.register_variable_name(OVERWRITE_WITH_GRADIENT, OverwriteWithGradient, overwrite=True)
+
+# The filter of the variables that a training step changes: `nnx.DiffState(0, jaxfp8.nnx.trainable)`.
+trainable = nnx.Any(nnx.Param, OverwriteWithGradient)

@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .._jax._arrays import split_arrays
-from .._jax._jaxprs import inner_jaxprs
+from .._jax._primitives import inner_jaxprs
+from .._jax._trees import split_arrays
 from ..dot import _frozen, dot_general, einsum_by
 from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
@@ -185,7 +185,8 @@ def _codes(path, layer, call: Call):
     for name in ("input", "kernel"):
         quantizer = getattr(state, name)
         if isinstance(quantizer, QuantizerState) and not isinstance(quantizer.scale, jax.core.Tracer):
-            _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, quantizer.scale)
+            scale_inv = quantizer.scale  # the state's scale is the scale_inv of the last step
+            _frozen.refuse_untouched("/".join(map(str, (*path, name))), quantizer.amax_history, scale_inv)
 
     def codes_of_kernel(kernel, state):
         kernel = kernel.astype(call.kernel.dtype)

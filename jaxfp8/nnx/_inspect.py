@@ -7,8 +7,8 @@ import functools
 import jax
 from flax import nnx
 
-from .._jax._arrays import split_arrays
-from ..dot import _scopes, _wrapping
+from .._jax._trees import split_arrays
+from ..dot import _contexts
 from ._dot_general import _Fp8Product
 from ._quantize import RULES, decision, layers, product
 
@@ -56,9 +56,9 @@ def _named(base):
         with contextlib.ExitStack() as stack:
             if path is not None:
                 stack.enter_context(jax.named_scope(path))
-                stack.enter_context(_wrapping.layer(path))
+                stack.enter_context(_contexts.layer(path))
             if rule is not None:
-                stack.enter_context(_scopes.high_precision(f"rule {rule} says None"))
+                stack.enter_context(_contexts.high_precision(f"rule {rule} says None"))
             return base.__call__(self, *args, **kwargs)
 
     same = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

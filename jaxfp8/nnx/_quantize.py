@@ -5,11 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._jax import _warnings
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, some
-from ._dot_general import Fp8DotGeneral, Fp8Einsum, _Fp8Product
+from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product
 from ._layers import Linear
-from ._variables import OverwriteWithGradient
 
 # The attribute of a model that keeps its rules, for `jaxfp8.report`.
 RULES = "fp8_rules"
@@ -187,6 +186,6 @@ def _forget_unused(model) -> None:
     """Remove from attention the products that none of its layers runs any more, whose state it would keep."""
     for attention in [module for _, module in nnx.iter_modules(model) if isinstance(module, nnx.MultiHeadAttention)]:
         for attribute, users in (("qkv_dot_general", ("query", "key", "value")), ("out_dot_general", ("out",))):
-            kept, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]
-            if isinstance(kept, _Fp8Product) and all(layer.dot_general is not kept for layer in holders):
+            shared, holders = getattr(attention, attribute), [getattr(attention, name) for name in users]
+            if isinstance(shared, _Fp8Product) and all(layer.dot_general is not shared for layer in holders):
                 setattr(attention, attribute, nnx.static(None))

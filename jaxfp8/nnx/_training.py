@@ -14,8 +14,7 @@ from .._jax import _compat, _warnings
 from ..mixed_precision import select
 from ..recipes import OVERWRITE_WITH_GRADIENT, FP8StateWarning, without_max
 from ..train import max_grad as _max_grad, named_errors, optimizer, update_state as _update_state
-from ._dot_general import paths_in
-from ._variables import OverwriteWithGradient, trainable
+from ._dot_general import OverwriteWithGradient, paths_in, trainable
 
 
 def value_and_grad(f: Callable[..., Any], *, argnums: Any = 0, has_aux: bool = False) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """Optimizer states in FP8: the moments of any optax transformation, at a quarter of their bytes."""
 
-from ._memory import Memory as Memory, memory as memory
 from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
 from ._quantized import (
     QuantizedState as QuantizedState,
@@ -8,4 +7,4 @@ from ._quantized import (
     quantize_state as quantize_state,
     quantized as quantized,
 )
-from ._shardings import shardings as shardings
+from ._shardings import Memory as Memory, memory as memory, shardings as shardings

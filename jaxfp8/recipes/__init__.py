@@ -23,8 +23,12 @@ from ._recipe import Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, relative, some
 from ._state import DotGeneralState, QuantizerState, QuantizerStep, init_state, keeps_state, map_variables
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
-from ._static import StaticScaling, StaticScalingQuantizer
 from ._tensor import Block, QTensor, dequantized, value_of
-from ._tensorwise import Float8CurrentScaling, Float8CurrentScalingQuantizer, TensorwiseQuantizer
-from ._warning import FP8StateWarning
-from ._without_fp8 import layer_asks
+from ._tensorwise import (
+    Float8CurrentScaling,
+    Float8CurrentScalingQuantizer,
+    StaticScaling,
+    StaticScalingQuantizer,
+    TensorwiseQuantizer,
+)
+from ._warning import FP8StateWarning, layer_asks

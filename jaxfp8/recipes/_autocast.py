@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._jax import _warnings
-from . import _without_fp8
+from . import _warning
 from ._high_precision import HighPrecision
 from ._recipe import Recipe, checked
 
@@ -79,7 +79,7 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
     _regions_of_task.set((*_regions_of_task.get(), entered))
     try:
         asks_for_fp8 = enabled and not isinstance(recipe, HighPrecision)
-        with _warning_of_awaits(), _without_fp8.warning(recipe, asks_for_fp8):
+        with _warning_of_awaits(), _warning.warning(recipe, asks_for_fp8):
             yield
     finally:
         entered.has_ended = True
@@ -151,7 +151,7 @@ def resolve(recipe: Recipe | None, default) -> Recipe | None:
     Raises:
         TypeError: `recipe`, or the result of `default`, is not a Recipe.
     """
-    _without_fp8.layer_asks()
+    _warning.layer_asks()
     if is_off():
         return None
     if recipe is None:

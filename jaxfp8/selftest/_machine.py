@@ -1,4 +1,4 @@
-"""The machine that programs run on: versions, processor, devices, settings."""
+"""The machine that programs run on, and which implementation of every op and recipe it runs, and why."""
 
 import importlib.metadata
 import os
@@ -6,12 +6,17 @@ import pathlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..ops import _support
+from .. import recipes
+from ..dot import dot_general
+from ..numerics import E4M3
+from ..ops import _ffi, _support
+from . import _cases
 
 PACKAGES = (
     "jaxfp8 jax jaxlib jax-cuda13-plugin jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas "
@@ -55,3 +60,83 @@ def devices() -> list[dict[str, Any]]:
 def settings() -> dict[str, str]:
     """Return the environment variables that JAX and XLA read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "XLA_", "JAXFP8_"))}
+
+
+_N = 256  # a multiple of every block
+_X = jax.ShapeDtypeStruct((_N, _N), jnp.bfloat16)
+_KERNEL = jax.ShapeDtypeStruct((_N, _N), jnp.float32)
+RECIPES = (
+    recipes.DelayedScaling(),
+    recipes.Float8CurrentScaling(),
+    recipes.Float8RowwiseScaling(),
+    recipes.Float8BlockScaling(),
+    recipes.MXFP8BlockScaling(),
+)
+# The reason of an op that runs in jnp because no kernel of it exists for the platform: nothing is broken or missing.
+NO_KERNEL = "no kernel for"
+_SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
+
+
+def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
+    """Return a function that calls an op, and the function's arguments."""
+    shape = (_N,) * (3 if op in _cases.PRODUCTS else 2)
+    return _cases.call(op, _cases.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
+
+
+# `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases call both ops in turn.
+OPS = {op: _example(op) for op in _cases.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
+
+
+def active_ops(platform: str) -> list[dict[str, Any]]:
+    """Return a row for each op on a platform: `name`, `custom_call`, `calls` and `why`.
+
+    `custom_call` says whether the op runs as its custom call, `calls` counts the custom calls in its program by name,
+    and `why` is a clause that says why the op does not run as its custom call, else "".
+    """
+    rows = []
+    for name, (function, arguments) in OPS.items():
+        calls, reasons = _lowered(platform, function, arguments)
+        # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`, which needs half of its results.
+        target = _SHARED_CALL.get(name, name)
+        why = "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
+        rows.append({"name": name, "custom_call": target in calls, "calls": calls, "why": why})
+    return rows
+
+
+def active_recipes(platform: str) -> list[dict[str, Any]]:
+    """Return a row for each recipe, from forward and backward of a layer: `name`, `fp8_products`, `calls` and `why`.
+
+    `fp8_products` counts the products, of 3, that run as FP8 kernels, `calls` counts custom calls by name, and `why` is
+    a clause that says why fewer than 3 products run so, else "".
+    """
+    rows = []
+    for recipe in RECIPES:
+
+        def loss(x, kernel, state, recipe=recipe):
+            return dot_general(x, kernel, (((1,), (0,)), ((), ())), recipe=recipe, state=state).sum()
+
+        # Types are enough: programs are lowered and never run, also for platforms that this machine lacks.
+        state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
+        calls, reasons = _lowered(platform, jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state))
+        products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
+        why = "" if products == 3 else "; ".join(reasons) or _why_not(platform, "scaled_matmul")
+        rows.append({"name": type(recipe).__name__, "fp8_products": products, "calls": calls, "why": why})
+    return rows
+
+
+def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
+    """Return the number of each custom call in a program, and the warnings that its lowering would give."""
+    with _support.listening() as reasons:
+        # Make a new function for each call: JAX does not lower the same function twice.
+        text = jax.jit(lambda *args: function(*args)).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    return dict(sorted(Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text)).items())), reasons
+
+
+def _why_not(platform: str, target: str) -> str:
+    """Return why the custom call is not in a program whose lowering gives no warning; "" where no reason is known."""
+    library = next((row for row in _ffi.libraries() if row.platform == platform), None)
+    if library is None:
+        return f"no native library serves {platform}"
+    if library.error:
+        return f"the native library: {library.error}"
+    return "" if target in library.ops else f"{NO_KERNEL} {platform}"

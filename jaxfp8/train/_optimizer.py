@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
 from ._update import expect_state

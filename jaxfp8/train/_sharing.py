@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import _compat
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..dot import shared
 from ..recipes import _reading, _state_tree, without_max
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from .._jax._typing import Tree
+from .._jax._trees import Tree
 from ..numerics import _scaling
 from ..recipes import _state_tree
 
@@ -143,7 +143,7 @@ def _next_quantizer(old_history, old_scale, new_history, new_scale):
         smallest number of the row's old state.
     """
     # 1. Move the slots of history and scale to the last axis, clean the old state and roll it. A row with a number
-    # below zero keeps it, so that it stays visible.
+    # below zero keeps it, so that it stays visible. The state's scale is the scale_inv of the last step.
     axis = _state_tree.slot_axis("update_state", old_history, old_scale)
     rows = [jnp.moveaxis(x.astype(jnp.float32), axis, -1) for x in (old_history, old_scale, new_history, new_scale)]
     history, old_scale, new_history, new_scale = rows  # [..., H] and [..., 1]

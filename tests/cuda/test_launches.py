@@ -7,11 +7,11 @@ import pytest
 
 from jaxfp8 import ops
 from jaxfp8.ops import _ffi
-from jaxfp8.selftest import _active
+from jaxfp8.selftest import _machine
 
 from . import emulated
 
-ONE_KERNEL = dict.fromkeys(_active.OPS, (1, 0, 0))
+ONE_KERNEL = dict.fromkeys(_machine.OPS, (1, 0, 0))
 # An amax is a maximum into zeros, where none is raised in place; row-wise blocks are in the last test.
 LAUNCHES = ONE_KERNEL | dict.fromkeys(
     ("amax", "quantize", "quantize_transpose", "quantize_activation", "quantize_activation_grad", "quantize_norm"),
@@ -24,7 +24,7 @@ LAUNCHES["transpose_blocks"] = (2, 0, 0)  # the scales of whole blocks come befo
     "op", [op for op in LAUNCHES if op not in ("scaled_matmul", "block_scaled_matmul", *_ffi._CPU_ONLY)]
 )
 def test_launches(op, handlers, over_handlers):
-    function, arguments = _active.OPS[op]
+    function, arguments = _machine.OPS[op]
     arguments = [np.ones(x.shape, x.dtype) for x in arguments]
     compiled = jax.jit(function).lower(*arguments).compile()
     emulated.launches(handlers)

@@ -8,7 +8,7 @@ from jax import lax
 from mesh import collective_cases as cases, test_collectives_of_codes as test_collectives, test_wire
 
 from jaxfp8._jax import _mesh
-from jaxfp8.collectives import _collectives, _transfer
+from jaxfp8.collectives import _collectives
 from jaxfp8.recipes import AmaxReduction, HighPrecisionQuantizer
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
@@ -30,8 +30,8 @@ def method(mutant):
     """`mutant(original, self, *arguments)` in place of `move`, which quantizes and sends."""
 
     def install(monkeypatch):
-        original = _transfer._Transfer.move
-        monkeypatch.setattr(_transfer._Transfer, "move", lambda *args: mutant(original, *args))
+        original = _collectives._Transfer.move
+        monkeypatch.setattr(_collectives._Transfer, "move", lambda *args: mutant(original, *args))
 
     return install
 
@@ -100,7 +100,7 @@ def of_one_device(aval, ct):
 
 # name -> (what it changes, the comparison that sees it)
 MUTANTS = {
-    "codes are float8 numbers": (attribute(_transfer, "_as_bytes", lambda _: as_numbers), wire("current")),
+    "codes are float8 numbers": (attribute(_collectives, "_as_bytes", lambda _: as_numbers), wire("current")),
     "the cotangent is not quantized": (method(backward_as_it_is), wire("block")),
     "the cotangent in the forward's format": (method(forward_format), numpy("ppermute", "current")),
     "amaxes are forgotten": (method(forgets_the_amax), numpy("all_to_all", "delayed")),
@@ -108,15 +108,15 @@ MUTANTS = {
         attribute(AmaxReduction, "__call__", without_reduction),
         numpy("all_to_all", "current", check_vma=False),
     ),
-    "scales of rows stay": (attribute(_transfer, "_as_bytes", scales_stay), numpy("ppermute", "rowwise")),
-    "scales of stages stay": (attribute(_transfer._Transfer, "send_scales", one_scale), stages("ppermute")),
+    "scales of rows stay": (attribute(_collectives, "_as_bytes", scales_stay), numpy("ppermute", "rowwise")),
+    "scales of stages stay": (attribute(_collectives._Transfer, "send_scales", one_scale), stages("ppermute")),
     "back as forth": (attribute(_collectives, "_call", back_as_forth), numpy("ppermute", "current")),
     "the state of examples adds": (
-        attribute(_transfer, "vmapped_state", lambda _: lambda state, x: state),
+        attribute(_collectives, "vmapped_state", lambda _: lambda state, x: state),
         numpy("all_to_all", "delayed", cases.vmap),
     ),
     "the state of uses adds": (
-        attribute(_transfer, "shared", lambda _: lambda state: state),
+        attribute(_collectives, "shared", lambda _: lambda state: state),
         test_collectives.test_two_uses_of_a_replicated_x,
     ),
     "no sum for what is replicated": (

@@ -11,7 +11,7 @@ from jax import lax
 from mixed_precision import test_finite, test_loss_scale, test_training, trainers
 
 from jaxfp8 import mixed_precision
-from jaxfp8.mixed_precision import DynamicLossScale, _finite, _floats
+from jaxfp8.mixed_precision import DynamicLossScale, _floats
 
 pytestmark = [
     pytest.mark.usefixtures("promotion_as_optax_wants"),
@@ -79,7 +79,7 @@ def params_alone(finite, new, old):
 
 
 def state_left_behind(finite, new, old):
-    both = _finite.select(finite, new, old)
+    both = _floats.select(finite, new, old)
     return both.replace(params={**new.params, "params": both.params["params"]})
 
 
@@ -88,7 +88,7 @@ def this_device_alone(x):
 
 
 def nan_alone(tree):
-    return jnp.logical_not(jnp.any(jnp.stack([jnp.isnan(leaf).any() for leaf in _finite._gradients(tree)[1]])))
+    return jnp.logical_not(jnp.any(jnp.stack([jnp.isnan(leaf).any() for leaf in _floats._gradients(tree)[1]])))
 
 
 MUTANTS = {
@@ -109,7 +109,7 @@ MUTANTS = {
     "skips parameters alone, float16": (adam, mixed_precision, "select", params_alone),
     "does not skip FP8 state": (adam_in_fp8, mixed_precision, "select", state_left_behind),
     "sees NaN alone": (infinities, test_finite, "all_finite", nan_alone),
-    "asks this device alone": (devices, _finite, "_differing_axes", this_device_alone),
+    "asks this device alone": (devices, _floats, "_differing_axes", this_device_alone),
 }
 
 

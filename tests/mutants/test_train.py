@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from train import test_accumulate, test_optimizer, test_update_state
 
-from jaxfp8.train import _accumulate, _optimizer, _steps, _update
+from jaxfp8.train import _optimizer, _steps, _update
 
 pytestmark = [
     pytest.mark.usefixtures("promotion_as_optax_wants"),
@@ -26,7 +26,7 @@ unscaled = functools.partial(test_update_state.test_safe_under_jit, 2.0**-16)
 clipped_as_a_whole = functools.partial(test_update_state.test_other_factors_are_loud_under_jit, 0.0317, False)
 summed = functools.partial(test_update_state.test_raises_outside_of_jit, 2)
 rejected = functools.partial(test_optimizer.test_rejected_steps_roll_back, test_optimizer.GUARDS["inside"])
-largest = _accumulate.maximum
+largest = _steps.maximum
 
 
 def stored_as_it_comes(old_history, old_scale, new_history, new_scale):
@@ -39,10 +39,10 @@ def add_the_difference(self, leaf):
 
 
 MUTANTS = {
-    "sum for max": (_accumulate, "maximum", lambda a, g: a + g, scan),
+    "sum for max": (_steps, "maximum", lambda a, g: a + g, scan),
     "sum for max over mini-steps": (_steps, "maximum", lambda a, g: a + g, mini_steps),
-    "the last microbatch wins": (_accumulate, "maximum", lambda a, g: g, scan),
-    "state divided by n": (_accumulate, "maximum", lambda a, g: largest(a, g / 3), mean),
+    "the last microbatch wins": (_steps, "maximum", lambda a, g: g, scan),
+    "state divided by n": (_steps, "maximum", lambda a, g: largest(a, g / 3), mean),
     "a roll for every microbatch": (_steps, "_any_differs", lambda *_: jnp.array(True), mini_steps),
     "state only of the last mini-step": (_steps, "maximum", lambda a, g: g, mini_steps),
     "untouched rows overwritten": (_update, "_next_quantizer", stored_as_it_comes, rows),

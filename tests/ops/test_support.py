@@ -14,7 +14,7 @@ import jaxfp8
 from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
 from jaxfp8.ops import _disabled, _ffi, _support
-from jaxfp8.selftest import _active
+from jaxfp8.selftest import _machine
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
 
@@ -175,11 +175,11 @@ def test_what_says_that_an_op_is_disabled(machine):
     machine()
     inspect.assert_fp8(product, *operands, platform="cuda")
     machine(disabled="quantize_norm,scaled_matmul")
-    rows = _active.active_ops("cuda")
+    rows = _machine.active_ops("cuda")
     assert {row["name"] for row in rows if row["why"] == "no kernel for cuda"} == set(OPS) - set(ON_GPUS)
     why = {row["name"]: row["why"] for row in rows if row["why"] and row["name"] in ON_GPUS}
     assert why == {name: f"JAXFP8_DISABLE names {name}" for name in ("quantize_norm", "scaled_matmul")}
-    recipe = _active.active_recipes("cuda")[0]
+    recipe = _machine.active_recipes("cuda")[0]
     assert (recipe["fp8_products"], recipe["why"]) == (0, "JAXFP8_DISABLE names scaled_matmul")
     with pytest.raises(AssertionError, match="JAXFP8_DISABLE names scaled_matmul"):
         inspect.assert_fp8(product, *operands, platform="cuda")

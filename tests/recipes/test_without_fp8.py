@@ -11,7 +11,7 @@ from flax import nnx
 import jaxfp8
 import jaxfp8.linen
 import jaxfp8.nnx
-from jaxfp8.recipes import _without_fp8
+from jaxfp8.recipes import _warning
 
 CURRENT, DELAYED = jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling(amax_history_len=3)
 X = jnp.ones((4, 8))
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _recipes_that_reached_no_layer(monkeypatch):
-    monkeypatch.setattr(_without_fp8, "_reached", set())
+    monkeypatch.setattr(_warning, "_reached", set())
 
 
 def in_region(function, *args, **kwargs):
@@ -108,7 +108,7 @@ def test_regions_that_say_nothing():
     assert said(in_region(in_region(plain, enabled=False), CURRENT)) == []
     assert said(in_region(lambda: jnp.sum(X), CURRENT)) == []
     for function in (own_recipe, builds, nested, trains):
-        _without_fp8._reached.clear()
+        _warning._reached.clear()
         assert said(in_region(function, CURRENT)) == [], function
     assert said(in_region(plain, CURRENT)) == []  # as beside a call of a compiled function with layers
     with pytest.raises(KeyError):

@@ -13,7 +13,7 @@ from ops.test_support import gpu, machine as machine
 import jaxfp8
 from jaxfp8 import __main__ as command
 from jaxfp8.ops import _disabled, _ffi, _modules, _support
-from jaxfp8.selftest import _active, _machine
+from jaxfp8.selftest import _machine
 
 ON_CPU = {*cases.TARGETS, "quantize_blocks"}
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
@@ -27,8 +27,8 @@ def by_name(rows) -> dict:
 @pytest.fixture
 def few_programs(monkeypatch):
     """One op and one recipe, where the others would say the same."""
-    monkeypatch.setattr(_active, "OPS", {"amax": _active.OPS["amax"]})
-    monkeypatch.setattr(_active, "RECIPES", _active.RECIPES[:1])
+    monkeypatch.setattr(_machine, "OPS", {"amax": _machine.OPS["amax"]})
+    monkeypatch.setattr(_machine, "RECIPES", _machine.RECIPES[:1])
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def no_libraries(monkeypatch, tmp_path):
 
 def test_every_op_is_there():
     """Those with a custom call of their own, and the one that shares a call."""
-    assert set(_active.OPS) == {*cases.TARGETS, *cases.CUDA_TARGETS, "quantize_blocks"}
+    assert set(_machine.OPS) == {*cases.TARGETS, *cases.CUDA_TARGETS, "quantize_blocks"}
 
 
 @NATIVE
 def test_ops_on_cpu():
-    rows = by_name(_active.active_ops("cpu"))
+    rows = by_name(_machine.active_ops("cpu"))
     assert {name for name, row in rows.items() if row["custom_call"]} == ON_CPU
     for name, row in rows.items():
         assert row["why"] == ("" if name in ON_CPU else "no kernel for cpu"), name
@@ -72,7 +72,7 @@ def test_a_machine_with_amds_gpus(monkeypatch, few_programs):
 
 
 def test_recipes_on_cpu():
-    rows = by_name(_active.active_recipes("cpu"))
+    rows = by_name(_machine.active_recipes("cpu"))
     assert all(row["fp8_products"] == 0 and row["why"] for row in rows.values())
     assert set(rows) == {name for name in dir(jaxfp8) if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)}
 
@@ -81,7 +81,7 @@ def test_recipes_on_cpu():
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     """Products without an FP8 kernel are intended on a CPU; a kernel that is switched off is not."""
-    monkeypatch.setattr(_active, "OPS", {name: _active._example(name) for name in ("amax", "scaled_matmul")})
+    monkeypatch.setattr(_machine, "OPS", {name: _machine._example(name) for name in ("amax", "scaled_matmul")})
     if disabled:
         monkeypatch.setattr(_disabled, "_disabled", frozenset({"amax"}))
     printed = command.text(command.about() | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}})
@@ -98,25 +98,25 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
 def test_capable_gpus(machine, capability, ops, recipes):
     """Which ops do not run there, and which recipes have fewer than three FP8 products."""
     machine(gpu(capability))
-    assert [row["name"] for row in _active.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
+    assert [row["name"] for row in _machine.active_ops("cuda") if row["why"] or not row["custom_call"]] == [
         *cases.CPU_ONLY,
         *ops,
     ]
-    rows = by_name(_active.active_recipes("cuda"))
+    rows = by_name(_machine.active_recipes("cuda"))
     assert {name for name, row in rows.items() if row["fp8_products"] < 3} == set(recipes)
     assert all(rows[name]["why"].startswith("block_scaled_matmul:") for name in recipes)
 
 
 def test_a_gpu_without_fp8(machine, few_programs):
     machine(gpu("8.0"))
-    rows = [*_active.active_ops("cuda"), *_active.active_recipes("cuda")]
+    rows = [*_machine.active_ops("cuda"), *_machine.active_recipes("cuda")]
     reason = "A fake GPU has compute capability 8.0, FP8 needs 8.9 or newer"
     assert {row["why"] for row in rows} == {reason} and not any(row["calls"] for row in rows)
 
 
 def test_a_gpu_without_cublaslt(machine):
     machine(gpu("9.0"), cublaslt="libcublasLt.so.13: cannot open")
-    rows = by_name(_active.active_ops("cuda"))
+    rows = by_name(_machine.active_ops("cuda"))
     without = dict.fromkeys(("scaled_matmul", "block_scaled_matmul"), "libcublasLt.so.13: cannot open")
     without |= dict.fromkeys(cases.CPU_ONLY, "no kernel for cuda")
     assert {name: row["why"] for name, row in rows.items() if row["why"]} == without
@@ -126,8 +126,8 @@ def test_a_gpu_without_cublaslt(machine):
 def test_asking_takes_no_warning_away(machine):
     """A program lowered later warns as if nobody had asked."""
     machine(gpu("8.0"))
-    _active.active_ops("cuda")
-    function, arguments = _active.OPS["amax"]
+    _machine.active_ops("cuda")
+    function, arguments = _machine.OPS["amax"]
     with pytest.warns(RuntimeWarning, match=r"capability 8\.0"):
         jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
@@ -136,7 +136,7 @@ def test_no_libraries(no_libraries, few_programs):
     cpu, cuda = _ffi.libraries()
     assert cpu.error == "not built: no Python.h" and cpu.path is None
     assert cuda.error == "not built: no nvcc" and cuda.built_for == ""
-    rows = _active.active_ops("cpu")
+    rows = _machine.active_ops("cpu")
     assert {row["why"] for row in rows} == {f"the native library: {cpu.error}"}
     assert command.cublaslt() == {"error": "not looked for, as there is no CUDA library"}
     printed = command.text(command.about())

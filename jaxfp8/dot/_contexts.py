@@ -1,4 +1,4 @@
-"""Wrap every FP8 product while a program is traced: `jaxfp8.inspect.compare` and `count` measure products so."""
+"""Contexts of products that are traced: the layer, a wrapper around the product, the reason of high precision."""
 
 import contextlib
 import contextvars
@@ -47,3 +47,16 @@ def layer(name: str):
 def current_layer() -> str | None:
     """Return the name of the innermost layer, "" for a model that is one layer; None outside of any layer."""
     return _layer.get()
+
+
+_HIGH_PRECISION = "high precision: "
+
+
+def high_precision(reason: str):
+    """Return a context for products that are in high precision for this reason, a clause without a slash."""
+    return jax.named_scope(_HIGH_PRECISION + reason)
+
+
+def reason(scope: str) -> str | None:
+    """Return the reason in the name of a scope; None for other scopes."""
+    return scope.removeprefix(_HIGH_PRECISION) if scope.startswith(_HIGH_PRECISION) else None

@@ -1,7 +1,7 @@
-"""Split the arrays of a pytree from its other leaves, such as flags and functions, which tracing cannot take."""
+"""Pytrees: the type of a tree, and its arrays apart from leaves that tracing cannot take, as flags and functions."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -20,3 +20,7 @@ def split_arrays(tree: Any, is_split: Callable[[Any], bool] = is_array) -> tuple
         return treedef.unflatten([next(arrays) if is_split(leaf) else leaf for leaf in leaves])
 
     return list(filter(is_split, leaves)), joined
+
+
+# A pytree or a model: the result has the type of the argument.
+Tree = TypeVar("Tree")
