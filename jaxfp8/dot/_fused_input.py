@@ -77,9 +77,17 @@ class Activated(FusedInput):
         """Return the input without gradient, for its codes."""
         return Activated(jax.lax.stop_gradient(self.x), self.activation)
 
-    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
-        """Quantize the values by the op; see `quantize_fused`."""
-        return ops.quantize_activation(self.x, scale, dtype, activation=self.activation, **options)
+    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
+        """Quantize the values by the op; see `_quantize_by`."""
+        return ops.quantize_activation(
+            self.x,
+            scale,
+            dtype,
+            activation=self.activation,
+            amax=amax,
+            with_amax=amax is not None,
+            rows=len(self.shape) - 1,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -107,10 +115,20 @@ class Normalized(FusedInput):
         """Return the input without gradient, for its codes."""
         return jax.lax.stop_gradient(self)
 
-    def quantize(self, scale: jax.Array, dtype: Any, **options: Any) -> Any:
-        """Quantize the values by the op; see `quantize_fused`."""
-        options |= {"kind": self.kind, "epsilon": self.epsilon}
-        return ops.quantize_norm(self.x, self.scale, self.bias, scale, dtype, **options)
+    def quantize(self, scale: jax.Array, dtype: Any, amax: jax.Array | None) -> tuple:
+        """Quantize the values by the op; see `_quantize_by`."""
+        return ops.quantize_norm(
+            self.x,
+            self.scale,
+            self.bias,
+            scale,
+            dtype,
+            kind=self.kind,
+            epsilon=self.epsilon,
+            amax=amax,
+            with_amax=amax is not None,
+            rows=len(self.shape) - 1,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +149,7 @@ class ActivationGradient:
     @property
     def value(self) -> jax.Array:
         """Return the gradient of y, in the dtype of y."""
-        return jax.vjp(functools.partial(ops.activate, activation=self.activation), self.y)[1](self.grad)[0]
+        return jax.vjp(_activate(self.activation), self.y)[1](self.grad)[0]
 
 
 def activated(x: ArrayLike, activation: str) -> Activated:
@@ -197,10 +215,12 @@ def quantize_fused(fused: FusedInput, quantizer: Any, step: Any, reduce: Any) ->
         step: the result of `read_states` for this quantizer, or None where there is no state.
         reduce: the AmaxReduction of the product.
     """
-    rows = len(fused.shape) - 1
-    options = OperandOptions(rows, reduce=reduce)
-    quantize = functools.partial(fused.quantize, rows=rows)
-    return _quantize_by(quantize, quantizer, step, options, lambda: ops.amax(fused.value))[0]
+
+    def current_amax():
+        return ops.amax(fused.value)
+
+    options = OperandOptions(len(fused.shape) - 1, reduce=reduce)
+    return _quantize_by(fused.quantize, quantizer, step, options, current_amax)[0]
 
 
 def quantize_gradient(
@@ -215,7 +235,10 @@ def quantize_gradient(
         return quantizer.quantize_operand(grad, step, options)
     if not quantizer.has_one_scale:
         return quantizer.quantize_operand(grad.value, step, options)
-    values = functools.partial(activation_grad, grad.y, grad.grad, grad.activation)
+
+    def values():
+        return activation_grad(grad.y, grad.grad, grad.activation)
+
     # The op has no columns for a batch of kernels.
     if options.cols != 1 + ops.is_gated(grad.activation):
         return quantizer.quantize_operand(values(), step, options)
@@ -226,11 +249,20 @@ def quantize_gradient(
             return ops.amax(values())
 
     has_sums = options.columnwise and options.column_sums
-    layout = {"transpose": options.columnwise, "rows": options.rows, "column_sums": has_sums}
 
-    def quantize(*scaling, **recording):
-        operands = grad.y, grad.grad, *scaling
-        return ops.quantize_activation_grad(*operands, activation=grad.activation, **layout, **recording)
+    def quantize(scale, dtype, amax):
+        return ops.quantize_activation_grad(
+            grad.y,
+            grad.grad,
+            scale,
+            dtype,
+            activation=grad.activation,
+            transpose=options.columnwise,
+            amax=amax,
+            with_amax=amax is not None,
+            rows=options.rows,
+            column_sums=has_sums,
+        )
 
     q, *sums = _quantize_by(quantize, quantizer, step, options, current_amax)
     return q, sums[0] if has_sums else options.sum_rows(values()) if options.column_sums else None
@@ -240,7 +272,7 @@ def _quantize_by(quantize, quantizer, step, options, current_amax) -> tuple:
     """Choose the scale, quantize by an op that computes the tensor, and record its amax.
 
     Args:
-        quantize: `(scale, dtype, amax=, with_amax=) -> (data, data_t, amax, *column sums)`.
+        quantize: `(scale, dtype, amax so far or None) -> (data, data_t, amax, *column sums)`.
         quantizer: has one scale for the whole tensor.
         step, options: see `Quantizer.quantize_operand`.
         current_amax: returns the amax of the tensor, see `TensorwiseQuantizer`.
@@ -249,7 +281,7 @@ def _quantize_by(quantize, quantizer, step, options, current_amax) -> tuple:
         `(QTensor, *column sums)`.
     """
     scale, scale_inv, amax = quantizer.choose_scale(current_amax, step, options.reduce)
-    data, data_t, amax, *sums = quantize(scale, quantizer.fp8_dtype, amax=amax, with_amax=amax is not None)
+    data, data_t, amax, *sums = quantize(scale, quantizer.fp8_dtype, amax)
     step = quantizer.record(step, amax)
     return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *sums
 

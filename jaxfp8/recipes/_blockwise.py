@@ -22,24 +22,38 @@ class BlockwiseQuantizer(FP8Quantizer):
     Attributes:
         fp8_dtype: the dtype of the codes, float8_e4m3fn or float8_e5m2.
         block: `(r, c)`, the rows and columns that share a scale; `c = None` stands for all columns.
+        scale_dtype, rounding: the dtype of the scales and the rounding of their exponents, see `ops.quantize_blocks`.
     """
+
+    scale_dtype = "f32"
+    rounding = "ceil"
 
     def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-        blocks = {"rows": options.rows, "cols": options.cols} | self.scaling()
-        if options.columnwise:  # a GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads
-            data, scale_inv, data_t, scale_inv_t = ops.quantize_blocks_transpose(x, self.fp8_dtype, **blocks)
-        else:
-            data, scale_inv = ops.quantize_blocks(x, self.fp8_dtype, **blocks)
-            data_t = scale_inv_t = None
+        # A GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads.
+        quantize = ops.quantize_blocks_transpose if options.columnwise else ops.quantize_blocks
+        data, scale_inv, *transposed = quantize(
+            x,
+            self.fp8_dtype,
+            block=self.block,
+            scale=self.scale_dtype,
+            rounding=self.rounding,
+            power_2_scale=self.power_2_scale and self.scale_dtype == "f32",  # E8M0 holds nothing but powers of two
+            rows=options.rows,
+            cols=options.cols,
+        )
         # The product has to know whether scales are powers of two: newer GPUs multiply no other float32 scales of
         # blocks (`ops._scale_layouts`).
-        layout = {"block": self.block, "cols": options.cols, "power_2_scale": self.power_2_scale}
-        return QTensor(data, scale_inv, data_t, scale_inv_t, step=step, **layout), options.sum_rows(x)
-
-    def scaling(self) -> dict[str, Any]:
-        """Return the keywords of `ops.quantize_blocks` that say how blocks are scaled."""
-        return {"block": self.block, "power_2_scale": self.power_2_scale}
+        q = QTensor(
+            data,
+            scale_inv,
+            *transposed,
+            step=step,
+            block=self.block,
+            cols=options.cols,
+            power_2_scale=self.power_2_scale,
+        )
+        return q, options.sum_rows(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +206,10 @@ class MXFP8Quantizer(BlockwiseQuantizer):
     fp8_dtype: np.dtype = E4M3.dtype
     rounding: str = "ceil"
     block = (1, 32)
+    scale_dtype = "e8m0"
     power_2_scale = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"MXFP8Quantizer: rounding: expected one of {ROUNDINGS}, got {self.rounding!r}")
-
-    def scaling(self) -> dict[str, Any]:
-        """Return the keywords of `ops.quantize_blocks`; see `BlockwiseQuantizer.scaling`."""
-        return {"block": self.block, "scale": "e8m0", "rounding": self.rounding}

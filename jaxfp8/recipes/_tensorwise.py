@@ -1,7 +1,6 @@
 """Quantizers with one scale for the whole tensor: from its amax in current scaling, from a bound in static scaling."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -29,16 +28,27 @@ class TensorwiseQuantizer(FP8Quantizer):
 
     def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
+
         # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
         # amax so far, which the next pass raises.
-        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
-        recording = {"amax": amax, "with_amax": amax is not None}
+        def current_amax():
+            return ops.amax(x)
+
+        scale, scale_inv, amax = self.choose_scale(current_amax, step, options.reduce)
         # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
         if options.columnwise:
-            layout = {"rows": options.rows, "cols": options.cols, "column_sums": options.column_sums}
-            data, data_t, amax, *sums = ops.quantize_transpose(x, scale, self.fp8_dtype, **recording, **layout)
+            data, data_t, amax, *sums = ops.quantize_transpose(
+                x,
+                scale,
+                self.fp8_dtype,
+                amax=amax,
+                with_amax=amax is not None,
+                rows=options.rows,
+                cols=options.cols,
+                column_sums=options.column_sums,
+            )
         else:
-            data, amax = ops.quantize(x, scale, self.fp8_dtype, **recording)
+            data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax, with_amax=amax is not None)
             data_t, sums = None, [options.sum_rows(x)]
         # 3. Record the amax.
         step = self.record(step, amax)

@@ -69,5 +69,6 @@ def test_quantizers_use_it(quantizer):
     jaxpr = jax.make_jaxpr(lambda x: quantizer.quantize(x, None)[0])(x)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["jaxfp8_quantize_blocks_transpose"]
     q, _ = quantizer.quantize(x, None)
-    options = quantizer.scaling()
+    options = {"block": quantizer.block, "scale": quantizer.scale_dtype, "rounding": quantizer.rounding}
+    options["power_2_scale"] = quantizer.power_2_scale and quantizer.scale_dtype == "f32"
     assert_layouts((q.data, q.scale_inv, q.data_t, q.scale_inv_t), x, oracle.E4M3, options.pop("block"), **options)
