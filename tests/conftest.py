@@ -90,9 +90,16 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_left_out else None
 
 
+def pytest_configure(config):
+    """Workers take files in the order of tests: xdist would put those with the most tests first, not the longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     tiers.mark(items, TESTS)
+    tiers.order(items, TESTS)
 
 
 def pytest_runtest_setup(item):

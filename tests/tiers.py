@@ -1,7 +1,7 @@
 """The three tiers of tests: `make test` (minutes), CI, and `make test-all`, from marks and the table below.
 
 `slow` is what only `make test-all` runs, `ci` what CI runs besides `make test`. Few tests carry either by hand. Of a
-product of parameters CI runs the cases that differ from the first values in one place, and a diagonal.
+product of parameters `make test` runs a diagonal, and CI the cases that differ from the first values in one place.
 """
 
 import collections
@@ -32,6 +32,21 @@ ONE_CASE = {
     *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "dot/test_einsum.py"),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
+# Where CI runs the diagonal too: the custom calls and the jnp reference of an op are programs of their own.
+DIAGONAL_IN_CI = "ops"
+# Whole files go to workers, in this order and then by name: the longest first, so that none is left for one core.
+LONGEST = (
+    *("docs/test_docs.py", "programs/test_programs.py", "ops/test_transforms.py", "bad_days/test_rows.py"),
+    *("benchmarks/test_loss_gap.py", "mesh/test_shard_map.py", "ops/test_raw_targets.py", "mesh/test_odd_shards.py"),
+    *("dot/test_fused_gradients.py", "optim/test_quantized.py", "recipes/test_meshes.py", "ops/test_produced.py"),
+    *("cuda/test_emulated_kernels.py", "benchmarks/test_compare.py", "programs/test_readings.py"),
+)
+
+
+def order(items, tests: pathlib.Path) -> None:
+    """Put the tests of the longest files first; those of a file stay together."""
+    places = {path: place for place, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(tests).as_posix(), len(LONGEST)))
 
 
 def mark(items, tests: pathlib.Path) -> None:
@@ -48,10 +63,9 @@ def mark(items, tests: pathlib.Path) -> None:
         for case, position in zip(cases, positions, strict=True):
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
-            if _differences(case, position) > 1 and not on_diagonal:
-                case.add_marker("slow")
-            elif not in_fast:
-                case.add_marker("ci")
+            in_nightly = _differences(case, position) > 1 and not (on_diagonal and path.parts[0] == DIAGONAL_IN_CI)
+            if not in_fast:
+                case.add_marker("slow" if in_nightly else "ci")
 
 
 def is_in_ci(path: pathlib.Path) -> bool:

@@ -27,11 +27,12 @@ def rows(text) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()}
 
 
-def test_all_arms_train(tmp_path):
-    done = run(tmp_path, "--tiny", "--json", "out/all.json", "--out", "all.png")
+@pytest.mark.parametrize("arms", [["bf16", "f16", "mxfp8"], pytest.param(HERE, marks=pytest.mark.slow)], ids=len)
+def test_arms_train(tmp_path, arms):
+    done = run(tmp_path, "--tiny", "--arms", *arms, "--json", "out/all.json", "--out", "all.png")
     written = json.loads((tmp_path / "out/all.json").read_text())
     results, printed = written["results"], rows(done.stdout)
-    assert list(results) == HERE and set(HERE) <= set(printed)
+    assert list(results) == arms and set(arms) <= set(printed)
     for name, row in results.items():
         ms, ratio, peak, kept, loss, difference, skipped = printed[name] if name not in FP8_ARMS else first(done, name)
         assert float(ms) == pytest.approx(row["median_ms_per_step"], abs=0.06) and float(ms) > 0
@@ -49,12 +50,12 @@ def test_all_arms_train(tmp_path):
         # Four layers: three products each, and three tensors, each quantized once for both layouts.
         assert row["fp8"]["products"] == row["fp8"]["quantizers"] == (12 if name in FP8_ARMS else 0)
         assert row["fp8"]["products_by_kernel"] == 0, "a CPU has no FP8 units"
-    assert len({row["mean_validation_loss"] for row in results.values()}) == len(HERE)
-    assert {results[name]["fp8"]["quantizers_by_kernel"] for name in ("current", "mxfp8")} == {12}
+    assert len({row["mean_validation_loss"] for row in results.values()}) == len(arms)
+    assert {results[name]["fp8"]["quantizers_by_kernel"] for name in {"current", "mxfp8"} & set(arms)} == {12}
     assert "12 products of widened codes by XLA:CPU" in done.stdout and "not the speed of FP8 units" in done.stdout
     assert "PASS" not in done.stdout and "FAIL" not in done.stdout  # four steps prove nothing
     assert written["settings"]["steps"] == 4 and written["machine"]["devices"]
-    assert set(written["seeds"][0]) == set(HERE)
+    assert set(written["seeds"][0]) == set(arms)
     picture = (tmp_path / "all.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("as_users_have_jax")
 
 
 def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
-    arms = ["bf16", "own_layer", "flax", "ends_in_bf16", "stochastic_grad"]
+    arms = ["bf16", "flax", "ends_in_bf16"]
     corpus = program.corpora()["source"]
     corpus.validation = corpus.validation[:200]
     monkeypatch.setattr(program, "corpora", lambda: {"source": corpus})
@@ -58,7 +58,7 @@ def test_runs_are_paired_and_kept(program, tmp_path, monkeypatch, capsys):
     rows = json.loads(written.read_text())["results"]["source"]
     assert list(rows) == arms and rows["flax"]["difference"]["seeds"] == 2
     losses = [row["validation"] for row in rows.values()]
-    assert len({loss for pair in losses for loss in pair}) == 10, "no two arms, and no two seeds, are the same run"
+    assert len({loss for pair in losses for loss in pair}) == 6, "no two arms, and no two seeds, are the same run"
 
 
 def test_arms_start_from_the_same_weights(program):
@@ -66,7 +66,7 @@ def test_arms_start_from_the_same_weights(program):
     weights = {}
     for name, arm in program.ARMS.items():
         with arm.precision.region():
-            weights[name] = jax.jit(arm.model(20, 8, 32, 2).init)(jax.random.key(3), tokens)["params"]
+            weights[name] = jax.jit(arm.model(20, 8, 32, 1).init)(jax.random.key(3), tokens)["params"]
     for name in program.ARMS:
         jax.tree.map(np.testing.assert_array_equal, weights[name], weights["bf16"])
 

@@ -29,6 +29,7 @@ from .quantized import (
 )
 
 
+@pytest.mark.ci
 def test_trains_as_the_model_edited_by_hand():
     compare_training(by_rules(), by_hand(), x())
 

@@ -177,6 +177,7 @@ def test_summed_state_is_found():
         jaxfp8.nnx.update_state(layer, summed)
 
 
+@pytest.mark.ci
 def test_optimizer_state_restored_without_a_target(tmp_path):
     """It has no entry for FP8 state, so that what Orbax makes of nodes without leaves does not matter."""
     tx, x = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), jnp.ones((4, 8))

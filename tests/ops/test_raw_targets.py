@@ -22,6 +22,10 @@ CUDA = "emulated_cuda_"
 OPS = pytest.mark.parametrize("op", targets.SPECS)
 # The bad calls of the CPU are rows of bad_days/ffi.py.
 ON_CUDA = pytest.mark.parametrize("op, prefix", [(op, CUDA) for op in targets.CUDA_SPECS])
+# One template of common/ffi checks the buffers of both modules, and bad_days/ffi.py has every bad call of the CPU: two
+# of each buffer show that the handler of CUDA calls it.
+IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose"}
+IN_COMMON |= {"read_histories", "transpose_blocks", "write_histories"}
 # What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is 0.841, next to the code 0.8125, and
 # the amax so far is 1; the gradient of relu is 1, in each of 3 rows; a row of ones is 0 / 0 when it is centered.
 ANSWERS = {
@@ -87,7 +91,7 @@ def test_bad_buffer_is_named(op, prefix):
     for name in targets.names(op):
         calls = list(bad_calls.bad_buffers(op, name))
         assert len(calls) >= 8, "the table has its ways to be bad"
-        for call in calls:
+        for call in (calls[0], calls[-1]) if op in IN_COMMON else calls:
             assert_refused(call, rf"\b{call.target}: {name}: expected .*got", prefix)
         assert_alive(op, prefix)
 

@@ -79,6 +79,7 @@ def test_blocks_that_some_devices_divide(where):
         shapes.check(shapes.expected(RECIPES[name][1], *arrays[name]), *results[name], f"{name} {where}")
 
 
+@pytest.mark.ci
 def test_layers_of_blocks_that_some_devices_divide():
     """FSDP over 8 devices of 2 blocks of rows and 6 of columns: of whole numbers whose sums are exact, so every bit."""
     recipe, rng = RECIPES["mx"][0], np.random.default_rng(0)
