@@ -24,7 +24,7 @@ from ._tree import Path, at
 
 PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
 _ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV, _frozen.INPUT_SCALE)
-NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
+_NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +85,11 @@ def quantization_config(layout: str, ignored: list[str], is_static: bool) -> dic
     }
 
 
-def parameters(frozen: Any) -> dict[Path, Any]:
+def parameters(where: str, frozen: Any) -> dict[Path, Any]:
     """Return the parameters and the placeholders of kernels, by path, of a Linen model's variables or an NNX model.
 
-    A path in another collection of Linen than `params` begins with the collection's name. State of quantizers is left
-    out.
+    `where` names the function and its argument, for messages. A path in another collection of Linen than `params`
+    begins with the collection's name. State of quantizers is left out.
 
     Raises:
         TypeError: `frozen` is neither a dict of variables nor an NNX module.
@@ -102,11 +102,11 @@ def parameters(frozen: Any) -> dict[Path, Any]:
         leaves |= {(*path, _frozen.KERNEL): kernel for path, kernel in kernels if isinstance(kernel, PLACEHOLDERS)}
         return {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     if not isinstance(frozen, Mapping):
-        raise TypeError(f"{NOT_FROZEN}, got {type(frozen).__name__}")
+        raise TypeError(f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}")
     collections = dict(core.unfreeze(frozen))
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
     if of_linen.PARAMS not in collections:
-        raise ValueError(f"{NOT_FROZEN}, got a dict without 'params': {sorted(frozen)}")
+        raise ValueError(f"{where}: expected variables, got a dict without 'params': {sorted(frozen)}")
     leaves = traverse_util.flatten_dict(collections.pop(of_linen.PARAMS)) | traverse_util.flatten_dict(collections)
     boxes = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, meta.AxisMetadata)}
     return leaves | {path: box.unbox() for path, box in boxes.items() if not isinstance(box, PLACEHOLDERS)}
@@ -235,5 +235,5 @@ def take_fp8_kernels(leaves: dict[Path, Any]) -> list[FP8Kernel]:
     for path in [path for path, leaf in leaves.items() if isinstance(leaf, PLACEHOLDERS)]:
         del leaves[path]
     if not kernels:
-        raise ValueError(f"{NOT_FROZEN}, found no frozen product in it")
+        raise ValueError(f"{_NOT_FROZEN}, found no frozen product in it")
     return kernels

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,14 +25,15 @@ class StoredTensor:
         data: codes and bfloat16 numbers as unsigned integers of their bits, other dtypes as they are.
         dtype: the name that safetensors gives to the dtype: `"F8_E4M3"`, `"BF16"`, `"F32"`, ...
         scale_inv: f32[1], or f32 `[rows / r, cols / c]`, rounded up, a scale for each block; None without scales.
-        block: `(r, c)`, the rows and columns that share a scale; None for one scale, and without scales.
+        block: `(r, c)`, the rows and columns that share a scale, c = None for all columns; None for one scale, and
+            without scales.
         input_scale_inv: f32[1], the fixed scale_inv of the layer's input; or None.
     """
 
     data: np.ndarray
     dtype: str
     scale_inv: np.ndarray | None = None
-    block: tuple[int, int] | None = None
+    block: tuple[int, int | None] | None = None
     input_scale_inv: np.ndarray | None = None
 
     def decode(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
@@ -41,25 +43,28 @@ class StoredTensor:
             scales = self.scale_inv.astype(np.float64)
             if self.block is not None:
                 for axis, (size, step) in enumerate(zip(values.shape, self.block, strict=True)):
-                    scales = scales.take(np.arange(size) // step, axis)
+                    scales = scales.take(np.arange(size) // (step or max(size, 1)), axis)
             values = values.astype(np.float64) * scales
         return values.astype(dtype)
 
 
-def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Read a safetensors file; each FP8 weight gets its scales.
+def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> dict[str, StoredTensor]:
+    """Read a safetensors file, or the files that a model is divided into; each FP8 weight gets its scales.
 
-    The names and dtypes of scales in the file tell their block:
+    The names, dtypes and shapes of scales in the file tell their block:
 
     | scales of `x.weight` | block |
     |---|---|
     | `x.weight_scale_inv`, float32 or E8M0 | `(128, 128)` |
     | `x.weight_scale`, E8M0, also as uint8 | `(1, 32)` |
+    | `x.weight_scale`, a float, `[rows / 128, columns / 128]`, rounded up | `(128, 128)` |
+    | `x.weight_scale`, a float, `[rows, 1]` | `(1, None)` |
     | `x.weight_scale_inv` or `x.weight_scale` with one element that fits none of these | None, one scale |
     | `x.input_scale` or `x.activation_scale`, with one element | `input_scale_inv`, the scale of the layer's input |
 
     Args:
-        path: a file of `to_safetensors`, or of another writer of these layouts.
+        path: a file of `to_safetensors`, or of another writer of these layouts; or several files, in which a weight and
+            its scales may be apart.
 
     Returns:
         The tensors by name; scales are in the tensor to which they belong, and have no entry of their own. `data` is
@@ -67,12 +72,30 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
 
     Raises:
         ValueError: the file is not in the safetensors format (tensors overlap, gaps, names that are there twice), or is
-            cut off; a dtype is unknown; or scales fit none of the layouts above. The message has the tensor's name.
+            cut off; a dtype is unknown; scales fit none of the layouts above; or two files have a tensor of one name.
+            The message has the tensor's name.
 
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
     """
-    where = f"read_safetensors: {path}"
+    is_one = isinstance(path, (str, os.PathLike))
+    tensors, where_of = {}, {}
+    for file in (path,) if is_one else path:
+        where = f"read_safetensors: {file}"
+        for name, tensor in _tensors_of_file(where, file).items():
+            if name in tensors:
+                raise ValueError(f"{where}: {name}: expected one tensor of this name, got another in {where_of[name]}")
+            tensors[name], where_of[name] = tensor, where
+    scales = set()
+    for name, tensor in list(tensors.items()):
+        if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
+            tensors[name], names = _with_scales(f"{where_of[name]}: {name}", name, tensor, tensors)
+            scales.update(names)
+    return {name: tensor for name, tensor in tensors.items() if name not in scales}
+
+
+def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
+    """Return the tensors of one file, scales among them."""
     file = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
     begin = 8 + int.from_bytes(file[:8].tobytes(), "little")
     if not 8 <= len(file) >= begin:
@@ -86,13 +109,7 @@ def read_safetensors(path: str | os.PathLike) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise ValueError(f"{where}: expected a header with an entry for each tensor, got a {type(header).__name__}")
     header.pop("__metadata__", None)
-    tensors = _tensors(where, header, file[begin:])
-    scales = set()
-    for name, tensor in list(tensors.items()):
-        if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-            tensors[name], names = _with_scales(f"{where}: {name}", name, tensor, tensors)
-            scales.update(names)
-    return {name: tensor for name, tensor in tensors.items() if name not in scales}
+    return _tensors(where, header, file[begin:])
 
 
 def _without_duplicates(pairs: list[tuple]) -> dict:
@@ -158,18 +175,29 @@ def _with_scales(where, name, weight, tensors):
             raise ValueError(f"{where}: expected one scale of the input, got {list(fixed.data.shape)} of {names[1]}")
     if scale is not None:
         scale_inv = _scales(f"{where}: {names[0]}", scale)
-        block = (128, 128) if names[0] == squares else (1, 32) if scale.dtype in _E8M0 else None
-        rows_and_columns = weight.data.shape if weight.data.ndim == 2 else ()
-        needed = block and tuple(-(-size // step) for size, step in zip(rows_and_columns, block, strict=False))
-        if scale_inv.ndim != 2 or scale_inv.shape != needed:
-            block, scale_inv = None, scale_inv.reshape(-1)
+        if names[0] == squares:
+            blocks = [(128, 128)]
+        elif scale.dtype in _E8M0:
+            blocks = [(1, 32)]
+        else:
+            blocks = [(128, 128), (1, None)] if scale.data.size > 1 else []
+        shapes = [_count(block, weight.data.shape) for block in blocks if weight.data.ndim == 2]
+        if scale_inv.shape in shapes:
+            block = blocks[shapes.index(scale_inv.shape)]
+        else:
+            scale_inv = scale_inv.reshape(-1)
             if scale_inv.shape != (1,):
+                needed = f"scales {' or '.join(map(str, shapes))}, or one," if shapes else "one scale"
                 raise ValueError(
-                    f"{where}: expected {f'scales {needed}, or one,' if needed else 'one scale'} for codes "
-                    f"{weight.data.shape}, got {scale.data.shape} of {names[0]}"
+                    f"{where}: expected {needed} for codes {weight.data.shape}, got {scale.data.shape} of {names[0]}"
                 )
     scaled = dataclasses.replace(weight, scale_inv=scale_inv, block=block, input_scale_inv=input_scale_inv)
     return scaled, filter(None, names)
+
+
+def _count(block, shape) -> tuple[int, ...]:
+    """Return the numbers of blocks along the rows and the columns of a matrix."""
+    return tuple(-(-size // (step or max(size, 1))) for size, step in zip(shape, block, strict=True))
 
 
 def _only(where, tensors, names) -> str | None:

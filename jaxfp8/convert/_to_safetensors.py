@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,15 +10,12 @@ import numpy as np
 
 from .._jax import _files
 from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
+from ._tensor_names import Names, Template, filled
 from ._tree import Path, at
 
 _METADATA = "__metadata__"  # an entry of the header that is no tensor
-# The names of Flax for parameters that PyTorch calls "weight".
-_WEIGHTS = ("kernel", "embedding", "scale")
 _DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {f"{name}{8 * n}": f"{name[0].upper()}{8 * n}" for name in ("float", "int", "uint") for n in (1, 2, 4, 8)}
-# A name: the texts between the places of an index.
-Template = tuple[str, ...]
 
 
 def to_safetensors(
@@ -66,9 +62,9 @@ def to_safetensors(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}")
-    leaves = parameters(frozen)
+    leaves = parameters("to_safetensors: frozen", frozen)
     kernels = take_fp8_kernels(leaves)
-    find, tensors, ignored, fixed = _Names(names), {}, [], {True: [], False: []}
+    find, tensors, ignored, fixed = Names("to_safetensors", names), {}, [], {True: [], False: []}
 
     def add(name, array):
         if name in tensors or name == _METADATA:
@@ -86,7 +82,7 @@ def to_safetensors(
             fixed[kernel.input_scale_inv is not None].append(at(kernel.path))
             matrices = kernel.matrices(layout, stacked=len(templates[0]) - 1, parts=len(templates))
             for index, part, codes, scales, input_scale_inv in matrices:
-                name = _filled(templates[part], index)
+                name = filled(templates[part], index)
                 if name.rpartition(".")[2] != "weight":
                     raise ValueError(
                         f"to_safetensors: names: {at(kernel.path)}: expected a name <module>.weight, got {name!r}"
@@ -111,39 +107,6 @@ def to_safetensors(
     return quantization_config(layout, ignored, bool(fixed[True]))
 
 
-class _Names:
-    """The names that parameters have in the file."""
-
-    def __init__(self, names):
-        self.names, self.unused = names, dict.fromkeys(names or ())
-
-    def __call__(self, path: Path) -> tuple[Template, ...]:
-        """Return a template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
-        if self.names is None:
-            return ((".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),),)
-        for pattern, name in self.names.items():
-            if match := re.fullmatch(pattern, at(path)):
-                self.unused.pop(pattern, None)
-                parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-                # Groups are names of the model: braces in them are no places of an index.
-                templates = tuple(tuple(map(match.expand, part.split("{}"))) for part in parts)
-                if len(set(map(len, templates))) > 1:
-                    raise ValueError(f"to_safetensors: names: {at(path)}: expected as many {{}} in each of {parts}")
-                return templates
-        raise ValueError(f"to_safetensors: names: {at(path)} matches no expression; map it to None to leave it out")
-
-    def check_used(self) -> None:
-        """Raise a ValueError for an expression that decided about no parameter."""
-        if self.unused:
-            raise ValueError(
-                f"to_safetensors: names: {list(self.unused)} match no parameter, or none that is left by those before"
-            )
-
-
-def _filled(template: Template, index: tuple[int, ...]) -> str:
-    return template[0] + "".join(f"{i}{text}" for i, text in zip(index, template[1:], strict=True))
-
-
 def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the names and arrays of a parameter in high precision."""
     if not templates:
@@ -163,7 +126,7 @@ def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[
             raise ValueError(f"to_safetensors: {at(path)}: expected {len(templates)} equal parts, got {len(one)} rows")
         divided = np.split(one, len(templates)) if templates[1:] else [one]
         for template, part in zip(templates, divided, strict=True):
-            yield _filled(template, index), part
+            yield filled(template, index), part
 
 
 def _write(path: str | os.PathLike, tensors: dict[str, np.ndarray]) -> None:

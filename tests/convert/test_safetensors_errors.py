@@ -85,7 +85,12 @@ ERRORS = {
     "a part of an MX block": (lambda: one_layer(RECIPES["mxfp8"], k=48), "mxfp8", None, "a multiple of 32, got 48"),
     "not frozen": (lambda: trained("tensor")[1], "tensor", NAMES, "frozen: expected .* found no frozen product"),
     "params alone": (lambda: frozen("tensor")["params"], "tensor", NAMES, "got a dict without 'params': .*'down'"),
-    "no variables": (lambda: np.zeros(3), "tensor", NAMES, "that jaxfp8.freeze gave, got ndarray"),
+    "no variables": (
+        lambda: np.zeros(3),
+        "tensor",
+        NAMES,
+        "frozen: expected variables, or an NNX model, got ndarray",
+    ),
     "NaN, tensor": (lambda: kernel_with("tensor", jnp.nan), "tensor", NAMES, NOT_FINITE),
     "NaN, block": (lambda: kernel_with("block128", jnp.nan), "block128", NAMES, NOT_FINITE),
     "inf, mx": (lambda: kernel_with("mxfp8", jnp.inf), "mxfp8", NAMES, NOT_FINITE),

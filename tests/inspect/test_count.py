@@ -225,3 +225,15 @@ def test_shard_map(check_vma):
 def test_a_step_without_products():
     with pytest.raises(ValueError, match=r"count: step: expected a function that takes gradients through FP8 products"):
         inspect.count(jnp.sin, 1.0)
+
+
+def test_bounds():
+    """A static bound that is too small is not silent: the fraction that saturates is counted, operand by operand."""
+    x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
+    bounds = (4.0, 1e6, 0.5)
+    recipe = jaxfp8.StaticScaling(*bounds)
+    _, counts = inspect.count(jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe)
+    scales = [np.float32(largest) / np.float32(bound) for largest, bound in zip((448, 448, 57344), bounds, strict=True)]
+    assert_counts(counts, expected((x, kernel, grad), scales), "static")
+    saturated = {row["tensor"]: row["saturated"] for row in counts.rows}
+    assert saturated["input"] > 0.2 and saturated["kernel"] == 0 and saturated["output_grad"] > 0.2

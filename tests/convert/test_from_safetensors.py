@@ -1,0 +1,190 @@
+"""Models that train on from files of others: master copies, frozen codes, names; and what a file lacks."""
+
+import json
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+
+import jaxfp8
+from jaxfp8.convert import from_safetensors, read_safetensors
+
+PUBLISHED = pathlib.Path(__file__).parent / "published"
+# file of `published/write.py` -> (block, recipe whose kernels have such scales)
+FILES = {
+    "tensor": (None, jaxfp8.Float8CurrentScaling()),
+    "channel": ((1, None), jaxfp8.Float8RowwiseScaling()),
+    "block": ((128, 128), jaxfp8.Float8BlockScaling()),
+    "deepseek": ((128, 128), jaxfp8.Float8BlockScaling()),
+    "mxfp8": ((1, 32), jaxfp8.MXFP8BlockScaling()),
+}
+WEIGHT = {"kernel": "up.weight"}
+NAMES = WEIGHT | {"bias": None}
+
+
+def path_of(name):
+    return PUBLISHED / f"{name}.safetensors"
+
+
+def frozen_shapes(name, recipe):
+    """A layer that fits the weight of a file, and the shapes of its variables once it is frozen."""
+    n, k = read_safetensors(path_of(name))["up.weight"].data.shape
+    layer, x = nn.Dense(n, dot_general_cls=jaxfp8.make_dot_general_cls(recipe), use_bias=False), jnp.ones((2, k))
+    return layer, jax.eval_shape(lambda: jaxfp8.freeze(layer, layer.init(jax.random.key(0), x), x))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_published_weights(name):
+    """Every 17th row is to the bit what the library that wrote the file makes of it."""
+    tensors = read_safetensors(path_of(name))
+    assert set(tensors) == {"up.weight", "expected"} and tensors["up.weight"].block == FILES[name][0]
+    weight = tensors["up.weight"].decode()
+    oracle.assert_bitwise(weight[::17], tensors["expected"].data, name)
+    # The master copy, in the dtype of the model; other parameters stay.
+    for dtype in (jnp.float32, jnp.bfloat16):
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in (("kernel", weight.T.shape), ("bias", (3,)))
+        }
+        params = from_safetensors({"params": shapes}, path_of(name), NAMES)["params"]
+        assert params["bias"] is shapes["bias"]
+        oracle.assert_bitwise(np.asarray(params["kernel"]), weight.T.astype(dtype), name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_frozen_codes(name):
+    """A frozen model takes the codes and scales of the file as they are; gradients go through them to what trains."""
+    layer, shapes = frozen_shapes(name, FILES[name][1])
+    frozen, stored = from_safetensors(shapes, path_of(name), WEIGHT), read_safetensors(path_of(name))["up.weight"]
+    product = frozen["params"]["Fp8DotGeneral_0"]
+    oracle.assert_bitwise(np.asarray(product["kernel"]).view(np.uint8), np.asarray(stored.data), "codes")
+    oracle.assert_bitwise(np.asarray(product["kernel_scale_inv"]).astype(np.float32), stored.scale_inv, "scales")
+    x = np.eye(2, stored.data.shape[1], dtype=np.float32)
+    y, dx = jax.value_and_grad(lambda x: jnp.vdot(layer.apply(frozen, x), jnp.ones((2, stored.data.shape[0]))))(x)
+    exact = stored.decode(np.float64)
+    np.testing.assert_allclose(y, exact[:, :2].sum(), rtol=1e-5)
+    np.testing.assert_allclose(dx[0], exact.sum(axis=0), rtol=0.1, atol=0.02 * np.abs(exact).sum(axis=0).max())
+
+
+def write(path, **tensors):
+    """A file of uint8 codes, which are float8_e4m3fn, and of other arrays as they are."""
+    dtypes = {"uint8": "F8_E4M3", "float32": "F32", "int32": "I32"}
+    header, end = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": dtypes[array.dtype.name],
+            "shape": array.shape,
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(map(np.ndarray.tobytes, tensors.values())))
+    return path
+
+
+def matrix(rows, columns, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+def test_names_and_shapes(tmp_path):
+    """Stacked layers, several weights in one kernel, dimensions that are merged, functions, and several files."""
+    weights = {f"l.{i}.{part}.weight": matrix(3, 4, seed=10 * i + j) for i in range(2) for j, part in enumerate("gu")}
+    one, bias, head = np.ones(1, np.float32), np.arange(6, dtype=np.float32), matrix(4, 6, seed=99)
+    files = [
+        write(tmp_path / "a", **weights, norm=one),
+        write(tmp_path / "b", **{"o.bias": bias, "o.weight": matrix(6, 4, 7), "head.weight": head}),
+    ]
+    shapes = {
+        "params": {
+            "layers": {"wi": {"kernel": jnp.zeros((2, 4, 2, 3))}},
+            "o": {"kernel": jnp.zeros((2, 2, 2, 3), jnp.bfloat16), "bias": jnp.zeros((2, 3))},
+            "embed": {"embedding": jnp.zeros((4, 6))},
+        }
+    }
+    names = {
+        "layers/wi/kernel": ("l.{}.g.weight", "l.{}.u.weight"),
+        r"o/kernel": "o.weight",
+        "o/bias": "o.bias",
+        ".*embedding": "head.weight",
+    }
+    for given in (names, lambda path: names.get(path, "head.weight")):
+        params = from_safetensors(shapes, files, given)["params"]
+        for i, j in np.ndindex(2, 2):
+            wanted = weights[f"l.{i}.{'gu'[j]}.weight"].T
+            np.testing.assert_array_equal(params["layers"]["wi"]["kernel"][i, :, j], wanted)
+        wanted = matrix(6, 4, 7).T.reshape(2, 2, 2, 3).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(params["o"]["kernel"], wanted)
+        np.testing.assert_array_equal(params["o"]["bias"], bias.reshape(2, 3))
+        np.testing.assert_array_equal(params["embed"]["embedding"], head)
+
+
+def test_nnx():
+    """In place, and abstract models become real ones."""
+    layer = nnx.eval_shape(lambda: nnx.Linear(64, 6, use_bias=False, rngs=nnx.Rngs(0)))
+    assert from_safetensors(layer, path_of("channel"), WEIGHT) is layer
+    weight = read_safetensors(path_of("channel"))["up.weight"].decode()
+    oracle.assert_bitwise(np.asarray(layer.kernel[...]), np.ascontiguousarray(weight.T), "kernel")
+
+
+CODES, SCALE = np.zeros((6, 4), np.uint8), np.ones(1, np.float32)
+LAYER = {"params": {"kernel": jnp.zeros((4, 6))}}
+WITH_BIAS = {"params": LAYER["params"] | {"bias": jnp.zeros(6)}}
+GOOD = {"up.weight": CODES, "up.weight_scale": SCALE}
+FOR = "up.weight, for kernel: expected"
+# name -> (variables, names, tensors of the file, message)
+ERRORS = {
+    "no tensor": (LAYER, WEIGHT, {"o.weight": CODES}, f"{FOR} this tensor .*got none; the file has 'o.weight'"),
+    "no scales": (LAYER, WEIGHT, {"up.weight": CODES}, f"{FOR} scales up.weight_scale or .*got none"),
+    "shape": (LAYER, WEIGHT, {"up.weight": matrix(4, 6)}, rf"{FOR} shape \[6, 4\] .*got \[4, 6\]"),
+    "rank": (LAYER, WEIGHT, {"up.weight": matrix(4, 6)[None]}, rf"{FOR} shape \[6, 4\] .*got \[1, 4, 6\]"),
+    "integers": (LAYER, WEIGHT, {"up.weight": np.zeros((6, 4), np.int32)}, f"{FOR} a dtype of .*got I32"),
+    "scales": (
+        LAYER,
+        WEIGHT,
+        GOOD | {"up.weight_scale": np.ones(3, np.float32)},
+        r"up.weight: expected .*got \(3,\) of",
+    ),
+    "bias": (WITH_BIAS, WEIGHT | {"bias": "b"}, GOOD | {"b": SCALE}, r"b, for bias: expected shape \[6\] .*got \[1\]"),
+    "no name": (WITH_BIAS, WEIGHT, GOOD, "names: bias matches no expression"),
+    "unused": (LAYER, WEIGHT | {"x": "y"}, GOOD, r"names: \['x'\] match no parameter"),
+    "braces": (LAYER, {"kernel": "{}.{}.{}.weight"}, GOOD, "for kernel: expected at least 3 dimensions"),
+}
+
+
+@pytest.mark.parametrize("variables, names, tensors, message", ERRORS.values(), ids=ERRORS)
+def test_errors(variables, names, tensors, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        from_safetensors(variables, write(tmp_path / "file", **tensors), names)
+
+
+def test_damaged_files(tmp_path):
+    """A file that is cut off; a tensor that two files have; a model that is none."""
+    whole = path_of("channel").read_bytes()
+    (tmp_path / "short").write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match=r"read_safetensors: .*: expected .* bytes for F8_E4M3.*cut off"):
+        from_safetensors(LAYER, tmp_path / "short", WEIGHT)
+    with pytest.raises(ValueError, match="expected one tensor of this name, got another in"):
+        from_safetensors(LAYER, [path_of("channel"), path_of("tensor")], WEIGHT)
+    with pytest.raises(TypeError, match="from_safetensors: variables: expected variables, or an NNX model, got list"):
+        from_safetensors([], path_of("channel"), WEIGHT)
+
+
+def test_frozen_models_of_other_recipes():
+    """Codes are taken as they are, so their scales have to be those of the model's recipe."""
+    current, mx, e5m2 = (
+        jaxfp8.Float8CurrentScaling(),
+        jaxfp8.MXFP8BlockScaling(),
+        jaxfp8.Float8CurrentScaling(jaxfp8.E5M2),
+    )
+    for name, recipe, message in (
+        ("channel", current, r"scales float32\[1\], .*got \[6, 1\], a scale for each of \(1, None\)"),
+        ("tensor", mx, r"scales float8_e8m0fnu\[6, 2\].*the tensor"),
+        ("tensor", e5m2, "codes in float8_e5m2, got F8_E4M3"),
+    ):
+        _, shapes = frozen_shapes(name, recipe)
+        with pytest.raises(ValueError, match=f"{FOR} {message}"):
+            from_safetensors(shapes, path_of(name), WEIGHT)
