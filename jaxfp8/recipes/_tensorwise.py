@@ -1,6 +1,7 @@
 """Quantizers with one scale for the whole tensor: from its amax in current scaling, from a bound in static scaling."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,13 +29,9 @@ class TensorwiseQuantizer(FP8Quantizer):
 
     def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
-
         # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
         # amax so far, which the next pass raises.
-        def current_amax():
-            return ops.amax(x)
-
-        scale, scale_inv, amax = self.choose_scale(current_amax, step, options.reduce)
+        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
         # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
         if options.columnwise:
             data, data_t, amax, *sums = ops.quantize_transpose(
