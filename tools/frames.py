@@ -18,7 +18,7 @@ import jaxfp8
 PACKAGE = Path(jaxfp8.__file__).parent
 OPS = PACKAGE / "ops"
 LAYER = "linen/_dot_general.py: Fp8DotGeneral.__call__"
-CHECKS = ("_checks.py", "_implementation.py")  # of arguments and contexts, no ops
+CHECKS = ("_checks.py", "_support.py")  # of arguments and contexts, no ops
 
 
 def frames(recipe) -> dict[str, list[str]]:

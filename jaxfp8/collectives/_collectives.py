@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from .._jax import _mesh
 from ..dot import Static, checked_quantizers, shared, vmapped_state, warn_of_state
 from ..dot.checkpoint_policies import RESIDUAL_NAME
-from ..ops import _checks, _implementation
+from ..ops import _checks, _support
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -209,7 +209,7 @@ def transfer(
     quantizers, state = checked_quantizers(collective.name, recipe, state)
     if x.size == 0:  # an array without elements leaves the state as it is
         quantizers, state = HighPrecision().quantizers(), DotGeneralState(None, None, None)
-    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _implementation.selected())
+    both = _Transfer(collective, quantizers[:3], AmaxReduction.for_recipe(recipe), _support.selected())
     # `shared` and `vmapped_state` combine the cotangents of a state's uses, and of examples that share it, by max; JAX
     # would add them up.
     source, codes = _compiled(both, x, vmapped_state(shared(state), x))
@@ -294,7 +294,7 @@ def _forward(both, x, state: DotGeneralState, has_backward):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _transfer(both, x, state):
     """Return the values that arrive, in the dtype of x, and their codes; XLA drops values that no code reads."""
-    with _implementation.using(both.implementation):
+    with _support.using(both.implementation):
         return _forward(both, x, state, False)[0]
 
 
@@ -302,7 +302,7 @@ def _transfer_fwd(both, x, state):
     # Warn of a gradient that leaves out the state: its scales would stay the same in all of training.
     warn_of_state(both.quantizers, [leaf.perturbed for leaf in jax.tree.leaves(state)])
     x, state = x.value, jax.tree.map(lambda leaf: leaf.value, state)
-    with _implementation.using(both.implementation):
+    with _support.using(both.implementation):
         results, residuals = _forward(both, x, state, True)
     return results, (checkpoint_name(residuals, RESIDUAL_NAME), Static(jax.typeof(x)))
 
@@ -315,7 +315,7 @@ def _transfer_bwd(both, residuals, cotangents):
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
-    with _implementation.using(both.implementation):
+    with _support.using(both.implementation):
         dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, x.value.dtype)
         next_state = DotGeneralState(*next_states([q, None, grad], both.reduce, reading))
     # The cotangent of a replicated x is the sum over the devices.

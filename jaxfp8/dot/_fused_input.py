@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 from .. import ops
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
-from ..ops._implementation import using
 from ..ops._quantize_activation import activation_grad
+from ..ops._support import using
 from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized
 
 # Name for rematerialization policies (checkpoint_policies.py).

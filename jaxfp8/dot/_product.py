@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative, undefined_tangents
-from ..ops._implementation import selected, using
+from ..ops._support import selected, using
 from ..recipes import QTensor, QuantizerStep, largest, value_of
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
-from ..ops._implementation import selected, using
 from ..ops._ragged_matmul import sizes_of_groups
+from ..ops._support import selected, using
 from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, second, shares_codes, value_of
 from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source

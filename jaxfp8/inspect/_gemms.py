@@ -14,7 +14,7 @@ from .._jax import _compat
 from .._jax._table import aligned
 from ..dot import _gemms
 from ..nnx._inspect import of_arrays
-from ..ops._implementation import using
+from ..ops._support import using
 from ..recipes import no_reduction
 from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
 

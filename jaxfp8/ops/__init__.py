@@ -11,7 +11,6 @@ from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._count import count_saturated_and_flushed as count_saturated_and_flushed
 from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
 from ._ffi import custom_call_targets as custom_call_targets
-from ._implementation import implementation as implementation
 from ._quantize import dequantize as dequantize, quantize as quantize
 from ._quantize_activation import (
     ACTIVATIONS as ACTIVATIONS,
@@ -29,4 +28,5 @@ from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
 from ._readings import READING_NUMBERS, read_histories as read_histories, write_histories as write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul
+from ._support import implementation as implementation
 from ._transpose_blocks import transpose_blocks as transpose_blocks

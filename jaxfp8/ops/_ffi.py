@@ -1,17 +1,22 @@
-"""The custom calls of the compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`: their names, registration and calls.
+"""The compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`, and their custom calls: names, registration and calls.
 
 The only code that sees these modules. Importing this file registers every custom-call target, so that exported programs
 and compile caches load after `import jaxfp8` alone.
+
+A build writes `_modules.txt` beside the modules. Each line says how a module was built, or why it was not.
 """
 
+import importlib.util
 import logging
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from . import _modules
 
 # Versions of custom calls, by the platforms that have a handler. A version goes up when the handler's contract changes.
 _ON_BOTH = {
@@ -41,6 +46,12 @@ _TARGETS = {"cpu": _ON_BOTH | _CPU_ONLY, "CUDA": _ON_BOTH | _CUDA_ONLY}
 _loaded = {}  # platform -> module
 _errors = {}  # platform -> why its module is not loaded
 _log = logging.getLogger("jaxfp8")
+_PACKAGE = __package__.split(".")[0]
+# This file lies beside the sources, which a Python that is started in a checkout imports.
+_SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
+_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
 
 
 class Library(NamedTuple):
@@ -71,21 +82,114 @@ def custom_call_targets() -> tuple[str, ...]:
     return tuple(map(target_name, OPS))
 
 
+class Unavailable(Exception):
+    """A compiled module that cannot be used; the message is a clause that says why."""
+
+
+def module_path(name: str) -> str | None:
+    """Return the file of the module `name`, such as `"_cpu"`; None if there is no file for this Python."""
+    spec = importlib.util.find_spec(f"{_PACKAGE}.{name}")
+    return None if spec is None else spec.origin
+
+
+def _load_module(name: str) -> ModuleType:
+    """Import the module `name`.
+
+    Raises:
+        Unavailable: the module is not there, damaged, or refused by the system's loader.
+    """
+    file = module_path(name)
+    if file is None:
+        raise Unavailable(_why_missing(name))
+    try:
+        # Look at the file before the import: Python cannot catch what the loader does with a truncated one.
+        if fault := elf_fault(file):
+            raise Unavailable(f"does not load: {fault}; install jaxfp8 again")
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+    except (ImportError, OSError, SystemError) as error:
+        raise Unavailable(f"does not load: {error}") from error
+
+
+def _why_missing(name: str) -> str:
+    built = _build_report().get(name.removeprefix("_"), "")
+    if built.startswith("not built: "):
+        return built
+    # Python imports from the folder that it is started in, where sources hide an installed package.
+    if not built and _SOURCES.exists():
+        return f"not in {_SOURCES.parent}, which are the sources: run from another folder, or install jaxfp8"
+    report = f" ({built})" if built else ""
+    return f"this installation has no file for Python {sys.version.split()[0]}{report}: install jaxfp8 again"
+
+
+def _build_report() -> dict[str, str]:
+    """Return `{module: line of the build}`. An editable install has two folders: the sources and the built modules."""
+    files = (Path(folder) / "_modules.txt" for folder in sys.modules[_PACKAGE].__path__)
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return dict(line.split(": ", 1) for line in lines if ": " in line)
+
+
+def elf_fault(path: str) -> str:
+    """Return why the loader must not see the file, a clause; an empty string where the loader may see it.
+
+    The system's loader maps a file into memory without a look at its length. Where the file is shorter than its ELF
+    headers say, the first access behind its end kills the process by SIGBUS, which Python cannot catch. The loader
+    itself refuses a file that is not a 64-bit little-endian ELF file.
+    """
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        header = file.read(_HEADER.size)
+        if not header.startswith(_MAGIC):
+            return "" if header else "the file is empty"
+        if len(header) < _HEADER.size:
+            return _truncated(size, _HEADER.size)
+        _, _, machine, _, _, segments, sections, _, _, segment_size, count, section_size, section_count, _ = (
+            _HEADER.unpack(header)
+        )
+        if (expected := _machine()) not in (machine, 0):
+            return f"the file is for another processor: its ELF machine is {machine}, that of this process {expected}"
+        if segment_size != _SEGMENT.size:
+            return f"the program headers have {segment_size} bytes each, expected {_SEGMENT.size}"
+        # 1. Check that the tables of segments and sections fit. The linker puts the table of sections last.
+        end = max(segments + segment_size * count, sections + section_size * section_count)
+        if end > size:
+            return _truncated(size, end)
+        # 2. Check that the segments fit, which the loader maps.
+        file.seek(segments)
+        for _, _, offset, _, _, length, _, _ in _SEGMENT.iter_unpack(file.read(segment_size * count)):
+            end = max(end, offset + length)
+        return _truncated(size, end) if end > size else ""
+
+
+def _truncated(size: int, end: int) -> str:
+    return f"the file is truncated: it has {size} bytes, its headers say {end}"
+
+
+def _machine() -> int:
+    """Return the ELF machine of this process; 0 where the system does not show it."""
+    try:
+        with open("/proc/self/exe", "rb") as file:
+            header = file.read(_HEADER.size)
+    except OSError:
+        return 0
+    return _HEADER.unpack(header)[2] if header.startswith(_MAGIC) and len(header) == _HEADER.size else 0
+
+
 def _load(platform: str) -> bool:
     """Register the targets of one platform; False where its module is missing or does not load."""
     name = f"_{platform.lower()}"
     try:
-        module = _modules.load(name)
+        module = _load_module(name)
         registrations = module.registrations()
         targets = {target: registrations.get(target) for target in map(target_name, _TARGETS[platform])}
         # A module of an older build lacks a target, or has it under another version. Its contract differs, so nothing
         # of this module may be called.
         if lacking := [target for target, handler in targets.items() if handler is None]:
-            raise _modules.Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
-    except _modules.Unavailable as error:
+            raise Unavailable(f"does not load: built from other sources, without {', '.join(lacking)}")
+    except Unavailable as error:
         _errors[platform] = str(error)
         # An installation for CPUs has no CUDA module, which is no news. A file that cannot be used is a fault.
-        if path := _modules.path(name):
+        if path := module_path(name):
             _log.warning("jaxfp8: ignoring %s, which %s", path, error)
         return False
     # Targets are registered all together or not at all, so that no program meets half of a library.
@@ -99,7 +203,7 @@ def libraries() -> list[Library]:
     """Return a `Library` for each platform, whether or not its module is loaded."""
     rows = []
     for platform, ops in _TARGETS.items():
-        path = _modules.path(f"_{platform.lower()}")
+        path = module_path(f"_{platform.lower()}")
         rows.append(Library(platform.lower(), path, _errors.get(platform, ""), _built_for(platform), tuple(ops)))
     return rows
 
@@ -125,7 +229,7 @@ has_cpu_kernels = _load("cpu")
 _has_cuda_kernels = _load("CUDA")
 
 # Where there is a file for CPUs, `_load` has already said why it is not in use.
-if not (has_cpu_kernels or _has_cuda_kernels or _modules.path("_cpu")):
+if not (has_cpu_kernels or _has_cuda_kernels or module_path("_cpu")):
     _log.warning("jaxfp8: running on the slower jnp reference, without compiled kernels: %s", _errors["cpu"])
 
 

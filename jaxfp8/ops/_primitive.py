@@ -18,8 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, not_differentiable
 from ..numerics import _tpu
-from . import _disabled, _ffi, _support
-from ._implementation import selected
+from . import _ffi, _support
 from ._partition import ONE as ONE, Dimensions, lower_partitioned
 
 OPS: dict[Primitive, "Op"] = {}
@@ -33,7 +32,7 @@ def dims(name: str, count: int) -> tuple[str, ...]:
 def not_on(primitive: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
     """Return why no kernel of the CUDA library runs an equation of an op on GPUs of these compute capabilities."""
     op = OPS[primitive]
-    return _disabled.reason(op.custom_call or op.name) or op.not_on(capabilities, *types, **static)
+    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, **static)
 
 
 class Op:
@@ -151,7 +150,7 @@ class Op:
 
     def __call__(self, *operands, vmap_dims=0, **static):
         """Bind the primitive."""
-        return self.primitive.bind(*operands, implementation=selected(), vmap_dims=vmap_dims, **static)
+        return self.primitive.bind(*operands, implementation=_support.selected(), vmap_dims=vmap_dims, **static)
 
     def abstract(self, *operands, implementation, vmap_dims, **static):
         """Return the types of the results."""
@@ -233,7 +232,7 @@ class Op:
         if implementation not in (None, "ffi") or not is_loaded:
             return self.reference, static
         # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
-        lacks, native_static = _disabled.missing(self.custom_call or self.name), static
+        lacks, native_static = _support.missing_by_choice(self.custom_call or self.name), static
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
             gpus = _support.gpus(ctx)

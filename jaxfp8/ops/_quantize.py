@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES, decode, encode
-from . import _checks, _disabled, _ffi, _shapes
+from . import _checks, _ffi, _shapes, _support
 from ._primitive import ONE, Op, dims
 
 
@@ -169,7 +169,7 @@ def widening_on_cpu():
     bfloat16 has half of f32's bytes, and newer processors multiply it natively.
     """
     dtype = np.dtype(jnp.bfloat16)
-    if _disabled.reason("dequantize"):
+    if _support.why_disabled("dequantize"):
         return lambda data: data.astype(dtype)
     unit = jax.lax.full((1,), 1.0, np.float32)
     return lambda data: _dequantize.cpu(data, unit, 0, dtype)[0]

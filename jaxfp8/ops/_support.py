@@ -1,6 +1,10 @@
-"""The check of GPUs: a program uses the CUDA library only if the GPUs that it is lowered for can run the library."""
+"""Which implementation of an op runs: the user's choice, custom calls that the user disabled, and the check of GPUs.
+
+A program uses the CUDA library only if the GPUs that it is lowered for can run the library.
+"""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,6 +20,11 @@ _WITHOUT = "running without FP8 custom calls: same results within their bounds, 
 _warned = set()
 _listeners = []
 
+VARIABLE = "JAXFP8_DISABLE"  # custom calls that a user has switched off, so that one bad kernel does not end a run
+_CHOICES = ("ffi", "reference", "xla")
+# The context is part of jit's cache key: a change of the implementation retraces.
+_context = jax.make_user_context(default_value=None)
+
 
 class Missing(NamedTuple):
     """Why custom calls cannot run.
@@ -29,6 +38,68 @@ class Missing(NamedTuple):
     reason: str
     hardware: bool
     instead: str = _WITHOUT
+
+
+@contextlib.contextmanager
+def implementation(name: str):
+    """Select the implementation of `jaxfp8.ops` for what is traced inside.
+
+    Outside of this context custom calls run where a native library serves the platform, the jnp reference elsewhere.
+
+    Args:
+        name: `"ffi"` runs custom calls only, and raises on platforms without them. `"reference"` runs plain jnp.
+            `"xla"` runs the reference too, but with the GEMM as the convert-multiply-dot pattern that XLA's compiler
+            for GPUs rewrites to FP8 (docs/xla.md).
+
+    Raises:
+        ValueError: unknown `name`.
+        RuntimeError: `"ffi"` where no compiled module is loaded.
+    """
+    if name not in _CHOICES:
+        raise ValueError(f"implementation: name: expected one of {_CHOICES}, got {name!r}")
+    # Refuse what no platform of this process can do. For one platform of several the lowering rule refuses.
+    if name == "ffi" and not (_ffi.has_cpu_kernels or _ffi.has_cuda_kernels()):
+        raise RuntimeError(f'implementation("ffi"): no compiled module is loaded; for CPUs: {_ffi.error("cpu")}')
+    with using(name):
+        yield
+
+
+def using(name: str | None):
+    """Return a context in which `selected()` is `name`: for a program that is lowered later than it was traced."""
+    return _context(name)
+
+
+def selected() -> str | None:
+    """Return the name given to the innermost `implementation`, or None."""
+    return _context.value
+
+
+def parsed(value: str) -> frozenset[str]:
+    """Return the ops that a value of JAXFP8_DISABLE names, separated by commas.
+
+    Raises:
+        ValueError: a name is not that of an op: with a typo the bad kernel would stay on.
+    """
+    names = frozenset(name.strip() for name in value.split(",")) - {""}
+    if unknown := ", ".join(sorted(names - set(_ffi.OPS))):
+        ops = ", ".join(_ffi.OPS)
+        raise ValueError(f"{VARIABLE}: expected names of ops, separated by commas, got {unknown}; the ops are {ops}")
+    return names
+
+
+# The environment is read once: programs that jit has cached would not follow a later change.
+_disabled = parsed(os.environ.get(VARIABLE, ""))
+
+
+def why_disabled(op: str) -> str | None:
+    """Return the reason if the user has switched off the custom call of `op`, a clause; else None."""
+    return f"{VARIABLE} names {op}" if op in _disabled else None
+
+
+def missing_by_choice(op: str) -> Missing | None:
+    """Return `why_disabled` as a `Missing`, for lowering rules."""
+    clause = why_disabled(op)
+    return clause and Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")
 
 
 def local_gpus() -> list:

@@ -12,7 +12,7 @@ import time
 
 from .._jax import _files
 from .._jax._table import aligned
-from ..ops import _disabled
+from ..ops import _support
 from . import _cases, _checks, _workers
 
 _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
@@ -102,8 +102,8 @@ def remedy(rows: list[dict]) -> str:
     if "machine" in failed or "library" in failed:
         return ""
     bad = [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in failed)]
-    off = [name for name in os.environ.get(_disabled.VARIABLE, "").split(",") if name and name not in bad]
-    return f"{_disabled.VARIABLE}={','.join(off + bad)}" if bad else ""
+    off = [name for name in os.environ.get(_support.VARIABLE, "").split(",") if name and name not in bad]
+    return f"{_support.VARIABLE}={','.join(off + bad)}" if bad else ""
 
 
 def main(argv: list[str] | None = None) -> int:

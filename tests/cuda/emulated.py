@@ -126,10 +126,10 @@ def _lower(op, ctx, *operands, implementation, **static):
 @contextlib.contextmanager
 def ops():
     """Ops on a CPU as on a GPU, over the emulated handlers."""
-    from jaxfp8.ops import _ffi, _implementation
+    from jaxfp8.ops import _ffi, _support
 
     library = register_handlers()
-    with pytest.MonkeyPatch.context() as patch, _implementation.using("emulated"):
+    with pytest.MonkeyPatch.context() as patch, _support.using("emulated"):
         patch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
         yield
     assert library.emulator_take_misaligned() == 0, "misaligned access"

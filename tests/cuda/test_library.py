@@ -10,9 +10,9 @@ import pytest
 from ops import cases
 
 import jaxfp8
-from jaxfp8.ops import _ffi, _modules
+from jaxfp8.ops import _ffi
 
-MODULE = _modules.path("_cuda")
+MODULE = _ffi.module_path("_cuda")
 # What ptxas said of each kernel; a wheel does not have it.
 REPORTS = [path for folder in jaxfp8.__path__ for path in sorted(Path(folder, "_ptxas").glob("*.ptxas.txt"))]
 ARCHITECTURES = next(library.built_for for library in _ffi.libraries() if library.platform == "cuda").split()

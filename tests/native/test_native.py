@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxfp8.ops import _modules
+from jaxfp8.ops import _ffi
 
 ROOT = pathlib.Path(__file__).parents[2]
 CMAKE = shutil.which("cmake", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("cmake")
@@ -41,7 +41,7 @@ def test_program(build, name):
 def test_nothing_else_is_exported():
     if not shutil.which("nm") or sys.platform == "darwin":
         pytest.skip("needs nm of GNU binutils")
-    module = _modules.path("_cpu") or pytest.skip("the CPU module is not installed")
+    module = _ffi.module_path("_cpu") or pytest.skip("the CPU module is not installed")
     lines = run("nm", "-D", "--defined-only", module).splitlines()
     assert [line.split()[-1] for line in lines] == ["PyInit__cpu"]
 
@@ -56,5 +56,5 @@ def test_instruction_sets_share_no_code(build):
 
 
 def test_handlers_in_a_process_of_their_own():
-    module = _modules.path("_cpu") or pytest.skip("the CPU module is not installed")
+    module = _ffi.module_path("_cpu") or pytest.skip("the CPU module is not installed")
     assert ", 0 failed" in run(sys.executable, ROOT / "tests" / "native" / "handlers.py", module)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import jaxfp8
-from jaxfp8.ops import _elf, _ffi, _modules
+from jaxfp8.ops import _ffi
 
-MODULE = _modules.path("_cpu")
+MODULE = _ffi.module_path("_cpu")
 NATIVE = pytest.mark.skipif(MODULE is None, reason="the CPU module is not installed")
 SCRIPT = """
 import sys
@@ -138,15 +138,15 @@ def test_a_module_that_is_not_there(installation, report, reason):
 def test_every_shorter_file_has_a_fault(tmp_path):
     """At any length; below 64 bytes there is no header, and without its first bytes the loader refuses the file."""
     data, path = Path(MODULE).read_bytes(), tmp_path / "module.so"
-    assert _elf.fault(MODULE) == ""
+    assert _ffi.elf_fault(MODULE) == ""
     for size in [0, *range(6, 300, 7), *range(300, len(data), len(data) // 300), len(data) - 1]:
         path.write_bytes(data[:size])
-        assert _elf.fault(str(path)), size
+        assert _ffi.elf_fault(str(path)), size
 
 
 def test_old_modules_are_not_registered(monkeypatch):
     """A module that lacks a custom call of this version, as after an update without a build."""
     monkeypatch.setattr(_ffi, "_errors", {})
-    monkeypatch.setattr(_modules, "load", lambda name: types.SimpleNamespace(registrations=lambda: {}))
+    monkeypatch.setattr(_ffi, "_load_module", lambda name: types.SimpleNamespace(registrations=lambda: {}))
     assert not _ffi._load("cpu")
     assert "built from other sources, without jaxfp8_amax_v1, " in _ffi._errors["cpu"]

@@ -13,7 +13,7 @@ import pytest
 import jaxfp8
 from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
-from jaxfp8.ops import _disabled, _ffi, _support
+from jaxfp8.ops import _ffi, _support
 from jaxfp8.selftest import _machine
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
@@ -44,7 +44,7 @@ def machine(monkeypatch, cuda_custom_calls):
         gpus_of_program = list(lowered_for)
         monkeypatch.setattr(_compat, "gpus_of", lambda ctx: gpus_of_program)
         monkeypatch.setattr(_ffi, "cublaslt_version", check)
-        monkeypatch.setattr(_disabled, "_disabled", _disabled.parsed(disabled))
+        monkeypatch.setattr(_support, "_disabled", _support.parsed(disabled))
         jax.clear_caches()
 
     return has
@@ -189,20 +189,20 @@ def test_what_says_that_an_op_is_disabled(machine):
     "value, names", [("", set()), (" amax , quantize_norm,", {"amax", "quantize_norm"}), ("amax,amax", {"amax"})]
 )
 def test_what_the_variable_means(value, names):
-    assert _disabled.parsed(value) == names
+    assert _support.parsed(value) == names
 
 
 @pytest.mark.parametrize("value", ["quantise", "amax,Quantize", "jaxfp8_amax_v1", "amax quantize"])
 def test_unknown_names(value):
     with pytest.raises(ValueError, match=r"^JAXFP8_DISABLE: expected names of ops, .*; the ops are amax, .*") as raised:
-        _disabled.parsed(value)
+        _support.parsed(value)
     assert value.removeprefix("amax,") in str(raised.value)
 
 
 @pytest.mark.parametrize("value, printed", [("amax", "names amax"), ("amaxes", "got amaxes; the ops are")])
 def test_the_environment_is_read(value, printed):
     """By a process of its own, when it imports jaxfp8."""
-    program = "from jaxfp8.ops import _disabled; print(_disabled.reason('amax'))"
+    program = "from jaxfp8.ops import _support; print(_support.why_disabled('amax'))"
     environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
     done = another_process.python("-c", program, code=int(value != "amax"), **environment)
     assert printed in done.stdout + done.stderr

@@ -12,7 +12,7 @@ from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8.ops import _disabled, _ffi, _modules, _support
+from jaxfp8.ops import _ffi, _support
 from jaxfp8.selftest import _machine
 
 ON_CPU = {*cases.TARGETS, "quantize_blocks"}
@@ -40,7 +40,7 @@ def no_libraries(monkeypatch, tmp_path):
     # The finder of an editable install knows the modules without a path.
     others = [finder for finder in sys.meta_path if "_editable" not in finder.__module__]
     monkeypatch.setattr(sys, "meta_path", others)
-    monkeypatch.setattr(_modules, "_SOURCES", tmp_path / "CMakeLists.txt")
+    monkeypatch.setattr(_ffi, "_SOURCES", tmp_path / "CMakeLists.txt")
     (tmp_path / "_modules.txt").write_text("cpu: not built: no Python.h\ncuda: not built: no nvcc\n")
     monkeypatch.setattr(_ffi, "_loaded", {})
     monkeypatch.setattr(_ffi, "_errors", {})
@@ -83,7 +83,7 @@ def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):
     """Products without an FP8 kernel are intended on a CPU; a kernel that is switched off is not."""
     monkeypatch.setattr(_machine, "OPS", {name: _machine._example(name) for name in ("amax", "scaled_matmul")})
     if disabled:
-        monkeypatch.setattr(_disabled, "_disabled", frozenset({"amax"}))
+        monkeypatch.setattr(_support, "_disabled", frozenset({"amax"}))
     printed = command.text(command.about() | {"platform": "cpu", "cublaslt": {"error": "libcublasLt: cannot open"}})
     assert "cuBLASLt   not needed on a CPU (libcublasLt: cannot open)\n" in printed
     assert "jnp and dequantize, as intended\n" in printed
