@@ -4,6 +4,7 @@ import re
 
 import pytest
 import snippets
+import tiers
 from test_floors import FLOORS
 
 ROOT = snippets.ROOT
@@ -93,3 +94,8 @@ def test_every_package_and_every_folder_of_tests_is_in_their_table():
         assert all((ROOT / "tests" / name).exists() for cell in row[1:] for name in cell if "." in name or "/" in name)
     tested = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").glob("*/**/test_*.py")}
     assert {f"{folder}/" for folder in tested} <= {name for row in folders for name in row[0]}
+
+
+def test_files_of_the_tiers_exist():
+    names = [*tiers.CI, *tiers.ONE_CASE, *tiers.LONGEST]
+    assert [name for name in names if not (ROOT / "tests" / name).exists()] == []

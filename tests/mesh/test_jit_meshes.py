@@ -65,12 +65,14 @@ def test_amaxes_of_shards_are_caught(name, monkeypatch):
     assert_caught("auto", name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["dp", "tp"])
 def test_products_of_shards_are_caught(name, monkeypatch):
     monkeypatch.setattr(_partition, "_reduced_over", no_reduction(of=lax.psum))
     assert_caught("auto", name)
 
 
+@pytest.mark.ci
 def test_an_amax_over_some_of_the_axes_is_caught(monkeypatch):
     whole = _partition._reduced_over
 
@@ -81,6 +83,7 @@ def test_an_amax_over_some_of_the_axes_is_caught(monkeypatch):
     assert_caught("auto", "all")
 
 
+@pytest.mark.ci
 def test_a_sum_of_amaxes_is_caught(monkeypatch):
     monkeypatch.setattr(_partition, "combine_of", lambda names: lax.psum)
     assert_caught("auto", "all")

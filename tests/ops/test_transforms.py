@@ -167,6 +167,7 @@ def test_vmap(implementation, op):
             check(function, arguments, batched, set())
 
 
+@pytest.mark.ci
 @OPS
 def test_nested_vmap(implementation, op):
     """Both vmaps over all, and over parts: groups must not mix."""

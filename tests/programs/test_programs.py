@@ -21,28 +21,28 @@ PROGRAMS = {
 }
 
 
-def _cases():
-    """CI runs every program with delayed scaling, and three programs with every recipe, one of each adapter."""
-    for number, name in enumerate(PROGRAMS):
-        place = list(PROGRAMS[name][0] is adapter for adapter, _, _ in ADAPTERS.values()).index(True)
-        first = sum(len(programs) for _, programs, _ in list(ADAPTERS.values())[:place])
-        for index, recipe in enumerate(RECIPES):
-            marks = [pytest.mark.slow]
-            if index == 0:
-                marks = [pytest.mark.ci] if number % 3 else []
-            elif index == number - first:
-                marks = []
-            yield pytest.param(name, recipe, marks=marks, id=f"{name}-{recipe}")
+WITH_STATE = [name for name, recipe in RECIPES.items() if recipe.rule is None]
 
 
-@pytest.mark.parametrize("program, recipe", list(_cases()))
+def cases(programs, recipes):
+    """Every program with delayed scaling, a third of them in `make test`; every recipe once; nightly each with each."""
+    for place, program in enumerate(programs):
+        for number, recipe in enumerate(recipes):
+            is_shown = number == place or (number == 0 and place % 3 == 0)
+            marks = [] if is_shown else [pytest.mark.ci if number == 0 else pytest.mark.slow]
+            yield pytest.param(program, recipe, marks=marks, id=f"{program}-{recipe}")
+
+
+OF_ADAPTERS = ([name for name in PROGRAMS if name.startswith(adapter)] for adapter in ADAPTERS)
+
+
+@pytest.mark.parametrize("program, recipe", [case for names in OF_ADAPTERS for case in cases(names, RECIPES)])
 def test_programs(program, recipe):
     adapter, program, _ = PROGRAMS[program]
     check(adapter, program, RECIPES[recipe])
 
 
-@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if recipe.rule is None])
-@pytest.mark.parametrize("program", functional.RAGGED)
+@pytest.mark.parametrize("program, recipe", list(cases(functional.RAGGED, WITH_STATE)))
 def test_ragged_dot(program, recipe):
     """Its recipes are those with a scale for a whole tensor; without a state each member has its own."""
     check(functional.Ragged, functional.RAGGED[program], RECIPES[recipe])
