@@ -28,7 +28,7 @@ from .._jax._trees import Tree
 from ..dot import _contexts
 from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, relative, some
 from ..train import apply_with_max_grad
-from ._dot_general import Fp8DotGeneral, Fp8Einsum, Fp8Module
+from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, regions, restore_path
 
 
@@ -310,7 +310,7 @@ def _interceptor(ran, next_method, args, kwargs, context):
     elif rule.recipe is None:
         changes = {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
     else:
-        changes = {"dot_general_cls": functools.partial(Fp8DotGeneral, recipe=rule.recipe), "dot_general": None}
+        changes = {"dot_general_cls": make_dot_general_cls(rule.recipe), "dot_general": None}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_changed(module, changes))
         if rule.recipe is None:
