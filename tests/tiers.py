@@ -28,7 +28,7 @@ CI = {
 }
 # Where `make test` runs one case of each test; elsewhere it runs every value of every parameter once.
 ONE_CASE = {
-    *("bad_days", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
+    *("bad_days/test_bad_days.py", "mesh", "ops/test_block_scaled_matmul.py", "ops/test_produced.py"),
     *("ops/test_quantize_blocks_transpose.py", "recipes/test_meshes.py", "dot/test_einsum.py"),
     *("linen/test_fused_layers.py", "ops/test_transpose_blocks.py"),
 }
