@@ -1,0 +1,52 @@
+"""What a step holds at its peak: how XLA's dumps are read, and the committed bytes and the page that quotes them."""
+
+import json
+
+from . import memory
+from .results import ROOT
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 64, parameter 0, shape |f32[16]| at ShapeIndex {}:
+ value: <0 x.1 @0> (size=64,offset=0): f32[16]{0}
+allocation 1: size 4096, preallocated-temp:
+ value: <1 call.2{} @0> (size=16,offset=0): (f8e4m3fn[8192,2]{1,0}, f32[1]{0})
+ value: <2 call.2{0} @0> (size=1000,offset=16): f8e4m3fn[8,8192,2]{2,1,0}
+ value: <3 call.2{1} @0> (size=300,offset=1016): f8e4m3fn[2,8192]{1,0}
+ value: <4 fusion.3 @0> (size=500,offset=2016): bf16[8192,2]{1,0}
+ value: <5 fusion.4 @0> (size=700,offset=2016): f32[8192,2]{1,0}
+ value: <6 call.5 @0> (size=20,offset=3000): f8e4m3fn[4096,4096]{1,0}
+ value: <7 call.6 @0> (size=1,offset=3100): u8[9]{0}
+allocation 2: size 4, maybe-live-out:
+"""
+LIVE = """  BufferLiveRange:
+    x.1{}:0-9
+    call.2{}:1-2
+    call.2{0}:1-7
+    call.2{1}:2-5
+    fusion.3{}:2-3
+    fusion.4{}:4-6
+    call.5{}:5-8
+    call.6{}:6-8
+"""
+
+
+def test_the_peak():
+    """At 5 codes, their transposes, float32 and codes of a kernel are alive; bf16 is not any more."""
+    kinds = {"codes": 1000, "transposed codes": 300, "f32": 700, "codes of kernels": 20}
+    assert memory.held(ASSIGNMENT, LIVE) == kinds
+
+
+def test_committed_bytes():
+    """Experts hold less than in bf16; GatedMLP with FP8 kept half of bf16, without the gradients of all arms."""
+    models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for candidates in models.values():
+        for found in candidates.values():
+            held, peak = found["held"], found["temporary_bytes"]
+            assert sum(held.values()) <= peak
+            cells = [held.get(name, 0) for name in ("codes", "transposed codes", "codes of kernels", "f32", "bf16")]
+            assert f"| {' | '.join(f'{size / 2**20:.0f}' for size in (peak, *cells))} |" in page
+    experts, llama = models["experts"], models["llama"]
+    assert experts["fused"]["temporary_bytes"] < experts["bf16"]["temporary_bytes"]
+    bf16, ours = (llama[name]["temporary_bytes"] - llama[name]["held"]["f32"] for name in ("bf16", "fused, FP8 kept"))
+    assert ours <= 0.5 * bf16
