@@ -14,9 +14,9 @@ import numpy as np
 from .. import ops
 from .._jax._table import aligned, member, natural
 from ..dot import FusedInput, _contexts, _ragged_dot
-from ..recipes import TensorwiseQuantizer, read_states, reading_of, without_max
+from ..recipes import TensorwiseQuantizer, read_states, reading_of, second, shares_codes, without_max
 
-_TENSORS = ("input", "kernel", "output_grad")
+_TENSORS = ("input", "kernel", "output_grad", "wgrad_input", "dgrad_kernel", "wgrad_output_grad")
 _COLUMNS = ("layer", "tensor", "saturated", "flushed")
 
 
@@ -26,8 +26,9 @@ class Counts:
 
     Attributes:
         rows: a dict for each tensor that was quantized with one scale: `layer`, the path of the module; `tensor`,
-            `"input"`, `"kernel"` or `"output_grad"`; `saturated`, the fraction of elements with
-            `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); and `flushed`, the fraction of elements that are
+            `"input"`, `"kernel"` or `"output_grad"`, and of codes that a `ByProduct` makes for the second product of a
+            tensor `"wgrad_input"`, `"dgrad_kernel"` or `"wgrad_output_grad"`; `saturated`, the fraction of elements
+            with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); `flushed`, the fraction of elements that are
             not zero but have the code of zero. ` (call 1)` after the path is the second call of the layer, `[i]` an
             iteration of a loop, a member of a batch, or a device of `shard_map`.
     """
@@ -98,7 +99,7 @@ class _Site:
 
 
 _numbers = itertools.count()
-# What the products of the running step have counted: pairs of a site and an array [*batch, 3, 2].
+# What the products of the running step have counted: pairs of a site and an array [*batch, 6, 2].
 _runs: list[tuple[_Site, np.ndarray]] = []
 
 
@@ -113,12 +114,12 @@ def _counted(product, fp8, f32, *operands):
     site = _Site(next(_numbers), _contexts.current_layer() or "product")
     group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
     # 1. Count x and the kernel, with the scales that the product will choose.
-    reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer()[:3])
-    steps = read_states(product.quantizers[:3], states, reading)
+    reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer())
+    steps = read_states(product.quantizers, states, reading)
     values = [_values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)]
     if group_sizes is not None and values[0] is not None:
         values[0] = _ragged_dot.in_a_group(values[0], group_sizes)
-    forward = [_fractions(product, i, value, steps[i], states[i]) for i, value in enumerate(values)]
+    forward = [_fractions(product, i, value, steps, states) for i, value in enumerate(values)]
     record = functools.partial(_record, site)
 
     # 2. Count the gradient where it arrives, and give the counts to the host.
@@ -128,31 +129,41 @@ def _counted(product, fp8, f32, *operands):
         return y
 
     def backward(residuals, grad):
-        forward, step, state, group_sizes = residuals
+        forward, steps, states, group_sizes = residuals
         counted = grad if group_sizes is None else _ragged_dot.in_a_group(grad, group_sizes)
-        fractions = jnp.stack([*forward, _fractions(product, 2, counted, step, state)])
+        firsts, seconds = zip(*forward, _fractions(product, 2, counted, steps, states), strict=True)
+        fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
         # The gradient depends on a zero from the callback, without which XLA would drop the callback.
         return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
 
     watched.defvjp(lambda y, *residuals: (y, residuals), backward)
-    return watched(fp8(*operands), forward, steps[2], states[2], group_sizes)
+    return watched(fp8(*operands), forward, steps, states, group_sizes)
 
 
-def _fractions(product, i, values, step, state):
-    """Return the fractions of the elements of a tensor that saturate and that become zero, f32 `[2]`.
+def _fractions(product, i, values, steps, states) -> list[jax.Array]:
+    """Return the fractions of a tensor's elements that saturate and that become zero, f32 `[2]`, for both its products.
 
-    They are NaN where the tensor has no scale for the whole of it.
+    They are NaN where the tensor has no scale for the whole of it, and where the second product reads the codes of the
+    first.
 
     Args:
         product: the static part.
-        i: the position of the quantizer.
+        i: the position of the tensor's first quantizer.
         values: the tensor, or None.
-        step: the result of `read_states` for the quantizer.
-        state: the state of the quantizer, which says over which devices the tensor is reduced.
+        steps: the results of `read_states` for all quantizers.
+        states: their states, which say over which devices the tensor is reduced.
     """
-    quantizer = product.quantizers[i]
+    both = [(product.quantizers[i], steps[i], states[i])]
+    if not shares_codes(product.quantizers, i):
+        both.append(tuple(second(each, i) for each in (product.quantizers, steps, states)))
+    fractions = [_fractions_of(product, values, *each) for each in both]
+    return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
+
+
+def _fractions_of(product, values, quantizer, step, state):
+    """Return the fractions of one quantizer; see `_fractions`."""
     if values is None or not isinstance(quantizer, TensorwiseQuantizer):
         return jnp.full((2,), jnp.nan, jnp.float32)
     scale, *_ = quantizer.choose_scale(functools.partial(ops.amax, values), step, product.reduce)

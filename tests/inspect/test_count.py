@@ -237,3 +237,21 @@ def test_bounds():
     assert_counts(counts, expected((x, kernel, grad), scales), "static")
     saturated = {row["tensor"]: row["saturated"] for row in counts.rows}
     assert saturated["input"] > 0.2 and saturated["kernel"] == 0 and saturated["output_grad"] > 0.2
+
+
+def test_by_product():
+    """Codes that a second product has for itself have rows of their own; where products share codes there is one."""
+    x, kernel, grad = (operand[0] if operand.ndim == 3 else operand for operand in tensors())
+    recipe = jaxfp8.ByProduct(jaxfp8.StaticScaling(4.0, 1e6), None, jaxfp8.StaticScaling(9.0, 1e6, 0.5))
+    _, counts = inspect.count(jax.grad(use, argnums=(1, 2)), None, kernel, x, grad, recipe)
+    got = {row["tensor"]: (row["saturated"], row["flushed"]) for row in counts.rows}
+    e4m3, e5m2 = np.float32(448), np.float32(57344)
+    rows = {
+        "input": (x, e4m3 / 4, oracle.E4M3),
+        "kernel": (kernel, e4m3 / np.float32(1e6), oracle.E4M3),
+        "wgrad_input": (x, e4m3 / 9, oracle.E4M3),
+        "wgrad_output_grad": (grad, e5m2 * 2, oracle.E5M2),
+    }
+    assert got.keys() == rows.keys()
+    for name, (values, scale, fmt) in rows.items():
+        oracle.assert_bitwise(np.float32(got[name]), oracle.counts(values, scale, fmt) / np.float32(values.size), name)
