@@ -26,11 +26,11 @@ class Counts:
 
     Attributes:
         rows: a dict for each tensor that was quantized with one scale: `layer`, the path of the module; `tensor`,
-            `"input"`, `"kernel"` or `"output_grad"`, and of codes that a `ByProduct` makes for the second product of a
+            `"input"`, `"kernel"` or `"output_grad"`, and for codes that a `ByProduct` makes for the second product of a
             tensor `"wgrad_input"`, `"dgrad_kernel"` or `"wgrad_output_grad"`; `saturated`, the fraction of elements
-            with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); `flushed`, the fraction of elements that are
-            not zero but have the code of zero. ` (call 1)` after the path is the second call of the layer, `[i]` an
-            iteration of a loop, a member of a batch, or a device of `shard_map`.
+            with `abs(x * scale) > FP8_MAX` (an Inf counts, a NaN does not); and `flushed`, the fraction of elements
+            that are not zero but have the code of zero. ` (call 1)` after the path is the second call of the layer,
+            `[i]` an iteration of a loop, a member of a batch, or a device of `shard_map`.
     """
 
     rows: list[dict[str, Any]]
