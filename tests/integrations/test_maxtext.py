@@ -209,6 +209,21 @@ def test_state_of_linen_is_not_added_up(standin):
             standin.train.gradient_accumulation_loss_and_grad(loss_fn, None, model, params, None, None, None)
 
 
+def test_a_recipe_for_each_product(standin):
+    """Under the flag, fprop is that of the recipe and wgrad is exact; there is no state but that of fprop and dgrad."""
+    recipe, x = jaxfp8.ByProduct(RECIPE, RECIPE), np.random.default_rng(0).standard_normal((6, K)).astype(np.float32)
+    with maxtext.install(recipe):
+        layer = nn.Dense(N, use_bias=False, dot_general_cls=quantization(standin).dot_general_cls())
+        params = layer.init(jax.random.key(0), x)
+        y, vjp = jax.vjp(lambda params: layer.apply(params, x), params)
+    (dot,) = params["_overwrite_with_gradient"].values()
+    assert len(dot) == 6  # a history and a scale of input, kernel and output_grad
+    kernel = params["params"]["kernel"]
+    state = oracle.LayerState.init(H)
+    oracle.dense_step(x, np.asarray(kernel), np.zeros((6, N), np.float32), state).y.check(y)
+    np.testing.assert_allclose(vjp(y)[0]["params"]["kernel"], x.T @ np.asarray(y), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("flag", "recipe"),
     [

@@ -169,6 +169,15 @@ def test_kernels_that_are_quantized_before():
         SHAPES.check(SHAPES.expected(cases.ByProduct(*rules), x, kernel, grad), y, *vjp(grad))
 
 
+def test_freeze():
+    """A frozen layer has the codes of fprop, and gives the bits that the layer gave."""
+    recipe, x = jaxfp8.ByProduct(jaxfp8.Float8BlockScaling(), None, jaxfp8.MXFP8BlockScaling()), SHAPES.arrays()[0]
+    layer = nn.Dense(4, dot_general_cls=jaxfp8.make_dot_general_cls(recipe))
+    variables = layer.init(jax.random.key(0), x)
+    frozen = jaxfp8.freeze(layer, variables, x)
+    oracle.assert_bitwise(np.asarray(layer.apply(frozen, x)), np.asarray(layer.apply(variables, x)), "y")
+
+
 def test_ragged_dot():
     """Recipes with codes everywhere; one that leaves a product in high precision is refused by name."""
     lhs, rhs, sizes = jnp.ones((4, 6)), jnp.ones((2, 6, 5)), jnp.int32([2, 2])

@@ -27,8 +27,10 @@ PLACES = {
 SHAPES, PART = cases.dense(24, 136, 16), cases.dense(6, 136, 16)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("where", PLACES)
+BY_PRODUCT = [("current | block | None", "columns"), ("rowwise | current | mx", "FSDP")]
+
+
+@pytest.mark.parametrize("name, where", [*((name, where) for where in PLACES for name in KINDS), *BY_PRODUCT])
 def test_any_numbers(name, where):
     """Scales that are no powers of two are those of one device: within its bounds. An amax of a shard would not be.
 
