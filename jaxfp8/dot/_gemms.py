@@ -14,6 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import ops, recipes
+from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
 from ._layout import Layout, layouts
@@ -138,6 +139,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
                 q = _with_columnwise(q, product, OperandOptions(**options))
         last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
+        if is_kept and _is_turned_late(q):
+            last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
         operands.append(last)
         kept.append(residual)
         is_quantized_again = is_read_again and not is_kept
@@ -198,6 +201,10 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         )
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     rows, cols = len(x_layout.free), len(kernel_layout.free)
+    if "kernel" in differentiated and _is_turned_late(x) and not x_layout.contract_first:
+        x = x.transposed(len(x_layout.batch))
+    if "x" in differentiated and _is_turned_late(kernel) and not kernel_layout.contract_first:
+        kernel = kernel.transposed(len(kernel_layout.batch))
     # 1. Quantize grad: dgrad contracts its columns, wgrad its rows.
     needs_dx, needs_dkernel, needs_dbias = (name in differentiated for name in ("x", "kernel", "bias"))
     quantizers, options = product.quantizers, OperandOptions(rows, cols, column_sums=needs_dbias, reduce=product.reduce)
@@ -233,6 +240,14 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     quantized = [x, kernel, q, output, input_grad, x_again, kernel_again, grad_again]
     next_state = recipes.next_states(quantized, product.reduce, reading)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
+
+
+def _is_turned_late(q: QTensor) -> bool:
+    """Tell whether codes are kept as the first product reads them: on TPUs a transpose is part of the product.
+
+    A loop would store transposed codes, which takes a copy of the operand in each step.
+    """
+    return q.has_one_scale and is_for_tpu()
 
 
 def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .. import ops
-from ..recipes import QTensor, dequantized
+from ..recipes import GEMMType, QTensor, dequantized
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 
@@ -54,6 +54,7 @@ def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap
             precise=precise,
             batch=batch,
             contracting=a.cols,
+            narrow_sums=gemm_type == GEMMType.WGRAD,
         )
     if is_blockwise(a) and is_blockwise(b):
         return ops.block_scaled_matmul(

@@ -61,7 +61,7 @@ def is_saturated_or_flushed(x, scale, dtype):
 
 def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN, without sign, where the product is NaN or x is Inf."""
-    if _tpu.is_target.value:
+    if _tpu.is_target():
         return _tpu.encode(x, scale, dtype)
     info = jnp.finfo(dtype)
 
@@ -98,7 +98,7 @@ def rounded(magnitude, dtype):
 
 def decode(data, scale_inv, dtype):
     """Compute `data * scale_inv`, rounded once to f32 and once to `dtype`; NaN is the quiet NaN without sign."""
-    if _tpu.is_target.value:
+    if _tpu.is_target():
         return _tpu.decode(data, scale_inv, dtype)
     # 1. Multiply in f32, which is exact but for one rounding; a cast from FP8 is exact.
     value_bits, scale_bits = to_bits(data.astype(jnp.float32)), to_bits(scale_inv)

@@ -70,7 +70,7 @@ def abs_max(x: jax.Array, axis: Any = None) -> jax.Array:
 
     The NaN is counted before the reduction: a float max may lose it (XLA:CPU does for n >= 4096).
     """
-    if _tpu.is_target.value:
+    if _tpu.is_target():
         return _tpu.abs_max(x, axis)
     bits = to_bits(x.astype(jnp.float32)) & 0x7FFFFFFF
     bits = jnp.minimum(bits, _INF_BITS)

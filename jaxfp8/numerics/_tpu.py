@@ -8,8 +8,14 @@ zero. The product of an input and its scale may be below that: FP8 rounds it to 
 import jax
 import jax.numpy as jnp
 
-# Whether the program that is traced is for TPUs. The context is part of jit's cache key.
-is_target = jax.make_user_context(default_value=False)
+# The devices of the TPU program that is traced, as `_compat.devices_of` names them: "one", "mesh", "shard", "unknown";
+# None where the program is for another platform. The context is part of jit's cache key.
+devices = jax.make_user_context(default_value=None)
+
+
+def is_target() -> bool:
+    """Tell whether the program that is traced is for TPUs."""
+    return devices.value is not None
 
 
 def encode(x, scale, dtype):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..numerics import _tpu
 from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
 from ._primitive import ONE, Op
 from ._product import ProductSpec, rescaled, spec_fields
@@ -69,6 +70,7 @@ def block_scaled_matmul(
         `[..., m, n]` of `out_dtype`.
 
     Raises:
+        NotImplementedError: the program is for TPUs, and scales change along the contraction.
         RuntimeError: `implementation("ffi")` asks for a custom call that a GPU of the program does not have.
         TypeError: an argument has another dtype; or the op is differentiated.
         ValueError: an argument has another shape, or a block is not a pair of positive ints or Nones.
@@ -174,8 +176,16 @@ class _BlockScaledMatmul(Op):
         # 1. Widen the codes, with the scales that change along the contraction.
         sides = [_Side(a, a_scale_inv, spec.a_block, leading, spec.contracting)]
         sides += [_Side(b, b_scale_inv, spec.b_block, leading, spec.contracting)]
+        if _tpu.is_target() and not all(side.scales_rows for side in sides):
+            raise NotImplementedError(
+                f"block_scaled_matmul: expected one scale for each row or for the tensor, got blocks {spec.a_block} by "
+                f"{spec.b_block}: TPUs have no such FP8 product, and XLA compiles a slow one for minutes. Take "
+                "DelayedScaling, Float8CurrentScaling, StaticScaling or Float8RowwiseScaling; "
+                'jaxfp8.ops.implementation("reference") runs blocks without FP8 products'
+            )
         exact = all(side.is_exact or side.scales_rows for side in sides)
-        operands = [side.widened(jnp.bfloat16 if exact else jnp.float32) for side in sides]
+        wide = jnp.bfloat16 if exact else jnp.float32
+        operands = [side.codes if _tpu.is_target() else side.widened(wide) for side in sides]
         # Scaled f32 operands have all their bits: GPUs must not cut them to TF32.
         precision = None if exact else lax.Precision.HIGHEST
 

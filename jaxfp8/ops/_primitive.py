@@ -80,9 +80,12 @@ class Op:
         """Compute the results on NVIDIA GPUs, by default with the custom call of `cpu`."""
         return self.cpu(*operands, vmap_dims=vmap_dims, **static)
 
-    def tpu(self, *operands, **static) -> Sequence:
-        """Compute the results by `reference`, with the float arithmetic and the products of codes that a TPU has."""
-        with _tpu.is_target(True):
+    def tpu(self, *operands, devices, **static) -> Sequence:
+        """Compute the results by `reference`, with the float arithmetic and the products of codes that a TPU has.
+
+        `devices` are those of the program, as `_compat.devices_of` names them.
+        """
+        with _tpu.devices(devices):
             return self.reference(*operands, **static)
 
     def dtypes(self, *operands, **static) -> Sequence | None:
@@ -203,12 +206,13 @@ class Op:
         """Lower to the implementation that runs: `native`, if the library of the platform is loaded, or another."""
         # The names and the reference use `static`: `for_gpus` changes how a kernel runs, and not the op's results.
         run, run_static = self.choose(ctx, platform, native, is_loaded, implementation, static)
-        in_jnp, on_shards = self.reference, self.on_shards
-        if platform == "tpu" and implementation != "reference":
+        in_jnp, jnp_static, on_shards = self.reference, static, self.on_shards
+        if implementation == "tpu" or (platform == "tpu" and implementation != "reference"):
             run = in_jnp = self.tpu
+            run_static = jnp_static = static | {"devices": _compat.devices_of(ctx)}
         return lower_partitioned(
             functools.partial(run, vmap_dims=vmap_dims, **run_static),
-            functools.partial(in_jnp, vmap_dims=vmap_dims, **static),
+            functools.partial(in_jnp, vmap_dims=vmap_dims, **jnp_static),
             Dimensions(
                 *self.all_names(ctx.avals_in, vmap_dims, static),
                 self.second_layouts(**static),

@@ -37,6 +37,7 @@ def scaled_matmul(
     precise: bool = False,
     batch: int | None = None,
     contracting: int = 1,
+    narrow_sums: bool = False,
     a_t: ArrayLike | None = None,
     b_t: ArrayLike | None = None,
 ) -> jax.Array:
@@ -66,6 +67,9 @@ def scaled_matmul(
         batch: the number of leading dimensions that a and b share. m and n are then any numbers of dimensions; by
             default m and n are one dimension each.
         contracting: the number of dimensions that k stands for.
+        narrow_sums: adds the parts of the result that the TPUs of a mesh have in `out_dtype`, where they hold parts of
+            k: half of the bytes between devices for bfloat16, and a second rounding. By default TPUs add in f32;
+            other devices add in `out_dtype` anyway.
         a_t, b_t: a and b as `[..., k, m]` and `[..., k, n]`, if another product reads the operands in that layout. On
             one device a_t and b_t are not read. On a mesh, if a or b has to be gathered, a_t or b_t is gathered in its
             place, so that only one layout crosses devices.
@@ -87,17 +91,27 @@ def scaled_matmul(
         if accumulator.dtype != np.float32:
             raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first")
         operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
-    spec = _Spec(**fields, has_accumulator=accumulator is not None, has_a_t=a_t is not None, has_b_t=b_t is not None)
+    spec = _Spec(
+        **fields,
+        has_accumulator=accumulator is not None,
+        has_a_t=a_t is not None,
+        has_b_t=b_t is not None,
+        narrow_sums=_checks.flag(op, "narrow_sums", narrow_sums),
+    )
     return _scaled_matmul(*operands, *(x for x in (a_t, b_t) if x is not None), spec=spec)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spec(ProductSpec):
-    """The static part of one product: which of the operands bias, accumulator, a_t and b_t follow the first four."""
+    """The static part of one product: which of the operands bias, accumulator, a_t and b_t follow the first four.
+
+    `narrow_sums` says in what dtype TPUs add their parts of the result.
+    """
 
     has_accumulator: bool
     has_a_t: bool
     has_b_t: bool
+    narrow_sums: bool
 
     def split(self, operands):
         """Return `(a, b, a_scale_inv, b_scale_inv, bias or None, accumulator or None)`."""
@@ -112,7 +126,7 @@ def to_f32(codes):
 
     Programs for TPUs multiply the codes as they are.
     """
-    return codes if _tpu.is_target.value else codes.astype(jnp.float32)
+    return codes if _tpu.is_target() else codes.astype(jnp.float32)
 
 
 def _spaced(scale):
@@ -181,7 +195,10 @@ class _ScaledMatmul(Op):
     def reference(self, *operands, vmap_dims, spec, widen=to_f32):
         """Widen the codes, which is exact, and multiply whole tensors with f32 accumulation."""
         a, b, a_scale_inv, b_scale_inv, bias, accumulator = spec.split(operands)
-        out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=jnp.float32)
+        # XLA adds the parts of a product that a mesh has in the dtype of the dot.
+        is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
+        dtype = spec.out_dtype if is_narrow else jnp.float32
+        out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=dtype).astype(jnp.float32)
         out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
         return _finish(spec, out, bias, accumulator, vmap_dims)
 

@@ -21,7 +21,7 @@ _warned = set()
 _listeners = []
 
 VARIABLE = "JAXFP8_DISABLE"  # custom calls that a user has switched off, so that one bad kernel does not end a run
-_CHOICES = ("ffi", "reference", "xla")
+_CHOICES = ("ffi", "reference", "xla", "tpu")
 # The context is part of jit's cache key: a change of the implementation retraces.
 _context = jax.make_user_context(default_value=None)
 
@@ -49,7 +49,8 @@ def implementation(name: str):
     Args:
         name: `"ffi"` runs custom calls only, and raises on platforms without them. `"reference"` runs plain jnp.
             `"xla"` runs the reference too, but with the GEMM as the convert-multiply-dot pattern that XLA's compiler
-            for GPUs rewrites to FP8 (docs/xla.md).
+            for GPUs rewrites to FP8 (docs/xla.md). `"tpu"` runs what TPUs run, plain jnp too, on every platform; it is
+            needed only to compile for TPUs on a machine without one (docs/tpu.md).
 
     Raises:
         ValueError: unknown `name`.
@@ -67,6 +68,11 @@ def implementation(name: str):
 def using(name: str | None):
     """Return a context in which `selected()` is `name`: for a program that is lowered later than it was traced."""
     return _context(name)
+
+
+def is_for_tpu() -> bool:
+    """Tell whether a program is traced for TPUs: where JAX's default backend is one, or by `implementation("tpu")`."""
+    return selected() == "tpu" or (selected() is None and jax.default_backend() == "tpu")
 
 
 def selected() -> str | None:

@@ -17,7 +17,7 @@ TINY = np.float32(2.0**-126)
 
 @jax.jit
 def amax(x):
-    with _tpu.is_target(True):
+    with _tpu.devices("one"):
         return _scaling.abs_max(x)
 
 
@@ -25,7 +25,7 @@ def amax(x):
 def test_codes_are_the_oracles(fmt):
     @jax.jit
     def encode(x, scale):
-        with _tpu.is_target(True):
+        with _tpu.devices("one"):
             return numerics.encode(x, scale, fmt.dtype)
 
     x = np.concatenate([oracle.f32_corner_cases(), oracle.rounding_probes(fmt)])
@@ -50,7 +50,7 @@ def test_values_of_codes_are_the_oracles():
 
     @jax.jit
     def decode(x, scale):
-        with _tpu.is_target(True):
+        with _tpu.devices("one"):
             return numerics.decode(x, scale, np.dtype(np.float32))
 
     expected = codes.astype(np.float32) * np.float32(0.37)

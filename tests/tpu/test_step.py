@@ -1,0 +1,68 @@
+"""Steps as TPUs run them, on the CPU of this machine: the results of the jnp reference."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfp8
+from jaxfp8 import ops
+
+NUMBERS = {"rows": (((1,), (0,)), ((), ())), "first": (((0,), (1,)), ((), ())), "batch": (((2,), (1,)), ((0,), (0,)))}
+SHAPES = {"rows": ((32, 48), (48, 16)), "first": ((48, 32), (16, 48)), "batch": ((2, 32, 48), (2, 48, 16))}
+RECIPES = {"delayed": jaxfp8.DelayedScaling(amax_history_len=4), "current": jaxfp8.Float8CurrentScaling()}
+RECIPES |= {"rows": jaxfp8.Float8RowwiseScaling()}
+
+
+def operands(layout):
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.standard_normal(shape).astype(np.float32) for shape in SHAPES[layout])
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(kernel)
+
+
+def step(recipe, dimension_numbers):
+    def loss(x, kernel, state):
+        options = {"recipe": recipe, "state": state, "preferred_element_type": jnp.bfloat16}
+        return jnp.sum(jnp.sin(jaxfp8.dot_general(x, kernel, dimension_numbers, **options).astype(jnp.float32)))
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [("delayed", "rows"), ("delayed", "first"), ("current", "batch"), ("rows", "rows")],
+)
+def test_a_step_is_that_of_the_reference(recipe, layout):
+    recipe, results = RECIPES[recipe], []
+    state = jaxfp8.init_state(recipe)
+    for name in ("reference", "tpu"):
+        with ops.implementation(name):
+            results.append(step(recipe, NUMBERS[layout])(*operands(layout), state))
+    for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
+        assert expected.dtype == got.dtype
+        # Sums may be in another order.
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("name", ["tpu", "reference"])
+def test_a_loop_keeps_codes_as_the_first_product_reads_them(name):
+    recipe = jaxfp8.StaticScaling()
+    x, kernel = operands("rows")
+    with ops.implementation(name) if name == "tpu" else contextlib.nullcontext():
+        vjp = jax.eval_shape(
+            lambda *operands: jax.vjp(lambda *o: jaxfp8.dot_general(*o, NUMBERS["rows"], recipe=recipe), *operands)[1],
+            x,
+            kernel,
+        )
+    shapes = {leaf.shape for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.float8_e4m3fn}
+    assert ((32, 48) in shapes) == (name == "tpu")
+
+
+@pytest.mark.parametrize(
+    "recipe", [jaxfp8.Float8BlockScaling(), jaxfp8.MXFP8BlockScaling()], ids=lambda r: type(r).__name__
+)
+def test_recipes_of_blocks_are_refused_by_name(recipe):
+    with ops.implementation("tpu"), pytest.raises(NotImplementedError, match="Float8RowwiseScaling"):
+        jaxfp8.dot_general(jnp.ones((32, 256)), jnp.ones((256, 32)), NUMBERS["rows"], recipe=recipe)
