@@ -247,7 +247,7 @@ def _is_turned_late(q: QTensor) -> bool:
 
     A loop would store transposed codes, which takes a copy of the operand in each step.
     """
-    return q.has_one_scale and is_for_tpu()
+    return q.data is not None and q.has_one_scale and is_for_tpu()
 
 
 def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
