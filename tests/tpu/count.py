@@ -18,10 +18,10 @@ _NO_ESTIMATE = 2**63 - 1
 
 
 def count(text: str) -> dict:
-    """What is in a compiled program, from its text: cycles, products, collectives, and the widest fusions."""
+    """What is in a compiled program, from its text: cycles, products, collectives."""
     module = hlo.parse(text)
     products, collective = collections.Counter(), collections.defaultdict(lambda: [0, 0])
-    cycles, without, parts = 0, 0, []
+    cycles, without = 0, 0
     for computation, instruction, times in _run(module):
         kind = instruction.opcode.removesuffix("-start")
         for factors in _products(module, computation, instruction):
@@ -40,7 +40,6 @@ def count(text: str) -> dict:
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
         if estimate and int(estimate[1]) != _NO_ESTIMATE:
             cycles += times * int(estimate[1])
-            parts.append((times * int(estimate[1]), instruction.op_name, instruction.name))
         elif estimate or kind == "fusion":
             without += times
     return {
@@ -48,7 +47,6 @@ def count(text: str) -> dict:
         "without_estimate": without,
         "products": dict(sorted(products.items())),
         "collectives": {name: {"times": n, "bytes": size} for name, (n, size) in sorted(collective.items())},
-        "parts": sorted(parts, reverse=True),
     }
 
 
