@@ -21,6 +21,7 @@ import jaxfp8
 
 from . import count
 
+WHOLE = P()
 STATE = "_overwrite_with_gradient"
 DENSES = {
     "bf16": nn.Dense,
@@ -96,7 +97,7 @@ def report(case: str, candidate: str, size: int, topology: str) -> dict:
     mesh = jax.sharding.Mesh(devices[: 1 if spec is None else 8], ("data",))
     model, is_shared = make(candidate, size), case == "scan" and candidate not in ("bf16", "flax")
 
-    def placed(leaf, spec=P()):
+    def placed(leaf, spec=WHOLE):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     def forward(variables, x):
