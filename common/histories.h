@@ -1,5 +1,8 @@
 // Delayed scaling's state, for several quantizers in one call: what the CPU and CUDA kernels of delayed_scales,
-// push_amaxes, read_histories and write_histories are given, and their arithmetic, to the bit.
+// read_histories and write_histories are given, and their arithmetic, to the bit.
+//
+// A step reads the state once: delayed_scales gives the scales of a product, read_histories what the products of a loop
+// compute their scales from. It writes the state once, by write_histories.
 //
 // A history [length] has its newest amax in slot 0 and its oldest in slot 1 (with one slot, that is both). Everything
 // here is on bits, so that subnormals count on threads that flush them.
@@ -14,13 +17,11 @@
 namespace jaxfp8 {
 
 // All pointers of a call travel as the parameter of one kernel launch, which has room for 4 KiB.
-constexpr int kMaxQuantizers = 16;      // of a layer: delayed_scales, push_amaxes
-constexpr int kMaxReadQuantizers = 64;  // of a model: read_histories, write_histories
+constexpr int kMaxQuantizers = 64;
 
 struct DelayedScalesQuantizer {
   const float* history;  // [groups, length]
   const float* stored;   // [groups], a scale_inv
-  float* next_history;   // [groups, length]
   float* scale;          // [groups]
   float* scale_inv;      // [groups]
   float* amax;           // [groups], set to 0
@@ -35,19 +36,6 @@ struct DelayedScalesParams {
   bool most_recent;  // the amax is slot 0 and not the largest
 };
 
-struct PushAmaxesQuantizer {
-  const float* history;  // [groups, length]
-  const float* amax;     // [groups]
-  float* next_history;   // [groups, length]; may be `history`
-  int64_t length;        // at least 1
-};
-
-struct PushAmaxesParams {
-  PushAmaxesQuantizer quantizers[kMaxQuantizers];
-  int64_t count;
-  int64_t groups;
-};
-
 // A reading says four numbers of each quantizer of a product; in what a step records two of them count.
 constexpr int64_t kReadingNumbers = 4;
 
@@ -60,27 +48,29 @@ struct ReadHistoriesQuantizer {
 };
 
 struct ReadHistoriesParams {
-  ReadHistoriesQuantizer quantizers[kMaxReadQuantizers];
+  ReadHistoriesQuantizer quantizers[kMaxQuantizers];
   int64_t count;
   int64_t groups;
 };
 
 struct WriteHistoriesQuantizer {
-  const float* history;   // [groups, length]
-  const float* recorded;  // [groups, stride], from the quantizer's first number on: amax, scale_inv; two that nobody reads
-  float* next_history;    // [groups, length]; may be `history`
-  float* next_scale;      // [groups]
-  int64_t length;         // at least 1
-  int64_t stride;         // kReadingNumbers times the quantizers of the product
+  const float* history;    // [groups, length]
+  const float* amax;       // [groups, stride], of which the first of each row counts
+  const float* scale_inv;  // [groups, stride], as well
+  float* next_history;     // [groups, length]; may be `history`
+  float* next_scale;       // [groups]
+  int64_t length;          // at least 1
+  int64_t stride;          // 1; in readings kReadingNumbers times the quantizers of the product
 };
 
 struct WriteHistoriesParams {
-  WriteHistoriesQuantizer quantizers[kMaxReadQuantizers];
+  WriteHistoriesQuantizer quantizers[kMaxQuantizers];
   int64_t count;
   int64_t groups;
 };
 
-static_assert(sizeof(ReadHistoriesParams) <= 4096 && sizeof(WriteHistoriesParams) <= 4096);
+static_assert(sizeof(DelayedScalesParams) <= 4096 && sizeof(ReadHistoriesParams) <= 4096 &&
+              sizeof(WriteHistoriesParams) <= 4096);
 
 // What is not positive and finite is recorded as 0.
 JAXFP8_HD uint32_t CleanBits(float x) {
@@ -108,10 +98,6 @@ JAXFP8_HD void WriteReading(uint32_t largest, float newest, float stored, float*
 
 // Whether a step used the quantizer: without a use its scale_inv is a zero, of either sign.
 JAXFP8_HD bool IsUsed(float scale_inv) { return (FloatToBits(scale_inv) & kAbsMask) != 0; }
-
-// One step of a history, before the newest amax enters: the entry of `slot` moves here. What arrives in slot 0 is the
-// oldest, which is dropped.
-JAXFP8_HD int64_t NextSlot(int64_t slot, int64_t length) { return slot == 0 ? length - 1 : slot - 1; }
 
 }  // namespace jaxfp8
 

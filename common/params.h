@@ -1,6 +1,6 @@
 // What the launchers of both libraries are given: pointers, sizes and formats, without XLA or CUDA types.
 //
-// histories.h has the parameters of delayed_scales and push_amaxes.
+// histories.h has the parameters of delayed_scales, read_histories and write_histories.
 #ifndef JAXFP8_COMMON_PARAMS_H_
 #define JAXFP8_COMMON_PARAMS_H_
 

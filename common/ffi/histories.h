@@ -1,5 +1,4 @@
-// jaxfp8_delayed_scales_v2: k histories f32 [g, H], k stored f32 [g] -> k histories, scales, scale_invs, amaxes.
-// jaxfp8_push_amaxes_v2: k histories f32 [g, H], k amaxes f32 [g] -> k histories, in place where XLA aliases them.
+// jaxfp8_delayed_scales_v3: k histories f32 [g, H], k stored f32 [g] -> k scales, scale_invs, amaxes f32 [g].
 //
 // k quantizers: their count is that of the buffers. All histories come first, then all of the next operand; results
 // likewise. Histories [H] are those of one group.
@@ -45,11 +44,10 @@ inline ffi::Error CheckHistory(const char* op, int64_t quantizer, ffi::AnyBuffer
   return CheckShape(operand, dims);
 }
 
-inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count,
-                                      int64_t most = kMaxQuantizers) {
-  if (matches && 1 <= count && count <= most) return ffi::Error::Success();
+inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted, bool matches, int64_t count) {
+  if (matches && 1 <= count && count <= kMaxQuantizers) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(std::string(op) + ": expected " + wanted + " for each of 1 to " +
-                                     std::to_string(most) + " quantizers, got another number");
+                                     std::to_string(kMaxQuantizers) + " quantizers, got another number");
 }
 
 struct DelayedScalesOp {
@@ -60,7 +58,7 @@ struct DelayedScalesOp {
   static auto Bind(Binding context) {
     return std::move(context)
         .RemainingArgs()  // histories, stored
-        .RemainingRets()  // histories, scales, scale_invs, amaxes
+        .RemainingRets()  // scales, scale_invs, amaxes
         .template Attr<ffi::Span<const float>>("numerators")
         .template Attr<bool>("most_recent");
   }
@@ -69,8 +67,8 @@ struct DelayedScalesOp {
                              ffi::Span<const float> numerators, bool most_recent, Params* params) {
     const int64_t count = static_cast<int64_t>(numerators.size());
     const bool matches = static_cast<int64_t>(operands.size()) == 2 * count &&
-                         static_cast<int64_t>(results.size()) == 4 * count;
-    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands, 4 results and a numerator", matches, count));
+                         static_cast<int64_t>(results.size()) == 3 * count;
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands, 3 results and a numerator", matches, count));
     params->count = count;
     const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     params->most_recent = most_recent;
@@ -80,11 +78,9 @@ struct DelayedScalesOp {
       const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
-      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
-      const ffi::AnyBuffer scale = **results.get<ffi::AnyBuffer>(count + i);
-      const ffi::AnyBuffer scale_inv = **results.get<ffi::AnyBuffer>(2 * count + i);
-      const ffi::AnyBuffer amax = **results.get<ffi::AnyBuffer>(3 * count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
+      const ffi::AnyBuffer scale = **results.get<ffi::AnyBuffer>(i);
+      const ffi::AnyBuffer scale_inv = **results.get<ffi::AnyBuffer>(count + i);
+      const ffi::AnyBuffer amax = **results.get<ffi::AnyBuffer>(2 * count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale", i, scale, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
@@ -94,51 +90,11 @@ struct DelayedScalesOp {
       DelayedScalesQuantizer& quantizer = params->quantizers[i];
       quantizer.history = Data<float>(history);
       quantizer.stored = Data<float>(stored);
-      quantizer.next_history = Data<float>(next_history);
       quantizer.scale = Data<float>(scale);
       quantizer.scale_inv = Data<float>(scale_inv);
       quantizer.amax = Data<float>(amax);
       quantizer.length = length;
       quantizer.numerator = numerators.begin()[i];
-    }
-    return ffi::Error::Success();
-  }
-};
-
-struct PushAmaxesOp {
-  static constexpr char kName[] = "push_amaxes";
-  using Params = PushAmaxesParams;
-
-  template <class Binding>
-  static auto Bind(Binding context) {
-    return std::move(context)
-        .RemainingArgs()  // histories, amaxes
-        .RemainingRets()  // histories
-        .Attrs();
-  }
-
-  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
-                             Params* params) {
-    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
-    const int64_t count = static_cast<int64_t>(results.size());
-    const bool matches = static_cast<int64_t>(operands.size()) == 2 * count;
-    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands and a result", matches, count));
-    params->count = count;
-    const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
-    for (int64_t i = 0; i < count; ++i) {
-      const ffi::AnyBuffer history = *operands.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckHistory(kName, i, history, first, &params->groups));
-      const int64_t groups = params->groups, length = history.dimensions().back();
-      const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
-      const ffi::AnyBuffer next_history = **results.get<ffi::AnyBuffer>(i);
-      JAXFP8_RETURN_IF_ERROR(CheckState(kName, "next history", i, next_history, Dims(history)));
-
-      PushAmaxesQuantizer& quantizer = params->quantizers[i];
-      quantizer.history = Data<float>(history);
-      quantizer.amax = Data<float>(amax);
-      quantizer.next_history = Data<float>(next_history);
-      quantizer.length = length;
     }
     return ffi::Error::Success();
   }

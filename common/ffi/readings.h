@@ -1,6 +1,6 @@
 // jaxfp8_read_histories_v2: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 4 q] of each product.
-// jaxfp8_write_histories_v2: k histories f32 [g, H], what is recorded, f32 [g, 4 q] of each product
-//     -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
+// jaxfp8_write_histories_v3: k histories f32 [g, H], what is recorded: f32 [g, 4 q] of each product, or k amaxes and k
+//     scale_invs f32 [g] -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
 //
 // The k quantizers are those of the products, in order: q of each, which the shapes say. Histories [H] are those of one
 // group.
@@ -42,7 +42,7 @@ ffi::Error PlaceNumbers(const char* op, const char* name, int64_t products, int6
       place(quantizer, Data<float>(numbers) + column, stride);
     }
   }
-  return CheckQuantizerCount(op, std::string("4 numbers of a ") + name, quantizer == count, count, kMaxReadQuantizers);
+  return CheckQuantizerCount(op, std::string("4 numbers of a ") + name, quantizer == count, count);
 }
 
 struct ReadHistoriesOp {
@@ -62,7 +62,7 @@ struct ReadHistoriesOp {
     JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
     const int64_t count = static_cast<int64_t>(operands.size()) / 2;
     const bool matches = operands.size() % 2 == 0;
-    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands", matches, count, kMaxReadQuantizers));
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands", matches, count));
     params->count = count;
     const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
@@ -106,7 +106,7 @@ struct WriteHistoriesOp {
     const int64_t products = static_cast<int64_t>(operands.size()) - count;
     const bool matches = results.size() % 2 == 0 && products >= 1;
     JAXFP8_RETURN_IF_ERROR(
-        CheckQuantizerCount(kName, "an operand, 4 recorded numbers and 2 results", matches, count, kMaxReadQuantizers));
+        CheckQuantizerCount(kName, "an operand, 4 recorded numbers and 2 results", matches, count));
     params->count = count;
     const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
@@ -124,11 +124,25 @@ struct WriteHistoriesOp {
       quantizer.next_scale = Data<float>(next_scale);
       quantizer.length = length;
     }
+    // A product that is not in a loop gives two numbers of each quantizer, in buffers of their own.
+    if (products == 2 * count) {
+      for (int64_t i = 0; i < count; ++i) {
+        const ffi::AnyBuffer amax = *operands.get<ffi::AnyBuffer>(count + i);
+        const ffi::AnyBuffer scale_inv = *operands.get<ffi::AnyBuffer>(2 * count + i);
+        JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {params->groups}));
+        JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {params->groups}));
+        params->quantizers[i].amax = Data<float>(amax);
+        params->quantizers[i].scale_inv = Data<float>(scale_inv);
+        params->quantizers[i].stride = 1;
+      }
+      return ffi::Error::Success();
+    }
     return PlaceNumbers(
         kName, "recorded", products, count, params->groups,
         [&](int64_t product) { return *operands.get<ffi::AnyBuffer>(count + product); },
         [&](int64_t i, const float* numbers, int64_t stride) {
-          params->quantizers[i].recorded = numbers;
+          params->quantizers[i].amax = numbers;
+          params->quantizers[i].scale_inv = numbers + 1;
           params->quantizers[i].stride = stride;
         });
   }

@@ -20,7 +20,6 @@
 #include "cpu/kernels/delayed_scales.h"
 #include "cpu/kernels/dequantize.h"
 #include "cpu/kernels/moments.h"
-#include "cpu/kernels/push_amaxes.h"
 #include "cpu/kernels/quantize.h"
 #include "cpu/kernels/quantize_blocks_transpose.h"
 #include "cpu/kernels/quantize_transpose.h"
@@ -72,14 +71,12 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, Am
                              AmaxToScaleOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_decode_moment_v1, (kParallel<DecodeMomentOp, DecodeMoment>),
                              DecodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v2, (kSerial<DelayedScalesOp, DelayedScales>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_delayed_scales_v3, (kSerial<DelayedScalesOp, DelayedScales>),
                              DelayedScalesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequantize>),
                              DequantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_encode_moment_v1, (kParallel<EncodeMomentOp, EncodeMoment>),
                              EncodeMomentOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_push_amaxes_v2, (kSerial<PushAmaxesOp, PushAmaxes>),
-                             PushAmaxesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
                              (kParallel<QuantizeBlocksTransposeOp, QuantizeBlocksTranspose>),
@@ -90,7 +87,7 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v2, (kSerial<ReadHistoriesOp,
                              ReadHistoriesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v2, (kSerial<WriteHistoriesOp, WriteHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v3, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 
 }  // namespace jaxfp8::cpu

@@ -12,12 +12,9 @@ void DelayedScales(const DelayedScalesParams& params) {
     const int64_t length = quantizer.length;
     for (int64_t group = 0; group < params.groups; ++group) {
       const float* history = quantizer.history + group * length;
-      float* next_history = quantizer.next_history + group * length;
       uint32_t largest = 0;
       for (int64_t slot = 0; slot < length; ++slot) {
         const uint32_t bits = EntryBits(history[slot]);
-        const int64_t next = NextSlot(slot, length);
-        next_history[next] = next == 0 || bits == kInfBits ? 0.0f : BitsToFloat(bits);
         if (slot == 0 || !params.most_recent || bits == kInfBits) largest = std::max(largest, bits);
       }
       const ScalePair pair = DelayedScale(largest, quantizer.stored[group], quantizer.numerator);

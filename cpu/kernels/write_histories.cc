@@ -11,10 +11,11 @@ void WriteHistories(const WriteHistoriesParams& params) {
     const int64_t length = quantizer.length;
     for (int64_t group = 0; group < params.groups; ++group) {
       const float* history = quantizer.history + group * length;
-      const float* recorded = quantizer.recorded + group * quantizer.stride;
+      const float amax = quantizer.amax[group * quantizer.stride];
+      const float scale_inv = quantizer.scale_inv[group * quantizer.stride];
       float* next_history = quantizer.next_history + group * length;
-      quantizer.next_scale[group] = recorded[1];
-      if (!IsUsed(recorded[1])) {
+      quantizer.next_scale[group] = scale_inv;
+      if (!IsUsed(scale_inv)) {
         std::fill(next_history, next_history + length, 0.0f);
         continue;
       }
@@ -22,7 +23,7 @@ void WriteHistories(const WriteHistoriesParams& params) {
       const float newest = BitsToFloat(CleanBits(history[0]));
       for (int64_t slot = 2; slot < length; ++slot) next_history[slot - 1] = BitsToFloat(CleanBits(history[slot]));
       next_history[length - 1] = newest;
-      next_history[0] = BitsToFloat(CleanBits(recorded[0]));
+      next_history[0] = BitsToFloat(CleanBits(amax));
     }
   }
 }

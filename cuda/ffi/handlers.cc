@@ -14,7 +14,6 @@
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/delayed_scales.h"
 #include "cuda/kernels/dequantize.h"
-#include "cuda/kernels/push_amaxes.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/read_histories.h"
@@ -43,13 +42,12 @@ auto Bind() {
 
 JAXFP8_ON_STREAM(jaxfp8_amax_v1, AmaxOp, LaunchAmax);
 JAXFP8_ON_STREAM(jaxfp8_amax_to_scale_v1, AmaxToScaleOp, LaunchAmaxToScale);
-JAXFP8_ON_STREAM(jaxfp8_delayed_scales_v2, DelayedScalesOp, LaunchDelayedScales);
+JAXFP8_ON_STREAM(jaxfp8_delayed_scales_v3, DelayedScalesOp, LaunchDelayedScales);
 JAXFP8_ON_STREAM(jaxfp8_dequantize_v1, DequantizeOp, LaunchDequantize);
-JAXFP8_ON_STREAM(jaxfp8_push_amaxes_v2, PushAmaxesOp, LaunchPushAmaxes);
 JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
 JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
 JAXFP8_ON_STREAM(jaxfp8_read_histories_v2, ReadHistoriesOp, LaunchReadHistories);
 JAXFP8_ON_STREAM(jaxfp8_transpose_blocks_v1, TransposeBlocksOp, LaunchTransposeBlocks);
-JAXFP8_ON_STREAM(jaxfp8_write_histories_v2, WriteHistoriesOp, LaunchWriteHistories);
+JAXFP8_ON_STREAM(jaxfp8_write_histories_v3, WriteHistoriesOp, LaunchWriteHistories);
 
 }  // namespace jaxfp8::cuda

@@ -7,9 +7,8 @@
 #define JAXFP8_CUDA_HANDLERS(DO)           \
   DO(jaxfp8_amax_v1)                       \
   DO(jaxfp8_amax_to_scale_v1)              \
-  DO(jaxfp8_delayed_scales_v2)             \
+  DO(jaxfp8_delayed_scales_v3)             \
   DO(jaxfp8_dequantize_v1)                 \
-  DO(jaxfp8_push_amaxes_v2)                \
   DO(jaxfp8_quantize_v3)                   \
   DO(jaxfp8_quantize_activation_v2)        \
   DO(jaxfp8_quantize_activation_grad_v1)   \
@@ -19,7 +18,7 @@
   DO(jaxfp8_ragged_matmul_v1)              \
   DO(jaxfp8_read_histories_v2)             \
   DO(jaxfp8_transpose_blocks_v1)           \
-  DO(jaxfp8_write_histories_v2)
+  DO(jaxfp8_write_histories_v3)
 
 // Handlers with an initialize stage, jaxfp8_scaled_matmul_initialize_v1.
 #define JAXFP8_CUBLASLT_HANDLERS(DO) \

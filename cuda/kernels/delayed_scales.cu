@@ -17,12 +17,9 @@ __global__ void __launch_bounds__(kBlockSize) DelayedScalesKernel(const __grid_c
     const DelayedScalesQuantizer& quantizer = params.quantizers[index - group * params.count];
     const int64_t length = quantizer.length;
     const float* history = quantizer.history + group * length;
-    float* next_history = quantizer.next_history + group * length;
     AmaxAccumulator<F32> accumulator;
     for (int64_t slot = threadIdx.x; slot < length; slot += kBlockSize) {
       const uint32_t bits = EntryBits(history[slot]);
-      const int64_t next = NextSlot(slot, length);
-      next_history[next] = next == 0 || bits == kInfBits ? 0.0f : BitsToFloat(bits);
       if (slot == 0 || !params.most_recent || bits == kInfBits) accumulator.Add(BitsToFloat(bits));
     }
     block_amax.Put(accumulator.OverWarp());

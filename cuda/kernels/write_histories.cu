@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(kBlockSize) WriteHistoriesKernel(
     const WriteHistoriesQuantizer& quantizer = params.quantizers[index - group * params.count];
     const int64_t length = quantizer.length;
     const float* history = quantizer.history + group * length;
-    const float* recorded = quantizer.recorded + group * quantizer.stride;
+    const float amax = quantizer.amax[group * quantizer.stride];
+    const float scale_inv = quantizer.scale_inv[group * quantizer.stride];
     float* next_history = quantizer.next_history + group * length;
-    const float scale_inv = recorded[1];
     // Without a use everything is 0.
     const uint32_t mask = IsUsed(scale_inv) ? 0xffffffffu : 0;
     const uint32_t newest = threadIdx.x == 0 ? CleanBits(history[0]) : 0;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBlockSize) WriteHistoriesKernel(
     // All has been read. Slot 0 goes to the end, and its new amax takes its place.
     if (threadIdx.x == 0) {
       next_history[length - 1] = BitsToFloat(newest & mask);
-      next_history[0] = BitsToFloat(CleanBits(recorded[0]) & mask);
+      next_history[0] = BitsToFloat(CleanBits(amax) & mask);
       quantizer.next_scale[group] = scale_inv;
     }
   }

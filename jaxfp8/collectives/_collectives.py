@@ -26,6 +26,7 @@ from ..recipes import (
     QTensor,
     Quantizer,
     Recipe,
+    histories_of,
     next_states,
     read_states,
     reading_of,
@@ -282,13 +283,14 @@ def _as_bytes(send, x):
 
 
 def _forward(both, x, state: DotGeneralState, has_backward):
-    """Return the results of `_transfer`, and the residuals `(q, step of the gradient, reading)`."""
+    """Return the results of `_transfer`, and the residuals `(q, step of the gradient, histories)`."""
     reading = reading_of(state)
     # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = state.input, None, state.output_grad if has_backward else None
     step, _, grad_step = read_states(both.quantizers, states, reading)
     source, codes, q = both.move(both.collective.send, both.quantizers[0], x, step, x.dtype)
-    return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_step, reading)
+    histories = histories_of([state.input, None, state.output_grad]) if reading is None else reading
+    return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_step, histories)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -309,7 +311,7 @@ def _transfer_fwd(both, x, state):
 
 def _transfer_bwd(both, residuals, cotangents):
     """Send the cotangent back as codes of `output_grad`; where devices add cotangents, in its own dtype."""
-    (q, grad_step, reading), x = residuals
+    (q, grad_step, histories), x = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next value.
     if isinstance(ct, SymbolicZero):
@@ -317,7 +319,7 @@ def _transfer_bwd(both, residuals, cotangents):
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
     with _support.using(both.implementation):
         dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, x.value.dtype)
-        next_state = DotGeneralState(*next_states([q, None, grad], both.reduce, reading))
+        next_state = DotGeneralState(*next_states([q, None, grad], histories, both.reduce))
     # The cotangent of a replicated x is the sum over the devices.
     return _mesh.cotangent_of(x.value, dx), next_state
 

@@ -105,9 +105,9 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
 
     Returns:
-        `(y, (residuals, reading))`. The residuals are named for remat. They hold the amaxes of x and kernel too: a
-        remat policy that keeps the codes then has no reason to quantize again. The reading, or None, has no name: a
-        loop that runs over it keeps no copy.
+        `(y, (residuals, histories))`. The residuals are named for remat. They hold the amaxes of x and kernel too: a
+        remat policy that keeps the codes then has no reason to quantize again. The histories, or the reading made of
+        them, have no name: a loop that runs over them keeps no copy.
     """
     if product.vmap_dims:
         each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
@@ -115,6 +115,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
     states, reading = state.by_quantizer(), recipes.reading_of(state)
+    histories = recipes.histories_of(states) if reading is None else reading
     states[:2] = (None if isinstance(q, QTensor) else old for old, q in zip(states, codes, strict=False))
     if differentiated is None:
         states[2] = states[4] = None
@@ -154,10 +155,11 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
     if reading is not None and recipes.says_all(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
-        kept = [q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=None) for q in kept]
+        pairs = zip(kept, codes, strict=True)
+        kept = [q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None) for q, given in pairs]
         steps[2] = None
     grad_steps = steps[2], recipes.second(steps, 2), steps[4]
-    return y, (checkpoint_name((*kept, *again, output, *grad_steps), RESIDUAL_NAME), reading)
+    return y, (checkpoint_name((*kept, *again, output, *grad_steps), RESIDUAL_NAME), histories)
 
 
 def _is_all_of(codes, operand) -> bool:
@@ -174,11 +176,6 @@ def _quantized_again(product, i, operand, layout, steps) -> QTensor:
     return _both_layouts(q, len(layout.batch), first, True)[1]
 
 
-def _has_own_scale(q: QTensor) -> bool:
-    """Tell whether q, in a product with a reading, has a scale that the reading does not give."""
-    return getattr(q.step, "history", q) is not None
-
-
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad):
     """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated.
 
@@ -186,17 +183,17 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         product: the static part.
         x_shape, kernel_shape: shapes of the operands, with the vmapped dimensions.
         differentiated: as in `forward`.
-        residuals: `(residuals, reading)` of `forward`.
+        residuals: `(residuals, histories)` of `forward`.
         grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
     """
     if product.vmap_dims:
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad)
-    (x, kernel, x_again, kernel_again, output, *grad_steps, input_grad_step), reading = residuals
-    if reading is not None and recipes.says_all(product.quantizers):
-        *steps, grad_steps[0] = recipes.read_states(product.quantizers[:3], [reading] * 3, reading)
+    (x, kernel, x_again, kernel_again, output, *grad_steps, input_grad_step), histories = residuals
+    if recipes.is_reading(histories) and recipes.says_all(product.quantizers):
+        *steps, grad_steps[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
         x, kernel = (
-            q if _has_own_scale(q) else dataclasses.replace(q, scale_inv=step.scale_inv)
+            dataclasses.replace(q, scale_inv=step.scale_inv) if q.scale_inv is None else q
             for q, step in zip((x, kernel), steps, strict=True)
         )
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
@@ -238,7 +235,7 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
     # 3. Give the next state, in the order of DotGeneralState.
     quantized = [x, kernel, q, output, input_grad, x_again, kernel_again, grad_again]
-    next_state = recipes.next_states(quantized, product.reduce, reading)
+    next_state = recipes.next_states(quantized, histories, product.reduce)
     return dx, dkernel, dbias, DotGeneralState(*next_state)
 
 

@@ -9,7 +9,7 @@ Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 from ._amax import amax as amax, amax_to_scale as amax_to_scale
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._count import count_saturated_and_flushed as count_saturated_and_flushed
-from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales, push_amaxes as push_amaxes
+from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales
 from ._ffi import custom_call_targets as custom_call_targets
 from ._quantize import dequantize as dequantize, quantize as quantize
 from ._quantize_activation import (

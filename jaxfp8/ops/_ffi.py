@@ -22,15 +22,14 @@ import numpy as np
 _ON_BOTH = {
     "amax": 1,
     "amax_to_scale": 1,
-    "delayed_scales": 2,
+    "delayed_scales": 3,
     "dequantize": 1,
-    "push_amaxes": 2,
     "quantize": 3,
     "quantize_blocks_transpose": 2,
     "quantize_transpose": 3,
     "read_histories": 2,
     "transpose_blocks": 1,
-    "write_histories": 2,
+    "write_histories": 3,
 }
 _CUDA_ONLY = {
     "block_scaled_matmul": 1,

@@ -1,7 +1,8 @@
-"""read_histories and write_histories: the state of a model's quantizers, in one launch before a step and one after.
+"""read_histories and write_histories: the state of delayed scaling, read before a loop over layers, and written.
 
 The state may be that of many layers. Of this state a step needs only a reading, four numbers for each quantizer, and
-records as many.
+records as many. A product that is not in a loop reads its state by `delayed_scales`, and writes it by the same
+`write_histories`.
 """
 
 import itertools
@@ -53,7 +54,9 @@ def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
     return [readings[i] for i in range(len(products))]
 
 
-def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) -> list[list[tuple[jax.Array, ...]]]:
+def write_histories(
+    products: Sequence[Pairs], recorded: Sequence[ArrayLike | Pairs]
+) -> list[list[tuple[jax.Array, ...]]]:
     """Write the next amax histories and scales of products, from what a step recorded.
 
     Equivalent to, for each quantizer:
@@ -66,7 +69,8 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
     Args:
         products: the same argument as for `read_histories`.
         recorded: for each product f32 `[*batch, 4 * k]`: for each quantizer the amax, the scale_inv and two numbers
-            that are not read. A scale_inv of 0 marks a quantizer that was not used: its results are zeros.
+            that are not read; or, for a single product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`. A
+            scale_inv of 0 marks a quantizer that was not used: its results are zeros.
 
     Returns:
         For each product its k pairs of a history and a scale, in the shapes of the arguments.
@@ -79,6 +83,8 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
     products = _checked(op, products)
     if len(recorded) != len(products):
         raise ValueError(f"{op}: recorded: expected {len(products)} arrays, one a product, got {len(recorded)}")
+    if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
+        return [_write_by_quantizer(op, products[0], recorded[0])]
     recorded = [
         _checks.state(op, f"recorded[{i}]", x, (*pairs[0][1].shape[:-1], READING_NUMBERS * len(pairs)))
         for i, (x, pairs) in enumerate(zip(recorded, products, strict=True))
@@ -87,9 +93,24 @@ def write_histories(products: Sequence[Pairs], recorded: Sequence[ArrayLike]) ->
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
         histories, _ = _batching.halves(_columns(products, call))
-        pairs = zip(*_batching.halves(_write(*histories, *(recorded[i] for i in call), counts=counts)), strict=True)
+        results = _write(*histories, *(recorded[i] for i in call), counts=counts, by_quantizer=False)
+        pairs = zip(*_batching.halves(results), strict=True)
         written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
     return [written[i] for i in range(len(products))]
+
+
+def _write_by_quantizer(op, pairs, recorded):
+    """Write the state of one product, of whose quantizers the amaxes and scales are arrays of their own."""
+    if len(recorded) != len(pairs):
+        raise ValueError(f"{op}: recorded[0]: expected {len(pairs)} pairs, one a quantizer, got {len(recorded)}")
+    numbers = [
+        _checks.state(op, f"recorded[0][{i}][{side}]", pair[side], pairs[0][1].shape)
+        for side in (0, 1)
+        for i, pair in enumerate(recorded)
+    ]
+    histories = [history for history, _ in pairs]
+    results = _write(*histories, *numbers, counts=(1,) * len(pairs), by_quantizer=True)
+    return list(zip(*_batching.halves(results), strict=True))
 
 
 def _checked(op, products):
@@ -161,8 +182,10 @@ def _numbers(history, scale):
     return [window, newest, scale, jnp.zeros_like(scale)]
 
 
-def _write_units(operand_count, counts):
+def _write_units(operand_count, counts, by_quantizer):
     total = sum(counts)
+    if by_quantizer:
+        return [([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)]
     return [
         ([*places, total + product], [*places, *(total + i for i in places)])
         for product, places in enumerate(_slices(counts))
@@ -208,26 +231,34 @@ class _WriteHistories(Op):
     name = "write_histories"
     batch_first = staticmethod(_batching.apart(_write_units))
 
-    def names(self, *ranks, counts):
+    def names(self, *ranks, counts, by_quantizer):
         histories, scales, readings = _names(ranks, counts)
-        return [*histories, *readings], [*histories, *scales]
+        return [*histories, *(scales * 2 if by_quantizer else readings)], [*histories, *scales]
 
-    def reference(self, *operands, vmap_dims, counts):
+    def on_one_device_only(self, counts, by_quantizer):
+        # On a mesh in jnp, which XLA fuses and moves together with the reductions of the amaxes.
+        return by_quantizer
+
+    def reference(self, *operands, vmap_dims, counts, by_quantizer):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
         bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
-        histories, columns = bits[: sum(counts)], []
-        for reading in bits[sum(counts) :]:
-            columns += [reading[..., i : i + 1] for i in range(reading.shape[-1])]
-        scales = columns[1::READING_NUMBERS]
-        written = [*map(_next_history, histories, columns[::READING_NUMBERS], scales), *scales]
+        histories, numbers = bits[: sum(counts)], bits[sum(counts) :]
+        if by_quantizer:
+            amaxes, scales = _batching.halves(numbers)
+        else:
+            columns = [reading[..., i : i + 1] for reading in numbers for i in range(reading.shape[-1])]
+            amaxes, scales = columns[::READING_NUMBERS], columns[1::READING_NUMBERS]
+        written = [*map(_next_history, histories, amaxes, scales), *scales]
         return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
 
-    def cpu(self, *operands, vmap_dims, counts):
+    def cpu(self, *operands, vmap_dims, counts, by_quantizer):
         histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
         batch, groups = histories[0].shape[:-1], _groups(histories)
         scales = [((math.prod(batch),), jnp.float32)] * len(groups)
-        results, aliases = [(h.shape, jnp.float32) for h in groups] + scales, {i: i for i in range(len(groups))}
-        numbers = [_shapes.merge(x, x.ndim - 1) for x in recorded]
+        results = [(h.shape, jnp.float32) for h in groups] + scales
+        # The histories of a product that is not in a loop are mostly arguments of the program: XLA would copy them.
+        aliases = {} if by_quantizer else {i: i for i in range(len(groups))}
+        numbers = [x.reshape(-1) if by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
         written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
         histories, scales = _batching.halves(written)
         return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]

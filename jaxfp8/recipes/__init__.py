@@ -15,7 +15,7 @@ from ._blockwise import (
 )
 from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
 from ._custom import ROLES, CustomRecipe
-from ._delayed import DelayedScaling, DelayedScalingQuantizer, next_states, read_states, says_all
+from ._delayed import DelayedScaling, DelayedScalingQuantizer, histories_of, next_states, read_states, says_all
 from ._high_precision import HighPrecision, HighPrecisionQuantizer
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max

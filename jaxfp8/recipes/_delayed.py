@@ -141,7 +141,7 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
         """Quantize a matrix; return `(QTensor, next state)`."""
         (step,) = read_states([self], [state])
         q, _ = self.quantize_operand(x, step)
-        (state,) = next_states([q])
+        (state,) = next_states([q], histories_of([state]))
         return q, state
 
     def fixed_scale(self, name: str, step: QuantizerStep | None) -> QuantizerStep | None:
@@ -210,7 +210,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
-            steps[i] = QuantizerStep(read.history, read.amax, scale, scale_inv, is_empty)
+            steps[i] = QuantizerStep(read.amax, scale, scale_inv, is_empty)
     return steps
 
 
@@ -239,7 +239,7 @@ def _read_again(quantizers, states, reading):
         if state is not None:
             amax, scale, scale_inv = (lax.slice_in_dim(x, i, i + 1) for x in (zeros, scales, inverses))
             is_empty = windows[i] == 0 if quantizer.first_step == "current" else None
-            steps[i] = QuantizerStep(None, amax, scale, scale_inv, is_empty)
+            steps[i] = QuantizerStep(amax, scale, scale_inv, is_empty)
     return steps
 
 
@@ -262,27 +262,39 @@ def _is_below_zero(state):
     return jnp.any(_scaling.below_zero(state.amax_history)) | jnp.any(_scaling.below_zero(state.scale))
 
 
+def histories_of(states: Sequence[Any]) -> list[QuantizerState | None]:
+    """Return the states that `next_states` writes: those of delayed scaling, None for any other."""
+    return [state if isinstance(state, QuantizerState) else None for state in states]
+
+
 def next_states(
-    quantized: Sequence[QTensor | None], reduce: Callable[..., Any] = no_reduction, reading: jax.Array | None = None
+    quantized: Sequence[QTensor | None],
+    histories: Sequence[QuantizerState | None] | jax.Array,
+    reduce: Callable[..., Any] = no_reduction,
 ) -> list[Any]:
     """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
 
     Args:
         quantized: QTensors with the steps of their quantizers; None for a tensor that was not quantized.
+        histories: the states that the step read, as `histories_of` gives them; or the reading of the product. With a
+            reading the states of input and kernel are None, and the scale of `output_grad` holds the cotangent of the
+            reading.
         reduce: see `OperandOptions.reduce`.
-        reading: the reading of the product, or None. With a reading the states of input and kernel are None, and the
-            scale of `output_grad` holds the cotangent of the reading.
     """
     states = [None if q is None else q.step for q in quantized]
-    if reading is not None:
+    if _reading.is_reading(histories):
         recorded = [step and (step.amax, q.scale_inv) for q, step in zip(quantized[:3], states, strict=False)]
-        ct = _reading.cotangent(recorded, reduce, reading)
+        ct = _reading.cotangent(recorded, reduce, histories)
         return [None, None, QuantizerState(None, ct), *states[3:]]
-    delayed = [i for i, step in enumerate(states) if isinstance(step, QuantizerStep)]
-    if delayed:
-        steps = [states[i] for i in delayed]
-        amaxes = [reduce(step.amax, step.history) for step in steps]
-        histories = ops.push_amaxes([step.history for step in steps], amaxes)
-        for i, history in zip(delayed, histories, strict=True):
-            states[i] = QuantizerState(history, quantized[i].scale_inv)
+    pairs, recorded = {}, []
+    for i, step in enumerate(states):
+        if isinstance(step, QuantizerStep):
+            states[i], old = None, histories[i]
+            if old is not None:
+                pairs[i] = old.amax_history, old.scale.reshape(1)
+                recorded.append((reduce(step.amax, old.amax_history), quantized[i].scale_inv))
+    if pairs:
+        (written,) = ops.write_histories([list(pairs.values())], [recorded])
+        for i, pair in zip(pairs, written, strict=True):
+            states[i] = QuantizerState(*pair)
     return states

@@ -31,15 +31,12 @@ class QuantizerStep:
     """Delayed scaling of one tensor in one step: the scale that its state gives, then the amax that it recorded.
 
     Attributes:
-        history: f32 `(H,)`, rolled by one: the oldest entry is gone, slot 0 waits for the amax; None where the state
-            was read before a loop.
         amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is fixed, so that nothing is recorded.
         scale, scale_inv: f32 `(1,)`; None after the tensor is quantized, because the QTensor has the scale_inv.
         is_empty: bool[], whether the history was empty; None where `first_step="unit"`, and after the tensor is
             quantized.
     """
 
-    history: jax.Array | None
     amax: jax.Array | None
     scale: jax.Array | None
     scale_inv: jax.Array | None
@@ -51,11 +48,11 @@ class QuantizerStep:
 
         The inverse is given because 1 / (1 / scale) may be another number than the scale.
         """
-        return QuantizerStep(None, None, scale, scale_inv)
+        return QuantizerStep(None, scale, scale_inv)
 
     def after(self, amax: jax.Array) -> "QuantizerStep":
         """Return the step after a tensor with this amax was quantized."""
-        return QuantizerStep(self.history, amax, None, None)
+        return QuantizerStep(amax, None, None)
 
 
 @jax.tree_util.register_dataclass

@@ -193,11 +193,6 @@ def _delayed_scales(kind, rng):
     return function, [_history(kind, rng), _values.factors(rng, 1)]
 
 
-def _push_amaxes(kind, rng):
-    function = lambda history, amax: ops.push_amaxes([history, history[:1]], [amax] * 2)  # noqa: E731
-    return function, [_history(kind, rng), _values.factors(rng, 1)]
-
-
 def _read_histories(kind, rng):
     function = lambda history, scale: ops.read_histories([[(history, scale), (history[:1], scale)]])  # noqa: E731
     return function, [_history(kind, rng), _values.factors(rng, 1)]
@@ -205,7 +200,9 @@ def _read_histories(kind, rng):
 
 def _write_histories(kind, rng):
     def function(history, recorded):
-        return ops.write_histories([[(history, history[:1]), (history[:1], history[:1])]], [recorded])
+        pairs = [(history, history[:1]), (history[:1], history[:1])]
+        numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
+        return ops.write_histories([pairs], [recorded]), ops.write_histories([pairs], [numbers])
 
     return function, [_history(kind, rng), _values.factors(rng, 8)]
 
@@ -297,7 +294,7 @@ def _wide(x, factor=1.0):
 
 # The cases of each op, by the name of its custom call.
 _FUNCTIONS = (
-    *(_amax, _amax_to_scale, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
+    *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
     *(_quantize_blocks_transpose, _transpose_blocks, _dequantize, _decode_moment, _encode_moment),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),

@@ -58,6 +58,9 @@ def test_merge_keeps_what_the_checkpoint_has():
     bf16 = {"params": old["params"], "batch_stats": {"mean": np.ones(2, np.float32)}}
     assert_same_tree(convert.merge_state(new, bf16), {**bf16, OWG: new[OWG]}, "bfloat16 checkpoint, FP8 model")
     assert_same_tree(convert.merge_state({"params": new["params"]}, bf16), bf16, "no FP8 anywhere")
+    counters = {"input_counters": np.zeros(3, np.float32)}  # of releases until 0.2
+    counted = {name: {"Fp8DotGeneral_0": layer["Fp8DotGeneral_0"] | counters} for name, layer in old[OWG].items()}
+    assert_same_tree(convert.merge_state(new, {**old, OWG: counted}), old, "counters")
     one = {**old, OWG: {"Dense_1": old[OWG]["Dense_1"]}}
     expected = {**old, OWG: {"Dense_0": new[OWG]["Dense_0"], "Dense_1": old[OWG]["Dense_1"]}}
     assert_same_tree(convert.merge_state(new, one), expected, "a layer that is new in FP8")

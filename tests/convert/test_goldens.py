@@ -12,6 +12,8 @@ from oracle.conformance import FOLDER, load
 import jaxfp8
 
 VERSIONS = sorted(path.name for path in (FOLDER / "goldens").iterdir())
+# Versions whose training step makes a custom call that is gone, as the changelog says.
+GONE = {"0.2.0": "jaxfp8_delayed_scales_v2"}
 goldens = load("goldens")
 
 
@@ -42,12 +44,16 @@ def test_checkpoints(read):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "ffi"])
-def test_programs(read, implementation):
+def test_programs(request, read, implementation):
     variables, x, grad = goldens.inputs()
     y, frozen_y, gradients = answers(read)
     step = jax.export.deserialize(read(f"train_step_{implementation}"))
     assert ("custom_call @jaxfp8" in step.mlir_module()) == (implementation == "ffi")
-    assert_same_bits(step.call(variables, x, grad), (y, gradients))
+    if implementation == "ffi" and (call := GONE.get(request.node.callspec.params["read"])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"No FFI handler registered for {call}"):
+            step.call(variables, x, grad)
+    else:
+        assert_same_bits(step.call(variables, x, grad), (y, gradients))
     frozen = jaxfp8.freeze(goldens.MODEL, variables, x)
     assert_same_bits(jax.export.deserialize(read(f"frozen_{implementation}")).call(frozen, x), frozen_y)
 

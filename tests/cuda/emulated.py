@@ -24,7 +24,7 @@ from .buffers import DTYPES, Buffer, Tiles
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
-    "amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_activation",
+    "amax", "amax_to_scale", "delayed_scales", "dequantize", "quantize", "quantize_activation",
     "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
     "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip

@@ -44,7 +44,10 @@ OWN = {
     "amax": (ops.amax, MATRIX),
     "amax_to_scale": (jax.vmap(op("amax_to_scale", fp8_max=448.0)), positive(5), positive(5)),
     "delayed_scales": (lambda *x: ops.delayed_scales(x, [ONE] * 2, fp8_max=(448.0,) * 2), positive(7), positive(300)),
-    "push_amaxes": (lambda *x: ops.push_amaxes(x[:2], x[2:]), positive(7), positive(300), positive(1), positive(1)),
+    "write_histories, a product": (
+        lambda *x: ops.write_histories([[x[:2], x[2:4]]], [[x[4:6], x[4:6]]]),
+        *(positive(7), positive(1), positive(300), positive(1), positive(1), positive(1)),
+    ),
     "read_histories": (lambda *x: ops.read_histories([[x[:2]], [x[2:]]]), *STATE),
     "write_histories": (
         lambda *x: ops.write_histories([[x[:2], x[2:4]]], x[4:]),

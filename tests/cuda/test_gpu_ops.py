@@ -50,13 +50,15 @@ def chain(x, kernel, scale):
     q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn, amax=for_x.amax)
     k, k_top = ops.quantize(kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax)
     y = ops.scaled_matmul(q, k, 1 / scale, for_kernel.scale_inv)
-    pushed = ops.push_amaxes([for_x.history, for_kernel.history], [top, k_top])
+    pairs = [(history, scale) for history, scale in zip(histories, stored, strict=True)]
+    pairs, recorded = pairs, [(top, for_x.scale_inv), (k_top, for_kernel.scale_inv)]
+    (written,) = ops.write_histories([pairs], [recorded])
     h = ops.quantize_activation(y, scale, jnp.float8_e4m3fn, activation="gelu", amax=top)
     dh = ops.quantize_activation_grad(y, y, scale, jnp.float8_e5m2, activation="gelu", column_sums=True)
     gamma = jnp.ones(y.shape[1:])
     normed = ops.quantize_norm(y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6)
     back = ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
-    return q_t, top, k_top, y, ops.amax(y), back, *pushed, *h, *dh, *normed
+    return q_t, top, k_top, y, ops.amax(y), back, *jax.tree.leaves(written), *h, *dh, *normed
 
 
 def chain_inputs():

@@ -250,7 +250,7 @@ def test_custom_calls_on_cuda():
         "quantize_transpose": 4,  # x, two kernels, the gradient of y
         "scaled_matmul": 6,
         "delayed_scales": 2,
-        "push_amaxes": 2,
+        "write_histories": 2,
     }
     read = [op for op, operands, _ in found if "x2x48xbf16" in operands or "64x96xbf16" in operands]
     assert Counter(read) == {"quantize_activation": 1, "quantize_activation_grad": 1}, "gate and up themselves"

@@ -154,7 +154,7 @@ def test_one_custom_call_on_cuda(name):
         "quantize_transpose": 2,  # kernel and gradient of y
         "scaled_matmul": 3,
         "delayed_scales": 1,
-        "push_amaxes": 1,
+        "write_histories": 1,
     }
     values = rf"tensor<({ROWS}x1?x?{cases.INNER}|1x{ROWS}x{cases.INNER})x(bf16|f32)>"
     read = [call for call in found if call[0] not in (op, "scaled_matmul") and re.search(values, call[1])]

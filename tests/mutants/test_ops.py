@@ -69,11 +69,26 @@ def next_mutant(change):
     """Change the next states: `change(next state, q) -> next state`."""
 
     def install(monkeypatch):
-        def mutant(quantized, reduce, reading, original=recipes.next_states):
-            states = zip(original(quantized, reduce, reading), quantized, strict=True)
+        def mutant(quantized, histories, reduce, original=recipes.next_states):
+            states = zip(original(quantized, histories, reduce), quantized, strict=True)
             return [None if state is None else change(state, q) for state, q in states]
 
         monkeypatch.setattr(recipes, "next_states", mutant)
+
+    return install
+
+
+def history_mutant(change):
+    """Change the histories that a step writes, which it moves by one slot."""
+
+    def install(monkeypatch):
+        def mutant(states, original=recipes.histories_of):
+            return [
+                state and dataclasses.replace(state, amax_history=change(state.amax_history))
+                for state in original(states)
+            ]
+
+        monkeypatch.setattr(recipes, "histories_of", mutant)
 
     return install
 
@@ -141,10 +156,6 @@ def ones(*scales):
     return tuple(jnp.ones_like(scale) for scale in scales)
 
 
-def with_history(step, history):
-    return dataclasses.replace(step, history=history)
-
-
 STEP_MUTANTS = {
     "fprop without a_scale_inv": only(0, lambda a, b: (*ones(a), b)),
     "fprop without b_scale_inv": only(0, lambda a, b: (a, *ones(b))),
@@ -161,10 +172,8 @@ STEP_MUTANTS = {
     "stale scale_inv": read_mutant(lambda step, state: dataclasses.replace(step, scale_inv=state.scale)),
     "scale not stored": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=ones(nxt.scale)[0])),
     "scale stored instead of scale_inv": next_mutant(lambda nxt, q: dataclasses.replace(nxt, scale=1 / nxt.scale)),
-    "the roll forgotten": read_mutant(lambda step, state: with_history(step, state.amax_history.at[0].set(0))),
-    "rolled the other way": read_mutant(
-        lambda step, state: with_history(step, jnp.roll(state.amax_history, 1).at[0].set(0))
-    ),
+    "the roll forgotten": history_mutant(lambda history: jnp.roll(history, 1)),
+    "rolled the other way": history_mutant(lambda history: jnp.roll(history, 2)),
     "newest in the last slot": next_mutant(
         lambda nxt, q: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
     ),

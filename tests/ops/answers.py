@@ -117,21 +117,12 @@ def _amax_to_scale(amax, stored, results, numerator):
 
 def _delayed_scales(*operands, results, numerators, most_recent):
     k, g = len(operands) // 2, len(operands[0])
-    moved = [history.copy() for history in operands[:k]]
     scale, scale_inv = np.empty((k, g), F32), np.empty((k, g), F32)
     for q, i in np.ndindex(k, g):
-        moved[q][i], scale[q, i], scale_inv[q, i] = oracle.delayed_scale(
+        scale[q, i], scale_inv[q, i] = oracle.delayed_scale(
             operands[q][i], operands[k + q][i], numerators[q], bool(most_recent)
         )
-    return [*moved, *scale, *scale_inv, *np.zeros((k, g), F32)]
-
-
-def _push_amaxes(*operands, results):
-    k = len(operands) // 2
-    pushed = [history.copy() for history in operands[:k]]
-    for q, i in np.ndindex(k, len(operands[0])):
-        pushed[q][i] = oracle.push_amax(operands[q][i], operands[k + q][i])
-    return pushed
+    return [*scale, *scale_inv, *np.zeros((k, g), F32)]
 
 
 def _read_histories(*operands, results):
@@ -141,11 +132,13 @@ def _read_histories(*operands, results):
 
 
 def _write_histories(*operands, results):
-    *histories, recorded = operands
-    k, g = len(histories), len(recorded)
+    k, g = len(results) // 2, len(operands[0])
+    histories, numbers = operands[:k], operands[k:]
+    recorded = numbers[0] if len(numbers) == 1 else np.stack([x for i in range(k) for x in numbers[i::k]], axis=-1)
+    each = recorded.shape[1] // k
     written, scales = [history.copy() for history in histories], np.empty((k, g), F32)
     for q, i in np.ndindex(k, g):
-        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, 4 * q :])
+        written[q][i], scales[q, i] = oracle.write_history(histories[q][i], recorded[i, each * q :])
     return [*written, *scales]
 
 
@@ -161,7 +154,7 @@ _ANSWERS = {
             _dequantize,
             _amax_to_scale,
         ),
-        *(_decode_moment, _encode_moment, _delayed_scales, _push_amaxes, _read_histories, _write_histories),
+        *(_decode_moment, _encode_moment, _delayed_scales, _read_histories, _write_histories),
     )
 }
 

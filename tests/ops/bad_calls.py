@@ -66,8 +66,8 @@ BAD_ATTRIBUTES = {
             for value in BAD_NUMERATORS
         ),
         *(
-            ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 4 results and a numer")
-            for n in (0, 1, 3, 17)
+            ({"numerators": np.ones(n, np.float32)}, "expected 2 operands, 3 results and a numer")
+            for n in (0, 1, 3, 65)
         ),
         *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
         ({"most_recent": np.int32(1)}, None),

@@ -34,16 +34,15 @@ TARGETS = {
     "amax": "jaxfp8_amax_v1",
     "amax_to_scale": "jaxfp8_amax_to_scale_v1",
     "decode_moment": "jaxfp8_decode_moment_v1",
-    "delayed_scales": "jaxfp8_delayed_scales_v2",
+    "delayed_scales": "jaxfp8_delayed_scales_v3",
     "dequantize": "jaxfp8_dequantize_v1",
     "encode_moment": "jaxfp8_encode_moment_v1",
-    "push_amaxes": "jaxfp8_push_amaxes_v2",
     "quantize": "jaxfp8_quantize_v3",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
     "read_histories": "jaxfp8_read_histories_v2",
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
-    "write_histories": "jaxfp8_write_histories_v2",
+    "write_histories": "jaxfp8_write_histories_v3",
 }
 CPU_ONLY = ("decode_moment", "encode_moment")
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {

@@ -36,11 +36,11 @@ SPECS = {
     "encode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], keys u32[0/g n/128] -> "
     "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
-    "delayed_scales": "history # f32[g? H#], stored # f32[g] -> "
-    "next history # f32[g? H#], scale # f32[g], scale_inv # f32[g], amax # f32[g]",
-    "push_amaxes": "history # f32[g? H#], amax # f32[g] -> next history # f32[g? H#]",
+    "delayed_scales": "history # f32[g? H#], stored # f32[g] -> scale # f32[g], scale_inv # f32[g], amax # f32[g]",
     "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 4k]",
     "write_histories": "history # f32[g? H#], recorded 0 f32[g 4k] -> next history # f32[g? H#], next scale # f32[g]",
+    "write_histories, a product": "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> "
+    "next history # f32[g? H#], next scale # f32[g]",
 }
 NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "encode_moment")
 CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
@@ -86,7 +86,7 @@ ATTRIBUTES = {
 }
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
-LARGEST_K = {"delayed_scales": 16, "push_amaxes": 16, "read_histories": 64, "write_histories": 64}  # of one call
+LARGEST_K = dict.fromkeys(("delayed_scales", "read_histories", "write_histories"), 64)  # of one call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def with_quantizers(op: str, k: int) -> Call:
 
 def quantizers(call: Call) -> int:
     """k, as the handlers count it."""
-    return len(call.results if call.op == "write_histories" else call.operands) // 2
+    return len(call.results if call.op.startswith("write_histories") else call.operands) // 2
 
 
 def filled(call: Call, values=np.ones) -> Call:

@@ -29,7 +29,6 @@ GOOD = {
     "quantize_blocks_transpose": {"x": X, "dtype": E4M3, "block": (1, 32)},
     "transpose_blocks": {"data": A, "scale_inv": np.ones((4, 1), np.float32), "block": (1, 32)},
     "delayed_scales": {"histories": (H, H), "stored": (S, S), "fp8_max": (448.0, 448.0)},
-    "push_amaxes": {"histories": (H, H), "amaxes": (S, S)},
     "read_histories": {"products": [[STATE, STATE], [STATE]]},
     "write_histories": {"products": [[STATE, STATE], [STATE]], "recorded": R},
     "amax_to_scale": {"amax": S, "stored": S, "fp8_max": 448.0},
@@ -85,18 +84,17 @@ BAD = [
     (IN_BLOCKS, "power_2_scale", VALUE, [{"scale": "e8m0", "power_2_scale": True}]),
     (IN_BLOCKS, "power_2_scale", TYPE, [1]),
     (
-        ("delayed_scales", "push_amaxes"),
+        ["delayed_scales"],
         "histories",
         TYPE,
         [(H, h) for h in (H.astype(oracle.BF16), np.ones(4, int), None)],
     ),
-    (("delayed_scales", "push_amaxes"), "histories", VALUE, [(), (H,) * 17, (H, H[None]), (H, H[:0]), (H, S)]),
+    (["delayed_scales"], "histories", VALUE, [(), (H,) * 65, (H, H[None]), (H, H[:0]), (H, S)]),
     *(
         row
-        for op, argument in (("delayed_scales", "stored"), ("push_amaxes", "amaxes"))
         for row in (
-            ([op], argument, TYPE, [(S, value) for value in SCALE_DTYPES]),
-            ([op], argument, VALUE, [*((S, value) for value in SCALE_SHAPES), (S,), (S,) * 3]),
+            (["delayed_scales"], "stored", TYPE, [(S, value) for value in SCALE_DTYPES]),
+            (["delayed_scales"], "stored", VALUE, [*((S, value) for value in SCALE_SHAPES), (S,), (S,) * 3]),
         )
     ),
     (
@@ -109,6 +107,7 @@ BAD = [
     (READINGS, "products", VALUE, [[[(x, STATE[1])]] for x in (S, np.ones((2, 0), np.float32))]),
     (READINGS, "products", VALUE, [[[(STATE[0], x)]] for x in (S, STATE[0], STATE[1][:1], STATE[1][0])]),
     (READINGS, "products", VALUE, [[[]], [[STATE] * 65], [[STATE, (STATE[0][0], STATE[1][0])]]]),
+    (["write_histories"], "recorded", VALUE, [[[(STATE[1], STATE[1])]], [[(STATE[1], S), (STATE[1], STATE[1])]]]),
     (["write_histories"], "recorded", TYPE, [[np.ones((2, 8), int), R[1]], [R[0], None]]),
     (["write_histories"], "recorded", VALUE, [[], R[:1], [*R, R[0]], [R[1], R[1]], [R[0][:1], R[1]], [R[0], R[1][0]]]),
     (["delayed_scales"], "fp8_max", VALUE, [(448.0,), (448.0,) * 3]),
@@ -198,7 +197,6 @@ DIFFERENTIATED = [
     *((op, "x", lambda x: x) for op in ("amax", *QUANTIZERS[:2], *QUANTIZERS[3:], *IN_BLOCKS)),
     *((op, name, lambda x: x[0, 0]) for op in QUANTIZERS[:2] for name in ("scale", "amax")),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
-    ("push_amaxes", "histories", lambda x: (x[0], x[1])),
     *((op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]]) for op in READINGS),
     ("write_histories", "recorded", lambda x: [np.ones((2, 8), np.float32), x[:2, :4]]),
     ("dequantize", "scale_inv", lambda x: x[0, 0]),

@@ -24,7 +24,7 @@ OPS = pytest.mark.parametrize("op", targets.SPECS)
 ON_CUDA = pytest.mark.parametrize("op, prefix", [(op, CUDA) for op in targets.CUDA_SPECS])
 # One template of common/ffi checks the buffers of both modules, and bad_days/ffi.py has every bad call of the CPU: two
 # of each buffer show that the handler of CUDA calls it.
-IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "push_amaxes", "quantize", "quantize_transpose"}
+IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "quantize", "quantize_transpose"}
 IN_COMMON |= {"read_histories", "transpose_blocks", "write_histories"}
 # What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is 0.841, next to the code 0.8125, and
 # the amax so far is 1; the gradient of relu is 1, in each of 3 rows; a row of ones is 0 / 0 when it is centered.
@@ -79,7 +79,7 @@ def test_good_calls(op, sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
             call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
         assert_right(call)
-        if op == "write_histories":
+        if op.startswith("write_histories"):
             assert_right(call, input_output_aliases={0: 0, 1: 1})
         places = {"quantize": 1, "quantize_transpose": 2}
         if op in places and call.operands[2].shape == call.results[places[op]][0]:
@@ -114,7 +114,7 @@ def test_bad_attribute_is_refused(op, prefix):
 
 @pytest.mark.parametrize("op", targets.LARGEST_K)
 def test_too_many_quantizers(op):
-    """The handlers have room for 16, and for 64."""
+    """The handlers have room for 64."""
     most = targets.LARGEST_K[op]
     assert_right(targets.filled(targets.with_quantizers(op, most)))
     assert_refused(targets.with_quantizers(op, most + 1), f"{op}: expected .* each of 1 to {most} quantizers")

@@ -99,6 +99,18 @@ def test_one_call_has_room_for_64():
     assert calls(ops.read_histories, [product((1,), (1,) * _readings.MAX_QUANTIZERS)]) == [64]
 
 
+def test_a_product_by_itself(implementation):
+    """Its quantizers record in arrays of their own; a scale of 0 says that one was not used."""
+    for seed in range(3):
+        pairs = product((), LENGTHS, seed)
+        amaxes, scales = history(len(LENGTHS), seed, bad=(0, np.inf, np.nan, -1)), history(len(LENGTHS), seed + 9, (0,))
+        recorded = [(amaxes[i : i + 1], scales[i : i + 1]) for i in range(len(pairs))]
+        (written,) = jax.jit(ops.write_histories)([pairs], [recorded])
+        for i, (got, (before, _)) in enumerate(zip(written, pairs, strict=True)):
+            expected = oracle.write_history(before, (amaxes[i], scales[i]))
+            assert_tree(got, (expected[0], expected[1].reshape(1)), f"quantizer {i}")
+
+
 def overwrite():
     """Check a step whose histories may be overwritten, as those of a training step that gives its state away."""
     (pairs,) = products = [product((3,), (1, 2, 3, 256, 257, 258, 1000))]

@@ -126,7 +126,7 @@ def test_dense_step_on_cuda(cuda_custom_calls):
     calls = custom_calls(text)
     assert calls["scaled_matmul"] == 3
     assert_one_pass_over_each_operand(text, arguments[:3])
-    assert calls == {"delayed_scales": 1, "quantize_transpose": 3, "scaled_matmul": 3, "push_amaxes": 1}
+    assert calls == {"delayed_scales": 1, "quantize_transpose": 3, "scaled_matmul": 3, "write_histories": 1}
     assert "stablehlo.dot_general" not in text
     # Amaxes are raised in place, from the zeros that delayed_scales writes.
     quantizing = [line for line in text.splitlines() if "@jaxfp8_quantize_transpose" in line]

@@ -76,11 +76,14 @@ CALLS = {
         lambda h, k, s, t: ops.delayed_scales([h, k], [s, t], fp8_max=[448.0, 57344.0]),
         *(amaxes(4), amaxes(7), powers(), 2 * powers()),
     ),
-    "push_amaxes": (lambda h, k, a, b: ops.push_amaxes([h, k], [a, b]), amaxes(4), amaxes(7), AMAX, powers()),
     "read_histories": (lambda *leaves: ops.read_histories(as_products(*leaves)), *PRODUCTS),
     "write_histories": (
         lambda *leaves: ops.write_histories(as_products(*leaves[:6]), leaves[6:]),
         *(*PRODUCTS, amaxes(8), amaxes(4)),
+    ),
+    "write_histories, a product": (
+        lambda h, k, s, t, a, b: ops.write_histories([[(h, s), (k, t)]], [[(a, s), (b, t)]]),
+        *(amaxes(4), amaxes(7), powers(1), 2 * powers(1), amaxes(1), 3 * powers(1)),
     ),
     "count": (lambda x, s: ops.count_saturated_and_flushed(x, s, E4M3), 100 * integers(6, 10), powers()),
     "quantize_blocks": (lambda x: ops.quantize_blocks(x, E4M3, block=(4, 3)), integers(6, 10)),

@@ -94,21 +94,11 @@ def select_scale(state: State, fmt: Format, options: Options = DEFAULTS, current
 
 
 def delayed_scale(history, stored, numerator, most_recent=False):
-    """(history moved one step with 0 in slot 0, scale, scale_inv) of one quantizer before a step."""
+    """(scale, scale_inv) of one quantizer before a step."""
     is_stepped_on = np.any(is_below_zero(history))
     history = clean_history(history)
     amax = F32(-1) if is_stepped_on else history[0] if most_recent else history.max()
-    scale, scale_inv = scale_pair(amax, stored, numerator)
-    history = np.roll(history, -1)
-    history[0] = 0
-    return history, scale, scale_inv
-
-
-def push_amax(history, amax) -> np.ndarray:
-    """The history with slot 0 the amax, or 0 where that is not a positive number."""
-    history = np.array(history)
-    history[0] = clean_history(amax)
-    return history
+    return scale_pair(amax, stored, numerator)
 
 
 def reading(history, stored) -> np.ndarray:

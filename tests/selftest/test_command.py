@@ -62,7 +62,7 @@ def rows(monkeypatch):
 
 def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     """The table, the remedy beside what is disabled already, the exit code and the file say so."""
-    monkeypatch.setenv("JAXFP8_DISABLE", "push_amaxes,amax")
+    monkeypatch.setenv("JAXFP8_DISABLE", "write_histories,amax")
     rows["graph:quantize_norm"] = {"status": "failed", "detail": "crashed (SIGSEGV)"}
     rows["values:amax"] = {"status": "failed", "detail": "a bit"}
     rows["speed:copy"] = {"us": 1.0, "gb_per_s": 4000.0}
@@ -70,7 +70,7 @@ def test_a_failed_op(rows, monkeypatch, capsys, tmp_path):
     assert command.main(["--json", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr().out
     assert "FAILED graph:quantize_norm: crashed (SIGSEGV)\nFAILED values:amax: a bit\n" in printed
-    assert "until it is repaired: JAXFP8_DISABLE=push_amaxes,amax,quantize_norm\n" in printed
+    assert "until it is repaired: JAXFP8_DISABLE=write_histories,amax,quantize_norm\n" in printed
     lines = {line.split()[0]: line.split() for line in printed.splitlines()}
     assert lines["quantize_norm"][1:4] == ["-", "passed", "FAILED"] and lines["quantize"][-1] == "75%"
     found = json.loads((tmp_path / "found.json").read_text())
