@@ -67,8 +67,10 @@ class Codes:
     def by(self, other: "Codes", out_dtype, bias=None) -> oracle.Product:
         """`self @ other.T` of each pair of matrices."""
         if self.scales is None and other.scales is None:
-            one = np.ones((len(self.codes), 1), F32)
-            a, b = (dataclasses.replace(codes, scales=one) for codes in (self, other))
+            # They multiply in the dtype of the result, but not in a wider one than theirs.
+            one, widest = np.ones((len(self.codes), 1), F32), np.promote_types(self.codes.dtype, other.codes.dtype)
+            dtype = out_dtype if np.promote_types(widest, out_dtype) == widest else widest
+            a, b = (Codes(matrices.codes.astype(dtype), one, None) for matrices in (self, other))
             return a.by(b, out_dtype, bias)
         biases = [None] * len(self.codes) if bias is None else bias
         blocks = {"a_block": self.block, "b_block": other.block, "out_dtype": out_dtype}
