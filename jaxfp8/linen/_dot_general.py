@@ -48,15 +48,15 @@ class Fp8Module(nn.Module):
     @nn.nowrap
     def multiply(
         self,
-        x,
-        kernel,
-        dimension_numbers,
+        x: ArrayLike | Activated | Normalized,
+        kernel: ArrayLike | QTensor,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
         *,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
-        bias=None,
-        activation=None,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+        bias: ArrayLike | None = None,
+        activation: str | None = None,
     ) -> jax.Array:
         """Compute `jaxfp8.dot_general` with this module's recipe and state, or with the codes of `jaxfp8.freeze`."""
         recipe, frozen = self._recipe(), self._frozen_arrays()

@@ -34,7 +34,7 @@ jaxfp8.dot_general(x, kernel, (1, 0), recipe=recipe)  # pyright: ignore[reportAr
 
 amax = jaxfp8.ops.amax(x)
 assert_type(amax, jax.Array)
-data, amax = jaxfp8.ops.quantize(x, 1.0, jnp.float8_e4m3fn)
+data, _ = jaxfp8.ops.quantize(x, 1.0, jnp.float8_e4m3fn)
 jaxfp8.ops.quantize(x, dtype=jnp.float8_e4m3fn)  # pyright: ignore[reportCallIssue]
 jaxfp8.ops.scaled_matmul(data, data, amax, amax, precise="yes")  # pyright: ignore[reportArgumentType]
 print(amax.no_such_thing)  # pyright: ignore[reportAttributeAccessIssue]
