@@ -141,6 +141,9 @@ RECIPES = {
     "rowwise": Arm("row-wise scaling", jaxfp8.Float8RowwiseScaling()),
     "block": Arm("block scaling", jaxfp8.Float8BlockScaling()),
     "mxfp8": Arm("MXFP8", jaxfp8.MXFP8BlockScaling()),
+    "static": Arm("constant scales of x and kernel", jaxfp8.StaticScaling()),
+    "wgrad_bf16": Arm("delayed scaling, wgrad in bf16", jaxfp8.ByProduct(delayed, delayed, None)),
+    "fprop_bf16": Arm("delayed scaling, fprop in bf16", jaxfp8.ByProduct(None, delayed, delayed)),
 }
 
 # One change to "delayed" each. Precise accumulation is none of them: it changes nothing where products accumulate in
