@@ -234,13 +234,13 @@ class _Transfer:
     reduce: AmaxReduction
     implementation: str | None
 
-    def move(self, send, quantizer: Quantizer, x, step, dtype) -> tuple[jax.Array, QTensor | None, QTensor]:
+    def move(self, send, quantizer: Quantizer, x, use, dtype) -> tuple[jax.Array, QTensor | None, QTensor]:
         """Send the codes of x by `send`; return their values in `dtype`, the codes, and the QTensor for the next state.
 
         In high precision, without a scale, x travels as it is, and the codes are None.
         """
         options = OperandOptions(rows=x.ndim - 1, columnwise=False, reduce=self.reduce)
-        q, _ = quantizer.quantize_operand(x, step, options)
+        q, _ = quantizer.quantize_operand(x, use, options)
         data = _as_bytes(send, q.data)
         if q.scale_inv is None:
             return data.astype(dtype), None, q.for_next_state()
@@ -283,14 +283,14 @@ def _as_bytes(send, x):
 
 
 def _forward(both, x, state: DotGeneralState, has_backward):
-    """Return the results of `_transfer`, and the residuals `(q, step of the gradient, histories)`."""
+    """Return the results of `_transfer`, and the residuals `(q, use of the gradient, histories)`."""
     reading = reading_of(state)
     # Without a backward nothing quantizes a gradient, so the state of its quantizer is not read.
     states = state.input, None, state.output_grad if has_backward else None
-    step, _, grad_step = read_states(both.quantizers, states, reading)
-    source, codes, q = both.move(both.collective.send, both.quantizers[0], x, step, x.dtype)
+    use, _, grad_use = read_states(both.quantizers, states, reading)
+    source, codes, q = both.move(both.collective.send, both.quantizers[0], x, use, x.dtype)
     histories = histories_of([state.input, None, state.output_grad]) if reading is None else reading
-    return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_step, histories)
+    return (source, checkpoint_name(codes, RESIDUAL_NAME)), (q, grad_use, histories)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -311,14 +311,14 @@ def _transfer_fwd(both, x, state):
 
 def _transfer_bwd(both, residuals, cotangents):
     """Send the cotangent back as codes of `output_grad`; where devices add cotangents, in its own dtype."""
-    (q, grad_step, histories), x = residuals
+    (q, grad_use, histories), x = residuals
     ct, _ = cotangents
     # A cotangent of zeros is quantized all the same: x has run, so its state has a next value.
     if isinstance(ct, SymbolicZero):
         ct = jnp.zeros(ct.shape, ct.dtype)
     quantizer = HighPrecisionQuantizer() if both.collective.sums_back else both.quantizers[2]
     with _support.using(both.implementation):
-        dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_step, x.value.dtype)
+        dx, _, grad = both.move(both.collective.send_back, quantizer, ct, grad_use, x.value.dtype)
         next_state = DotGeneralState(*next_states([q, None, grad], histories, both.reduce))
     # The cotangent of a replicated x is the sum over the devices.
     return _mesh.cotangent_of(x.value, dx), next_state

@@ -66,14 +66,14 @@ def freeze_operands(x_shape, kernel, dimension_numbers, recipe, state) -> dict[s
         return None
     if jax.tree.leaves(state.output):
         raise ValueError(f"freeze: recipe: expected an output without state, got {quantizers[3]!r}")
-    input_step, kernel_step = recipes.read_states(quantizers[:2], [state.input, state.kernel])
+    input_use, kernel_use = recipes.read_states(quantizers[:2], [state.input, state.kernel])
     # 2. Quantize the kernel.
-    q = _quantized(kernel, quantizers[1], both[1], kernel_step, recipes.AmaxReduction.for_recipe(recipe))
+    q = _quantized(kernel, quantizers[1], both[1], kernel_use, recipes.AmaxReduction.for_recipe(recipe))
     if q.scale_inv is None:  # the recipe keeps the kernel in high precision
         return None
     # 3. Fix the scales of the input and the kernel.
-    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_step)
-    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_step)  # the codes keep that scale
+    fixed = quantizers[0].fixed_scale("freeze: recipe: for the input", input_use)
+    quantizers[1].fixed_scale("freeze: recipe: for the kernel", kernel_use)  # the codes keep that scale
     frozen = {KERNEL: q.data, KERNEL_SCALE_INV: q.scale_inv}
     if fixed is not None:
         frozen |= {INPUT_SCALE: fixed.scale, INPUT_SCALE_INV: fixed.scale_inv}
@@ -94,11 +94,11 @@ def is_another(frozen, x_shape, kernel, dimension_numbers, recipe, state) -> jax
     return jnp.logical_not(jnp.logical_and(*same))
 
 
-def _quantized(kernel, quantizer, layout, step, reduce) -> recipes.QTensor:
+def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
     """Quantize the kernel as the first product reads it."""
     first = layout.contract_first
     options = recipes.OperandOptions(layout.rows, layout.cols, columnwise=first, contract_first=first, reduce=reduce)
-    q, _ = quantizer.quantize_operand(layout.ordered(kernel), step, options)
+    q, _ = quantizer.quantize_operand(layout.ordered(kernel), use, options)
     return q.transposed(len(layout.batch)) if first else q
 
 
@@ -141,7 +141,7 @@ def operands(frozen, x_shape, kernel, dimension_numbers, recipe) -> Operands:
         q = _checked_scaling(frozen, kernel, kernel_layout, recipe)
         codes = dataclasses.replace(codes, block=q.block, power_2_scale=q.power_2_scale)
         if INPUT_SCALE in frozen:
-            fixed = recipes.QuantizerStep.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
+            fixed = recipes.StateUse.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
             state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
     return Operands(codes, numbers, recipe, state)

@@ -84,10 +84,10 @@ class Product:
         options = {"precise": gemm_type in self.precise, "batch": self.batch, "bias": bias, "swap": swap}
         return matmul(a, b, gemm_type=gemm_type, qgemm=qgemm, out_dtype=out_dtype, **options)
 
-    def requantize(self, i, y, step, cols):
+    def requantize(self, i, y, use, cols):
         """Quantize and dequantize the result y by quantizer `i`; return y and the QTensor for the next state."""
         options = OperandOptions(y.ndim - self.batch - cols, cols, columnwise=False, reduce=self.reduce)
-        q, _ = self.quantizers[i].quantize_operand(y, step, options)
+        q, _ = self.quantizers[i].quantize_operand(y, use, options)
         return q.dequantize(y.dtype), q.for_next_state()
 
 
@@ -120,10 +120,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     if differentiated is None:
         states[2] = states[4] = None
         states[5:] = [None] * 3  # those of second products
-    steps = recipes.read_states(product.quantizers, states, reading)
+    uses = recipes.read_states(product.quantizers, states, reading)
 
     # 2. Quantize both operands: fprop reads each with the contracting dimensions last, the backward with them first.
-    operands, kept, again = [], [], []
+    operands, residuals, again = [], [], []
     for i, (operand, layout, partner) in enumerate(zip((x, kernel), layouts_of_both, ("kernel", "x"), strict=True)):
         q = codes[i]
         is_read_again = partner in (differentiated or ())
@@ -131,10 +131,10 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         options = layout.counts | {"columnwise": is_kept or layout.contract_first}
         if isinstance(q, FusedInput):
             # A policy that saves the codes has no reason to compute the input again.
-            q = checkpoint_name(quantize_fused(q, product.quantizers[i], steps[i], product.reduce), RESIDUAL_NAME)
+            q = checkpoint_name(quantize_fused(q, product.quantizers[i], uses[i], product.reduce), RESIDUAL_NAME)
         if q is None:
             options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
-            q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), steps[i], options)
+            q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), uses[i], options)
         else:
             q = _in_order(product.names[i], q, layout, **options)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
@@ -143,23 +143,23 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         if is_kept and _is_turned_late(q):
             last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
         operands.append(last)
-        kept.append(residual)
+        residuals.append(residual)
         is_quantized_again = is_read_again and not is_kept
-        again.append(_quantized_again(product, i, operand, layout, steps) if is_quantized_again else None)
+        again.append(_quantized_again(product, i, operand, layout, uses) if is_quantized_again else None)
 
     # 3. Multiply.
     if bias is not None:
         batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
     y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
-    y, output = product.requantize(3, y, steps[3], len(layouts_of_both[1].free))
-    if reading is not None and recipes.says_all(product.quantizers):
+    y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
+    if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
-        pairs = zip(kept, codes, strict=True)
-        kept = [q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None) for q, given in pairs]
-        steps[2] = None
-    grad_steps = steps[2], recipes.second(steps, 2), steps[4]
-    return y, (checkpoint_name((*kept, *again, output, *grad_steps), RESIDUAL_NAME), histories)
+        pairs = zip(residuals, codes, strict=True)
+        residuals = [q if isinstance(given, QTensor) else dataclasses.replace(q, scale_inv=None) for q, given in pairs]
+        uses[2] = None
+    grad_uses = uses[2], recipes.second(uses, 2), uses[4]
+    return y, (checkpoint_name((*residuals, *again, output, *grad_uses), RESIDUAL_NAME), histories)
 
 
 def _is_all_of(codes, operand) -> bool:
@@ -167,12 +167,12 @@ def _is_all_of(codes, operand) -> bool:
     return isinstance(codes, QTensor) and codes.is_all_of(operand)
 
 
-def _quantized_again(product, i, operand, layout, steps) -> QTensor:
+def _quantized_again(product, i, operand, layout, uses) -> QTensor:
     """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it, its contraction last."""
     first = layout.contract_first
     options = OperandOptions(**layout.counts, columnwise=not first, reduce=product.reduce)
-    quantizer, step = recipes.second(product.quantizers, i), recipes.second(steps, i)
-    q, _ = quantizer.quantize_operand(layout.ordered(operand), step, options)
+    quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
+    q, _ = quantizer.quantize_operand(layout.ordered(operand), use, options)
     return _both_layouts(q, len(layout.batch), first, True)[1]
 
 
@@ -189,12 +189,12 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if product.vmap_dims:
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad)
-    (x, kernel, x_again, kernel_again, output, *grad_steps, input_grad_step), histories = residuals
-    if recipes.is_reading(histories) and recipes.says_all(product.quantizers):
-        *steps, grad_steps[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
+    (x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use), histories = residuals
+    if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
+        *uses, grad_uses[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
         x, kernel = (
-            dataclasses.replace(q, scale_inv=step.scale_inv) if q.scale_inv is None else q
-            for q, step in zip((x, kernel), steps, strict=True)
+            dataclasses.replace(q, scale_inv=use.scale_inv) if q.scale_inv is None else q
+            for q, use in zip((x, kernel), uses, strict=True)
         )
     x_layout, kernel_layout = product.layouts(x_shape, kernel_shape)
     rows, cols = len(x_layout.free), len(kernel_layout.free)
@@ -208,16 +208,16 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     q = grad_again = dbias = None
     if recipes.shares_codes(quantizers, 2):
         options = options._replace(columnwise=needs_dkernel)
-        q, dbias = quantize_gradient(quantizers[2], grad, grad_steps[0], options)
+        q, dbias = quantize_gradient(quantizers[2], grad, grad_uses[0], options)
         grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
     else:
         grad = grad.value if isinstance(grad, ActivationGradient) else grad
         if needs_dkernel:
-            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(grad, grad_steps[1], options)
+            grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(grad, grad_uses[1], options)
             grad_t = _both_layouts(grad_again, product.batch, False, True)[1]
         if needs_dx or not needs_dkernel:
             options = options._replace(columnwise=False, column_sums=needs_dbias and not needs_dkernel)
-            q, sums = quantizers[2].quantize_operand(grad, grad_steps[0], options)
+            q, sums = quantizers[2].quantize_operand(grad, grad_uses[0], options)
             grad, dbias = dataclasses.replace(q, data_t=None), sums if dbias is None else dbias
     # 2. Multiply.
     dx = dkernel = input_grad = None
@@ -225,7 +225,7 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         swap = x_layout.contract_first
         kernel_read = kernel if kernel_again is None else kernel_again
         dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap)
-        dx, input_grad = product.requantize(4, dx, input_grad_step, len(x_layout.free if swap else x_layout.contract))
+        dx, input_grad = product.requantize(4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract))
         dx = x_layout.restored(dx)
     if needs_dkernel:
         swap = not kernel_layout.contract_first
@@ -275,7 +275,7 @@ def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> 
                 f"its last {q.cols} dimensions; quantize it inside of the product"
             )
         return q
-    return QTensor(data, q.scale_inv, data_t if columnwise and data is q.data else None, step=q.step, cols=cols)
+    return QTensor(data, q.scale_inv, data_t if columnwise and data is q.data else None, use=q.use, cols=cols)
 
 
 def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> QTensor:

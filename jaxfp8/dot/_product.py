@@ -20,7 +20,7 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative, undefined_tangents
 from ..ops._support import selected, using
-from ..recipes import QTensor, QuantizerStep, largest, value_of
+from ..recipes import QTensor, StateUse, largest, value_of
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import Product, backward, forward
@@ -198,7 +198,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    if not isinstance(state.input, QuantizerStep):  # a fixed scale, in inference, is a state that no step updates
+    if not isinstance(state.input, StateUse):  # a fixed scale, in inference, is a state that no step updates
         warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
@@ -263,7 +263,7 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
         for aval, ct in zip(operands, gradients, strict=False)
     ]
     for count, state in zip(state_leaves, next_state.by_quantizer(), strict=True):
-        # A quantizer without a step, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
+        # A quantizer without a use, such as that of a pre-quantized operand, gives no cotangent: its state stays. The
         # cotangent of a reading stands for those of the histories.
         leaves = jax.tree.leaves(state, is_leaf=lambda leaf: leaf is None)
         cotangents += [None] * count if state is None else leaves[:count]

@@ -115,11 +115,11 @@ def _counted(product, fp8, f32, *operands):
     group_sizes = rest if isinstance(product, _ragged_dot.RaggedProduct) else None
     # 1. Count x and the kernel, with the scales that the product will choose.
     reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer())
-    steps = read_states(product.quantizers, states, reading)
+    uses = read_states(product.quantizers, states, reading)
     values = [_values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)]
     if group_sizes is not None and values[0] is not None:
         values[0] = _ragged_dot.in_a_group(values[0], group_sizes)
-    forward = [_fractions(product, i, value, steps, states) for i, value in enumerate(values)]
+    forward = [_fractions(product, i, value, uses, states) for i, value in enumerate(values)]
     record = functools.partial(_record, site)
 
     # 2. Count the gradient where it arrives, and give the counts to the host.
@@ -129,9 +129,9 @@ def _counted(product, fp8, f32, *operands):
         return y
 
     def backward(residuals, grad):
-        forward, steps, states, group_sizes = residuals
+        forward, uses, states, group_sizes = residuals
         counted = grad if group_sizes is None else _ragged_dot.in_a_group(grad, group_sizes)
-        firsts, seconds = zip(*forward, _fractions(product, 2, counted, steps, states), strict=True)
+        firsts, seconds = zip(*forward, _fractions(product, 2, counted, uses, states), strict=True)
         fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         zero = jax.pure_callback(record, scalar, fractions, vmap_method="broadcast_all")
@@ -139,10 +139,10 @@ def _counted(product, fp8, f32, *operands):
         return jnp.where(zero == 0, grad, jnp.nan), *[None] * len(residuals)
 
     watched.defvjp(lambda y, *residuals: (y, residuals), backward)
-    return watched(fp8(*operands), forward, steps, states, group_sizes)
+    return watched(fp8(*operands), forward, uses, states, group_sizes)
 
 
-def _fractions(product, i, values, steps, states) -> list[jax.Array]:
+def _fractions(product, i, values, uses, states) -> list[jax.Array]:
     """Return the fractions of a tensor's elements that saturate and that become zero, f32 `[2]`, for both its products.
 
     They are NaN where the tensor has no scale for the whole of it, and where the second product reads the codes of the
@@ -152,21 +152,21 @@ def _fractions(product, i, values, steps, states) -> list[jax.Array]:
         product: the static part.
         i: the position of the tensor's first quantizer.
         values: the tensor, or None.
-        steps: the results of `read_states` for all quantizers.
+        uses: the results of `read_states` for all quantizers.
         states: their states, which say over which devices the tensor is reduced.
     """
-    both = [(product.quantizers[i], steps[i], states[i])]
+    both = [(product.quantizers[i], uses[i], states[i])]
     if not shares_codes(product.quantizers, i):
-        both.append(tuple(second(each, i) for each in (product.quantizers, steps, states)))
+        both.append(tuple(second(each, i) for each in (product.quantizers, uses, states)))
     fractions = [_fractions_of(product, values, *each) for each in both]
     return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
 
 
-def _fractions_of(product, values, quantizer, step, state):
+def _fractions_of(product, values, quantizer, use, state):
     """Return the fractions of one quantizer; see `_fractions`."""
     if values is None or not isinstance(quantizer, TensorwiseQuantizer):
         return jnp.full((2,), jnp.nan, jnp.float32)
-    scale, *_ = quantizer.choose_scale(functools.partial(ops.amax, values), step, product.reduce)
+    scale, *_ = quantizer.choose_scale(functools.partial(ops.amax, values), use, product.reduce)
     fractions = ops.count_saturated_and_flushed(values, scale, quantizer.fp8_dtype) / np.float32(max(values.size, 1))
     return product.reduce(fractions, state, jax.lax.pmean)
 

@@ -28,7 +28,7 @@ class BlockwiseQuantizer(FP8Quantizer):
     scale_dtype = "f32"
     rounding = "ceil"
 
-    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # A GPU writes both layouts in one pass; elsewhere XLA drops the one nobody reads.
         quantize = ops.quantize_blocks_transpose if options.columnwise else ops.quantize_blocks
@@ -48,7 +48,7 @@ class BlockwiseQuantizer(FP8Quantizer):
             data,
             scale_inv,
             *transposed,
-            step=step,
+            use=use,
             block=self.block,
             cols=options.cols,
             power_2_scale=self.power_2_scale,

@@ -85,7 +85,7 @@ def second(values: tuple, operand: int):
     """Return the one of `values`, one for each quantizer, that belongs to the second product of an operand.
 
     Args:
-        values: quantizers, states or steps, in the order of the fields of DotGeneralState.
+        values: quantizers, states or uses, in the order of the fields of DotGeneralState.
         operand: 0 for x, 1 for the kernel, 2 for the gradient of the output.
     """
     return values[_SECOND + operand]

@@ -18,7 +18,7 @@ from ..numerics import E4M3, HYBRID, Format, _scaling, fp8_max
 from . import _reading
 from ._quantizer import Quantizer, no_reduction
 from ._recipe import Recipe
-from ._state import QuantizerState, QuantizerStep
+from ._state import QuantizerState, StateUse
 from ._tensor import QTensor
 from ._tensorwise import TensorwiseQuantizer
 
@@ -108,13 +108,13 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
     def check_state(self, name: str, state: Any) -> None:
         """Raise unless `state` is None or one of this quantizer; `name` names the argument in the message.
 
-        A QuantizerStep of `fixed_scale` is a state too, which no step updates.
+        A StateUse of `fixed_scale` is a state too, which no step updates.
 
         Raises:
             TypeError: `state` is not a QuantizerState of float arrays.
             ValueError: the history has another length, or a leaf another shape.
         """
-        if state is None or isinstance(state, QuantizerStep):
+        if state is None or isinstance(state, StateUse):
             return
         leaves = [getattr(state, "amax_history", None), getattr(state, "scale", None)]
         if any(leaf is None or not hasattr(leaf, "shape") for leaf in leaves):
@@ -139,32 +139,32 @@ class DelayedScalingQuantizer(TensorwiseQuantizer):
 
     def quantize(self, x: jax.Array, state: Any) -> tuple[QTensor, Any]:
         """Quantize a matrix; return `(QTensor, next state)`."""
-        (step,) = read_states([self], [state])
-        q, _ = self.quantize_operand(x, step)
+        (use,) = read_states([self], [state])
+        q, _ = self.quantize_operand(x, use)
         (state,) = next_states([q], histories_of([state]))
         return q, state
 
-    def fixed_scale(self, name: str, step: QuantizerStep | None) -> QuantizerStep | None:
+    def fixed_scale(self, name: str, use: StateUse | None) -> StateUse | None:
         """Return the scale of the state, for `jaxfp8.freeze`; see `Quantizer.fixed_scale`."""
-        return None if step is None else QuantizerStep.fixed(step.scale, step.scale_inv)
+        return None if use is None else StateUse.fixed(use.scale, use.scale_inv)
 
-    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the scale of the state, or without a state the scale of the tensor's own amax."""
-        if step is None:
-            return super().choose_scale(current_amax, step, reduce)
-        scales = step.scale, step.scale_inv
-        if step.is_empty is not None:
+        if use is None:
+            return super().choose_scale(current_amax, use, reduce)
+        scales = use.scale, use.scale_inv
+        if use.is_empty is not None:
 
             def current_scale():
-                amax = reduce(current_amax(), step.scale).reshape(1)
-                return ops.amax_to_scale(amax, step.scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
+                amax = reduce(current_amax(), use.scale).reshape(1)
+                return ops.amax_to_scale(amax, use.scale_inv, fp8_max=fp8_max(self.fp8_dtype), margin=self.margin)
 
-            scales = jax.lax.cond(step.is_empty, current_scale, lambda: scales)
-        return (*scales, step.amax)
+            scales = jax.lax.cond(use.is_empty, current_scale, lambda: scales)
+        return (*scales, use.amax)
 
-    def record(self, step: Any, amax: jax.Array | None) -> Any:
+    def record(self, use: Any, amax: jax.Array | None) -> Any:
         """Record the amax of the tensor, unless the scale is fixed; see `TensorwiseQuantizer.record`."""
-        return None if amax is None else step.after(amax)
+        return None if amax is None else use.after(amax)
 
 
 def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading: jax.Array | None = None) -> list[Any]:
@@ -172,21 +172,21 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
 
     Args:
         quantizers: the quantizers of the product, of any kind.
-        states: a state for each quantizer; None for a quantizer without state. A QuantizerStep has been read already.
+        states: a state for each quantizer; None for a quantizer without state. A StateUse has been read already.
         reading: the reading `[4 * k]` of the product, where its state was read before a loop; else None.
 
     Returns:
-        For each quantizer the `step` of its `quantize_operand`: a QuantizerStep for delayed scaling, else the state.
+        For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed scaling, else the state.
 
     Raises:
         TypeError: there is a reading, and a quantizer that it covers is not of delayed scaling.
     """
     if reading is not None:
         return _read_again(quantizers, states, reading)
-    steps = list(states)
+    uses = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
-        is_read = state is None or isinstance(state, QuantizerStep)
+        is_read = state is None or isinstance(state, StateUse)
         if isinstance(quantizer, DelayedScalingQuantizer) and not is_read:
             alike.setdefault((quantizer.margin, quantizer.amax_compute_algo), []).append(i)
     for (margin, algo), positions in alike.items():
@@ -210,12 +210,12 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
                 scale, scale_inv = ops.amax_to_scale(
                     window, state.scale.reshape(1), fp8_max=fp8_max(quantizer.fp8_dtype), margin=margin
                 )
-            steps[i] = QuantizerStep(read.amax, scale, scale_inv, is_empty)
-    return steps
+            uses[i] = StateUse(read.amax, scale, scale_inv, is_empty)
+    return uses
 
 
 def _read_again(quantizers, states, reading):
-    """Return the steps of quantizers whose states were read before a loop: inside, only the reading is at hand.
+    """Return the uses of states that were read before a loop: inside, only the reading is at hand.
 
     The scales of all of them are one vector, so that XLA computes them in one kernel.
     """
@@ -234,16 +234,16 @@ def _read_again(quantizers, states, reading):
             amaxes = amaxes.at[i].set(amax)
     numerators = [_scaling.scale_numerator(fp8_max(q.fp8_dtype), q.margin) for q in quantizers]
     scales, inverses = _scaling.amax_to_scale(amaxes, old_scale_inv, np.array(numerators))
-    steps = list(states)
+    uses = list(states)
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=False)):
         if state is not None:
             amax, scale, scale_inv = (lax.slice_in_dim(x, i, i + 1) for x in (zeros, scales, inverses))
             is_empty = windows[i] == 0 if quantizer.first_step == "current" else None
-            steps[i] = QuantizerStep(amax, scale, scale_inv, is_empty)
-    return steps
+            uses[i] = StateUse(amax, scale, scale_inv, is_empty)
+    return uses
 
 
-def says_all(quantizers: Sequence[Quantizer]) -> bool:
+def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
     """Tell whether the reading of a product suffices for its scales: no quantizer needs a history or the tensor."""
     return all(isinstance(q.amax_compute_algo, str) and q.first_step == "unit" for q in quantizers[:3])
 
@@ -275,24 +275,24 @@ def next_states(
     """Return the next state of each quantizer, from the tensor that it quantized; None where there is no state.
 
     Args:
-        quantized: QTensors with the steps of their quantizers; None for a tensor that was not quantized.
+        quantized: QTensors with the uses of their quantizers' states; None for a tensor that was not quantized.
         histories: the states that the step read, as `histories_of` gives them; or the reading of the product. With a
             reading the states of input and kernel are None, and the scale of `output_grad` holds the cotangent of the
             reading.
         reduce: see `OperandOptions.reduce`.
     """
-    states = [None if q is None else q.step for q in quantized]
+    states = [None if q is None else q.use for q in quantized]
     if _reading.is_reading(histories):
-        recorded = [step and (step.amax, q.scale_inv) for q, step in zip(quantized[:3], states, strict=False)]
+        recorded = [use and (use.amax, q.scale_inv) for q, use in zip(quantized[:3], states, strict=False)]
         ct = _reading.cotangent(recorded, reduce, histories)
         return [None, None, QuantizerState(None, ct), *states[3:]]
     pairs, recorded = {}, []
-    for i, step in enumerate(states):
-        if isinstance(step, QuantizerStep):
+    for i, use in enumerate(states):
+        if isinstance(use, StateUse):
             states[i], old = None, histories[i]
             if old is not None:
                 pairs[i] = old.amax_history, old.scale.reshape(1)
-                recorded.append((reduce(step.amax, old.amax_history), quantized[i].scale_inv))
+                recorded.append((reduce(use.amax, old.amax_history), quantized[i].scale_inv))
     if pairs:
         (written,) = ops.write_histories([list(pairs.values())], [recorded])
         for i, pair in zip(pairs, written, strict=True):

@@ -23,7 +23,7 @@ class HighPrecisionQuantizer(Quantizer):
         """Return `(QTensor, state)` of a matrix."""
         return QTensor(x, None), state
 
-    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Return x as an operand of a product; see `Quantizer.quantize_operand`."""
         return QTensor(x, None, cols=options.cols), options.sum_rows(x)
 

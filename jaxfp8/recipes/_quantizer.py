@@ -153,26 +153,26 @@ class Quantizer:
             if first.shape != leaf.shape:
                 raise ValueError(f"{name}: {type(self).__name__} keeps arrays of {first.shape}, got {leaf.shape}")
 
-    def fixed_scale(self, name: str, step: Any) -> Any:
-        """Return the QuantizerStep that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
+    def fixed_scale(self, name: str, use: Any) -> Any:
+        """Return the StateUse that `jaxfp8.freeze` keeps in place of the state; None where there is no state.
 
         Raises:
-            ValueError: `step` has leaves: only the author of this quantizer knows which scale its state stands for.
+            ValueError: `use` has leaves: only the author of this quantizer knows which scale its state stands for.
                 `name` names the quantizer in the message.
         """
-        if jax.tree.leaves(step):
+        if jax.tree.leaves(use):
             raise ValueError(f"{name}: expected delayed scaling, or a quantizer without state, got {self!r}")
 
-    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product.
 
         Args:
             x: bfloat16, float16 or float32 `[*batch, *rows, *cols]`.
-            step: the result of `read_states` for this quantizer, or None where there is no state.
+            use: the result of `read_states` for this quantizer, or None where there is no state.
             options: the part of the operand in its product.
 
         Returns:
-            `(q, column sums f32 [*batch, *cols] or None)`; `q.step` is the step after x, from which `next_states`
+            `(q, column sums f32 [*batch, *cols] or None)`; `q.use` is the use after x, from which `next_states`
             makes the next state.
 
         Raises:
@@ -180,7 +180,7 @@ class Quantizer:
         """
         rows, cols, contract_first = options.rows, options.cols, options.contract_first
         batch = x.ndim - rows - cols
-        state = self.init() if step is None else step
+        state = self.init() if use is None else use
         # A user's `quantize` knows matrices alone: rows and columns are merged, batch dimensions are vmapped.
         matrices = _shapes.merge(x, *[1] * batch, rows)
 
@@ -204,7 +204,7 @@ class Quantizer:
             next_state = jax.tree.map(largest, next_state)
             q = q.map_scales(as_matrices)
         # The devices that share a state agree on the next one.
-        if step is None:
+        if use is None:
             next_state = None
         else:
 
@@ -212,7 +212,7 @@ class Quantizer:
                 return options.reduce(new.astype(jnp.float32), old)
 
             next_state = jax.tree.map(reduced, next_state, state)
-        q = dataclasses.replace(q.reshape(x.shape, batch, cols), step=next_state)
+        q = dataclasses.replace(q.reshape(x.shape, batch, cols), use=next_state)
         return q, options.sum_rows(x)
 
 

@@ -27,8 +27,8 @@ class QuantizerState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizerStep:
-    """Delayed scaling of one tensor in one step: the scale that its state gives, then the amax that it recorded.
+class StateUse:
+    """One use of a state of delayed scaling: the scale that the state gives, then the amax of the tensor.
 
     Attributes:
         amax: f32 `(1,)`; 0 before the tensor is quantized; None where the scale is fixed, so that nothing is recorded.
@@ -43,16 +43,16 @@ class QuantizerStep:
     is_empty: jax.Array | None = None
 
     @staticmethod
-    def fixed(scale: jax.Array, scale_inv: jax.Array) -> "QuantizerStep":
-        """Return the step of a tensor in inference, whose scale is fixed.
+    def fixed(scale: jax.Array, scale_inv: jax.Array) -> "StateUse":
+        """Return the use of a tensor in inference, whose scale is fixed.
 
         The inverse is given because 1 / (1 / scale) may be another number than the scale.
         """
-        return QuantizerStep(None, scale, scale_inv)
+        return StateUse(None, scale, scale_inv)
 
-    def after(self, amax: jax.Array) -> "QuantizerStep":
-        """Return the step after a tensor with this amax was quantized."""
-        return QuantizerStep(amax, None, None)
+    def after(self, amax: jax.Array) -> "StateUse":
+        """Return the use after a tensor with this amax was quantized."""
+        return StateUse(amax, None, None)
 
 
 @jax.tree_util.register_dataclass

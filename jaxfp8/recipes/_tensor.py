@@ -29,7 +29,7 @@ class QTensor:
         scale_inv_t: the scales of `data_t`, where it has its own: blocks along the rows are other blocks. Without
             them `data_t` holds the codes of `data`.
         source: the tensor that was quantized, which gets the gradient; or None. `jaxfp8.quantize_params` sets it.
-        step: the step of the quantizer, from which a product makes the next state; or None.
+        use: the use of the quantizer's state, from which a product makes the next state; or None.
         block: `(r, c)`, the rows and columns that share a scale, in `data` and, with `scale_inv_t`, in `data_t`; None
             in place of r or c means all rows or columns. Without `block` the tensor has one scale f32[1], or the
             scales `[R, C]` divide the codes evenly.
@@ -43,7 +43,7 @@ class QTensor:
     data_t: jax.Array | None = None
     scale_inv_t: jax.Array | None = None
     source: jax.Array | None = None
-    step: Any = None
+    use: Any = None
     block: Block | None = dataclasses.field(default=None, metadata={"static": True})
     cols: int = dataclasses.field(default=1, metadata={"static": True})
     power_2_scale: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -100,9 +100,9 @@ class QTensor:
         return dataclasses.replace(turned, scale_inv=self.scale_inv.mT, block=block)
 
     def for_next_state(self) -> "QTensor":
-        """Return the QTensor without codes: `next_states` needs the step and, for one scale, the `scale_inv`."""
-        scale_inv = self.scale_inv if self.has_one_scale and self.step is not None else None
-        return QTensor(None, scale_inv, step=self.step, cols=self.cols)
+        """Return the QTensor without codes: `next_states` needs the use and, for one scale, the `scale_inv`."""
+        scale_inv = self.scale_inv if self.has_one_scale and self.use is not None else None
+        return QTensor(None, scale_inv, use=self.use, cols=self.cols)
 
     def reshape(self, shape: tuple[int, ...], batch: int, cols: int) -> "QTensor":
         """Return the codes of matrices as codes `[*batch, *rows, *cols]`; scales stay as they are.

@@ -27,11 +27,11 @@ class TensorwiseQuantizer(FP8Quantizer):
     has_one_scale = True
     margin = 0
 
-    def quantize_operand(self, x: jax.Array, step: Any, options: OperandOptions = DEFAULT) -> Quantized:
+    def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
         """Quantize an operand of a product; see `Quantizer.quantize_operand`."""
         # 1. Choose the scale. Current scaling reads x for that. Delayed scaling has the scale from the state, and an
         # amax so far, which the next pass raises.
-        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), step, options.reduce)
+        scale, scale_inv, amax = self.choose_scale(functools.partial(ops.amax, x), use, options.reduce)
         # 2. Quantize: one pass over x writes all layouts that products read, and raises the amax.
         if options.columnwise:
             data, data_t, amax, *sums = ops.quantize_transpose(
@@ -48,16 +48,16 @@ class TensorwiseQuantizer(FP8Quantizer):
             data, amax = ops.quantize(x, scale, self.fp8_dtype, amax=amax, with_amax=amax is not None)
             data_t, sums = None, [options.sum_rows(x)]
         # 3. Record the amax.
-        step = self.record(step, amax)
-        return QTensor(data, scale_inv, data_t, step=step, cols=options.cols), *(sums or [None])
+        use = self.record(use, amax)
+        return QTensor(data, scale_inv, data_t, use=use, cols=options.cols), *(sums or [None])
 
-    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return `(scale, scale_inv, amax so far)`, each f32[1]; the amax is None where the step records no amax.
 
         Args:
             current_amax: returns the amax of the tensor, f32[]. A quantizer calls it only where the scale may depend on
                 the amax, and then inside a conditional if the state decides.
-            step: see `quantize_operand`.
+            use: see `quantize_operand`.
             reduce: see `OperandOptions`.
         """
         amax, default = reduce(current_amax(), None).reshape(1), jnp.ones((1,), jnp.float32)
@@ -65,14 +65,14 @@ class TensorwiseQuantizer(FP8Quantizer):
         # Without a state nothing records the amax, so the pass that quantizes need not find it again.
         return *(_scaling.floor_to_power_of_two(scale) if self.power_2_scale else (scale, scale_inv)), None
 
-    def record(self, step: Any, amax: jax.Array | None) -> Any:
-        """Return the step after a tensor was quantized.
+    def record(self, use: Any, amax: jax.Array | None) -> Any:
+        """Return the use of the state after a tensor was quantized.
 
         Args:
-            step: the step before the tensor was quantized.
+            use: the use of the state before the tensor was quantized.
             amax: f32[1], the amax of the tensor; None where `choose_scale` gave None.
         """
-        return step
+        return use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,7 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
     fp8_dtype: np.dtype
     bound: float
 
-    def choose_scale(self, current_amax: Any, step: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def choose_scale(self, current_amax: Any, use: Any, reduce: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Return the constant scale; see `TensorwiseQuantizer.choose_scale`."""
         with np.errstate(over="ignore"):  # a bound near the smallest floats
             quotient = np.float32(fp8_max(self.fp8_dtype)) / np.float32(self.bound)

@@ -57,7 +57,7 @@ def forward_format(original, self, send, quantizer, x, step, dtype):
 
 def forgets_the_amax(original, *arguments):
     source, codes, q = original(*arguments)
-    return source, codes, dataclasses.replace(q, step=jax.tree.map(lambda leaf: 0 * leaf, q.step))
+    return source, codes, dataclasses.replace(q, use=jax.tree.map(lambda leaf: 0 * leaf, q.use))
 
 
 def without_reduction(original):

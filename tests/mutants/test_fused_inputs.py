@@ -94,7 +94,7 @@ def without_derivative(original):
 def forgets_the_amax_of_a_gradient(original):
     def mutant(*arguments):
         q, dbias = original(*arguments)
-        return dataclasses.replace(q, step=dataclasses.replace(q.step, amax=0 * q.step.amax)), dbias
+        return dataclasses.replace(q, use=dataclasses.replace(q.use, amax=0 * q.use.amax)), dbias
 
     return mutant
 
@@ -112,7 +112,7 @@ def forgets_the_activation(original):
 
 
 def forgets_the_amax(q):
-    return dataclasses.replace(q.step, amax=0 * q.step.amax)
+    return dataclasses.replace(q.use, amax=0 * q.use.amax)
 
 
 MUTANTS = {
@@ -124,7 +124,7 @@ MUTANTS = {
     "gradient: another epsilon": attribute(ops, "normalize", without_epsilon),
     "codes: no bias": attribute(ops, "quantize_norm", without_bias),
     "gradient: no bias": attribute(ops, "normalize", without_bias),
-    "an amax is forgotten": attribute(_gemms, "quantize_fused", change(step=forgets_the_amax)),
+    "an amax is forgotten": attribute(_gemms, "quantize_fused", change(use=forgets_the_amax)),
     "codes have another scale": attribute(_gemms, "quantize_fused", change(scale_inv=lambda q: 1.25 * q.scale_inv)),
     "the gradient is not passed on": attribute(_fused_input, "_value", lambda _: stopped),
 }

@@ -34,10 +34,10 @@ def test_the_scale_before_the_last_batch(monkeypatch):
     read_states = _frozen.recipes.read_states
 
     def lagging(quantizers, states, *reading):
-        steps = read_states(quantizers, states, *reading)
+        uses = read_states(quantizers, states, *reading)
         if reading:  # a product, and not freeze
-            return steps
-        return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(steps, states, strict=True)]
+            return uses
+        return [dataclasses.replace(step, scale=1 / s.scale) for step, s in zip(uses, states, strict=True)]
 
     monkeypatch.setattr(_frozen.recipes, "read_states", lagging)
     with pytest.raises(AssertionError, match="differ"):

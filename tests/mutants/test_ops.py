@@ -178,7 +178,7 @@ STEP_MUTANTS = {
         lambda nxt, q: dataclasses.replace(nxt, amax_history=jnp.roll(nxt.amax_history, -1))
     ),
     "inf recorded in the history": next_mutant(
-        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(q.step.amax[0]))
+        lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(q.use.amax[0]))
     ),
     "the amax of a step lost": next_mutant(
         lambda nxt, q: dataclasses.replace(nxt, amax_history=nxt.amax_history.at[0].set(0))
