@@ -26,7 +26,7 @@ from flax.traverse_util import flatten_dict
 from .._jax import _warnings
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, relative, some
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, regions, restore_path
@@ -102,10 +102,8 @@ def decision(module) -> Decision | None:
     """Find the first rule that matches a bound module, in the outermost region first; None where no rule matches."""
     op = "einsum" if isinstance(module, (nn.Einsum, Fp8Einsum)) else "dot_general" if is_layer(module) else None
     for region in regions(module.scope):
-        paths = [relative(module.path, region.root)]
-        if isinstance(module, Fp8Module) and module.path:  # a product also answers to the path of the layer around it
-            paths.append(relative(module.path[:-1], region.root))
-        index = first_match(region.rules, [path for path in paths if path is not None], op)
+        names = layer_names(module.path, isinstance(module, Fp8Module), region.root)
+        index = first_match(region.rules, names, op)
         if index is not None:
             return Decision(region.rules[index], index, region)
     return None
@@ -291,31 +289,31 @@ def _interceptor(ran, next_method, args, kwargs, context):
     module = context.module
     # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that this module makes need it.
     object.__setattr__(module, "scope", restore_path(module.scope))
-    # 2. Run all modules but layers that a rule matches as they are.
+    # 2. Find the rule of a layer, and note whether it gives the layer FP8.
     ran.setdefault(module.path, None)
     decided = decision(module) if is_layer(module) else None
+    recipe = None if decided is None else decided.rule.recipe
     if is_layer(module):
-        ran[module.path] = ran[module.path] or (decided is not None and decided.rule.recipe is not None)
-    if decided is None:
-        return next_method(*args, **kwargs)
-    # 3. Choose the fields that give the layer the recipe of the rule; the recipe None is high precision.
-    rule = decided.rule
-    if isinstance(module, Fp8Module):
-        changes = {"recipe": rule.layer_recipe}
-    elif isinstance(module, nn.Einsum):
-        is_flax_own = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
-        if is_flax_own and rule.recipe is not None:
-            return _einsum_layer(module, rule.recipe, *args, **kwargs)
-        changes = {}
-    elif rule.recipe is None:
-        changes = {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
-    else:
-        changes = {"dot_general_cls": make_dot_general_cls(rule.recipe), "dot_general": None}
+        ran[module.path] = ran[module.path] or recipe is not None
+    # 3. Run the module: as it is, or with the fields that give it the recipe of its rule.
+    is_flax_einsum = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
+    if is_flax_einsum and recipe is not None:
+        return _einsum_layer(module, recipe, *args, **kwargs)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_changed(module, changes))
-        if rule.recipe is None:
-            stack.enter_context(_contexts.high_precision(f"rule {decided.index} says None"))
+        if decided is not None:
+            stack.enter_context(_changed(module, _fields_of_rule(module, decided.rule)))
+            if recipe is None:
+                stack.enter_context(_contexts.high_precision(f"rule {decided.index} says None"))
         return next_method(*args, **kwargs)
+
+
+def _fields_of_rule(layer, rule: Rule) -> dict:
+    """Return the fields that give a layer the recipe of its rule; the recipe None is high precision."""
+    if isinstance(layer, Fp8Module):
+        return {"recipe": rule.layer_recipe}
+    if rule.recipe is None:
+        return {"dot_general_cls": None, "dot_general": jax.lax.dot_general}
+    return {"dot_general_cls": make_dot_general_cls(rule.recipe), "dot_general": None}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from flax import nnx
 
 from .._jax import _warnings
 from .._jax._trees import Tree
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, some
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names, some
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product
 from ._layers import Linear
 
@@ -82,11 +82,8 @@ def layers(model):
 
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
-    """Find the index of the first rule that matches a module; a rule may name a product by the layer around it too."""
-    paths = ["/".join(map(str, path))]
-    if isinstance(module, _Fp8Product) and path:
-        paths.append("/".join(map(str, path[:-1])))
-    return first_match(rules, paths, _operation(module))
+    """Find the index of the first rule that matches the module at `path`."""
+    return first_match(rules, layer_names(path, isinstance(module, _Fp8Product)), _operation(module))
 
 
 def _operation(module) -> str | None:

@@ -84,6 +84,15 @@ def first_match(rules, paths, op: str) -> int | None:
     return next((i for i, rule in enumerate(rules) if rule.matches(paths, op)), None)
 
 
+def layer_names(path: tuple, is_product: bool, root: tuple = ()) -> list[str]:
+    """Return the names that rules have for the layer at `path`, in a model at `root`; empty outside of the model.
+
+    A product also answers to the path of the layer around it.
+    """
+    paths = [path, path[:-1]] if is_product and path else [path]
+    return [name for name in (relative(each, root) for each in paths) if name is not None]
+
+
 def relative(path: tuple, root: tuple) -> str | None:
     """Return the part of `path` below `root`, joined by `/`, as rules see it; None where `path` is not below `root`."""
     return "/".join(map(str, path[len(root) :])) if path[: len(root)] == root else None

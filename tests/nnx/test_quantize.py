@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from equality import assert_same_bits as assert_same
 from flax import nnx
-from linen.test_quantize import last_match, search
 from linen.test_quantize_copies import COPIES as LINEN_COPIES
 
 import jaxfp8
 import jaxfp8.nnx
 from jaxfp8.nnx import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, quantize
-from jaxfp8.recipes import _rules
 
 A, B = (jaxfp8.DelayedScaling(amax_history_len=h) for h in (3, 5))
 D = 8
@@ -103,23 +101,17 @@ def test_which_rule():
     compare_which_rule()
 
 
-def without_none(rules, paths, op):
-    index = _rules.first_match(rules, paths, op)
-    return None if index is None or rules[index].recipe is None else index
+class Experts(nnx.Module):
+    """Products that a module holds itself, by name."""
+
+    def __init__(self, up=None, down=None):
+        self.up, self.down = Fp8Einsum(up), Fp8Einsum(down)
 
 
-@pytest.mark.parametrize("mutant", ["last match", "search", "None is no rule"])
-def test_mutants_are_caught(monkeypatch, mutant):
-    from jaxfp8.nnx import _quantize
-
-    patch = {
-        "last match": (_quantize, "first_match", last_match),
-        "search": (_rules.Rule, "matches", search),
-        "None is no rule": (_quantize, "first_match", without_none),
-    }
-    monkeypatch.setattr(*patch[mutant])
-    with pytest.raises(AssertionError):
-        compare_which_rule()
+def test_products_that_modules_hold():
+    """A rule names a product by its own path, or by that of the module."""
+    quantized, hand = (nnx.Dict(experts=Experts(*recipes)) for recipes in ((), (A, B)))
+    assert_same(state_of(quantize(quantized, [("experts/down", B), ("experts", A)])), state_of(hand))
 
 
 def test_attention_that_shares_a_product():
