@@ -10,7 +10,6 @@ TransformerEngine has already computed the next scale and dropped the oldest ama
 reads the state.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -199,7 +198,7 @@ def _numerator(quantizer):
     return _scaling.scale_numerator(fp8_max(quantizer.fp8_dtype), quantizer.margin)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _after_rotation(quantizer, history, scale_inv):
     """Convert jaxfp8's `(history, scale_inv)` to TransformerEngine's `(history, scale)`."""
     # [5, 2, 3, 4] becomes [2, 3, 4, 5]; then 0 replaces the oldest amax, 2: slot 0 waits for the next amax.
@@ -207,7 +206,7 @@ def _after_rotation(quantizer, history, scale_inv):
     return rotated, _next_scale(quantizer, history, scale_inv)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit(static_argnums=0)
 def _before_rotation(quantizer, rotated, scale):
     """Convert TransformerEngine's `(history, scale)` to jaxfp8's `(history, scale_inv)`."""
     # 1. Invert the scale, and undo the rotation: the slot of the dropped amax, the oldest, gets slot 0's zero.

@@ -1,7 +1,6 @@
 """count: run a step, and count the elements of every quantized tensor that saturate and that become zero."""
 
 import dataclasses
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -120,7 +119,10 @@ def _counted(product, fp8, f32, *operands):
     if group_sizes is not None and values[0] is not None:
         values[0] = _ragged_dot.in_a_group(values[0], group_sizes)
     forward = [_fractions(product, i, value, uses, states) for i, value in enumerate(values)]
-    record = functools.partial(_record, site)
+
+    def record(fractions):
+        _runs.append((site, np.asarray(fractions)))
+        return np.zeros(fractions.shape[:-2], np.float32)
 
     # 2. Count the gradient where it arrives, and give the counts to the host.
     @jax.custom_vjp
@@ -166,7 +168,11 @@ def _fractions_of(product, values, quantizer, use, state):
     """Return the fractions of one quantizer; see `_fractions`."""
     if values is None or not isinstance(quantizer, TensorwiseQuantizer):
         return jnp.full((2,), jnp.nan, jnp.float32)
-    scale, *_ = quantizer.choose_scale(functools.partial(ops.amax, values), use, product.reduce)
+
+    def current_amax():
+        return ops.amax(values)
+
+    scale, *_ = quantizer.choose_scale(current_amax, use, product.reduce)
     fractions = ops.count_saturated_and_flushed(values, scale, quantizer.fp8_dtype) / np.float32(max(values.size, 1))
     return product.reduce(fractions, state, jax.lax.pmean)
 
@@ -178,12 +184,6 @@ def _values(operand, codes):
     if codes is not None and codes.is_all_of(operand):
         return None
     return jax.lax.stop_gradient(operand)
-
-
-def _record(site, fractions):
-    fractions = np.asarray(fractions)
-    _runs.append((site, fractions))
-    return np.zeros(fractions.shape[:-2], np.float32)
 
 
 def _rows(layer: str, iteration: tuple[int, ...], fractions) -> list[dict[str, Any]]:

@@ -25,11 +25,11 @@ class Region(NamedTuple):
 class _RuledScope(core.Scope):
     """A scope whose children have their own paths in their flags."""
 
-    def push(self, *args, **kwargs):
-        return _ruled(super().push(*args, **kwargs), regions(self))
+    def push(self, name=None, prefix="", reuse=False):
+        return _ruled(super().push(name, prefix, reuse), regions(self))
 
-    def rewound(self, *args, **kwargs):
-        return _ruled(super().rewound(*args, **kwargs), regions(self))
+    def rewound(self, rewind_rngs=False):
+        return _ruled(super().rewound(rewind_rngs), regions(self))
 
 
 def regions(scope: core.Scope | None) -> tuple[Region, ...]:

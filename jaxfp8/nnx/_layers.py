@@ -125,13 +125,9 @@ class GatedMLP(_Normalizing):
     Args:
         in_features, hidden_features, out_features: the sizes of x, of the activation and of y; `out_features=None` is
             `in_features`.
-        activation: the activation of the gate, `"silu"` (SwiGLU) or `"gelu"` (GEGLU, the tanh form).
-        norm: the norm of x, `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm); None for no norm.
-        epsilon, scale_init, norm_bias_init: arguments of the norm, see `NormDense`.
-        use_bias, kernel_init, bias_init: see `Linear`; they hold for both layers. A `kernel_init` of
-            `nnx.with_partitioning` names the mesh axes of `[in_features, hidden_features]`.
-        recipe, precision: see `Linear`; they hold for both layers.
-        dtype, param_dtype, rngs: see `Linear`; they hold for both layers and the norm.
+        rngs: keys; the stream `params` initializes the parameters.
+        activation, norm, epsilon, scale_init, norm_bias_init, use_bias, kernel_init, bias_init, recipe, precision,
+            dtype, param_dtype: the fields of `jaxfp8.linen.GatedMLP`.
 
     Raises:
         ValueError: `activation` or `norm` is unknown.
@@ -161,30 +157,25 @@ class GatedMLP(_Normalizing):
         check_norm("GatedMLP", "norm", norm, is_optional=True)
         super().__init__(norm, in_features, epsilon, dtype, param_dtype, scale_init, norm_bias_init, rngs)
         self.activation = activation
-        self.wi = Linear(
-            in_features,
-            (2, *sizes("GatedMLP: hidden_features", hidden_features)),
-            recipe=recipe,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=_with_gate(kernel_init, 1),
-            bias_init=_with_gate(bias_init, 0),
-            rngs=rngs,
-        )
-        self.wo = Linear(
-            hidden_features,
-            in_features if out_features is None else out_features,
-            recipe=recipe,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
+
+        def linear_layer(in_features, out_features, kernel_init, bias_init):
+            return Linear(
+                in_features,
+                out_features,
+                recipe=recipe,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                precision=precision,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                rngs=rngs,
+            )
+
+        gate_and_up = (2, *sizes("GatedMLP: hidden_features", hidden_features))
+        self.wi = linear_layer(in_features, gate_and_up, _with_gate(kernel_init, 1), _with_gate(bias_init, 0))
+        out_features = in_features if out_features is None else out_features
+        self.wo = linear_layer(hidden_features, out_features, kernel_init, bias_init)
 
     def __call__(self, x: ArrayLike, out_sharding: jax.NamedSharding | jax.P | None = None) -> jax.Array:
         """Compute y `[..., out_features]` of x `[..., in_features]`; `out_sharding` as in `jaxfp8.dot_general`."""
@@ -213,11 +204,9 @@ class NormDense(_Normalizing):
     `Linear` layer `dense` holds kernel, bias and state.
 
     Args:
-        in_features, out_features: see `Linear`.
-        kind: `"rms"` (nnx.RMSNorm) or `"layer"` (nnx.LayerNorm).
-        epsilon: the number that the norm adds to the mean square, or to the variance.
-        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init, rngs: see `Linear`.
-        scale_init, norm_bias_init: initializers of `scale` and `norm_bias`.
+        in_features, out_features, rngs: see `Linear`.
+        kind, epsilon, scale_init, norm_bias_init, use_bias, kernel_init, bias_init, recipe, precision, dtype,
+            param_dtype: the fields of `jaxfp8.linen.NormDense`.
 
     Raises:
         ValueError: `kind` is unknown.

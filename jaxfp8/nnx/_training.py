@@ -224,9 +224,10 @@ class Optimizer(nnx.Optimizer):
     state that `jaxfp8.nnx.value_and_grad` returns.
 
     Args:
-        model, tx, wrt: as in `nnx.Optimizer`; the filter `wrt` chooses the parameters that train.
-        **options: as in `nnx.Optimizer`.
+        model, tx, wrt, graph: as in `nnx.Optimizer`; the filter `wrt` chooses the parameters that train.
     """
 
-    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, **options: Any):
-        super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), **options)
+    def __init__(
+        self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, graph: bool | None = None
+    ):
+        super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), graph=graph)

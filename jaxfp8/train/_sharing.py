@@ -69,9 +69,8 @@ def max_grad(tree: Tree) -> Tree:
 
 def apply_with_max_grad(apply: Callable[..., Any], variables: Tree, *args: Any, **options: Any) -> Any:
     """Call the `apply` of a Flax model with state as `max_grad` leaves it, where JAX has the dtype hook."""
-    if _compat.MAX_DTYPE is None:
-        return apply(variables, *args, **options)
-    return without_max(apply(max_grad(variables), *args, **options))
+    shared_variables = variables if _compat.MAX_DTYPE is None else max_grad(variables)
+    return without_max(apply(shared_variables, *args, **options))
 
 
 def value_and_grad(

@@ -1,6 +1,7 @@
 """nnx.GatedMLP, NormDense and Linear of several dimensions: the Linen layers' numbers, in NNX's own training."""
 
-import flax.linen as nn
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,39 +10,19 @@ import oracle
 import pytest
 from equality import assert_same_bits
 from flax import nnx
+from linen.test_fused_layers import BF16, F32, LAYERS, OWG, WIDTH, inputs
 
 import jaxfp8
-import jaxfp8.linen
 import jaxfp8.nnx
-from jaxfp8.nnx import GatedMLP, Linear, NormDense
 
-from .cases import RECIPE
-
-ROWS, WIDTH, HIDDEN = 5, 6, 8
-FEATURES = (3, 2, 4)
-F32, BF16 = np.dtype(np.float32), oracle.BF16
-OWG = jaxfp8.OVERWRITE_WITH_GRADIENT
-BIAS = {"use_bias": True, "bias_init": nn.initializers.normal(0.5)}
-NORM = {"scale_init": nn.initializers.normal(1.0), "norm_bias_init": nn.initializers.normal(0.5), "epsilon": 0.25}
+CLASSES = {"Dense": jaxfp8.nnx.Linear, "GatedMLP": jaxfp8.nnx.GatedMLP, "NormDense": jaxfp8.nnx.NormDense}
 
 
-def pair(name, dtype):
-    """The layer of Linen and that of NNX."""
-    options, rngs = BIAS | {"recipe": RECIPE, "dtype": dtype}, nnx.Rngs(0)
-    if name == "dense":
-        return jaxfp8.linen.Dense(FEATURES, **options), Linear(WIDTH, FEATURES, **options, rngs=rngs)
-    if name.endswith("mlp"):
-        options |= NORM | {"norm": "layer"} if name == "norm mlp" else {"activation": name.split()[0]}
-        return jaxfp8.linen.GatedMLP(HIDDEN, 7, **options), GatedMLP(WIDTH, HIDDEN, 7, **options, rngs=rngs)
-    options |= NORM | {"kind": name.split()[0]}
-    return jaxfp8.linen.NormDense(FEATURES, **options), NormDense(WIDTH, FEATURES, **options, rngs=rngs)
-
-
-NAMES = ["dense", "silu mlp", "gelu mlp", "norm mlp", "rms dense", "layer dense"]
-
-
-def inputs(dtype=F32, rows=ROWS):
-    return np.random.default_rng(0).standard_normal((rows, WIDTH)).astype(F32).astype(dtype)
+def of_nnx(layer):
+    """The layer of NNX with the fields of a Linen layer."""
+    names = [field.name for field in dataclasses.fields(layer) if field.name not in ("parent", "name")]
+    fields = {"out_features" if name == "features" else name: getattr(layer, name) for name in names}
+    return CLASSES[type(layer).__name__](in_features=WIDTH, **fields, rngs=nnx.Rngs(0))
 
 
 def as_linen(model, kind):
@@ -61,10 +42,11 @@ def variables_of(model):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_linen_and_nnx_agree(name, dtype):
-    """Same parameters, same tree, same bits: two steps of SGD."""
-    module, model = pair(name, dtype)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_linen_and_nnx_agree(layer, dtype):
+    """Same fields, same parameters, same tree, same bits: two steps of SGD."""
+    module = layer.clone(dtype=dtype)
+    model = of_nnx(module)
     x, variables = inputs(dtype), variables_of(model)
     optimizer = jaxfp8.nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
     assert jax.tree.map(jnp.shape, module.init(jax.random.key(0), x)) == jax.tree.map(jnp.shape, variables)
