@@ -202,7 +202,7 @@ def _write_histories(kind, rng):
     def function(history, recorded):
         pairs = [(history, history[:1]), (history[:1], history[:1])]
         numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
-        return ops.write_histories([pairs], [recorded]), ops.write_histories([pairs], [numbers])
+        return ops.write_histories([pairs], [kind.turn((recorded, numbers))])
 
     return function, [_history(kind, rng), _values.factors(rng, 8)]
 

@@ -10,7 +10,7 @@ from programs import functional, known_amax, test_readings
 from programs.functional import PROGRAMS
 
 import jaxfp8
-from jaxfp8 import recipes
+from jaxfp8 import ops, recipes
 from jaxfp8._jax import _compat
 from jaxfp8.recipes import _reading
 
@@ -73,11 +73,14 @@ def max_grad_forgotten(monkeypatch):
 def newest_amax_unrolled(monkeypatch):
     """The newest amax overwrites slot 0 of a history that keeps its oldest entry."""
 
-    def mutant(quantizers, states, reading, original=recipes.read_states):
-        runs = zip(original(quantizers, states, reading), states, strict=True)
-        return [run and dataclasses.replace(run, history=state.amax_history.at[0].set(0)) for run, state in runs]
+    def mutant(products, recorded, original=ops.write_histories):
+        written = original(products, recorded)
+        return [
+            [(history.at[..., 0].set(new[..., 0]), scale) for (history, _), (new, scale) in zip(*pairs, strict=True)]
+            for pairs in zip(products, written, strict=True)
+        ]
 
-    monkeypatch.setattr(recipes, "read_states", mutant)
+    monkeypatch.setattr(ops, "write_histories", mutant)
 
 
 MUTANTS = {

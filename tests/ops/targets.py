@@ -86,7 +86,8 @@ ATTRIBUTES = {
 }
 # Calls that have all of the buffers that may be absent, or none of them.
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
-LARGEST_K = dict.fromkeys(("delayed_scales", "read_histories", "write_histories"), 64)  # of one call
+# The most quantizers of one call.
+LARGEST_K = dict.fromkeys(("delayed_scales", "read_histories", "write_histories", "write_histories, a product"), 64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_options(implementation, name):
         alone = run(name, *flat, transpose=False, amax=np.float32([start]))
         assert alone[1] is None
         cases.assert_bitwise(alone[0], data, "data without data_t")
-        cases.assert_bitwise(alone[2], np.maximum(np.float32(start), top), f"amax from {start}")
+        cases.assert_bitwise(alone[2], np.maximum(np.float32([start]), top), f"amax from {start}")
     for rows, batch in ((3, ()), (2, (2,)), (1, (2, 3))):
         got = run(name, x, *params, rows=rows, **options)
         assert got[1].shape == (*batch, *rest, *x.shape[len(batch) : 3])
