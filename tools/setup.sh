@@ -84,9 +84,11 @@ if [ "$want_cuda" = cuda ]; then
     step "installing JAX's CUDA plugin $version, to compile for GPUs without one" \
       pip install --no-deps --target "$venv/aot" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" \
       || say "warning: no CUDA plugin for JAX $version; tests/aot will be skipped"
-    # XLA's compiler for TPUs, likewise: JAX would look for a TPU.
-    step "installing libtpu, to compile for TPUs without one" \
-      pip install --no-deps --target "$venv/tpu" "libtpu>=0.0.52" \
+    # XLA's compiler for TPUs, likewise: JAX would look for a TPU. A JAX reads the programs of the version that it names.
+    libtpu=$("$venv/bin/python" -c 'import importlib.metadata
+print(next(r.split(";")[0] for r in importlib.metadata.requires("jax") if r.startswith("libtpu")))')
+    step "installing $libtpu, to compile for TPUs without one" \
+      pip install --no-deps --target "$venv/tpu" "$libtpu" \
       || say "warning: no libtpu; programs of tests/tpu will be skipped"
     touch "$toolkit"
   fi
