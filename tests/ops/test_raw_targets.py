@@ -117,7 +117,8 @@ def test_too_many_quantizers(op):
     """The handlers have room for 64."""
     most = targets.LARGEST_K[op]
     assert_right(targets.filled(targets.with_quantizers(op, most)))
-    assert_refused(targets.with_quantizers(op, most + 1), f"{op.split(',')[0]}: expected .* each of 1 to {most} quantizers")
+    one_more = targets.with_quantizers(op, most + 1)
+    assert_refused(one_more, f"{one_more.target}: expected .* each of 1 to {most} quantizers")
     assert_alive(op)
 
 
