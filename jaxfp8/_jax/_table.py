@@ -1,6 +1,9 @@
-"""Tables of text: cells in aligned columns, the order of their lines, and the names of the layers of a stack."""
+"""Tables of text: cells in aligned columns, the order of their lines, and the names of the runs of a layer."""
 
 import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 def aligned(lines, right: int | None = None) -> str:
@@ -32,3 +35,21 @@ def natural(path: str):
 def member(index: tuple[int, ...]) -> str:
     """Return `"[2,0]"`, the suffix of a layer's name for one layer of a stack; "" without a stack."""
     return f"[{','.join(map(str, index))}]" if index else ""
+
+
+def labelled_runs(products: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    """Yield `(label, iteration, run)` for each run of the products of a traced program.
+
+    Args:
+        products: in the order of the program, the layer of each product and its runs in the backward. A backward runs
+            the iterations of a loop in reverse order, so that the last iteration comes first.
+
+    Yields:
+        `label` is the layer, with ` (call 1)` for its second product; `iteration` is `(i,)` in a loop, else `()`.
+    """
+    products_of_layer, calls = Counter(layer for layer, _ in products), Counter()
+    for layer, runs in products:
+        label = f"{layer} (call {calls[layer]})" if products_of_layer[layer] > 1 else layer
+        calls[layer] += 1
+        for i, run in enumerate(reversed(runs)):
+            yield label, (i,) if len(runs) > 1 else (), run

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn, nnx
 
 from .._jax import _compat
-from .._jax._table import aligned, member, natural
+from .._jax._table import aligned, labelled_runs, member, natural
 from .._jax._trees import split_arrays
 from ..dot import _contexts
 from ..nnx import _inspect as nnx_inspect
@@ -86,18 +86,11 @@ def compare(
     if not exact.runs:
         raise ValueError("compare: loss: expected a loss whose gradient reaches an FP8 product, got one without such")
     _run(fn, arrays, loss, fp8)
-    reached = Counter(exact.names[site] for site in exact.runs)
-    calls, rows = Counter(), []
-    for site in sorted(exact.runs):
-        name = exact.names[site]
-        label = f"{name} (call {calls[name]})" if reached[name] > 1 else name
-        calls[name] += 1
-        # The backward runs the iterations of a loop in reverse order.
-        iterations = list(zip(exact.runs[site], fp8.runs[site], strict=True))[::-1]
-        for i, (of_exact, of_fp8) in enumerate(iterations):
-            rows += _rows(label, (i,) if len(iterations) > 1 else (), of_exact, of_fp8)
-    rows.sort(key=_worst_first)
-    return Comparison(rows, sorted(set(exact.names) - set(reached), key=natural))
+    sites = sorted(exact.runs)
+    products = [(exact.names[i], list(zip(exact.runs[i], fp8.runs[i], strict=True))) for i in sites]
+    rows = [row for label, iteration, pair in labelled_runs(products) for row in _rows(label, iteration, *pair)]
+    unreached = set(exact.names) - {layer for layer, _ in products}
+    return Comparison(sorted(rows, key=_worst_first), sorted(unreached, key=natural))
 
 
 def _function(model, args, variables, kwargs):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from .._jax._table import aligned, member, natural
+from .._jax._table import aligned, labelled_runs, member, natural
 from ..dot import FusedInput, _contexts, _ragged_dot
 from ..recipes import TensorwiseQuantizer, read_states, reading_of, second, shares_codes, without_max
 
@@ -72,15 +71,10 @@ def count(step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Cou
     runs = {}
     for site, fractions in _runs:
         runs.setdefault(site, []).append(fractions)
-    calls, rows = Counter(), []
-    times = Counter(site.layer for site in runs)
-    for site in sorted(runs, key=lambda site: site.number):
-        layer = f"{site.layer} (call {calls[site.layer]})" if times[site.layer] > 1 else site.layer
-        calls[site.layer] += 1
-        # The backward runs the iterations of a loop in reverse order.
-        iterations = runs[site][::-1]
-        for i, fractions in enumerate(iterations):
-            rows += _rows(layer, (i,) if len(iterations) > 1 else (), fractions)
+    products = [(site.layer, runs[site]) for site in sorted(runs, key=lambda site: site.number)]
+    rows = [
+        row for label, iteration, fractions in labelled_runs(products) for row in _rows(label, iteration, fractions)
+    ]
     return result, Counts(sorted(rows, key=lambda row: (-row["saturated"], -row["flushed"], natural(row["layer"]))))
 
 

@@ -125,9 +125,9 @@ class GatedMLP(_Normalizing):
     Args:
         in_features, hidden_features, out_features: the sizes of x, of the activation and of y; `out_features=None` is
             `in_features`.
+        activation, norm, epsilon, scale_init, norm_bias_init: the fields of `jaxfp8.linen.GatedMLP`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: the fields of `jaxfp8.linen.GatedMLP`.
         rngs: keys; the stream `params` initializes the parameters.
-        activation, norm, epsilon, scale_init, norm_bias_init, use_bias, kernel_init, bias_init, recipe, precision,
-            dtype, param_dtype: the fields of `jaxfp8.linen.GatedMLP`.
 
     Raises:
         ValueError: `activation` or `norm` is unknown.
@@ -205,8 +205,8 @@ class NormDense(_Normalizing):
 
     Args:
         in_features, out_features, rngs: see `Linear`.
-        kind, epsilon, scale_init, norm_bias_init, use_bias, kernel_init, bias_init, recipe, precision, dtype,
-            param_dtype: the fields of `jaxfp8.linen.NormDense`.
+        kind, epsilon, scale_init, norm_bias_init: the fields of `jaxfp8.linen.NormDense`.
+        recipe, use_bias, dtype, param_dtype, precision, kernel_init, bias_init: see `Linear`.
 
     Raises:
         ValueError: `kind` is unknown.
