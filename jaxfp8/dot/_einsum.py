@@ -13,6 +13,7 @@ from ..ops import _checks
 from ..recipes import DotGeneralState, Recipe
 from ._compute_dtype import promoted
 from ._dot_general import dot_general, spec_of
+from ._frozen import Operands
 
 
 def einsum(
@@ -54,20 +55,12 @@ def einsum(
         ValueError: the equation is malformed or does not fit the shapes; and the cases of `dot_general`.
     """
 
-    def product(x, kernel, dimension_numbers, *, precision, preferred_element_type, out_sharding):
-        return dot_general(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            state=state,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+    def operands(x, kernel, dimension_numbers, preferred_element_type):
+        del x
+        return Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
 
     return einsum_by(
-        product,
+        operands,
         eqn,
         x,
         kernel,
@@ -77,8 +70,13 @@ def einsum(
     )
 
 
-def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """Compute `einsum` by a `product`, which takes `(x, kernel, dimension_numbers)` and the three keywords here."""
+def einsum_by(operands, eqn, x, kernel, *, precision, preferred_element_type, out_sharding):
+    """Compute `einsum` by one product, for which `operands` is called.
+
+    Args:
+        operands: `(x, kernel, dimension_numbers, preferred_element_type) -> Operands` of the module.
+        eqn, x, kernel, precision, preferred_element_type, out_sharding: see `einsum`.
+    """
     x = _checks.high_precision("einsum", "x", x)
     kernel = _checks.high_precision("einsum", "kernel", kernel)
     if preferred_element_type is None:
@@ -110,12 +108,15 @@ def einsum_by(product, eqn, x, kernel, *, precision=None, preferred_element_type
     def positions(labels):
         return [x_labels.index(label) for label in labels], [kernel_labels.index(label) for label in labels]
 
-    y = product(
+    product = operands(x, kernel, (positions(contract), positions(batch)), preferred_element_type)
+    y = dot_general(
         x,
-        kernel,
-        (positions(contract), positions(batch)),
+        product.kernel,
+        product.dimension_numbers,
+        recipe=product.recipe,
+        state=product.state,
         precision=precision,
-        preferred_element_type=preferred_element_type,
+        preferred_element_type=product.preferred_element_type,
         out_sharding=_permuted(out_sharding, out_labels, y_labels),
     )
     return jnp.transpose(y, [y_labels.index(label) for label in out_labels])

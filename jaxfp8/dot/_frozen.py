@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,35 +102,35 @@ def _quantized(kernel, quantizer, layout, use, reduce) -> recipes.QTensor:
     return q.transposed(len(layout.batch)) if first else q
 
 
-def result_dtype(x, kernel, preferred_element_type):
-    """Return the dtype of a frozen product: the preferred one, or what x and the kernel that it had promote to."""
-    return promoted(x.dtype, kernel.dtype) if preferred_element_type is None else preferred_element_type
-
-
 class Operands(NamedTuple):
-    """The arguments of `jaxfp8.dot_general` for a frozen product, other than x: codes, and a state of fixed scales."""
+    """The arguments of `jaxfp8.dot_general` that depend on the module that holds a product.
 
-    kernel: recipes.QTensor
+    A frozen product has codes as its kernel, and a state of fixed scales.
+    """
+
+    kernel: jax.typing.ArrayLike | recipes.QTensor
     dimension_numbers: tuple
     recipe: recipes.Recipe | None
-    state: recipes.DotGeneralState
+    state: recipes.DotGeneralState | None
+    preferred_element_type: Any
 
 
-def operands(frozen, x_shape, kernel, dimension_numbers, recipe) -> Operands:
-    """Return the arguments of `jaxfp8.dot_general` for a product with a frozen kernel.
+def operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type) -> Operands:
+    """Return the operands of a product with a frozen kernel.
 
     Args:
         frozen: the result of `freeze_operands` for the kernel.
-        x_shape: the shape of x.
+        x: the input.
         kernel: an array of the shape and the dtype that the kernel had; its values are not read.
         dimension_numbers: those of the product of x and that kernel.
         recipe: the recipe of the product; None dequantizes the codes.
+        preferred_element_type: the dtype of the result; None is the dtype that x and that kernel promote to.
 
     Raises:
         ValueError: `frozen` was made with another recipe, or from a kernel of another shape.
     """
     # 1. Read the layouts. Codes are `[*batch, *free, *contract]`, whatever the kernel's own order.
-    x_layout, kernel_layout = layouts(x_shape, kernel.shape, dimension_numbers)
+    x_layout, kernel_layout = layouts(x.shape, kernel.shape, dimension_numbers)
     batch, contract = len(kernel_layout.batch), len(kernel_layout.contract)
     codes = recipes.QTensor(frozen[KERNEL], frozen[KERNEL_SCALE_INV], cols=contract)
     last = tuple(range(codes.ndim - contract, codes.ndim))
@@ -144,7 +144,9 @@ def operands(frozen, x_shape, kernel, dimension_numbers, recipe) -> Operands:
             fixed = recipes.StateUse.fixed(frozen[INPUT_SCALE], frozen[INPUT_SCALE_INV])
             state = dataclasses.replace(state, input=fixed)
         recipe = dataclasses.replace(recipe, min_size=0, fp8_residuals=False)
-    return Operands(codes, numbers, recipe, state)
+    if preferred_element_type is None:
+        preferred_element_type = promoted(x.dtype, kernel.dtype)
+    return Operands(codes, numbers, recipe, state, preferred_element_type)
 
 
 def _checked_scaling(frozen, kernel, layout, recipe):

@@ -46,40 +46,15 @@ class Fp8Module(nn.Module):
         return _contexts.layer("/".join(self.layer_path()))
 
     @nn.nowrap
-    def multiply(
-        self,
-        x: ArrayLike | Activated | Normalized,
-        kernel: ArrayLike | QTensor,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        *,
-        precision: jax.lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        out_sharding: Any = None,
-        bias: ArrayLike | None = None,
-        activation: str | None = None,
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with this module's recipe and state, or with the codes of `jaxfp8.freeze`."""
+    def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
+        """Get the recipe and the state of this module, or the codes of `jaxfp8.freeze`, for a product."""
         recipe, frozen = self._recipe(), self._frozen_arrays()
         state = self.read_state(recipe) if frozen is None or _frozen.is_freezing() else None
         if _frozen.is_freezing() and recipe is not None:
             self._freeze(frozen, x.shape, kernel, dimension_numbers, recipe, state)
-        if frozen is not None:
-            preferred_element_type = _frozen.result_dtype(x, kernel, preferred_element_type)
-            kernel, dimension_numbers, recipe, state = _frozen.operands(
-                frozen, x.shape, kernel, dimension_numbers, recipe
-            )
-        return dot_general(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            state=state,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+        if frozen is None:
+            return _frozen.Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
+        return _frozen.operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type)
 
     @nn.nowrap
     def _frozen_arrays(self) -> dict[str, jax.Array] | None:
@@ -192,14 +167,17 @@ class Fp8DotGeneral(Fp8Module):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self.naming():
-            return self.multiply(
+            product = self._operands(x, kernel, dimension_numbers, preferred_element_type)
+            return dot_general(
                 x,
-                kernel,
-                dimension_numbers,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
+                product.kernel,
+                product.dimension_numbers,
+                recipe=product.recipe,
+                state=product.state,
                 bias=bias,
+                precision=precision,
+                preferred_element_type=product.preferred_element_type,
+                out_sharding=out_sharding,
                 activation=activation,
             )
 
@@ -228,7 +206,7 @@ class Fp8Einsum(Fp8Module):
         """Compute `jnp.einsum(eqn, lhs, rhs)` in FP8, `lhs` the input and `rhs` the kernel; see `jaxfp8.einsum`."""
         with self.naming():
             return einsum_by(
-                self.multiply,
+                self._operands,
                 eqn,
                 lhs,
                 rhs,

@@ -87,40 +87,14 @@ class _Fp8Product(nnx.Module):
         names = [name for name, value in vars(self).items() if isinstance(value, nnx.Param)]
         return {name: getattr(self, name).get_value() for name in names} or None
 
-    def _multiply(
-        self,
-        x,
-        kernel,
-        dimension_numbers,
-        *,
-        precision=None,
-        preferred_element_type=None,
-        out_sharding=None,
-        bias=None,
-        activation=None,
-    ) -> jax.Array:
-        """Compute `jaxfp8.dot_general` with this object's recipe and state, or with the codes of `jaxfp8.freeze`."""
+    def _operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
+        """Get the recipe and the state of this object, or the codes of `jaxfp8.freeze`, for a product."""
         _mistakes.refuse_linen_layer(type(self).__name__)
         recipe, frozen = self.current_recipe(), self.frozen_arrays()
         if frozen is None:
             state = self.read_state(recipe)
-        else:
-            preferred_element_type = _frozen.result_dtype(x, kernel, preferred_element_type)
-            kernel, dimension_numbers, recipe, state = _frozen.operands(
-                frozen, x.shape, kernel, dimension_numbers, recipe
-            )
-        return dot_general(
-            x,
-            kernel,
-            dimension_numbers,
-            recipe=recipe,
-            state=state,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-            activation=activation,
-        )
+            return _frozen.Operands(kernel, dimension_numbers, recipe, state, preferred_element_type)
+        return _frozen.operands(frozen, x, kernel, dimension_numbers, recipe, preferred_element_type)
 
     def current_recipe(self) -> Recipe | None:
         """Get the recipe of the product, here in the program; None where `autocast` turned FP8 off."""
@@ -183,14 +157,17 @@ class Fp8DotGeneral(_Fp8Product):
     ) -> jax.Array:
         """Compute `jax.lax.dot_general` in FP8; see `jaxfp8.dot_general`."""
         with self._naming(kernel):
-            return self._multiply(
+            product = self._operands(x, kernel, dimension_numbers, preferred_element_type)
+            return dot_general(
                 x,
-                kernel,
-                dimension_numbers,
-                precision=precision,
-                preferred_element_type=preferred_element_type,
-                out_sharding=out_sharding,
+                product.kernel,
+                product.dimension_numbers,
+                recipe=product.recipe,
+                state=product.state,
                 bias=bias,
+                precision=precision,
+                preferred_element_type=product.preferred_element_type,
+                out_sharding=out_sharding,
                 activation=activation,
             )
 
@@ -216,7 +193,7 @@ class Fp8Einsum(_Fp8Product):
         """Compute `jnp.einsum` of two operands in FP8; see `jaxfp8.einsum`."""
         with self._naming(kernel):
             return einsum_by(
-                self._multiply,
+                self._operands,
                 eqn,
                 x,
                 kernel,

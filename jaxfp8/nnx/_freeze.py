@@ -88,6 +88,12 @@ class _Recorder(NamedTuple):
     i: int
     calls: list[Call | None]
 
+    def operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
+        call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
+        self.calls[self.i] = self.calls[self.i] or call
+        kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}")
+        return _frozen.Operands(kernel, dimension_numbers, None, None, preferred_element_type)
+
     def dot_general(
         self,
         x,
@@ -100,11 +106,9 @@ class _Recorder(NamedTuple):
         bias=None,
         activation=None,
     ):
-        call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
-        self.calls[self.i] = self.calls[self.i] or call
         return dot_general(
             x,
-            checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}"),
+            self.operands(x, kernel, dimension_numbers, preferred_element_type).kernel,
             dimension_numbers,
             recipe=None,
             bias=bias,
@@ -116,7 +120,7 @@ class _Recorder(NamedTuple):
 
     def einsum(self, eqn, x, kernel, *, precision=None, preferred_element_type=None, out_sharding=None):
         return einsum_by(
-            self.dot_general,
+            self.operands,
             eqn,
             x,
             kernel,
