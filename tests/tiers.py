@@ -64,6 +64,8 @@ def mark(items, tests: pathlib.Path) -> None:
             on_diagonal = _is_diagonal(position, sizes)
             in_fast = not in_ci and (case is cases[0] if one_case else on_diagonal)
             in_nightly = _differences(case, position) > 1 and not (on_diagonal and path.parts[0] == DIAGONAL_IN_CI)
+            if _is_interpreted(case):
+                in_nightly = not on_diagonal
             if not in_fast:
                 case.add_marker("slow" if in_nightly else "ci")
 
@@ -86,7 +88,8 @@ def _positions(case, values) -> dict:
     if not hasattr(case, "callspec"):
         return {}
     marks = [_names(mark.args[0]) for mark in case.iter_markers("parametrize")]
-    fixtures = [(name,) for name in case.callspec.params if not any(name in names for names in marks)]
+    known = [*marks, ("launchers",)]  # CI runs one diagonal of the other parameters for each kind of launchers
+    fixtures = [(name,) for name in case.callspec.params if not any(name in names for names in known)]
     keys = {names: tuple(id(case.callspec.params[name]) for name in names) for names in marks + fixtures}
     return {names: values[names].setdefault(key, len(values[names])) for names, key in keys.items()}
 
@@ -97,6 +100,11 @@ def _differences(case, position) -> int:
         return 0
     others = sum(bool(position[_names(mark.args[0])]) for mark in case.iter_markers("parametrize"))
     return others + (case.callspec.params.get("implementation") in ("reference", "emulated"))
+
+
+def _is_interpreted(case) -> bool:
+    """Whether a case runs PTX thread by thread, in seconds: CI runs the diagonal of the other parameters."""
+    return hasattr(case, "callspec") and case.callspec.params.get("launchers") == "ptx"
 
 
 def _names(argument) -> tuple:

@@ -1,6 +1,7 @@
 """Buffers of the emulated launchers: between guard bytes, poisoned, and off alignment where a test wants it."""
 
 import ctypes
+import weakref
 
 import numpy as np
 import oracle
@@ -10,6 +11,8 @@ _IN_ORDER = (oracle.BF16, oracle.F16, np.dtype(np.float32), oracle.E4M3.dtype, o
 DTYPES = {dtype: i for i, dtype in enumerate(_IN_ORDER)}
 _GUARD = 64
 _POISON = 0xA5
+# All that are in use: the interpreter of PTX lets kernels touch nothing else.
+alive = weakref.WeakSet()
 
 
 class Buffer:
@@ -23,8 +26,10 @@ class Buffer:
         self._last = self._first + size
         self.array = self._storage[self._first : self._last].view(dtype).reshape(shape)
         self.pointer = ctypes.c_void_p(self.array.ctypes.data)
+        self.is_operand = values is not None
         if values is not None:
             self.array[...] = values
+        alive.add(self)
 
     def result(self, what: str) -> np.ndarray:
         outside = np.concatenate([self._storage[: self._first], self._storage[self._last :]])

@@ -3,6 +3,7 @@
 import pytest
 
 from . import emulated
+from .ptx import machine
 
 
 @pytest.fixture(scope="session")
@@ -13,13 +14,23 @@ def emulated_library():
     return emulated.Emulated(emulated.build())
 
 
+@pytest.fixture(scope="session", params=["emulated", "ptx"])
+def launchers(request):
+    """The launchers over the emulated kernels, and over the PTX that nvcc makes of them."""
+    if request.param == "emulated":
+        return request.getfixturevalue("emulated_library")
+    if reason := machine.why_not():
+        pytest.skip(reason)
+    return machine.Interpreted(machine.build())
+
+
 @pytest.fixture(params=[(132, False, -1), (1, True, 1), (2, False, 0)], ids=["132", "1-backwards", "2"])
-def kernels(emulated_library, request):
-    """The emulated kernels on devices of several sizes, so that grids loop; threads in either order; approximations at
-    either end of their error."""
-    emulated_library.configure(*request.param)
-    yield emulated_library
-    emulated_library.configure()
+def kernels(launchers, request):
+    """The kernels on devices of several sizes, so that grids loop; threads in either order; approximations at either
+    end of their error."""
+    launchers.configure(*request.param)
+    yield launchers
+    launchers.configure()
 
 
 @pytest.fixture(scope="session")

@@ -51,18 +51,22 @@ def compiler() -> str | None:
 
 @functools.cache
 def _digest(*folders: Path) -> bytes:
-    """Of all files."""
+    """Of all files but pages."""
     digest = hashlib.sha256()
     for folder in folders:
-        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".md"):
             digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.digest()
 
 
+def sources() -> bytes:
+    """A digest of the files that kernels and launchers are made of."""
+    return _digest(ROOT / "common", ROOT / "cuda", EMULATOR)
+
+
 def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
     """What the compiler makes of `arguments`, which include files of ours and of `headers`."""
-    sources = _digest(ROOT / "common", ROOT / "cuda", EMULATOR, *headers)
-    key = "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode() + sources
+    key = "\0".join(map(str, (shutil.which(compiler()), *arguments))).encode() + sources() + _digest(*headers)
     result = CACHE / f"{hashlib.sha256(key).hexdigest()[:16]}-{name}"
     if not result.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -74,10 +78,19 @@ def _cached(name: str, *arguments, headers: tuple[Path, ...] = ()) -> Path:
     return result
 
 
+def _object(source: Path) -> Path:
+    return _cached(f"{source.stem}.o", "-O2", "-x", "c++", "-c", source)
+
+
+def entry_points() -> Path:
+    """The object of the launchers as C functions; it has nothing of the emulator."""
+    return _object(EMULATOR / "entry.cc")
+
+
 def _kernels() -> list:
     """Objects of the emulated kernels."""
-    sources = [*sorted(EMULATOR.glob("*.cc")), *(ROOT / "cuda" / "kernels" / f"{name}.cu" for name in KERNELS)]
-    return [_cached(f"{source.stem}.o", "-O2", "-x", "c++", "-c", source) for source in sources]
+    files = [*sorted(EMULATOR.glob("*.cc")), *(ROOT / "cuda" / "kernels" / f"{name}.cu" for name in KERNELS)]
+    return [_object(source) for source in files]
 
 
 def build() -> ctypes.CDLL:
@@ -85,52 +98,72 @@ def build() -> ctypes.CDLL:
     return ctypes.CDLL(str(_cached("libemulated.so", "-shared", *_kernels())))
 
 
-def build_handlers(ffi_include: str) -> ctypes.CDLL:
-    """Compiles and loads the FFI handlers of cuda/ over the emulated kernels, as custom calls that run on the CPU."""
+def handler_objects(ffi_include: str) -> list:
+    """Objects of the FFI handlers of cuda/, as custom calls that run on the CPU."""
     headers = (Path(ffi_include) / "xla" / "ffi",)
     # Not optimized: a handler runs once a call. XLA's headers are most of what is compiled: once for all handlers.
     options = ["-O0", "-fvisibility=default", "-isystem", ffi_include]
     stream = _cached("stream.h.gch", *options, "-x", "c++-header", EMULATOR / "ffi" / "stream.h", headers=headers)
     options += ["-include", stream.with_suffix(""), "-c"]
-    sources = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]
-    handlers = [
-        _cached(f"{file.parent.parent.name}-{file.stem}.o", *options, file, headers=headers) for file in sources
-    ]
-    return ctypes.CDLL(str(_cached("libemulated_handlers.so", "-shared", *handlers, *_kernels())))
+    files = [*sorted((EMULATOR / "ffi").glob("*.cc")), *sorted((ROOT / "cuda" / "ffi").glob("*.cc"))]
+    return [_cached(f"{file.parent.parent.name}-{file.stem}.o", *options, file, headers=headers) for file in files]
+
+
+def build_handlers(ffi_include: str) -> ctypes.CDLL:
+    """Compiles and loads the FFI handlers of cuda/ over the emulated kernels."""
+    objects = [*handler_objects(ffi_include), *_kernels()]
+    return ctypes.CDLL(str(_cached("libemulated_handlers.so", "-shared", *objects)))
 
 
 @functools.cache
 def register_handlers() -> ctypes.CDLL:
     """Register the handlers as custom calls of the CPU, and lower ops to them inside of `ops`."""
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
+    library = build_handlers(jax.ffi.include_dir())
+    register("emulated", library, "")
+    return library
+
+
+def register(machine: str, library: ctypes.CDLL, prefix: str) -> None:
+    """Register handlers of a library as custom calls `<machine>_cuda_<op>` of the CPU.
+
+    Args:
+        machine: the name of the implementation for which ops are lowered to these calls.
+        prefix: what comes before the name of a handler in the library.
+    """
     from jax.interpreters import mlir
 
     from jaxfp8.ops import _ffi, _primitive
 
-    if compiler() is None:
-        pytest.skip("needs a C++ compiler with _Float16 to emulate the CUDA kernels")
-    library = build_handlers(jax.ffi.include_dir())
     for op in _ffi._TARGETS["CUDA"]:
-        handler = jax.ffi.pycapsule(library[_ffi.target_name(op)])
-        jax.ffi.register_ffi_target(f"emulated_cuda_{op}", handler, platform="cpu")
+        handler = jax.ffi.pycapsule(library[prefix + _ffi.target_name(op)])
+        jax.ffi.register_ffi_target(f"{machine}_cuda_{op}", handler, platform="cpu")
     for primitive, op in _primitive.OPS.items():
         mlir.register_lowering(primitive, functools.partial(_lower, op), platform="cpu")
-    return library
 
 
 def _lower(op, ctx, *operands, implementation, **static):
-    if implementation != "emulated":
+    if implementation not in ("emulated", "ptx"):
         return op.lower_cpu(ctx, *operands, implementation=implementation, **static)
     return op.lower(ctx, operands, "cuda", op.cuda, True, implementation=None, **static)
 
 
 @contextlib.contextmanager
-def ops():
-    """Ops on a CPU as on a GPU, over the emulated handlers."""
+def lowered_to(machine: str):
+    """Ops on a CPU as on a GPU, over the handlers that were registered for a machine."""
     from jaxfp8.ops import _ffi, _support
 
+    with pytest.MonkeyPatch.context() as patch, _support.using(machine):
+        patch.setattr(_ffi, "target_name", (machine + "_cuda_{}").format)
+        yield
+
+
+@contextlib.contextmanager
+def ops():
+    """Ops on a CPU as on a GPU, over the emulated handlers."""
     library = register_handlers()
-    with pytest.MonkeyPatch.context() as patch, _support.using("emulated"):
-        patch.setattr(_ffi, "target_name", "emulated_cuda_{}".format)
+    with lowered_to("emulated"):
         yield
     assert library.emulator_take_misaligned() == 0, "misaligned access"
 

@@ -219,12 +219,12 @@ def test_transposed_blocks(kernels, g, m, n, block):
 
 
 @pytest.mark.parametrize("m, n", [(3, 8), (3, 5), (130, 136), (130, 131)])
-def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(emulated_library, m, n):
+def test_nothing_outside_of_a_matrix_is_in_the_amax_of_a_norm(launchers, m, n):
     """Neither a beta, which here is what the values add up to 0 with, nor the statistics of the next group."""
     x, statistics = np.zeros((2, m, n), np.float32), np.empty((2, m, 2), np.float32)
     statistics[:] = np.float32([[[1, 2]], [[1, 0]]])
     gamma, beta = np.full((2, 1, n), 50, np.float32) * np.float32([[[1]], [[2]]])
-    data, data_t, top = emulated_library.quantize_norm(x, statistics, gamma, beta, 1, E4M3)
+    data, data_t, top = launchers.quantize_norm(x, statistics, gamma, beta, 1, E4M3)
     assert top.tolist() == [0, 100] and not oracle.bits(data)[0].any() and not oracle.bits(data_t)[0].any()
 
 
@@ -235,9 +235,9 @@ BAD_ELEMENTS = {"rstd": (1, (0, 18, 0)), "mean": (1, (0, 18, 1)), "gamma": (2, (
 @pytest.mark.parametrize("where", BAD_ELEMENTS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
 @pytest.mark.parametrize("n", [128, 40])
-def test_norm_of_bad_parameters(emulated_library, where, bad, n):
+def test_norm_of_bad_parameters(launchers, where, bad, n):
     """Codes of what is not finite, and of what is not any more, are NaN; in a whole tile, and at an edge."""
     inputs = random_values((1, 128, n), np.float32), *norm_operands(1, 128, n)
     operand, element = BAD_ELEMENTS[where]
     inputs[operand][element] = bad
-    check_norm(emulated_library.quantize_norm(*inputs, 2.0**100, E4M3), inputs, 2.0**100, E4M3)
+    check_norm(launchers.quantize_norm(*inputs, 2.0**100, E4M3), inputs, 2.0**100, E4M3)

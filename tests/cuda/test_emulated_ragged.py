@@ -57,23 +57,23 @@ def test_sizes(kernels, contraction, sizes, m, k, n):
 
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("b_fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_sums_are_those_of_the_model(emulated_library, b_fmt, precise):
+def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
     """To the bit: which products an addition takes, and when it begins at zero, do not depend on chance."""
     a, b = operands(False, 1, 40, 320, 24, b_fmt=b_fmt)
     a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))  # subnormal codes, and zeros, alone
-    got = emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
+    got = launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
     promotion = 32 if precise else None
     expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], step=16, promotion=promotion)
     oracle.assert_bitwise(got[0], expected, "sums")
 
 
-def test_fast_is_not_precise(emulated_library):
+def test_fast_is_not_precise(launchers):
     """Sums of one sign lose bits of one sign: the bound of `precise` is one that a kernel can miss."""
     a, b = (np.abs(x.astype(np.float32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24))
     precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device="8.9")
-    precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
+    precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
     with pytest.raises(AssertionError, match="out of bound"):
-        precise.check(emulated_library.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])
+        precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])
 
 
 @pytest.mark.parametrize("contraction", [False, True], ids=["rows", "contraction"])

@@ -4,12 +4,15 @@ import contextlib
 
 import jax
 import pytest
+from cuda.ptx import machine
 
 from cuda import emulated
 from jaxfp8 import ops
 
 EMULATED = pytest.param("emulated", marks=pytest.mark.ci)
-ALL = ("ffi", "reference", EMULATED, pytest.param("cuda", marks=pytest.mark.gpu))
+# Every case over interpreted PTX takes minutes; CI has tests/cuda/ptx.
+INTERPRETED = pytest.param("ptx", marks=pytest.mark.slow)
+ALL = ("ffi", "reference", EMULATED, INTERPRETED, pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 def pytest_generate_tests(metafunc):
@@ -22,12 +25,13 @@ def pytest_generate_tests(metafunc):
 def implementation(request):
     """Runs the test under one implementation of the ops.
 
-    "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU.
+    "cuda" is the custom calls on the first GPU, "emulated" their source on the CPU, "ptx" what nvcc makes of it.
     """
     name = request.param
     device = jax.devices("gpu" if name in ("cuda", "gpu") else "cpu")[0]
     selected = {"cuda": "ffi", "cpu": None, "gpu": None}.get(name, name)
     with jax.default_device(device), contextlib.ExitStack() as stack:
         if selected:
-            stack.enter_context(emulated.ops() if name == "emulated" else ops.implementation(selected))
+            machines = {"emulated": emulated.ops, "ptx": machine.ops}
+            stack.enter_context(machines[name]() if name in machines else ops.implementation(selected))
         yield name

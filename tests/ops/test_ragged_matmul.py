@@ -36,8 +36,8 @@ def operands(kind, groups, a_fmt=oracle.E4M3, b_fmt=oracle.E5M2, seed=0):
 
 
 def accumulation(implementation, precise=False):
-    """The emulator's tensor cores are Ada's."""
-    if implementation == "emulated":
+    """The tensor cores of the emulator and of the interpreter are Ada's."""
+    if implementation in ("emulated", "ptx"):
         return {"accumulation": "precise" if precise else "fast", "device": "8.9"}
     return cases.accumulation(implementation, precise)
 
@@ -59,7 +59,8 @@ def test_dtypes(implementation, kind):
     """Every pair of formats and output dtype, as one program."""
     sizes, b_inv = [40, 0, 70], np.float32(B_INV / 64)
     pairs = [operands(kind, 3, *formats) for formats in itertools.product(cases.FORMATS, repeat=2)]
-    precise = (False, True) if implementation in ("cuda", "emulated") else (True,)  # elsewhere it changes nothing
+    on_tensor_cores = implementation in ("cuda", "emulated", "ptx")  # elsewhere `precise` changes nothing
+    precise = (False, True) if on_tensor_cores else (True,)
     rows = list(itertools.product(range(len(pairs)), cases.INPUT_DTYPES, precise))
 
     @jax.jit

@@ -1,0 +1,174 @@
+"""The kernels of cuda/ as the PTX that nvcc makes of them, run by an interpreter: no GPU, nothing of the emulator's.
+
+The host code is nvcc's too. Its objects register and launch their kernels through the stand-in for the CUDA runtime, so
+grids, blocks and parameters are those of a GPU.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import jax
+import pytest
+
+from .. import buffers, emulated
+
+HERE = Path(__file__).resolve().parent
+CACHE = emulated.ROOT / "build" / "ptx"
+ARCHITECTURE = os.environ.get("JAXFP8_PTX_ARCHITECTURE", "90a")
+
+
+@functools.cache
+def nvcc() -> str | None:
+    """Return nvcc of CUDA 13: NVIDIA's wheel beside Python, else the one on the path; None without."""
+    for path in (Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", "nvcc"), shutil.which("nvcc")):
+        if path and Path(path).exists():
+            done = subprocess.run([path, "--version"], capture_output=True, text=True)
+            if "release 13." in done.stdout:
+                return str(path)
+    return None
+
+
+@functools.cache
+def toolkit_include() -> Path:
+    """Return the folder of cuda_runtime_api.h that belongs to `nvcc`."""
+    command = [nvcc(), "--dryrun", "-x", "cu", "-E", os.devnull]
+    top = re.search(r"TOP=(.*)", subprocess.run(command, capture_output=True, text=True).stderr)
+    return Path(top[1].strip(), "include")
+
+
+def why_not() -> str | None:
+    """Return the reason why there is no interpreter here, a clause; else None."""
+    if emulated.compiler() is None:
+        return "needs a C++ compiler with _Float16"
+    return None if nvcc() else "needs nvcc of CUDA 13, which makes the PTX: make cuda installs it"
+
+
+def _run(command, folder: Path) -> None:
+    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _kept(name: str, key: bytes, make) -> Path:
+    """Return the folder that `make(folder)` has filled; it is made once for a key, by one process."""
+    folder = CACHE / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as part:
+                make(Path(part))
+                os.rename(shutil.copytree(part, f"{part}.whole"), folder)
+    return folder
+
+
+def compiled(architecture: str = ARCHITECTURE) -> Path:
+    """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object was made of."""
+    # No machine code: ptxas would take half of the time, and nothing runs it.
+    flags = [f"-gencode=arch=compute_{architecture},code=compute_{architecture}", "-std=c++17", "-O3"]
+    flags += [f"-I{emulated.ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden", "--keep", "--keep-dir=."]
+
+    def make(folder):
+        for kernel in emulated.KERNELS:
+            _run(
+                [nvcc(), "-c", emulated.ROOT / "cuda" / "kernels" / f"{kernel}.cu", "-o", f"{kernel}.o", *flags], folder
+            )
+        for file in folder.iterdir():
+            if file.suffix not in (".o", ".ptx"):
+                file.unlink()
+
+    version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
+    return _kept(f"sm_{architecture}", " ".join(flags).encode() + version + emulated.sources(), make)
+
+
+def interpreter() -> list[Path]:
+    """Return the objects of the interpreter."""
+    sources = sorted(HERE.glob("*.cc"))
+    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-Wno-unknown-pragmas", "-isystem", toolkit_include()]
+
+    def make(folder):
+        for source in sources:
+            _run([emulated.compiler(), *flags, "-c", source, "-o", f"{source.stem}.o"], folder)
+
+    texts = b"".join(file.read_bytes() for file in [*sources, *sorted(HERE.glob("*.h"))])
+    folder = _kept("interpreter", repr(flags).encode() + texts, make)
+    return sorted(folder.glob("*.o"))
+
+
+def _library(name: str, architecture: str, objects) -> ctypes.CDLL:
+    """Link the interpreter, the kernels' objects and more, and load the library."""
+    objects = [*interpreter(), *sorted(compiled(architecture).glob("*.o")), *objects]
+    key = "\0".join(map(str, objects)).encode()
+    folder = _kept(name, key, lambda folder: _run([emulated.compiler(), "-shared", *objects, "-o", "lib.so"], folder))
+    library = ctypes.CDLL(str(folder / "lib.so"))
+    library.ptx_unwritten.restype = ctypes.c_int64
+    library.ptx_use_folder(str(compiled(architecture)).encode())
+    return library
+
+
+@functools.cache
+def build(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
+    """Compile and load the launchers over the interpreter."""
+    return _library("launchers", architecture, [emulated.entry_points()])
+
+
+@functools.cache
+def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
+    """Register the FFI handlers over the interpreter as custom calls `ptx_cuda_<op>` of the CPU."""
+    if reason := why_not():
+        pytest.skip(reason)
+    include = jax.ffi.include_dir()
+    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-isystem", include, "-I", emulated.ROOT]
+    source = HERE / "ffi" / "handlers.cc"
+    key = repr(flags).encode() + source.read_bytes() + (emulated.ROOT / "cuda" / "ffi" / "handlers.h").read_bytes()
+    command = [emulated.compiler(), *flags, "-c", source, "-o", "handlers.o"]
+    watched = _kept("handlers", key, lambda folder: _run(command, folder)) / "handlers.o"
+    library = _library("handlers", architecture, [watched, *emulated.handler_objects(include)])
+    emulated.register("ptx", library, "ptx_")
+    return library
+
+
+@contextlib.contextmanager
+def ops():
+    """Ops on a CPU as on a GPU, over the handlers and the interpreted kernels."""
+    library = register_handlers()
+    with emulated.lowered_to("ptx"):
+        yield
+    fault = take_fault(library)
+    assert not fault, fault
+
+
+def take_fault(library: ctypes.CDLL) -> str:
+    """Return the fault since the last call, with its line of PTX; "" without."""
+    text = ctypes.create_string_buffer(1 << 14)
+    library.ptx_take_fault(text, len(text))
+    return text.value.decode()
+
+
+class Interpreted(emulated.Emulated):
+    """The launchers over interpreted PTX. Buffers of a call are all the memory that its kernels may touch."""
+
+    def _launch(self, op, *arguments):
+        alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]
+        for buffer in alive:
+            is_operand = int(buffer.is_operand)
+            self.library.ptx_add_buffer(
+                buffer.pointer, ctypes.c_uint64(buffer.array.nbytes), is_operand, 1 - is_operand
+            )
+        try:
+            super()._launch(op, *arguments)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{take_fault(self.library)}") from None
+        finally:
+            for buffer in alive:
+                self.library.ptx_remove_buffer(buffer.pointer)

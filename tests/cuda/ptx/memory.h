@@ -1,0 +1,84 @@
+// Global and shared memory, and for every byte: who accessed it, whether it was written, whether a copy is under way.
+//
+// Time is counted in epochs: a barrier of a block, and every new block, begins one. Blocks run one after the other, so
+// the epoch of an access tells its launch and its block.
+#ifndef JAXFP8_TESTS_CUDA_PTX_MEMORY_H_
+#define JAXFP8_TESTS_CUDA_PTX_MEMORY_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace ptx {
+
+struct Clock {
+  uint32_t now = 0, block_begin = 0, launch_begin = 0;
+};
+inline Clock epoch;
+
+// The latest accesses to a byte. They throw a race where nothing orders them.
+struct History {
+  static constexpr uint32_t kAtomic = 0xffffffff, kSeveral = 0xfffffffe;
+
+  uint32_t write_epoch = 0, writer = 0;  // threads count from 1; kAtomic: atomic operations of any thread
+  uint32_t read_epoch = 0, reader = 0;   // kSeveral: more than one thread of the epoch
+  uint32_t launch_of_other_readers = 0;  // the launch in which another block has read the byte
+
+  void Read(uint32_t thread);
+  void Write(uint32_t thread);
+
+ private:
+  bool IsAfterUnorderedWrite(uint32_t thread) const;
+};
+
+// ------------------------------------------------------------------------------------------------------ global memory
+// Buffers are those of the tests. Bytes around them may not be touched.
+void AddBuffer(const void* address, uint64_t bytes, bool is_written, bool is_writable);
+void RemoveBuffer(const void* address);
+// How many bytes of a buffer nobody has written.
+int64_t Unwritten(const void* address);
+// For memset and memcpy of the runtime: faults where [address, address + bytes) is no buffer that may be written.
+void FillGlobal(uint64_t address, uint64_t bytes);
+bool IsInBuffer(uint64_t address, uint64_t bytes);
+
+// `undefined` gets a bit for every bit of `out` that nobody wrote.
+void ReadGlobal(uint64_t address, uint32_t bytes, bool is_non_coherent, uint8_t* out, uint8_t* undefined);
+void WriteGlobal(uint64_t address, uint32_t bytes, const uint8_t* data);
+// The value before.
+uint32_t AtomicMaxGlobal(uint64_t address, uint32_t value);
+
+// ------------------------------------------------------------------------------------------------------ shared memory
+struct Copy {  // cp.async of 16 bytes
+  uint64_t target, source;
+  uint32_t count;  // of source; zeros follow
+  int line;
+};
+
+class SharedMemory {
+ public:
+  // Nothing is written yet. Variables are [address, address + bytes) with gaps between them.
+  explicit SharedMemory(uint64_t end);
+  void AddVariable(uint64_t address, int bytes);
+  void BeginBlock();
+
+  void Read(uint64_t address, uint32_t bytes, uint8_t* out, uint8_t* undefined);
+  void Write(uint64_t address, uint32_t bytes, const uint8_t* data, const uint8_t* undefined);
+  void Begin(const Copy& copy);
+  // Copies arrive as late as they may: when their thread waits for them.
+  void Arrive(const Copy& copy);
+
+ private:
+  struct Byte {
+    History history;
+    uint32_t copier = 0;  // the thread whose copy is under way
+    uint8_t undefined = 0xff;
+  };
+  void Check(uint64_t address, uint32_t bytes, const char* access);
+
+  std::vector<uint8_t> data_;
+  std::vector<bool> is_variable_;
+  std::vector<Byte> bytes_;
+};
+
+}  // namespace ptx
+
+#endif  // JAXFP8_TESTS_CUDA_PTX_MEMORY_H_

@@ -1,0 +1,174 @@
+"""Negative controls: a kernel whose PTX is wrong in one place must be found out, by a fault or by its results."""
+
+import contextlib
+import re
+from typing import NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+from equality import assert_all_bitwise
+
+from .. import test_emulated_kernels as kernels, test_emulated_ragged as ragged
+from . import machine
+
+RESULTS = "results"  # the launch ends, and the oracle has other numbers
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    if reason := machine.why_not():
+        pytest.skip(reason)
+    return machine.Interpreted(machine.build())
+
+
+@contextlib.contextmanager
+def edited(interpreted, folder, kernel, pattern, replacement):
+    """Kernels of one file as they are after an edit of their PTX, which has to change something."""
+    text = (machine.compiled() / f"{kernel}.ptx").read_text()
+    changed = re.sub(pattern, replacement, text)
+    assert changed != text, f"{pattern} is not in {kernel}.ptx"
+    (folder / f"{kernel}.ptx").write_text(changed)
+    interpreted.library.ptx_use_folder(str(folder).encode())
+    try:
+        yield
+    finally:
+        interpreted.library.ptx_use_folder(str(machine.compiled()).encode())
+
+
+# ------------------------------------------------------------------------------------- calls with answers of the oracle
+
+
+def quantize(interpreted, size=1031):
+    x = kernels.random_values((1, size), oracle.BF16)
+    expected = kernels.each_group(oracle.quantize, x, np.float32(-3), oracle.E4M3)
+    assert_all_bitwise(interpreted.quantize(x, -3, oracle.E4M3), expected, "quantize")
+
+
+def amax(interpreted):
+    x = kernels.random_values((1, 9000), oracle.BF16)
+    oracle.assert_bitwise(interpreted.amax(x), oracle.quantize(x[0], np.float32(1), oracle.E4M3)[1][None], "amax")
+
+
+def amax_of_nan(interpreted):
+    x = np.ones((1, 100), np.float32)
+    x[0, 33] = np.nan
+    oracle.assert_bitwise(interpreted.amax(x), np.float32([np.inf]), "amax")
+
+
+def tiles(op):
+    def run(interpreted):
+        call, check = kernels.TILES[op](kernels.random_values((1, 128, 128), oracle.BF16))
+        check(call(interpreted))
+
+    return run
+
+
+def ragged_rows(interpreted):
+    a, b = ragged.operands(False, 2, 40, 208, 32)
+    ragged.check(interpreted, a, b, [16, 24])
+
+
+class Control(NamedTuple):
+    """An edit of a kernel's PTX, a call that meets it, and the kind of fault that has to come."""
+
+    kernel: str
+    pattern: str
+    replacement: str
+    call: object
+    kind: str
+
+
+E4M3_PAIR = r"(cvt.rn.satfinite.e4m3x2.f32 %\w+), (%\w+), (%\w+);"
+MMA = r"(mma.sync\S+ \{[^}]*\}, \{)(%r\d+), (%r\d+)"
+CONTROLS = {
+    "operands of cvt exchanged": Control("quantize", E4M3_PAIR, r"\1, \3, \2;", quantize, RESULTS),
+    "operands of cvt exchanged, in tiles": Control(
+        "quantize_transpose", E4M3_PAIR, r"\1, \3, \2;", tiles("quantize_transpose"), RESULTS
+    ),
+    "operands of copysign exchanged": Control(
+        "quantize", r"(copysign.f32\s+%\w+), (%\w+), (%\w+);", r"\1, \3, \2;", quantize, RESULTS
+    ),
+    "a maximum that drops NaN": Control("amax", "max.NaN.f32", "max.f32", amax_of_nan, RESULTS),
+    "registers of mma exchanged": Control("ragged_matmul", MMA, r"\1\3, \2", ragged_rows, RESULTS),
+    "matrices of ldmatrix exchanged": Control(
+        "ragged_matmul", r"(ldmatrix\S+ \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2", ragged_rows, RESULTS
+    ),
+    "a barrier dropped": Control(
+        "quantize_transpose", r"bar.sync\s+0;", "", tiles("quantize_transpose"), "(race|undefined)"
+    ),
+    "a barrier dropped, of blocks": Control(
+        "quantize_blocks_transpose", r"bar.sync\s+0;", "", tiles("(1, 32), ceil"), "race"
+    ),
+    "a store where an atomic was": Control(
+        "amax", r"atom.global.max.u32\s+%\w+, (\[%\w+\]), (%\w+);", r"st.global.u32 \1, \2;", amax, "race"
+    ),
+    "a barrier for some threads": Control(
+        "quantize_transpose",
+        r"bar.sync\s+0;",
+        "{.reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.ne.u32 p, t, 5; @p bar.sync 0;}",
+        tiles("quantize_transpose"),
+        "(race|barrier|warp)",
+    ),
+    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 1;", "", ragged_rows, "pending"),
+    "a wait for one group fewer": Control(
+        "ragged_matmul", r"cp.async.wait_group 1;", "cp.async.wait_group 2;", ragged_rows, "pending"
+    ),
+    "a group not committed": Control("ragged_matmul", r"cp.async.commit_group;", "", ragged_rows, "pending"),
+    "a bound off by one": Control("quantize", "setp.ge.s64", "setp.gt.s64", quantize, "outside"),
+    "a load before its buffer": Control(
+        "quantize", r"(ld.global.nc.v4.u32 \{[^}]*\}, \[%\w+)\]", r"\1+-16]", quantize, "outside"
+    ),
+    "a mask short of a lane": Control(
+        "amax", r"(redux.sync.max.u32 %\w+, %\w+), %\w+;", r"\1, 2147483647;", amax, "warp"
+    ),
+    "a vector store off its alignment": Control(
+        "quantize_transpose",
+        r"st.global.v4.u32 \[(%\w+)\]",
+        r"st.global.v4.u32 [\1+4]",
+        tiles("quantize_transpose"),
+        "misaligned",
+    ),
+    "a copy off its alignment": Control(
+        "ragged_matmul", r"(cp.async.cg.shared.global \[%\w+\], \[%\w+)\]", r"\1+4]", ragged_rows, "misaligned"
+    ),
+    "shared memory that nobody wrote": Control(
+        "quantize_transpose", r"st.shared.u32.*;", "", tiles("quantize_transpose"), "undefined"
+    ),
+    "a write to an operand": Control(
+        "amax",
+        r"(ld.global.nc.v4.u32 \{(%\w+)[^}]*\}, \[(%\w+)\];)",
+        r"\1 st.global.u32 [\3], \2;",
+        amax,
+        "(nc|read-only)",
+    ),
+    "a coherent load and a write": Control(
+        "amax",
+        r"ld.global.nc.v4.u32 (\{(%\w+)[^}]*\}, \[(%\w+)\];)",
+        r"ld.global.v4.u32 \1 st.global.u32 [\3], \2;",
+        amax,
+        "read-only",
+    ),
+    "a loop that never ends": Control("quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"),
+    "an instruction of another kind": Control("quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls(name, interpreted, tmp_path):
+    control = CONTROLS[name]
+    control.call(interpreted)  # as it is
+    with edited(interpreted, tmp_path, control.kernel, control.pattern, control.replacement):
+        with pytest.raises(AssertionError) as error:
+            control.call(interpreted)
+    message = str(error.value)
+    if control.kind == RESULTS:
+        assert "launch failed" not in message, message
+    else:
+        assert re.search(rf"^{control.kind}: [^\n]*\n  {control.kernel}.ptx:\d+: ", message, re.MULTILINE), message
+
+
+def test_every_kernel_is_known(interpreted):
+    """The parser decodes all instructions of all entries."""
+    entries = sum(file.read_text().count("\n.entry ") for file in machine.compiled().glob("*.ptx"))
+    assert interpreted.library.ptx_parse_all() == entries > 300, machine.take_fault(interpreted.library)

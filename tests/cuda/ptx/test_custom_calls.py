@@ -1,0 +1,45 @@
+"""The FFI handlers over interpreted kernels: the good calls of every op, between gaps, against the oracle.
+
+`tests/ops` runs the numbers of all ops over them too, as `ptx`, in `make test-all`.
+"""
+
+import jax
+import numpy as np
+import pytest
+from bad_days.fuzz import values
+from ops import answers, cases, targets
+
+from . import machine
+
+# Products have no kernels of ours. Ones are multiplied, activated and normalized by the tests of the launchers.
+WITHOUT_ANSWER = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul", "quantize_activation", "quantize_norm")
+OPS = [op for op in targets.CUDA_SPECS if not op.startswith((*WITHOUT_ANSWER, "quantize_blocks_transpose"))]
+SIZES = [{}, {"g": 3}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_good_calls(op, sizes):
+    """Scales and amaxes of each group, of all, none; sides that are 0; results in the place of operands."""
+    library, rng = machine.register_handlers(), np.random.default_rng(0)
+    for call in targets.every_choice(op, targets.SIZES | sizes):
+        with np.errstate(invalid="ignore"):  # integers have no infinity
+            call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
+        aliases = [{}, {0: 0, 1: 1}] if op.startswith("write_histories") else [{}]
+        for alias in aliases:
+            got = cases.run_target(call, "ptx_cuda_", input_output_aliases=alias)
+            fault = machine.take_fault(library)
+            assert not fault, fault
+            answers.assert_results(call, got, answers.answer(call))
+
+
+def test_a_fault_is_an_error_of_the_call():
+    """With its line of PTX: no kernel can be found in a folder without PTX."""
+    library = machine.register_handlers()
+    library.ptx_use_folder(b"/nonexistent")
+    try:
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="unknown: folder /nonexistent"):
+            cases.run_target(targets.filled(targets.good("amax")), "ptx_cuda_")
+    finally:
+        library.ptx_use_folder(str(machine.compiled()).encode())
+        assert machine.take_fault(library).startswith("unknown: folder")
