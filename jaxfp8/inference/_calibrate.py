@@ -79,15 +79,15 @@ def calibrate(
     (variables,) = variables
     apply = model.apply if isinstance(model, nn.Module) else model
 
-    def run(variables, *batch):
-        return apply(variables, *batch, **kwargs)
+    def run(variables, *batch, **changes):
+        return apply(variables, *batch, **kwargs | changes)
 
     # 3. Let a Linen model make the state that it lacks, from the shapes of the first batch.
     if isinstance(model, nn.Module) and OVERWRITE_WITH_GRADIENT not in variables:
 
         @jax.jit
         def first_state(variables, batch):
-            return apply(variables, *batch, **{**kwargs, "mutable": [OVERWRITE_WITH_GRADIENT]})[1]
+            return run(variables, *batch, mutable=[OVERWRITE_WITH_GRADIENT])[1]
 
         variables = {**variables, **first_state(variables, first)}
     return _filled(loss_fn or run, variables, batches, loss_fn is not None)

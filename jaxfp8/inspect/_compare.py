@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -101,16 +102,12 @@ def _function(model, args, variables, kwargs):
     elif variables is not None:
         raise TypeError("compare: variables: expected None for a model that is not Linen's, which holds its own arrays")
     elif isinstance(model, nnx.Module):
-        fn, args = _call, (model, *args)
+        fn, args = operator.call, (model, *args)
     elif callable(model):
         fn = model
     else:
         raise TypeError(f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}")
     return nnx_inspect.of_arrays(fn, args, kwargs)
-
-
-def _call(model, *args, **kwargs):
-    return model(*args, **kwargs)
 
 
 def _run(fn, arrays, loss, recorder) -> None:

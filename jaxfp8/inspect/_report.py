@@ -138,10 +138,8 @@ def _linen_rows(model, variables, args, kwargs) -> _Rows:
 
     def run(arrays):
         variables, args, kwargs = joined(arrays)
-        if variables is None:
-            model.init(jax.random.key(0), *args, **kwargs)
-        else:
-            model.apply(variables, *args, **kwargs)
+        method, first = (model.init, jax.random.key(0)) if variables is None else (model.apply, variables)
+        method(first, *args, **kwargs)
 
     with _report(object()), nn.intercept_methods(recorder.record):
         jax.eval_shape(run, arrays)
