@@ -12,7 +12,7 @@ PACKAGE = snippets.ROOT / "jaxfp8"
 # Pronouns and metaphors that once stood for terms of the glossary.
 FORBIDDEN = {
     *("of", "of_x", "of_kernel", "found", "wanted", "stored", "seen", "own", "other", "others", "ours", "theirs"),
-    *("alone", "what", "members", "marks", "probe"),
+    *("alone", "what", "members", "marks", "probe", "made", "asking"),
 }
 # Public arguments, which keep their names.
 PUBLIC = {("ops/_amax.py", "stored"), ("ops/_delayed_scales.py", "stored")}
@@ -32,7 +32,9 @@ def definitions(source: str) -> set[str]:
 
 
 def forbidden(path: str, source: str) -> set[str]:
-    return {name for name in definitions(source) if name.lstrip("_") in FORBIDDEN and (path, name) not in PUBLIC}
+    return {
+        name for name in definitions(source) if name.lstrip("_").lower() in FORBIDDEN and (path, name) not in PUBLIC
+    }
 
 
 def test_every_term_is_in_use():
@@ -55,6 +57,7 @@ def test_identifiers_are_terms():
         "def f(wanted): ...",
         "for of in x: ...",
         "_seen = 1",
+        "_OURS = 1",
         "self.members = 2",
         "def _alone(): ...",
         "x = [own for own in y]",

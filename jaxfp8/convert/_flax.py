@@ -7,9 +7,9 @@ from typing import Any
 from . import _tree
 from ._tree import OVERWRITE_WITH_GRADIENT
 
-_OURS = "Fp8DotGeneral"
+_MODULE = "Fp8DotGeneral"
 _FLAX = ("Fp8DirectDotGeneralOp", "Fp8DotGeneralOp")
-_OTHER_FORMATS = "NANOOFp8DotGeneralOp"
+_FNUZ_MODULE = "NANOOFp8DotGeneralOp"
 
 
 def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def from_flax(variables: Mapping[str, Any], *, swapped: Iterable[str] = ()) -> d
         TypeError: `variables` is not a dict, or a leaf is not a floating array.
     """
 
-    return _convert("from_flax", variables, dict.fromkeys(_FLAX, _OURS), swapped)
+    return _convert("from_flax", variables, dict.fromkeys(_FLAX, _MODULE), swapped)
 
 
 def to_flax(
@@ -65,7 +65,7 @@ def to_flax(
     """
     if name not in _FLAX:
         raise ValueError(f"to_flax: name: expected one of {_FLAX}, got {name!r}")
-    return _convert("to_flax", variables, {_OURS: name}, swapped)
+    return _convert("to_flax", variables, {_MODULE: name}, swapped)
 
 
 def _convert(where, variables, classes, swapped):
@@ -102,7 +102,7 @@ def _renamed(where, path: _tree.Path, classes) -> _tree.Path:
     if not path:
         return path
     name, number = re.fullmatch(r"(.*?)(_\d+)?", path[-1]).groups(default="")
-    if name == _OTHER_FORMATS:
+    if name == _FNUZ_MODULE:
         raise ValueError(
             f"{where}: {_tree.at(path)}: expected state of float8_e4m3fn and float8_e5m2, got NANOO state, whose "
             "scales refer to float8_e4m3fnuz (largest value 240); drop the module from the tree to start it with "

@@ -15,14 +15,14 @@ from flax import core, nnx, traverse_util
 from flax.core import meta
 
 from ..dot import _frozen
-from ..linen import _freeze as of_linen
-from ..nnx import _freeze as of_nnx
+from ..linen import _freeze as linen_freeze
+from ..nnx import _freeze as nnx_freeze
 from ..numerics import E4M3
 from ..ops import _blocks
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from ._tree import Path, at
 
-PLACEHOLDERS = (of_linen.FrozenKernel, of_nnx.FrozenKernel)
+PLACEHOLDERS = (linen_freeze.FrozenKernel, nnx_freeze.FrozenKernel)
 _ARRAYS = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE_INV, _frozen.INPUT_SCALE)
 _NOT_FROZEN = "to_safetensors: frozen: expected the variables, or the NNX model, that jaxfp8.freeze gave"
 
@@ -105,9 +105,9 @@ def parameters(where: str, frozen: Any) -> dict[Path, Any]:
         raise TypeError(f"{where}: expected variables, or an NNX model, got {type(frozen).__name__}")
     collections = dict(core.unfreeze(frozen))
     collections.pop(OVERWRITE_WITH_GRADIENT, None)
-    if of_linen.PARAMS not in collections:
+    if linen_freeze.PARAMS not in collections:
         raise ValueError(f"{where}: expected variables, got a dict without 'params': {sorted(frozen)}")
-    leaves = traverse_util.flatten_dict(collections.pop(of_linen.PARAMS)) | traverse_util.flatten_dict(collections)
+    leaves = traverse_util.flatten_dict(collections.pop(linen_freeze.PARAMS)) | traverse_util.flatten_dict(collections)
     boxes = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, meta.AxisMetadata)}
     return leaves | {path: box.unbox() for path, box in boxes.items() if not isinstance(box, PLACEHOLDERS)}
 

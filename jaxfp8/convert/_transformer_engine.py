@@ -26,7 +26,7 @@ from ._tree import OVERWRITE_WITH_GRADIENT
 
 _FP8_METAS = "fp8_metas"
 _COLLECTIONS = (_FP8_METAS, OVERWRITE_WITH_GRADIENT)
-_OURS = "Fp8DotGeneral"
+_MODULE = "Fp8DotGeneral"
 _WRAPPER = "TEWrapper_dot_general"
 _NAMES = {"x": "input", "kernel": "kernel", "grad": "output_grad"}
 
@@ -116,10 +116,10 @@ def to_transformer_engine(
         # `layers` holds a layer once for each of its products: the number of products decides about the names.
         layers = [path[:-1] for path in modules]
         for path, module in modules.items():
-            match = re.fullmatch(rf"{_OURS}_(\d+)", path[-1]) if path else None
+            match = re.fullmatch(rf"{_MODULE}_(\d+)", path[-1]) if path else None
             if match is None:
                 raise ValueError(
-                    f"{where}: {_tree.at(path) or 'variables'}: expected modules named {_OURS}_<n>, in a layer of "
+                    f"{where}: {_tree.at(path) or 'variables'}: expected modules named {_MODULE}_<n>, in a layer of "
                     "TransformerEngine's; drop or rename this one"
                 )
             # A layer with one product (DenseGeneral) has no postfix, a layer with several (LayerNormMLP) _0, _1, ...
@@ -166,8 +166,8 @@ def _our_path(path, postfix) -> tuple[str, ...]:
     name = path[-1] if path else ""
     # A wrapper in a Flax layer is a product. A layer of TransformerEngine holds its products itself.
     if re.fullmatch(rf"{_WRAPPER}_\d+", name) and not postfix:
-        return (*path[:-1], name.replace(_WRAPPER, _OURS))
-    return (*path, _OURS + (postfix or "_0"))
+        return (*path[:-1], name.replace(_WRAPPER, _MODULE))
+    return (*path, _MODULE + (postfix or "_0"))
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 
 from .._jax._trees import split_arrays
-from ..linen import _freeze as of_linen
-from ..nnx import OverwriteWithGradient, _freeze as of_nnx
+from ..linen import _freeze as linen_freeze
+from ..nnx import OverwriteWithGradient, _freeze as nnx_freeze
 from ..recipes import OVERWRITE_WITH_GRADIENT, _state_tree
 from ..train import max_grad, update_state
 
@@ -195,9 +195,9 @@ def freeze(model: nn.Module | nnx.Module, *args: Any, **kwargs: Any) -> Any:
         if not args:
             raise TypeError("freeze: expected freeze(model, variables, *args) for a Linen model, got no variables")
         variables, *args = args
-        return of_linen.freeze(model, variables, args, kwargs)
+        return linen_freeze.freeze(model, variables, args, kwargs)
     if isinstance(model, nnx.Module):
-        return of_nnx.freeze(model, args, kwargs)
+        return nnx_freeze.freeze(model, args, kwargs)
     raise TypeError(
         f"freeze: model: expected a Linen or an NNX module, got {type(model).__name__}; in plain functions "
         "jaxfp8.quantize_params gives the codes of kernels"

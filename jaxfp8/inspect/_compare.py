@@ -107,7 +107,7 @@ def _function(model, args, variables, kwargs):
         fn = model
     else:
         raise TypeError(f"compare: model: expected a Linen or NNX module or a function, got {type(model).__name__}")
-    return nnx_inspect.of_arrays(fn, args, kwargs)
+    return nnx_inspect.function_of_arrays(fn, args, kwargs)
 
 
 def _run(fn, arrays, loss, recorder) -> None:
@@ -168,10 +168,10 @@ class _Recorder:
             """Compute the output, and the gradients of all float leaves."""
             floats, joined = split_arrays(leaves, _is_float)
 
-            def of_floats(floats):
+            def output_of_floats(floats):
                 return result(function, joined(floats))
 
-            y, pullback = jax.vjp(of_floats, floats)
+            y, pullback = jax.vjp(output_of_floats, floats)
             cotangents = iter(*pullback(grad.astype(y.dtype)))
             return y, [next(cotangents) if _is_float(leaf) else None for leaf in leaves]
 
@@ -220,8 +220,8 @@ def _cotangent(leaf, ct, zero):
     return jnp.zeros(leaf.shape, leaf.dtype) if ct is None else ct + zero.astype(ct.dtype)
 
 
-def _rows(layer: str, iteration: tuple[int, ...], of_exact, of_fp8) -> list[dict]:
-    (batch, (exact, by_itself)), (_, (in_model,)) = of_exact, of_fp8
+def _rows(layer: str, iteration: tuple[int, ...], exact_run, fp8_run) -> list[dict]:
+    (batch, (exact, by_itself)), (_, (in_model,)) = exact_run, fp8_run
     rows = []
     for index in np.ndindex(batch):
         row = {"layer": layer + member(iteration + index)}

@@ -154,11 +154,11 @@ def _fractions(product, i, values, uses, states) -> list[jax.Array]:
     both = [(product.quantizers[i], uses[i], states[i])]
     if not shares_codes(product.quantizers, i):
         both.append(tuple(second(each, i) for each in (product.quantizers, uses, states)))
-    fractions = [_fractions_of(product, values, *each) for each in both]
+    fractions = [_fractions_of_quantizer(product, values, *each) for each in both]
     return [*fractions, jnp.full((2,), jnp.nan, jnp.float32)][:2]
 
 
-def _fractions_of(product, values, quantizer, use, state):
+def _fractions_of_quantizer(product, values, quantizer, use, state):
     """Return the fractions of one quantizer; see `_fractions`."""
     if values is None or not isinstance(quantizer, TensorwiseQuantizer):
         return jnp.full((2,), jnp.nan, jnp.float32)

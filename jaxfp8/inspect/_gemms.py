@@ -13,7 +13,7 @@ import numpy as np
 from .._jax import _compat
 from .._jax._table import aligned
 from ..dot import _gemms
-from ..nnx._inspect import of_arrays
+from ..nnx._inspect import function_of_arrays
 from ..ops._support import using
 from ..recipes import no_reduction
 from ._programs import GEMM_OPS, Place, Target, are_fp8, equations, traced
@@ -73,7 +73,7 @@ def gemms(fn: Callable[..., Any], *args: Any, platform: str | None = None, **kwa
     if not callable(fn):
         got = type(fn).__name__
         raise TypeError(f"gemms: fn: expected a function, as in gemms(step, state, batch), got a {got}")
-    program = traced(*of_arrays(fn, args, kwargs))
+    program = traced(*function_of_arrays(fn, args, kwargs))
     # A Counter keeps the order in which rows first appear, which is that of the program.
     counts = Counter(row for eqn, place in equations(program) for row in _rows(eqn, place, target))
     return Gemms([{**dict(row), "times": times} for row, times in counts.items()], target.name)

@@ -15,8 +15,8 @@ from ..numerics import E5M2, FP8_DTYPES
 from ..ops import _ffi, _primitive, _support
 
 # Scopes that transforms add, which do not name modules.
-_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
-_OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
+_SCOPES_OF_TRANSFORMS = ("rematted_computation", "checkpoint")
+_SCOPES_OF_PRODUCTS = ("Fp8DotGeneral_", "Fp8Einsum_", "dot_general")
 _PACKAGES = [sys.modules[name] for name in ("jax", "jaxlib", "flax") if name in sys.modules]
 _FOLDERS = [os.path.dirname(os.path.dirname(__file__)), *(os.path.dirname(package.__file__) for package in _PACKAGES)]
 _FOLDERS += [sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -55,7 +55,7 @@ def _place(stack, eqn) -> Place:
     scopes = [item.name for item in stack if type(item).__name__ == "Scope"]
     is_backward = any(type(item).__name__ == "Transform" and item.name == "transpose" for item in stack)
     reasons = [reason for scope in scopes if (reason := _contexts.reason(scope))]
-    scopes = [scope for scope in scopes if scope not in _OF_TRANSFORMS and not _contexts.reason(scope)]
+    scopes = [scope for scope in scopes if scope not in _SCOPES_OF_TRANSFORMS and not _contexts.reason(scope)]
     return Place(_joined(scopes), is_backward, reasons[0] if reasons else None, _line(eqn.source_info.traceback))
 
 
@@ -69,7 +69,7 @@ def _joined(scopes) -> str:
     for size in range(len(path) // 2, 0, -1):
         if path[:size] == path[size : 2 * size]:
             path = path[size:]
-    while len(path) > 1 and path[-1].startswith(_OF_PRODUCTS):
+    while len(path) > 1 and path[-1].startswith(_SCOPES_OF_PRODUCTS):
         path = path[:-1]
     return "/".join(path)
 
@@ -93,7 +93,7 @@ def traced(fn, arrays):
     return jax.make_jaxpr(without_result)(arrays).jaxpr
 
 
-_OTHERS = ("cpu", "tpu", "rocm")
+_WITHOUT_FP8_GEMMS = ("cpu", "tpu", "rocm")
 # The primitives of the FP8 GEMMs of `jaxfp8.ops`.
 GEMM_OPS = ("jaxfp8_scaled_matmul", "jaxfp8_block_scaled_matmul", "jaxfp8_ragged_matmul")
 
@@ -138,11 +138,11 @@ class Target(NamedTuple):
             # Local GPUs need the CUDA library of this installation. For GPUs elsewhere the library is assumed.
             missing = local and not _ffi.has_cuda_kernels()
             return Target("cuda", local, "jaxfp8 was installed without its CUDA library" if missing else None)
-        if platform in _OTHERS:
+        if platform in _WITHOUT_FP8_GEMMS:
             return Target(platform, (), f"{platform} has no FP8 GEMM: codes are widened, exactly, and multiplied")
         raise ValueError(
-            f'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of {_OTHERS}, '
-            f"got {platform!r}"
+            'gemms: platform: expected None, "cuda", a compute capability such as "sm_90", or one of '
+            f"{_WITHOUT_FP8_GEMMS}, got {platform!r}"
         )
 
     def why_not(self, eqn) -> str | None:

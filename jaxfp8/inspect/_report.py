@@ -17,7 +17,7 @@ from .._jax._trees import split_arrays
 from ..linen._dot_general import Fp8Module
 from ..linen._quantize import Decision, decision, is_layer
 from ..linen._scopes import Region, regions
-from ..nnx import _quantize as of_nnx
+from ..nnx import _quantize as nnx_rules
 from ..nnx._dot_general import _Fp8Product
 from ..nnx._freeze import FrozenKernel, recorded_calls
 from ..recipes import OVERWRITE_WITH_GRADIENT, DelayedScaling, HighPrecision, QTensor, keeps_state, kind, resolve
@@ -201,21 +201,21 @@ class _Recorder(_Rows):
 
 
 def _nnx_rows(model, args, kwargs) -> _Rows:
-    region = Region(getattr(model, of_nnx.RULES, ()), ())
+    region = Region(getattr(model, nnx_rules.RULES, ()), ())
     rows, owners = _Rows(), {}
     rows.regions.append(region)
 
     def decide(path, module):
-        index = of_nnx.decision(region.rules, path, module)
+        index = nnx_rules.decision(region.rules, path, module)
         return None if index is None else Decision(region.rules[index], index, region)
 
     # 1. Report the layers that take rules.
-    layers = of_nnx.layers(model)
+    layers = nnx_rules.layers(model)
     calls = _nnx_calls(model, args, kwargs) if args or kwargs else {}
     for path, layer, _ in layers:
         call, is_passed_by = calls.get(path), path in calls and calls[path] is None
-        decided, product, path = decide(path, layer), of_nnx.product(layer), "/".join(map(str, path))
-        recipe, why = _of_layer(layer, product, decided, None if decided is None else rows.use(decided))
+        decided, product, path = decide(path, layer), nnx_rules.product(layer), "/".join(map(str, path))
+        recipe, why = _nnx_recipe_and_reason(layer, product, decided, None if decided is None else rows.use(decided))
         if product is not None and (owner := owners.setdefault(id(product), path)) != path:
             why += f"; shares the product and the state of {owner}"
         if is_passed_by:
@@ -233,12 +233,14 @@ def _nnx_rows(model, args, kwargs) -> _Rows:
 def _nnx_calls(model, args, kwargs) -> dict:
     """Return, by path, the call of each layer with an FP8 product of its own; None for a layer without a call."""
     copy = nnx.merge(*nnx.split(model))  # the recorders take the place of products
-    layers = [layer for layer in of_nnx.layers(copy) if layer[2] is not None and of_nnx.product(layer[1]) is not None]
+    layers = [
+        layer for layer in nnx_rules.layers(copy) if layer[2] is not None and nnx_rules.product(layer[1]) is not None
+    ]
     calls, _ = recorded_calls(copy, layers, args, kwargs)
     return {path: call for (path, *_), call in zip(layers, calls, strict=True)}
 
 
-def _of_layer(layer, product, decided, rule: str | None):
+def _nnx_recipe_and_reason(layer, product, decided, rule: str | None):
     """Return `(recipe, why)` of a layer; `decided` is the rule that matches it; code may have overridden the rule."""
     if product is None:
         return None, rule if rule and decided.rule.recipe is None else _own_product(layer)

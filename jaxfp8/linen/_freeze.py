@@ -106,7 +106,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
 
     # 1. Find the parameters that codes are made of.
     try:
-        made_of = _read(with_codes, params, collections, arrays)
+        quantized = _read(with_codes, params, collections, arrays)
     except TypeError as error:
         if "branch" not in str(error):
             raise
@@ -128,7 +128,7 @@ def freeze(model: nn.Module, variables, args, kwargs):
     _refuse_untouched(products, state)
     # 3. Take away the parameters that nothing but their codes reads.
     read = _read(apply_as_called, params | codes, collections, arrays)
-    for path in made_of - read:
+    for path in quantized - read:
         (kernel,) = jax.tree.leaves(params[path])
         params[path] = FrozenKernel(tuple(kernel.shape), kernel.dtype.name)
     collections.pop(OVERWRITE_WITH_GRADIENT, None)

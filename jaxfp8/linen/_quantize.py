@@ -206,14 +206,14 @@ def _method(method):
 
 
 def _with_rules(plain: nn.Module, rules: tuple[Rule, ...]) -> nn.Module:
-    return _of_class(_quantized_class(type(plain), rules), plain)
+    return _with_class(_quantized_class(type(plain), rules), plain)
 
 
 def _plain(quantized: nn.Module) -> nn.Module:
-    return _of_class(quantized._fp8_class, quantized)
+    return _with_class(quantized._fp8_class, quantized)
 
 
-def _of_class(cls, module):
+def _with_class(cls, module):
     """Make a shallow copy of a module that is an instance of `cls`."""
     copied = object.__new__(cls)
     vars(copied).update(vars(module))
@@ -264,17 +264,17 @@ def _warn_of_rules(model, ran) -> None:
     # Modules that hold variables: a method may run some of them only, and a block that nn.jit has kept runs unseen.
     leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
     rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
-    asking = []
+    fp8_paths = []
     for region in regions(model.scope) if leaves else ():
         paths = [path for path in (relative(path, region.root) for path in rest) if path is not None]
         rules = [rule for rule in region.rules if rule.recipe is not None]
         if any(rule.matches(paths, op) for rule in rules for op in ("dot_general", "einsum")):
             return
-        asking += [rule.path for rule in rules]
-    if asking:
+        fp8_paths += [rule.path for rule in rules]
+    if fp8_paths:
         layers = some(["/".join(path) for path, gets_fp8 in ran.items() if gets_fp8 is False]) or "none"
         _warnings.warn(
-            f"linen.quantize: rules: none of {asking} gives a layer of {type(model).__name__} FP8: a regex has to "
+            f"linen.quantize: rules: none of {fp8_paths} gives a layer of {type(model).__name__} FP8: a regex has to "
             f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are {layers}; see "
             "jaxfp8.report(model, x)",
             FP8StateWarning,

@@ -43,9 +43,9 @@ class TrainState(train_state.TrainState):
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
-        of_params = grads["params"] if "params" in grads else grads
+        params_gradient = grads["params"] if "params" in grads else grads
         params = self.params["params"]
-        updates, opt_state = self.tx.update(of_params, _steps.inner(self.opt_state), params)
+        updates, opt_state = self.tx.update(params_gradient, _steps.inner(self.opt_state), params)
         changed = {"params": optax.apply_updates(params, updates)}
         if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
             old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))

@@ -16,7 +16,7 @@ from ..recipes import QuantizerState
 from ._quantize import _forget_unused, _stacked, layers, product
 
 # The name of the kernel of a product while a model is traced, with the number of the product.
-_KERNEL_OF = "jaxfp8_kernel_of_"
+_KERNEL_NAME = "jaxfp8_kernel_of_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,8 @@ def freeze(model, args, kwargs):
 
 def _has_kernel(layer, attribute) -> bool:
     """Tell whether a layer holds an FP8 product, and the kernel that the product reads."""
-    is_own = attribute is not None and product(layer) is not None
-    return is_own and isinstance(getattr(layer, "kernel", None), nnx.Param)
+    has_product = attribute is not None and product(layer) is not None
+    return has_product and isinstance(getattr(layer, "kernel", None), nnx.Param)
 
 
 class Call(NamedTuple):
@@ -91,7 +91,7 @@ class _Recorder(NamedTuple):
     def operands(self, x, kernel, dimension_numbers, preferred_element_type) -> _frozen.Operands:
         call = Call(x.shape, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype), dimension_numbers)
         self.calls[self.i] = self.calls[self.i] or call
-        kernel = checkpoint_name(kernel, f"{_KERNEL_OF}{self.i}")
+        kernel = checkpoint_name(kernel, f"{_KERNEL_NAME}{self.i}")
         return _frozen.Operands(kernel, dimension_numbers, None, None, preferred_element_type)
 
     def dot_general(
@@ -163,15 +163,15 @@ def recorded_calls(model, candidates, args, kwargs) -> tuple[list[Call | None], 
 
 def _computed(jaxpr) -> Iterator[int]:
     """Yield the recorders whose kernel is the result of an equation other than a change of dtype."""
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     for eqn in jaxpr.eqns:
         name = str(eqn.params.get("name", ""))
-        if eqn.primitive.name == "name" and name.startswith(_KERNEL_OF):
-            maker = made_by.get(eqn.invars[0])
-            while maker is not None and maker.primitive.name == "convert_element_type":
-                maker = made_by.get(maker.invars[0])
-            if maker is not None:
-                yield int(name.removeprefix(_KERNEL_OF))
+        if eqn.primitive.name == "name" and name.startswith(_KERNEL_NAME):
+            producer = producers.get(eqn.invars[0])
+            while producer is not None and producer.primitive.name == "convert_element_type":
+                producer = producers.get(producer.invars[0])
+            if producer is not None:
+                yield int(name.removeprefix(_KERNEL_NAME))
         for inner in inner_jaxprs(eqn):
             yield from _computed(inner)
 

@@ -13,7 +13,7 @@ from ._dot_general import _Fp8Product
 from ._quantize import RULES, decision, layers, product
 
 
-def of_arrays(fn, args, kwargs):
+def function_of_arrays(fn, args, kwargs):
     """Turn `fn(*args, **kwargs)` into `(function of a tree of arrays, the tree)`, whose modules name their programs."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     graphdef, state = nnx.split(tuple(filter(_is_object, leaves)))

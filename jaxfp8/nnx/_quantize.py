@@ -48,19 +48,19 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"nnx.quantize: model: expected an NNX module, got {kind(model)}; or use jaxfp8.linen.quantize")
-    found_layers, changes = layers(model), []
-    for path, layer, attribute in found_layers:
+    model_layers, changes = layers(model), []
+    for path, layer, attribute in model_layers:
         index = decision(rules, path, layer)
         if index is not None:
             _refuse_frozen(path, layer)
             stacked = _stacked("nnx.quantize", path, layer)
-            changes.append((layer, attribute, rules[index], _made(layer, attribute, rules[index], stacked)))
+            changes.append((layer, attribute, rules[index], _new_product(layer, attribute, rules[index], stacked)))
     # All products exist before the first layer changes: an error above leaves the model as it was.
-    for layer, attribute, _, made in changes:
-        _change(layer, attribute, made)
-    asking = [rule.path for rule in rules if rule.recipe is not None]
-    if asking and all(rule.recipe is None for _, _, rule, _ in changes):
-        _warn_of_rules(model, asking, found_layers)
+    for layer, attribute, _, new_product in changes:
+        _change(layer, attribute, new_product)
+    fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
+    if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
+        _warn_of_rules(model, fp8_paths, model_layers)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model
@@ -69,16 +69,16 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 def layers(model):
     """List `(path, layer, attribute)` of all layers; `attribute` is None where the layer itself is the product."""
     modules = [(path, module) for path, module in nnx.iter_modules(model)]
-    held, found_layers = set(), []
+    held, model_layers = set(), []
     for path, module in modules:
         attribute = next((name for name in ("dot_general", "einsum_op") if name in vars(module)), None)
         if attribute is not None:
-            found_layers.append((path, module, attribute))
+            model_layers.append((path, module, attribute))
             held.add(id(getattr(module, attribute)))
         elif isinstance(module, nnx.MultiHeadAttention):  # attention keeps the products that it gave to its layers
             held |= {id(module.qkv_dot_general), id(module.out_dot_general)}
     products = [(path, module) for path, module in modules if isinstance(module, _Fp8Product)]
-    return found_layers + [(path, product, None) for path, product in products if id(product) not in held]
+    return model_layers + [(path, product, None) for path, product in products if id(product) not in held]
 
 
 def decision(rules: tuple[Rule, ...], path: tuple, module) -> int | None:
@@ -130,30 +130,31 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     return lead
 
 
-def _made(layer, attribute, rule: Rule, stacked):
+def _new_product(layer, attribute, rule: Rule, stacked):
     """Make the product that a rule gives a layer; a function for high precision."""
     if attribute is None:
-        made = type(layer)(rule.layer_recipe)
+        new_product = type(layer)(rule.layer_recipe)
     elif rule.recipe is None and not isinstance(layer, Linear):
         return jax.lax.dot_general if attribute == "dot_general" else jnp.einsum
     else:
-        made = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
-    _stack(made, stacked)
-    return made
+        new_product = (Fp8DotGeneral if attribute == "dot_general" else Fp8Einsum)(rule.layer_recipe)
+    _stack(new_product, stacked)
+    return new_product
 
 
-def _change(layer, attribute, made) -> None:
+def _change(layer, attribute, new_product) -> None:
     if attribute is None:  # the product changes in place, because a list or several modules may hold it
-        layer.become(made)
+        layer.become(new_product)
         return
     # NNX has the attribute as static where it held a function.
-    setattr(layer, attribute, nnx.data(made) if isinstance(made, _Fp8Product) else nnx.static(made))
+    is_fp8 = isinstance(new_product, _Fp8Product)
+    setattr(layer, attribute, nnx.data(new_product) if is_fp8 else nnx.static(new_product))
     if getattr(layer, "dot_general_cls", None) is not None:
         layer.dot_general_cls = None
 
 
-def _warn_of_rules(model, paths, found_layers) -> None:
-    names = some(["/".join(map(str, path)) for path, *_ in found_layers]) or "none"
+def _warn_of_rules(model, paths, model_layers) -> None:
+    names = some(["/".join(map(str, path)) for path, *_ in model_layers]) or "none"
     _warnings.warn(
         f"nnx.quantize: rules: none of {paths} gives a layer of {type(model).__name__} FP8: a regex has to match the "
         f"whole path of a layer, as '.*linear' does. The layers are {names}; see jaxfp8.report(model)",

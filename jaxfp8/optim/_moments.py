@@ -86,15 +86,15 @@ class SquaredMoment(Moment):
 def encode(kind: type[Moment], x: jax.Array) -> Moment:
     """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round to nearest."""
     sharding = jax.typeof(x).sharding
-    of_blocks = block_sharding(sharding, amax_shape(x.shape))
+    blocks_sharding = block_sharding(sharding, amax_shape(x.shape))
 
     def full(shape, value, dtype, sharding):
         return lax.full(shape, value, dtype, sharding=None if sharding.mesh.empty else sharding)
 
     zeros = kind(
         full(x.shape, 0, E4M3.dtype, sharding),
-        full(amax_shape(x.shape), 0, jnp.float32, of_blocks),
-        full(amax_shape(x.shape), 1, jnp.int8, of_blocks),
+        full(amax_shape(x.shape), 0, jnp.float32, blocks_sharding),
+        full(amax_shape(x.shape), 1, jnp.int8, blocks_sharding),
     )
     return encode_changes(zeros, x, None)
 

@@ -50,13 +50,13 @@ def shardings(opt_state: Any, params: Any) -> Any:
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
         owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
-        of_param = next(
+        param_sharding = next(
             (owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec())
         )
         if not is_moment(leaf):
-            return of_param
-        of_blocks = block_sharding(of_param, leaf.amax.shape)
-        return type(leaf)(of_param, of_blocks, of_blocks)
+            return param_sharding
+        blocks_sharding = block_sharding(param_sharding, leaf.amax.shape)
+        return type(leaf)(param_sharding, blocks_sharding, blocks_sharding)
 
     return jax.tree_util.tree_map_with_path(sharding, opt_state, is_leaf=is_moment)
 

@@ -89,7 +89,7 @@ def update_state(old: Tree, new: Any) -> Tree:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
             old_leaf, leaf = before.leaves[i].astype(jnp.float32), leaf.astype(jnp.float32)
-            values[i] = _next_other(old_leaf, leaf)
+            values[i] = _next_user_state(old_leaf, leaf)
             new_least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
     # 4. Report factors on the state, and numbers below zero.
     _check_not_negative(old_least, _STEPPED_ON)
@@ -171,13 +171,13 @@ def _next_quantizer(old_history, old_scale, new_history, new_scale):
 
     # 3. Undo a factor that loss scales and sums make, in amax and scale. Without one nothing is divided: a division by
     # 1 may flush a subnormal.
-    as_made = jnp.abs(factor - 1) <= _TOLERANCE
-    usable = touched & (as_made | _is_power_of_two_or_sum(factor))
-    divisor = jnp.where(usable & ~as_made, factor, jnp.float32(1))
+    is_unscaled = jnp.abs(factor - 1) <= _TOLERANCE
+    usable = touched & (is_unscaled | _is_power_of_two_or_sum(factor))
+    divisor = jnp.where(usable & ~is_unscaled, factor, jnp.float32(1))
     # A sum of amaxes is already above each of them.
     bound = jnp.minimum(amax / jnp.minimum(divisor, 1), float(np.finfo(np.float32).max))
-    amax = jnp.where(as_made, amax, bound)
-    scale = jnp.where(as_made, new_scale, new_scale / divisor)
+    amax = jnp.where(is_unscaled, amax, bound)
+    scale = jnp.where(is_unscaled, new_scale, new_scale / divisor)
     scale = jnp.where(usable & _scaling.positive_finite(scale), scale, old_scale)
     # Any other factor has changed the parameters' step too: a scale below zero makes the next product NaN.
     scale = jnp.where(touched & ~usable, -jnp.abs(old_scale), scale)
@@ -215,7 +215,7 @@ def _factor_of_scale(old, new, amax):
     return jnp.where(is_current, jnp.float32(1), new / old)
 
 
-def _next_other(old, new):
+def _next_user_state(old, new):
     """Overwrite the state of a user's own quantizer, unless the gradient is all zero, negative or not finite."""
     is_touched = jnp.all(jnp.isfinite(new) & (new >= 0)) & jnp.any(new != 0)
     return jnp.where(is_touched, new, old)
@@ -231,7 +231,7 @@ def _on_host(values):
     return jax.device_get(concrete)
 
 
-_FOUND = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
+_FACTOR = "update_state: {name}: the new state is {factor} times what a step from the old state gives: it was {cause}. "
 _OR_STALE = ", or comes from the gradient of another step"
 _REMEDIES = (
     "Pass the gradient with respect to `old`. Uses of one state must combine by max: take the gradient with "
@@ -253,7 +253,7 @@ def _check_factors(factors):
             most, least = jnp.max(factor), jnp.min(factor)
             worst = jnp.where(most > 1 + _TOLERANCE, most, least)  # a sum is reported before any other factor
             cause = "summed over uses or devices (more than 1), or averaged, clipped or unscaled (less than 1)"
-            message = _FOUND.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
+            message = _FACTOR.format(name=name, factor="{factor}", cause=cause + _OR_STALE) + _REMEDIES
             checkify.debug_check(jnp.abs(worst - 1) <= _TOLERANCE, message, factor=worst)
     for name, factor in _on_host(factors).items():
         bad = ~(np.abs(factor - 1) <= _TOLERANCE)
@@ -261,7 +261,7 @@ def _check_factors(factors):
             worst = factor[bad][0]
             row = f", row {tuple(map(int, np.argwhere(bad)[0][:-1]))}" if factor.size > 1 else ""
             cause = ("summed over uses or devices" if worst > 1 else "averaged, clipped or unscaled") + _OR_STALE
-            raise ValueError(_FOUND.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
+            raise ValueError(_FACTOR.format(name=f"{name}{row}", factor=f"{worst:.4g}", cause=cause) + _REMEDIES)
 
 
 _STEPPED_ON = (
