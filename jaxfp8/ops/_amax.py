@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..numerics import _scaling
+from ..numerics import _scaling, _tpu
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op, dims
 
@@ -35,6 +35,12 @@ class _Amax(Op):
 
     def reference(self, x, vmap_dims):
         return (_shapes.abs_max(x, vmap_dims),)
+
+    def tpu(self, x, vmap_dims, devices):
+        if vmap_dims:
+            return super().tpu(x, vmap_dims=vmap_dims, devices=devices)
+        with _tpu.devices(devices):
+            return (_tpu.abs_max_by_parts(x).reshape(1),)
 
     def cpu(self, x, vmap_dims):
         groups = _shapes.merge(x, vmap_dims)

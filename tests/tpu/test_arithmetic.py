@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 
-from jaxfp8 import numerics
+from jaxfp8 import numerics, ops
 from jaxfp8.numerics import _scaling, _tpu
 
 TINY = np.float32(2.0**-126)
@@ -43,6 +43,17 @@ def test_the_amax_is_the_oracles(special):
     x = np.append(np.random.default_rng(0).standard_normal(5000), special).astype(np.float32)
     assert np.asarray(amax(x)) == oracle.amax(x)
     assert np.asarray(amax(x[:0])) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("special", [1000, np.nan, -np.inf])
+@pytest.mark.parametrize("row", [0, 127], ids=["first part", "last part"])
+def test_the_amax_by_parts_is_the_oracles(row, special, dtype):
+    x = np.random.default_rng(0).standard_normal((128, 40)).astype(dtype)
+    x[row, 3] = special
+    with ops.implementation("tpu"):
+        assert np.asarray(jax.jit(ops.amax)(x)) == oracle.amax(x)
+        assert np.asarray(jax.jit(jax.vmap(ops.amax))(x[None])) == oracle.amax(x)
 
 
 def test_values_of_codes_are_the_oracles():
