@@ -23,14 +23,17 @@ from . import count
 
 WHOLE = P()
 STATE = "_overwrite_with_gradient"
+RECIPES = {
+    "current": jaxfp8.Float8CurrentScaling(),
+    "static": jaxfp8.StaticScaling(),
+    "row-wise": jaxfp8.Float8RowwiseScaling(),
+}
 DENSES = {
     "bf16": nn.Dense,
     "flax": functools.partial(nn.Dense, dot_general_cls=nn.Fp8DirectDotGeneralOp),
     "drop-in": functools.partial(nn.Dense, dot_general_cls=jaxfp8.Fp8DotGeneral),
     "own": jaxfp8.linen.Dense,
-    "current": functools.partial(jaxfp8.linen.Dense, recipe=jaxfp8.Float8CurrentScaling()),
-    "static": functools.partial(jaxfp8.linen.Dense, recipe=jaxfp8.StaticScaling()),
-    "row-wise": functools.partial(jaxfp8.linen.Dense, recipe=jaxfp8.Float8RowwiseScaling()),
+    **{name: functools.partial(jaxfp8.linen.Dense, recipe=recipe) for name, recipe in RECIPES.items()},
 }
 FOUR = ("bf16", "flax", "drop-in", "own")
 
@@ -80,11 +83,28 @@ class Pair(nn.Module):
         return dense(self.candidate, self.features)(nn.gelu(dense(self.candidate, self.features)(x)))
 
 
+class Experts(nn.Module):
+    """A ragged product of rows with the kernels of eight experts; `bf16` is `jax.lax.ragged_dot`."""
+
+    candidate: str
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.zeros, (8, x.shape[-1], self.features), jnp.float32)
+        sizes = jnp.full((8,), x.shape[0] // 8, jnp.int32)
+        if self.candidate == "bf16":
+            return jax.lax.ragged_dot(x, kernel.astype(x.dtype), sizes)
+        recipe = RECIPES[self.candidate]
+        return jaxfp8.ragged_dot(x, kernel, sizes, recipe=recipe, preferred_element_type=x.dtype)
+
+
 # case -> (model of a candidate and a size, candidates, tokens and width of a size, PartitionSpec of kernels or None)
 CASES = {
-    "dense": (dense, (*FOUR, "current", "static", "row-wise"), lambda n: (n, n), None),
-    "gated mlp": (lambda c, n: GatedMLP(c, 7 * n // 4), (*FOUR, "fused"), lambda n: (n, n // 2), None),
-    "scan": (Scan, FOUR, lambda n: (n, n), None),
+    "dense": (dense, (*FOUR, *RECIPES), lambda n: (n, n), None),
+    "gated mlp": (lambda c, n: GatedMLP(c, 7 * n // 4), (*FOUR, "current", "fused"), lambda n: (n, n // 2), None),
+    "scan": (Scan, (*FOUR, "current"), lambda n: (n, n), None),
+    "ragged": (Experts, ("bf16", "current", "static"), lambda n: (n, n), None),
     "dp-8": (dense, FOUR, lambda n: (8 * n, n), P()),
     "fsdp-8": (dense, FOUR, lambda n: (8 * n, n), P("data")),
 }
