@@ -61,8 +61,9 @@ def text(machine: dict[str, Any]) -> str:
     lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
     lines += ["libraries", *_rows(machine["libraries"], lambda row: (row["platform"], _library(row)))]
     version = cublaslt.get("error") or cublaslt["version"]
-    on_cpu = machine["platform"] == "cpu"
-    lines += [f"cuBLASLt   {f'not needed on a CPU ({version})' if on_cpu and 'error' in cublaslt else version}"]
+    if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
+        version = f"not needed on a {machine['platform'].upper()} ({version})"
+    lines += [f"cuBLASLt   {version}"]
     lines += [f"kernels    {_kernels(machine)}"]
     lines += [f"ops on {_or_error(machine['platform'])}"]
     lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
@@ -98,6 +99,8 @@ def _kernels(machine) -> str:
     ops, platform = machine["ops"], machine["platform"]
     if "error" in ops or "error" in platform:
         return "unknown, because a part of this report failed"
+    if platform == "tpu":
+        return "none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8"
     idle = [row["name"] for row in ops if not row["custom_call"] and not _is_intended(row)]
     if idle:
         return f"{len(idle)} of {len(ops)} ops run without their kernel; the reasons are below"
@@ -116,12 +119,18 @@ def _runs(row) -> str:
     program = f"jnp and {', '.join(row['calls'])}" if row["calls"] else "jnp"
     if _is_intended(row):
         return f"{program}, as intended"
+    if row["why"].startswith(_machine.REFUSED):
+        return row["why"]
     return f"{program}: {row['why']}" if row["why"] else program
 
 
 def _recipe(row) -> str:
     """Write a cell: the precision that multiplies the codes of the three products, and the custom calls."""
     calls = ", ".join(f"{count} {name}" for name, count in row["calls"].items()) or "none"
+    if row["why"].startswith(_machine.REFUSED):
+        return row["why"]
+    if row["fp8_products"] and not row["calls"]:
+        return f"{row['fp8_products']} of 3 products of FP8 operands, compiled by XLA"
     if _is_intended(row):
         return f"3 products of FP8 codes, multiplied in high precision as intended; custom calls: {calls}"
     why = f" ({row['why']})" if row["why"] else ""

@@ -56,14 +56,16 @@ def machine(about: dict) -> dict:
     return {"check": "machine", "status": "failed" if is_broken else "passed", "detail": detail}
 
 
-def checks(ops: list[str], on_gpu: bool) -> tuple[list[list[str]], list[str]]:
+def checks(ops: list[str], platform: str | None) -> tuple[list[list[str]], list[str]]:
     """Return the jobs that may run side by side, and the checks that must run alone.
 
-    On a GPU each check has a process of its own, so that its launch is the first in the process.
+    On a GPU each check has a process of its own, so that its launch is the first in the process. A TPU serves one
+    process at a time.
     """
+    on_gpu = platform == "cuda"
     names = ["library", "training", *[f"graph:{op}" for op in ops if on_gpu], *[f"values:{op}" for op in ops]]
     # On a CPU two processes share the checks; a process that dies fails one check only (`_workers.finish`).
-    jobs = [[name] for name in names] if on_gpu else [names[::2], names[1::2]]
+    jobs = [[name] for name in names] if on_gpu else [names] if platform == "tpu" else [names[::2], names[1::2]]
     return jobs, [f"speed:{op}" for op in (*_checks.BASELINES, *ops)]
 
 
@@ -114,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     start = time.perf_counter()
     about = environment()
-    parallel, serial = checks(args.only, on_gpu=about.get("platform") == "cuda")
+    parallel, serial = checks(args.only, about.get("platform"))
     rows = [machine(about)]
     rows += _workers.finish(parallel, args.timeout, args.quick, min(12, os.cpu_count() or 1))
     # Times are taken one after the other, when nothing else runs.

@@ -65,6 +65,10 @@ class Case(NamedTuple):
     arguments: tuple
     comparison: Callable[[bool], _comparisons.Comparison]
 
+    def on_tpu(self) -> "Case":
+        """Return the case with arguments that a TPU reads as they are."""
+        return self._replace(arguments=tuple(map(_values.on_tpu, self.arguments)))
+
 
 def cases(op: str, quick: bool = False) -> Iterator[Case]:
     """Yield the cases of an op, which take shapes, and pairs of dtype and format, in turn; with `quick` five fewer."""

@@ -74,6 +74,9 @@ RECIPES = (
 )
 # The reason of an op that runs in jnp because no kernel of it exists for the platform: nothing is broken or missing.
 NO_KERNEL = "no kernel for"
+# The reason of a program that is refused: its platform has no such product.
+REFUSED = "refused: "
+_FP8_DOT = re.compile(r"stablehlo\.dot_general .*\(tensor<\w*xf8E\w+>, tensor<\w*xf8E\w+>\)")
 _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 
@@ -95,7 +98,7 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
     """
     rows = []
     for name, (function, arguments) in OPS.items():
-        calls, reasons = _lowered(platform, function, arguments)
+        calls, reasons, _ = _lowered(platform, function, arguments)
         # The custom call of `quantize_blocks_transpose` also runs `quantize_blocks`, which needs half of its results.
         target = _SHARED_CALL.get(name, name)
         why = "" if target in calls else "; ".join(reasons) or _why_not(platform, target)
@@ -106,8 +109,9 @@ def active_ops(platform: str) -> list[dict[str, Any]]:
 def active_recipes(platform: str) -> list[dict[str, Any]]:
     """Return a row for each recipe, from forward and backward of a layer: `name`, `fp8_products`, `calls` and `why`.
 
-    `fp8_products` counts the products, of 3, that run as FP8 kernels, `calls` counts custom calls by name, and `why` is
-    a clause that says why fewer than 3 products run so, else "".
+    `fp8_products` counts the products, of 3, that run as FP8 kernels (on TPUs the products of FP8 operands that XLA
+    compiles), `calls` counts custom calls by name, and `why` is a clause that says why fewer than 3 products run so,
+    else "".
     """
     rows = []
     for recipe in RECIPES:
@@ -117,24 +121,36 @@ def active_recipes(platform: str) -> list[dict[str, Any]]:
 
         # Types are enough: programs are lowered and never run, also for platforms that this machine lacks.
         state = jax.eval_shape(lambda recipe=recipe: recipes.init_state(recipe))
-        calls, reasons = _lowered(platform, jax.value_and_grad(loss, argnums=(0, 1, 2)), (_X, _KERNEL, state))
-        products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
+        step = jax.value_and_grad(loss, argnums=(0, 1, 2))
+        calls, reasons, products = _lowered(platform, step, (_X, _KERNEL, state))
+        if platform != "tpu":
+            products = sum(calls.get(name, 0) for name in ("scaled_matmul", "block_scaled_matmul"))
         why = "" if products == 3 else "; ".join(reasons) or _why_not(platform, "scaled_matmul")
         rows.append({"name": type(recipe).__name__, "fp8_products": products, "calls": calls, "why": why})
     return rows
 
 
-def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str]]:
-    """Return the number of each custom call in a program, and the warnings that its lowering would give."""
-    with _support.listening() as reasons:
-        # Make a new function for each call: JAX does not lower the same function twice.
-        text = jax.jit(lambda *args: function(*args)).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-    return dict(sorted(Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text)).items())), reasons
+def _lowered(platform, function, arguments) -> tuple[dict[str, int], list[str], int]:
+    """Return what a program has: the number of each custom call, warnings of its lowering, products of FP8 operands.
+
+    A program that its platform refuses has the refusal as its only warning.
+    """
+    try:
+        with _support.listening() as reasons:
+            # Make a new function for each call: JAX does not lower the same function twice.
+            traced = jax.jit(lambda *args: function(*args)).trace(*arguments)
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+    except NotImplementedError as error:
+        return {}, [f"{REFUSED}{error}"], 0
+    calls = Counter(re.findall(r"custom_call @jaxfp8_(\w+?)_v\d+\b", text))
+    return dict(sorted(calls.items())), reasons, len(_FP8_DOT.findall(text))
 
 
 def _why_not(platform: str, target: str) -> str:
     """Return why the custom call is not in a program whose lowering gives no warning; "" where no reason is known."""
     library = next((row for row in _ffi.libraries() if row.platform == platform), None)
+    if platform == "tpu":  # XLA compiles the jnp programs
+        return f"{NO_KERNEL} {platform}"
     if library is None:
         return f"no native library serves {platform}"
     if library.error:

@@ -1,5 +1,6 @@
 """The numbers that ops are checked on: spread over many octaves, with NaN, infinities and subnormals among them."""
 
+import jax.numpy as jnp
 import numpy as np
 
 _TINY = 2.0**-149
@@ -36,3 +37,11 @@ def scale(rng) -> np.ndarray:
 def factors(rng, shape, octaves: float = 4.0) -> np.ndarray:
     """Return positive f32 numbers between `2**-octaves` and `2**octaves`."""
     return np.exp2(rng.uniform(-octaves, octaves, shape)).astype(np.float32)
+
+
+def on_tpu(x: np.ndarray) -> np.ndarray:
+    """Return x as a TPU may read it: in float32 and bfloat16 numbers below 2**-126 are zeros, and NaNs have no sign."""
+    if x.dtype not in (np.float32, jnp.bfloat16):
+        return x
+    zero, nan = np.zeros_like(x), np.full_like(x, np.nan)
+    return np.where(np.isnan(x), nan, np.where(np.abs(x) < np.float32(2.0**-126), zero, x))

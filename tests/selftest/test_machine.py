@@ -77,6 +77,31 @@ def test_recipes_on_cpu():
     assert set(rows) == {name for name in dir(jaxfp8) if re.fullmatch(r"(Delayed|Float8\w+|MXFP8Block)Scaling", name)}
 
 
+def test_tpus():
+    """XLA multiplies FP8 there; products of blocks are refused, which takes no other row away."""
+    ops, rows = by_name(_machine.active_ops("tpu")), by_name(_machine.active_recipes("tpu"))
+    assert {name for name, row in ops.items() if row["why"] != "no kernel for tpu"} == {"block_scaled_matmul"}
+    assert {name: row["fp8_products"] for name, row in rows.items()} == {
+        "DelayedScaling": 3,
+        "Float8CurrentScaling": 3,
+        "Float8RowwiseScaling": 3,
+        "Float8BlockScaling": 0,
+        "MXFP8BlockScaling": 0,
+    }
+    for row in (ops["block_scaled_matmul"], rows["Float8BlockScaling"]):
+        assert row["why"].startswith("refused: block_scaled_matmul: expected one scale for each row")
+
+
+def test_the_report_of_a_tpu(few_programs, monkeypatch):
+    monkeypatch.setattr(_machine, "RECIPES", (jaxfp8.DelayedScaling(), jaxfp8.Float8BlockScaling()))
+    about = command.about() | {"platform": "tpu", "recipes": _machine.active_recipes("tpu"), "cublaslt": {"error": "-"}}
+    printed = command.text(about)
+    assert "kernels    none for a TPU: XLA compiles all ops, and on TPU v7 multiplies FP8\n" in printed
+    assert "cuBLASLt   not needed on a TPU (-)\n" in printed
+    assert "3 of 3 products of FP8 operands, compiled by XLA" in printed
+    assert "refused: block_scaled_matmul: expected one scale for each row" in printed
+
+
 @NATIVE
 @pytest.mark.parametrize("disabled", [False, True])
 def test_a_healthy_cpu_reads_as_healthy(monkeypatch, few_programs, disabled):

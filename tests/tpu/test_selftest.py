@@ -1,0 +1,60 @@
+"""The selftest as a TPU runs it: its values on the CPU of this machine, its programs compiled for a TPU."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxfp8 import ops
+from jaxfp8.numerics import _tpu
+from jaxfp8.ops import _support
+from jaxfp8.selftest import __main__ as command, _cases, _checks, _values
+
+from . import compiler
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """An odd shape and another one, as a TPU computes them."""
+    monkeypatch.setattr(_cases, "_MATRICES", _cases._MATRICES[2:6:3])
+    monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[2:5:2])
+    monkeypatch.setattr(_support, "backend", lambda: "tpu")
+    with ops.implementation("tpu"):
+        yield
+
+
+@pytest.mark.parametrize("op", _cases.OPS)
+def test_values(op, on_tpu):
+    row = _checks.values(op, quick=True)
+    assert row["status"] == "passed", row["detail"]
+    assert ("have no product on a TPU" in row["detail"]) == (op == "block_scaled_matmul")
+
+
+@pytest.mark.usefixtures("nothing_stays_traced")
+def test_a_wrong_value_is_a_failed_row(on_tpu, monkeypatch):
+    real = _tpu.encode
+    monkeypatch.setattr(_tpu, "encode", lambda x, scale, dtype: real(x, scale * np.float32(1.07), dtype))
+    assert _checks.values("quantize", quick=True)["status"] == "failed"
+
+
+def test_one_process_has_the_tpu():
+    jobs, _ = command.checks(["amax", "quantize"], "tpu")
+    assert jobs == [["library", "training", "values:amax", "values:quantize"]]
+    assert len(command.checks(["amax", "quantize"], "cpu")[0]) == 2
+
+
+def test_numbers_that_a_tpu_reads_as_zero():
+    x = np.float32([2.0**-149, -(2.0**-127), 2.0**-126, -np.nan, 1])
+    expected = np.float32([0, 0, 2.0**-126, np.nan, 1])
+    np.testing.assert_array_equal(_values.on_tpu(x).view(np.uint32), expected.view(np.uint32))
+    half = np.float16([2.0**-24])
+    assert _values.on_tpu(half) is half
+
+
+def test_programs_compile_for_a_tpu():
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    outcomes = json.loads(compiler.run("selftest_programs"))
+    refused = {op: why for op, why in outcomes.items() if why != "compiled"}
+    assert set(refused) == {"block_scaled_matmul"}
+    assert "TPUs have no such FP8 product" in refused["block_scaled_matmul"]
