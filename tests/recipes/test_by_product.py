@@ -20,10 +20,6 @@ SHAPES = cases.dense(5, 36, 4)
 STATE = "_overwrite_with_gradient"
 
 
-def bits_of(state):
-    return jax.tree.map(lambda leaf: np.asarray(leaf).view(np.uint32), state)
-
-
 def run(recipe, arrays, state=None):
     """y, dx, dkernel and the next state, by one program of a recipe."""
     x, kernel, grad, _ = arrays
