@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,19 @@ from .. import ops
 from .._jax import _mesh
 from ..ops._ragged_matmul import sizes_of_groups
 from ..ops._support import selected, using
-from ..recipes import AmaxReduction, DotGeneralState, GEMMType, QTensor, Recipe, second, shares_codes, value_of
+from ..recipes import (
+    AmaxReduction,
+    DotGeneralState,
+    GEMMType,
+    HighPrecisionQuantizer,
+    QTensor,
+    Recipe,
+    second,
+    shares_codes,
+    value_of,
+)
+from . import _contexts
+from ._compute_dtype import not_wider, promoted
 from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
@@ -57,7 +70,8 @@ def ragged_dot(
             QTensor, as `jaxfp8.quantize_params` gives it: the product does not quantize it, and its `source` gets the
             gradient.
         group_sizes: int32 `[g]`, of sum at most m. The sizes are read on the device, and the host does not wait.
-        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not allowed.
+        recipe: for example `DelayedScaling()` or `Float8BlockScaling()`; None is not allowed. A product that a
+            `ByProduct` has None for is that of `jax.lax.ragged_dot`.
         state: `init_state(recipe)`, or the state that the last step returned; None where the recipe keeps no state.
             With `DotGeneralState(None, None, None)` delayed scaling keeps no state. Under `vmap` each example has its
             own scales; the next states of examples that share a state combine by max, and an lhs or rhs that the
@@ -72,8 +86,8 @@ def ragged_dot(
         TypeError: an operand, `group_sizes` or the result has a dtype that is not listed above; `state` is not a
             DotGeneralState or `recipe` not a Recipe; the gradient of a QTensor without a source; second derivatives and
             forward mode.
-        ValueError: shapes do not fit; the state is missing, or has another shape or history length; or the recipe or a
-            QTensor has scales other than one for the tensor or one for each block.
+        ValueError: shapes do not fit; the state is missing, or has another shape or history length; the recipe has no
+            FP8; or the recipe or a QTensor has scales other than one for the tensor or one for each block.
     """
     # 1. Check the operands.
     op = "ragged_dot"
@@ -98,7 +112,9 @@ def ragged_dot(
             )
     quantizers, state = checked_quantizers(op, recipe, state)
     operands = (*quantizers[:3], *(second(quantizers, i) for i in range(3)))
-    if not all(quantizer.has_one_scale or quantizer.block is not None for quantizer in operands):
+    is_plain = [isinstance(quantizer, HighPrecisionQuantizer) for quantizer in operands]
+    has_codes = (quantizer.has_one_scale or quantizer.block is not None for quantizer in operands)
+    if all(is_plain) or not all(map(operator.or_, is_plain, has_codes)):
         raise ValueError(f"{op}: recipe: expected FP8 with one scale, or one for each block, got {recipe!r}")
     out_dtype = result_dtype(op, preferred_element_type, (lhs, rhs), (lhs_codes, rhs_codes))
     if 0 in lhs.shape or 0 in rhs.shape:  # there is no element: gradients are zero, the state is not touched
@@ -158,6 +174,8 @@ class RaggedProduct(Product):
         """Return the product of two QTensors, which have the contracting dimension last."""
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         is_wgrad = gemm_type == GEMMType.WGRAD
+        if a.scale_inv is None or b.scale_inv is None:
+            return _in_high_precision(a, b, self.group_sizes, is_wgrad, out_dtype)
         return ops.ragged_matmul(
             a.data,
             b.data,
@@ -171,6 +189,35 @@ class RaggedProduct(Product):
             precise=gemm_type in self.precise,
             out_dtype=out_dtype,
         )
+
+
+def _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype):
+    """Multiply by `jax.lax.ragged_dot_general`: in the dtype of the result where that of the operands is not narrower.
+
+    Args:
+        a, b: QTensors with the contracting dimension last, `[m, k]` and `[g, n, k]`, for wgrad `[k, m]` and `[n, m]`.
+            Codes beside an operand in high precision are widened to float32.
+        group_sizes: int32 `[g]`.
+        is_wgrad: whether the groups are runs of the contracting dimension.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        `[m, n]`, for wgrad `[g, k, n]`, of `out_dtype`; rows beyond the last group are zeros.
+    """
+    plain = [q.data.dtype for q in (a, b) if q.scale_inv is None]
+    dtype = not_wider(out_dtype, *plain) if len(plain) == 2 else jnp.float32
+    a, b = (q.data.astype(dtype) if q.scale_inv is None else q.dequantize(dtype) for q in (a, b))
+    contracting = (((1,), (1,)), ((), ())) if is_wgrad else (((1,), (2,)), ((), ()))
+    numbers = lax.RaggedDotDimensionNumbers(contracting, [int(is_wgrad)], [] if is_wgrad else [0])
+    wide = promoted(dtype, jnp.float32)
+
+    # JAX has no batching rule for most batches of this product: the examples run one after the other.
+    @jax.custom_batching.sequential_vmap
+    def multiply(a, b, group_sizes):
+        return lax.ragged_dot_general(a, b, group_sizes, numbers, preferred_element_type=wide)
+
+    with _contexts.high_precision(f"the recipe keeps an operand in {plain[0]}"):
+        return multiply(a, b, group_sizes).astype(out_dtype)
 
 
 def in_a_group(x, group_sizes):

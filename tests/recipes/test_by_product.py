@@ -1,5 +1,6 @@
 """ByProduct: the state of each quantizer, codes that products share, layers, codes made outside, and errors."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -175,7 +176,6 @@ def test_freeze():
 
 
 def test_ragged_dot():
-    """Recipes with codes everywhere; one that leaves a product in high precision is refused by name."""
     lhs, rhs, sizes = jnp.ones((4, 6)), jnp.ones((2, 6, 5)), jnp.int32([2, 2])
     recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), jaxfp8.StaticScaling())
 
@@ -185,8 +185,78 @@ def test_ragged_dot():
     dlhs, drhs = jax.grad(product, argnums=(0, 1))(lhs, rhs)
     np.testing.assert_array_equal(dlhs, np.full((4, 6), 5.0))
     np.testing.assert_array_equal(drhs, np.full((2, 6, 5), 2.0))
-    with pytest.raises(ValueError, match=r"ragged_dot: recipe: expected FP8 .*ByProduct\("):
-        product(lhs, rhs, jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), None, None))
+
+
+@pytest.mark.parametrize("plain", ["fprop", "dgrad", "wgrad"])
+def test_a_ragged_product_in_high_precision(plain):
+    """The product without a recipe is the groups' own, in float32; the other two have the bits of their recipe."""
+    rng, current = np.random.default_rng(0), jaxfp8.Float8CurrentScaling()
+    lhs, rhs, grad = (rng.standard_normal(shape).astype(np.float32) for shape in ((12, 6), (3, 6, 5), (12, 5)))
+    sizes = np.int32([5, 0, 4])  # the last three rows are in no group
+
+    def results(recipe):
+        y, vjp = jax.vjp(lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs)
+        return dict(zip(("fprop", "dgrad", "wgrad"), (y, *vjp(grad)), strict=True))
+
+    got, in_fp8 = (
+        results(jaxfp8.ByProduct(**({"fprop": current, "dgrad": current, "wgrad": current} | {plain: None}))),
+        results(current),
+    )
+    exact = {"fprop": np.zeros((12, 5)), "dgrad": np.zeros((12, 6)), "wgrad": np.zeros((3, 6, 5))}
+    sums = {name: np.zeros_like(value) for name, value in exact.items()}  # of the magnitudes of the terms
+    for begin, end, group in ((0, 5, 0), (5, 9, 2)):
+        rows = slice(begin, end)
+        terms = {
+            "fprop": (lhs[rows], rhs[group]),
+            "dgrad": (grad[rows], rhs[group].T),
+            "wgrad": (lhs[rows].T, grad[rows]),
+        }
+        for name, (a, b) in terms.items():
+            place = group if name == "wgrad" else rows
+            exact[name][place] = a.astype(np.float64) @ b
+            sums[name][place] = np.abs(a).astype(np.float64) @ np.abs(b)
+    # A sum of K products in float32, in any order, is off by at most K * 2**-24 times the sum of their magnitudes.
+    terms = {"fprop": 6, "dgrad": 5, "wgrad": 12}[plain]
+    assert np.all(np.abs(got[plain] - exact[plain]) <= terms * 2.0**-24 * sums[plain])
+    assert np.any(np.abs(in_fp8[plain] - exact[plain]) > terms * 2.0**-24 * sums[plain])
+    for name in set(got) - {plain}:
+        oracle.assert_bitwise(np.asarray(got[name]), np.asarray(in_fp8[name]), name)
+
+
+def test_a_ragged_product_in_bfloat16():
+    """The kernel's gradient is that of `jax.lax.ragged_dot` in bfloat16, and delayed scaling keeps its other states."""
+    recipe, sizes = jaxfp8.ByProduct(DELAYED, DELAYED, None), np.int32([5, 7])
+    rng = np.random.default_rng(0)
+    lhs, rhs, grad = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((12, 6), (2, 6, 5), (12, 5)))
+
+    def product(lhs, rhs, state):
+        return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe, state=state)
+
+    _, vjp = jax.vjp(product, lhs, rhs, jaxfp8.init_state(recipe))
+    _, drhs, state = vjp(grad)
+    _, plain = jax.vjp(lambda rhs: jax.lax.ragged_dot(lhs, rhs, sizes), rhs)
+    oracle.assert_bitwise(np.asarray(drhs), np.asarray(plain(grad)[0]), "drhs")
+    assert state.output_grad.amax_history[0] == oracle.amax(np.asarray(grad))
+    assert state.input.amax_history[0] == oracle.amax(np.asarray(lhs))
+
+
+def test_ragged_products_in_high_precision_under_vmap():
+    current, sizes = jaxfp8.Float8CurrentScaling(), np.int32([[5, 7], [8, 4], [0, 12]])
+    weights = np.linspace(-1, 1, 60, dtype=np.float32).reshape(12, 5)
+    lhs, rhs = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((3, 12, 6), (2, 6, 5)))
+
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(lhs, rhs, sizes):
+        recipe = jaxfp8.ByProduct(current, current, None)
+        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe) * weights)
+
+    for got, each in zip(
+        jax.vmap(gradients, (0, None, 0))(lhs, rhs, sizes),
+        zip(*map(gradients, lhs, [rhs] * 3, sizes), strict=True),
+        strict=True,
+    ):
+        # Sums of at most 12 terms below 4 in float32, in two orders: 2 * 12 * 2**-24 * 12 * 4.
+        np.testing.assert_allclose(got, np.stack(each), rtol=0, atol=1e-4)
 
 
 WRONG = {
