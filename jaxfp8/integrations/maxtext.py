@@ -24,19 +24,34 @@ from flax import linen as nn
 from ..dot import checkpoint_policies
 from ..linen import Fp8DotGeneral, Fp8Einsum
 from ..nnx import max_grad
-from ..recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe, checked
+from ..recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    StaticScaling,
+    checked,
+)
 from ._maxtext_accumulation import accumulate_with_state
 
 __all__ = ["Fp8DirectDotGeneralOp", "install"]
 
 # MaxText has no name for block scaling: `_config_class` adds this one.
 _BLOCK = "te_fp8_blockscaling"
+_CURRENT = "te_fp8_currentscaling"
 _RECIPES: dict[str, Recipe] = {
     "fp8": DelayedScaling(),
     "te_fp8_delayedscaling": DelayedScaling(),
-    "te_fp8_currentscaling": Float8CurrentScaling(),
+    _CURRENT: Float8CurrentScaling(),
     _BLOCK: Float8BlockScaling(),
     "te_mxfp8": MXFP8BlockScaling(),
+}
+# MaxText's flags of calibration, by the option of StaticScaling for the same operand.
+_CALIBRATIONS = {
+    "input": "act_quantization_calibration_method",
+    "kernel": "weight_quantization_calibration_method",
+    "grad": "bwd_quantization_calibration_method",
 }
 _TRIED = "0.2.5"
 _VALIDATOR = "set_derived_and_validate_values"
@@ -63,6 +78,10 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     | `te_fp8_blockscaling`, a name that MaxText itself lacks | `Float8BlockScaling()` |
     | `te_mxfp8` | `MXFP8BlockScaling()` |
 
+    Under `te_fp8_currentscaling` MaxText's `act_quantization_calibration_method`, `weight_…` and `bwd_…` count too:
+    with `fixed,-224,224` the operand has the constant scale of that bound, see `StaticScaling`; with `absmax`, their
+    default, it has the scale of its own amax.
+
     TransformerEngine need not be installed. Dense layers get an `Fp8DotGeneral` and the experts' einsums an
     `Fp8Einsum`. State has the names and places that Flax's classes give it under `fp8`, so a run can go on with
     checkpoints of Flax's FP8. `gradient_accumulation_steps` may be more than 1: all microbatches of a step run on the
@@ -79,6 +98,8 @@ def install(recipe: Recipe | None = None) -> contextlib.ExitStack:
     Raises:
         ImportError: MaxText is missing, or lacks something that `install` changes; the message names it.
         TypeError: `recipe` is not a Recipe.
+
+    A model that is made later raises a ValueError for another calibration method than these two.
     """
     global _installed
     recipes = _RECIPES
@@ -186,12 +207,42 @@ def _configure(module, original, recipes):
         recipe = recipes.get(config.quantization)
         if recipe is None:
             return original(config, *args, **options)
+        if recipes is _RECIPES and config.quantization == _CURRENT:
+            recipe = _calibrated(config)
         quantization = original(_With(config, quantization="fp8"), *args, **options)
         if not isinstance(quantization, module.Fp8Quantization):
             return quantization
         return Quantization(recipe, quantization.quantize_dtype if config.quantization == "fp8" else None)
 
     return configure
+
+
+def _calibrated(config) -> Recipe:
+    """Return current scaling, with constant scales for the operands that MaxText's flags give a fixed range."""
+    bounds = {option: _bound(flag, getattr(config, flag, "absmax")) for option, flag in _CALIBRATIONS.items()}
+    return _RECIPES[_CURRENT] if set(bounds.values()) == {None} else StaticScaling(**bounds)
+
+
+def _bound(flag: str, method: str) -> float | None:
+    """Return the bound of a calibration method "fixed,-bound,bound"; None for "absmax".
+
+    Raises:
+        ValueError: `method` is another one; `flag` names it in the message.
+    """
+    if method == "absmax":
+        return None
+    kind, *ends = method.split(",")
+    try:
+        low, high = map(float, ends)
+        is_range = kind == "fixed" and -low == high and 0 < high < float("inf")
+    except ValueError:
+        is_range = False
+    if not is_range:
+        raise ValueError(
+            f'maxtext: {flag}: expected "absmax" or "fixed,-bound,bound" with one bound above 0, such as '
+            f'"fixed,-224,224", got {method!r}'
+        )
+    return high
 
 
 def _keep_codes(decoder, original):

@@ -138,6 +138,9 @@ class TrainConfig:
     gradient_accumulation_steps: int = 1
     use_qwix_quantization: bool = False
     run_name: str = "run"
+    act_quantization_calibration_method: str = "absmax"
+    weight_quantization_calibration_method: str = "absmax"
+    bwd_quantization_calibration_method: str = "absmax"
 
 
 def quantization(standin, flag="fp8"):
@@ -249,6 +252,37 @@ def test_flags(standin, flag, recipe):
         assert standin.quantizations.configure_quantization(TrainConfig(flag, use_qwix_quantization=True)) is None
     with maxtext.install(RECIPE):
         assert quantization(standin, flag).dot_general_cls()().recipe == RECIPE
+
+
+def calibrated(standin, flag="te_fp8_currentscaling", act="absmax", weight="absmax", bwd="absmax"):
+    """The recipe of a dense layer by MaxText's flags of calibration."""
+    methods = {
+        f"{name}_quantization_calibration_method": method
+        for name, method in zip(("act", "weight", "bwd"), (act, weight, bwd), strict=True)
+    }
+    return standin.quantizations.configure_quantization(TrainConfig(flag, **methods)).dot_general_cls()().recipe
+
+
+def test_calibration_methods(standin):
+    fixed = "fixed,-224,224"
+    with maxtext.install():
+        assert calibrated(standin) == jaxfp8.Float8CurrentScaling()
+        assert calibrated(standin, act=fixed, weight=fixed) == jaxfp8.StaticScaling(224.0, 224.0, None)
+        assert calibrated(standin, act=fixed, bwd="fixed, -1.5, 1.5") == jaxfp8.StaticScaling(224.0, None, 1.5)
+        assert calibrated(standin, "fp8", act=fixed) == jaxfp8.DelayedScaling()
+    with maxtext.install(RECIPE):
+        assert calibrated(standin, act=fixed) == RECIPE
+
+
+@pytest.mark.parametrize(
+    "method", ["minmax", "fixed", "fixed,-1,2", "fixed,0,0", "fixed,1,-1", "fixed,-a,a", "fixed,-nan,nan", "absmax,0.8"]
+)
+def test_calibration_methods_that_are_refused(standin, method):
+    with (
+        maxtext.install(),
+        pytest.raises(ValueError, match='act_quantization_calibration_method: expected "absmax" or'),
+    ):
+        calibrated(standin, act=method)
 
 
 def test_flags_that_stay_maxtexts(standin):
