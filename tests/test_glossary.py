@@ -15,7 +15,7 @@ FORBIDDEN = {
     *("alone", "what", "members", "marks", "probe", "made", "asking"),
 }
 # Public arguments, which keep their names.
-PUBLIC = {("ops/_amax.py", "stored"), ("ops/_delayed_scales.py", "stored")}
+PUBLIC = {("ops/_amax.py", "stored")}
 
 
 def definitions(source: str) -> set[str]:

@@ -6,12 +6,19 @@ bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
-from ._amax import amax as amax, amax_to_scale as amax_to_scale
+from ._amax import (
+    DelayedScale as DelayedScale,
+    amax as amax,
+    amax_to_scale as amax_to_scale,
+    delayed_scales as delayed_scales,
+)
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
-from ._count import count_saturated_and_flushed as count_saturated_and_flushed
-from ._delayed_scales import DelayedScale as DelayedScale, delayed_scales as delayed_scales
 from ._ffi import custom_call_targets as custom_call_targets
-from ._quantize import dequantize as dequantize, quantize as quantize
+from ._quantize import (
+    count_saturated_and_flushed as count_saturated_and_flushed,
+    dequantize as dequantize,
+    quantize as quantize,
+)
 from ._quantize_activation import (
     ACTIVATIONS as ACTIVATIONS,
     activate as activate,
@@ -22,6 +29,7 @@ from ._quantize_activation import (
 from ._quantize_blocks import (
     quantize_blocks as quantize_blocks,
     quantize_blocks_transpose as quantize_blocks_transpose,
+    transpose_blocks as transpose_blocks,
 )
 from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
@@ -29,4 +37,3 @@ from ._ragged_matmul import ragged_matmul as ragged_matmul
 from ._readings import READING_NUMBERS, read_histories as read_histories, write_histories as write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul
 from ._support import implementation as implementation
-from ._transpose_blocks import transpose_blocks as transpose_blocks

@@ -1,13 +1,20 @@
-"""amax, the largest magnitude of an array, and amax_to_scale, the scale of a tensor from its amax."""
+"""amax, the largest magnitude of an array; amax_to_scale and delayed_scales: scales from one amax or from histories."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling, _tpu
 from . import _checks, _ffi, _shapes
-from ._primitive import ONE, Op, dims
+from ._partition import WHOLE
+from ._primitive import ONE, Op, apart, dims, halves
+
+MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
 
 def amax(x: ArrayLike) -> jax.Array:
@@ -99,3 +106,112 @@ class _AmaxToScale(Op):
 
 
 _amax_to_scale = _AmaxToScale()
+
+
+class DelayedScale(NamedTuple):
+    """The operands of one quantizer in one step.
+
+    Attributes:
+        scale, scale_inv: f32[1], as `ops.amax_to_scale` gives them.
+        amax: f32[1], 0: a buffer for `ops.quantize` to raise.
+    """
+
+    scale: jax.Array
+    scale_inv: jax.Array
+    amax: jax.Array
+
+
+def delayed_scales(
+    histories: Sequence[ArrayLike],
+    stored: Sequence[ArrayLike],
+    *,
+    fp8_max: Sequence[float],
+    margin: float = 0.0,
+    algo: str = "max",
+) -> list[DelayedScale]:
+    """Compute the scales of several quantizers from their amax histories.
+
+    Equivalent to, for each quantizer:
+
+        history = jnp.where((history > 0) & (history < inf), history, 0)
+        amax = jnp.max(history)                      # history[0] with "most_recent"; -1 if an entry was below zero
+        scale, scale_inv = amax_to_scale(amax, stored, fp8_max=fp8_max, margin=margin)
+
+    `write_histories` gives the next histories. Slot 0 of a history is the newest entry, slot 1 the oldest.
+
+    Args:
+        histories: k arrays f32 `[H]`; H may differ.
+        stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step; their inverses are the scales of histories
+            without an amax.
+        fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
+        margin: headroom in powers of two, -64 to 64.
+        algo: `"max"` or `"most_recent"`.
+
+    Returns:
+        k `DelayedScale`s.
+
+    Raises:
+        TypeError: an array is not float32; or the op is differentiated.
+        ValueError: an array has another shape, `algo` is unknown, the lengths differ or k is not 1 to 64.
+    """
+    op = "delayed_scales"
+    histories = _histories(op, histories)
+    stored = _one_each(op, "stored", stored, len(histories))
+    if len(fp8_max) != len(histories):
+        raise ValueError(f"{op}: fp8_max: expected {len(histories)} numbers, one a history, got {len(fp8_max)}")
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f'{op}: algo: expected "max" or "most_recent", got {algo!r}')
+    numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
+    results = _delayed_scales(*histories, *stored, numerators=numerators, most_recent=algo == "most_recent")
+    return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
+
+
+def _histories(op, histories):
+    if not 1 <= len(histories) <= MAX_QUANTIZERS:
+        raise ValueError(f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; split them up")
+    return [_checks.history(op, f"histories[{i}]", history) for i, history in enumerate(histories)]
+
+
+def _one_each(op, name, values, count):
+    if len(values) != count:
+        raise ValueError(f"{op}: {name}: expected {count} arrays, one a history, got {len(values)}")
+    return [_checks.scale(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def _quantizers(operand_count, **static):
+    """Return the positions of each quantizer's operands, and those of its results."""
+    count = operand_count // 2
+    return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
+
+
+class _DelayedScales(Op):
+    name = "delayed_scales"
+    batch_first = staticmethod(apart(_quantizers))
+
+    def names(self, *ranks, **static):
+        count = len(ranks) // 2
+        # No mesh cuts a history: the maximum of a part is no scale.
+        return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * count], [ONE] * (3 * count)
+
+    def reference(self, *operands, vmap_dims, numerators, most_recent):
+        results = []
+        for history, stored, numerator in zip(*halves(operands), numerators, strict=True):
+            # An entry below zero counts as infinite, so that one reduction finds it and the largest entry.
+            is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
+            newest = history[..., :1]
+            marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
+            largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
+            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if most_recent else largest)
+            results.append((*_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
+        return [part for parts in zip(*results, strict=True) for part in parts]
+
+    def cpu(self, *operands, vmap_dims, numerators, most_recent):
+        histories, stored = halves(operands)
+        histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
+        shapes = [s.shape for s in stored] * 3
+        attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
+        results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
+        return [out.reshape(x.shape) for out, x in zip(results, operands[len(histories) :] * 3, strict=True)]
+
+
+_delayed_scales = _DelayedScales()

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
-from . import _blocks, _checks, _ffi, _scale_layouts, _shapes
+from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import ONE, Op
 from ._product import ProductSpec, rescaled, spec_fields
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
@@ -152,7 +152,7 @@ class _Side:
 def _modes(a_scale_inv, b_scale_inv, spec):
     """Return cuBLASLt's modes for the scales of both operands; None where it has no mode."""
     pairs = (a_scale_inv, spec.a_block), (b_scale_inv, spec.b_block)
-    return tuple(_scale_layouts.mode(block, scale.dtype) for scale, block in pairs)
+    return tuple(_blocks.mode(block, scale.dtype) for scale, block in pairs)
 
 
 class _BlockScaledMatmul(Op):
@@ -231,12 +231,12 @@ class _BlockScaledMatmul(Op):
         scales = [_shapes.merge(scale, vmap_dims + spec.batch, 1) for scale in (a_scale_inv, b_scale_inv)]
         if spec.as_mx:
             blocks = spec.a_block, spec.b_block
-            scales = [_scale_layouts.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
+            scales = [_blocks.as_mx(*scaled, k) for scaled in zip(scales, blocks, (m, n), strict=True)]
         # 2. Pad to whole blocks and aligned rows, and order the scales as cuBLASLt reads them.
-        depth = -k % max(map(_scale_layouts.depth, modes))
+        depth = -k % max(map(_blocks.depth, modes))
         codes = [_shapes.pad(x, -x.shape[-2] % ALIGNMENT, depth) for x in codes]
         rows = [x.shape[-2] for x in codes]
-        scales = [_scale_layouts.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
+        scales = [_blocks.to_stored(*scaled) for scaled in zip(scales, modes, rows, strict=True)]
         # 3. Multiply, cut off the padding and add the bias.
         dtype = jnp.float32 if spec.has_bias else spec.out_dtype
         results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
@@ -251,14 +251,14 @@ class _BlockScaledMatmul(Op):
         """Return why cuBLASLt cannot multiply these operands on GPUs of these compute capabilities; or None."""
         if a.dtype == b.dtype == E5M2:
             return "block_scaled_matmul: no tensor core multiplies two float8_e5m2"
-        reason = _scale_layouts.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
+        reason = _blocks.missing(_modes(a_scale_inv, b_scale_inv, spec), capabilities, spec.power_2_scale)
         a_scales, b_scales = f"{a_scale_inv.dtype} of {spec.a_block}", f"{b_scale_inv.dtype} of {spec.b_block}"
         return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
 
     def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
         """Return the static arguments of `cuda` on GPUs of these compute capabilities."""
         modes = _modes(a_scale_inv, b_scale_inv, spec)
-        as_mx = _scale_layouts.runs_as_mx(modes, capabilities, spec.power_2_scale)
+        as_mx = _blocks.runs_as_mx(modes, capabilities, spec.power_2_scale)
         return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
 
     def align(self, axes, sizes, mesh_shape, *, spec):

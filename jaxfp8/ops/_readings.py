@@ -15,12 +15,12 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import _scaling
-from . import _batching, _checks, _ffi, _shapes
+from . import _checks, _ffi, _shapes
+from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
-from ._primitive import ONE, Op, dims
+from ._primitive import ONE, Op, apart, dims, halves
 
 READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
-MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
@@ -92,9 +92,9 @@ def write_histories(
     written = {}
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
-        histories, _ = _batching.halves(_columns(products, call))
+        histories, _ = halves(_columns(products, call))
         results = _write(*histories, *(recorded[i] for i in call), counts=counts, by_quantizer=False)
-        pairs = zip(*_batching.halves(results), strict=True)
+        pairs = zip(*halves(results), strict=True)
         written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
     return [written[i] for i in range(len(products))]
 
@@ -110,7 +110,7 @@ def _write_by_quantizer(op, pairs, recorded):
     ]
     histories = [history for history, _ in pairs]
     results = _write(*histories, *numbers, counts=(1,) * len(pairs), by_quantizer=True)
-    return list(zip(*_batching.halves(results), strict=True))
+    return list(zip(*halves(results), strict=True))
 
 
 def _checked(op, products):
@@ -201,7 +201,7 @@ def _next_history(history, amax, scale_inv):
 
 class _ReadHistories(Op):
     name = "read_histories"
-    batch_first = staticmethod(_batching.apart(_read_units))
+    batch_first = staticmethod(apart(_read_units))
 
     def names(self, *ranks, counts):
         histories, scales, readings = _names(ranks, counts)
@@ -211,13 +211,13 @@ class _ReadHistories(Op):
         return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
 
     def reference(self, *operands, vmap_dims, counts):
-        numbers = [_numbers(history, scale) for history, scale in zip(*_batching.halves(operands), strict=True)]
+        numbers = [_numbers(history, scale) for history, scale in zip(*halves(operands), strict=True)]
         return [
             lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)
         ]
 
     def cpu(self, *operands, vmap_dims, counts):
-        histories, scales = _batching.halves(operands)
+        histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
         results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
         readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
@@ -229,7 +229,7 @@ _read = _ReadHistories()
 
 class _WriteHistories(Op):
     name = "write_histories"
-    batch_first = staticmethod(_batching.apart(_write_units))
+    batch_first = staticmethod(apart(_write_units))
 
     def names(self, *ranks, counts, by_quantizer):
         histories, scales, readings = _names(ranks, counts)
@@ -244,7 +244,7 @@ class _WriteHistories(Op):
         bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
         histories, numbers = bits[: sum(counts)], bits[sum(counts) :]
         if by_quantizer:
-            amaxes, scales = _batching.halves(numbers)
+            amaxes, scales = halves(numbers)
         else:
             columns = [reading[..., i : i + 1] for reading in numbers for i in range(reading.shape[-1])]
             amaxes, scales = columns[::READING_NUMBERS], columns[1::READING_NUMBERS]
@@ -260,7 +260,7 @@ class _WriteHistories(Op):
         aliases = {} if by_quantizer else {i: i for i in range(len(groups))}
         numbers = [x.reshape(-1) if by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
         written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
-        histories, scales = _batching.halves(written)
+        histories, scales = halves(written)
         return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]
 
 

@@ -43,7 +43,7 @@ class BlockwiseQuantizer(FP8Quantizer):
             cols=options.cols,
         )
         # The product has to know whether scales are powers of two: newer GPUs multiply no other float32 scales of
-        # blocks (`ops._scale_layouts`).
+        # blocks (`ops._blocks`).
         q = QTensor(
             data,
             scale_inv,

@@ -11,7 +11,7 @@ import pytest
 from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
-from jaxfp8.ops import _block_scaled_matmul, _blocks, _scale_layouts
+from jaxfp8.ops import _block_scaled_matmul, _blocks
 
 from . import cases
 from .conftest import EMULATED
@@ -285,7 +285,7 @@ def test_powers_of_two_are_exact_as_mx(fmt, scaling):
     with np.errstate(invalid="ignore"):
         x = top * np.random.default_rng(0).choice(np.float32([-1, 1, 0.7, 0.1, 0]), (rows, k))
     codes, scales = oracle_blocks.quantize(x, fmt, block, power_2_scale=True)
-    got = np.asarray(_scale_layouts.as_mx(scales[None], block, rows, k))[0]
+    got = np.asarray(_blocks.as_mx(scales[None], block, rows, k))[0]
     assert got.shape == (rows, -(-k // 32)) and got.dtype == E8M0
     expected = oracle_blocks.dequantize(codes, scales, block)
     np.testing.assert_array_equal(oracle_blocks.dequantize(codes, got, (1, 32)), expected)
@@ -295,7 +295,7 @@ def test_scales_that_are_no_powers_of_two_are_nan_as_mx():
     exact = np.float32([2.0**-126, 2.0**-120, 1, 2.0**120, 2.0**127])
     wrong = np.float32([2.0**-127, 0, 3, 1 + 2.0**-23, -1, np.inf, np.nan])
     scales = np.concatenate([exact, wrong])[None, None]
-    got = np.asarray(_scale_layouts.as_mx(scales, (1, 128), 1, 128 * scales.size))[0]
+    got = np.asarray(_blocks.as_mx(scales, (1, 128), 1, 128 * scales.size))[0]
     got = oracle_blocks.scale_values(got[:, ::4])[0]
     np.testing.assert_array_equal(got[: len(exact)], exact)
     assert np.isnan(got[len(exact) :]).all()

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mesh import hlo
 
 from jaxfp8 import ops
-from jaxfp8.ops import _ragged_loops as module
+from jaxfp8.ops import _ragged_matmul as module
 
 from . import cases
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
-from jaxfp8.ops import _transpose_blocks
+from jaxfp8.ops import _quantize_blocks
 
 from . import cases
 
@@ -119,11 +119,11 @@ def takes_the_first_scale(monkeypatch):
 
 
 def flushes_subnormals(monkeypatch):
-    def mutant(data, shift, original=_transpose_blocks._shift_down):
+    def mutant(data, shift, original=_quantize_blocks._shift_down):
         codes = original(data, shift)
         return jnp.where(codes & 0x7F < 8, codes & 0x80, codes)
 
-    monkeypatch.setattr(_transpose_blocks, "_shift_down", mutant)
+    monkeypatch.setattr(_quantize_blocks, "_shift_down", mutant)
 
 
 @pytest.mark.slow

@@ -134,13 +134,13 @@ def capabilities(folder):
     """cuBLASLt has on each GPU what jaxfp8.ops asks of it there, and no more."""
     gemm = Gemm(folder)
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-    from jaxfp8.ops import _scale_layouts
+    from jaxfp8.ops import _blocks
 
     for ordinal, capability in enumerate(CAPABILITIES):
         gemm.set_device(ordinal, capability)
         gemm.check(2, 16, 48, 32, scales=(2, 1))
         for modes in (*PAIRS, (BLOCKS, BLOCKS)):
-            missing = _scale_layouts.missing(tuple(map(NAMES.get, modes)), [divmod(capability, 10)])
+            missing = _blocks.missing(tuple(map(NAMES.get, modes)), [divmod(capability, 10)])
             reason = _scaled(gemm, modes, 1, 16, 48, 32, capability)
             assert ("no cuBLASLt algorithm" in reason) == (missing is not None), (capability, modes, reason)
 
