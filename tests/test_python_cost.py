@@ -54,10 +54,16 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     assert ours < 0.4 * flax
 
 
-@pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling(), jaxfp8.MXFP8BlockScaling()])
-def test_frames_from_a_layer_to_an_op(recipe):
-    """What a reader of a traceback goes through: at most 9 frames of ours, the layer's and the op's included."""
+@pytest.mark.parametrize(
+    "recipe, most",
+    [(jaxfp8.DelayedScaling(), 6), (jaxfp8.MXFP8BlockScaling(), 6), (jaxfp8.Float8CurrentScaling(), 7)],
+)
+def test_frames_from_a_layer_to_an_op(recipe, most):
+    """What a reader of a traceback goes through, the layer's and the op's frames included.
+
+    Current scaling has one frame more: its quantizer chooses the scale by two ops.
+    """
     tool = pathlib.Path(__file__).parents[1] / "tools" / "frames.py"
     depths = {op: len(names) for op, names in runpy.run_path(str(tool))["frames"](recipe).items()}
     assert any("matmul" in op for op in depths) and any("quantize" in op for op in depths), depths
-    assert 4 < max(depths.values()) <= 9, depths
+    assert 4 < max(depths.values()) <= most, depths

@@ -14,15 +14,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
 from ..ops import _checks, _quantize_activation
+from ..ops._support import selected
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer, is_wrapping
 from ._fused_input import Activated, FusedInput, Normalized, activated
 from ._gemms import Product
+from ._high_precision import plus
 from ._layout import checked_numbers, layouts, out_shape
-from ._matmul import plus
-from ._product import OUTPUT_NAME, multiply
+from ._product import OUTPUT_NAME, product_p, wrapped_product
 from ._shared_state import shared
 
 
@@ -138,10 +139,14 @@ def dot_general(
         layer=current_layer(),
     )
     # The primitive takes the sources as its operands, so that gradients reach them.
-    codes = without_source(x_codes), without_source(kernel_codes)
-    results = multiply(product)(x, kernel, bias, shared(state), codes)
+    state, codes = shared(state), (without_source(x_codes), without_source(kernel_codes))
+    if is_wrapping():
+        results = [wrapped_product(product, x, kernel, bias, state, codes)]
+    else:
+        leaves, tree = jax.tree.flatten((bias, state, codes))
+        results = product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
     if product.activation is None:
-        return finished(checkpoint_name(results, OUTPUT_NAME))
+        return finished(checkpoint_name(results[0], OUTPUT_NAME))
     y, values = results
     return Activated(y, activation, source=values)
 

@@ -17,8 +17,8 @@ from .. import ops, recipes
 from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
+from ._high_precision import is_blockwise, is_tensorwise, multiply_by, multiply_dequantized
 from ._layout import Layout, layouts
-from ._matmul import matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,20 @@ class Product:
         return dataclasses.replace(self, vmap_dims=self.vmap_dims + more)
 
     def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
-        """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`."""
+        """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`.
+
+        Args:
+            gemm_type: the GEMMType: fprop, dgrad or wgrad.
+            a: a QTensor `[*batch, *m, *k]`, whose columns are k. `a.data_t`, if any, is a layout that another product
+                reads as well.
+            b: a QTensor `[*batch, *n, *k]`.
+            out_dtype: bfloat16, float16 or float32.
+            swap: whether to return the transpose.
+            bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
+
+        Returns:
+            `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
+        """
         x, kernel, grad = self.quantizers[:3]
         wgrad_x, dgrad_kernel, wgrad_grad = (recipes.second(self.quantizers, i) for i in range(3))
         pairs = {
@@ -81,8 +94,44 @@ class Product:
             GEMMType.WGRAD: (wgrad_x, wgrad_grad),
         }
         qgemm = pairs[gemm_type][0].qgemm or pairs[gemm_type][1].qgemm
-        options = {"precise": gemm_type in self.precise, "batch": self.batch, "bias": bias, "swap": swap}
-        return matmul(a, b, gemm_type=gemm_type, qgemm=qgemm, out_dtype=out_dtype, **options)
+        if qgemm is not None:
+            return multiply_by(qgemm, a, b, gemm_type, out_dtype, self.batch, bias, swap)
+        # The transpose of a product is the product of the operands exchanged: no kernel has to transpose its result.
+        if swap:
+            a, b = b, a
+        # Take the fastest kernel that reads both operands. Beside an operand with blocks, a tensor with one scale is a
+        # matrix of one block; operands that no kernel reads are dequantized.
+        if is_tensorwise(a) and is_tensorwise(b):
+            return ops.scaled_matmul(
+                a.data,
+                b.data,
+                a.scale_inv,
+                b.scale_inv,
+                a_t=a.data_t,
+                b_t=b.data_t,
+                bias=bias,
+                out_dtype=out_dtype,
+                precise=gemm_type in self.precise,
+                batch=self.batch,
+                contracting=a.cols,
+                narrow_sums=gemm_type == GEMMType.WGRAD,
+            )
+        if is_blockwise(a) and is_blockwise(b):
+            return ops.block_scaled_matmul(
+                a.data,
+                b.data,
+                a.scale_inv,
+                b.scale_inv,
+                a_block=a.block,
+                b_block=b.block,
+                power_2_scale=a.power_2_scale and b.power_2_scale,
+                bias=bias,
+                out_dtype=out_dtype,
+                precise=gemm_type in self.precise,
+                batch=self.batch,
+                contracting=a.cols,
+            )
+        return multiply_dequantized(a, b, out_dtype, self.batch, bias)
 
     def requantize(self, i, y, use, cols):
         """Quantize and dequantize the result y by quantizer `i`; return y and the QTensor for the next state."""
@@ -128,17 +177,17 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         q = codes[i]
         is_read_again = partner in (differentiated or ())
         is_kept = is_read_again and (recipes.shares_codes(product.quantizers, i) or _is_all_of(q, operand))
-        options = layout.counts | {"columnwise": is_kept or layout.contract_first}
+        options = layout.options(columnwise=is_kept or layout.contract_first, reduce=product.reduce)
         if isinstance(q, FusedInput):
             # A policy that saves the codes has no reason to compute the input again.
             q = checkpoint_name(quantize_fused(q, product.quantizers[i], uses[i], product.reduce), RESIDUAL_NAME)
         if q is None:
-            options = OperandOptions(**options, contract_first=layout.contract_first, reduce=product.reduce)
+            options = options._replace(contract_first=layout.contract_first)
             q, _ = product.quantizers[i].quantize_operand(layout.ordered(operand), uses[i], options)
         else:
-            q = _in_order(product.names[i], q, layout, **options)
+            q = _in_order(product.names[i], q, layout, options.columnwise)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
-                q = _with_columnwise(q, product, OperandOptions(**options))
+                q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
         last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
         if is_kept and _is_turned_late(q):
             last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
@@ -170,7 +219,7 @@ def _is_all_of(codes, operand) -> bool:
 def _quantized_again(product, i, operand, layout, uses) -> QTensor:
     """Quantize x (i = 0) or the kernel (i = 1) for the second product that reads it, its contraction last."""
     first = layout.contract_first
-    options = OperandOptions(**layout.counts, columnwise=not first, reduce=product.reduce)
+    options = layout.options(columnwise=not first, reduce=product.reduce)
     quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
     q, _ = quantizer.quantize_operand(layout.ordered(operand), use, options)
     return _both_layouts(q, len(layout.batch), first, True)[1]
@@ -260,10 +309,10 @@ def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -
     return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)
 
 
-def _in_order(name: str, q: QTensor, layout: Layout, rows, cols, columnwise) -> QTensor:
+def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:
     """Return a QTensor that was made outside of the product, in the order of the product's dimensions."""
-    data, data_t = layout.ordered(q.data), q.data_t
-    batch = data.ndim - rows - cols
+    data, data_t, cols = layout.ordered(q.data), q.data_t, layout.cols
+    batch = data.ndim - layout.rows - cols
     if not q.has_one_scale:
         if batch and q.block is not None and q.block[0] == 1 and q.scale_inv.ndim == 2:
             # Scales that were made without the product count batch dimensions as rows.
@@ -285,8 +334,9 @@ def _with_columnwise(q: QTensor, product: Product, options: OperandOptions) -> Q
     and quantized once more. Where the product's quantizer makes other scales than q has, wgrad dequantizes q.
     """
     if q.power_2_scale and q.block is not None and q.block[0] == 1 and q.block[1] is not None:
-        layout = {"block": q.block, "rows": options.rows, "cols": options.cols}
-        data_t, scale_inv_t = ops.transpose_blocks(q.data, q.scale_inv, **layout)
+        data_t, scale_inv_t = ops.transpose_blocks(
+            q.data, q.scale_inv, block=q.block, rows=options.rows, cols=options.cols
+        )
         return dataclasses.replace(q, data_t=data_t, scale_inv_t=scale_inv_t)
     again, _ = product.quantizers[0].quantize_operand(q.dequantize(product.x_dtype), None, options)
     if again.scale_inv_t is None or again.block != q.block:

@@ -5,9 +5,13 @@ Dimensions are put in order and never merged: on a mesh each keeps its own shard
 
 import dataclasses
 import operator
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ..recipes import OperandOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +49,9 @@ class Layout:
         """Return the number of dimensions that are columns."""
         return len(self.free if self.contract_first else self.contract)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Return the numbers of dimensions that are rows and columns."""
-        return {"rows": self.rows, "cols": self.cols}
+    def options(self, columnwise: bool, reduce: Callable[..., jax.Array]) -> OperandOptions:
+        """Return the options of an operand `ordered`; see `OperandOptions`."""
+        return OperandOptions(self.rows, self.cols, columnwise, reduce=reduce)
 
     @property
     def _order(self) -> tuple[int, ...]:

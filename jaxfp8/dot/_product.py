@@ -23,20 +23,22 @@ from ..ops._support import selected, using
 from ..recipes import QTensor, StateUse, largest, value_of
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
-from ._gemms import Product, backward, forward
+from ._gemms import backward, forward
 from ._gradient_checks import check_sources, warn_of_state
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
 
 
-def multiply(product: Product):
-    """Return the FP8 product as a function `(x, kernel, bias, state, codes) -> y`; `codes` have no sources.
+def wrapped_product(product, x, kernel, bias, state, codes):
+    """Multiply by the wrapper of `_contexts.wrapping`, which gets the FP8 product and the float32 product."""
+    fp8, float32 = functools.partial(_fp8, product), functools.partial(_float32, product)
+    return wrapped(product, fp8, float32)(x, kernel, bias, state, codes)
 
-    A product with an activation gives `(y, activation(y))`. The cotangent of the second result is multiplied by the
-    derivative and quantized in one pass, unless y has a cotangent too.
-    """
-    return wrapped(product, functools.partial(_fp8, product), functools.partial(_float32, product))
+
+def _fp8(product, x, kernel, bias, state, codes):
+    leaves, tree = jax.tree.flatten((bias, state, codes))
+    return product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())[0]
 
 
 def _float32(product, x, kernel, bias, state, codes):
@@ -53,12 +55,6 @@ def _float32(product, x, kernel, bias, state, codes):
         out_sharding=product.out_sharding,
     )
     return y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-
-
-def _fp8(product, x, kernel, bias, state, codes):
-    leaves, tree = jax.tree.flatten((bias, state, codes))
-    results = _product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
-    return results[0] if product.activation is None else tuple(results)
 
 
 def _primal(x, kernel, *leaves, product, tree, implementation):
@@ -111,7 +107,7 @@ def _batch(args, dims, *, product, **params):
     # 1. Without examples there is nothing to multiply.
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if size == 0:
-        outs = jax.eval_shape(functools.partial(_product_p.bind, product=product, **params), *map(_without, args, dims))
+        outs = jax.eval_shape(functools.partial(product_p.bind, product=product, **params), *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
     # 2. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
@@ -135,7 +131,7 @@ def _batch(args, dims, *, product, **params):
             repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        results = _product_p.bind(*leading, product=product.with_vmap_dims(1), **params)
+        results = product_p.bind(*leading, product=product.with_vmap_dims(1), **params)
         return results, [0] * len(results)
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
@@ -154,7 +150,7 @@ def _batch(args, dims, *, product, **params):
         axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
         out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
     product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
-    results = _product_p.bind(*operands, *leaves, product=product, **params)
+    results = product_p.bind(*operands, *leaves, product=product, **params)
     return results, [first + out_dim] * len(results)
 
 
@@ -301,15 +297,15 @@ def _(primals, tangents):
     return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
 
 
-_product_p = Primitive("fp8_product")
-_product_p.multiple_results = True
-_product_p.def_abstract_eval(_abstract)
-_product_p.def_impl(compiled(_product_p))
-_compat.needs_devices(_product_p)
-mlir.register_lowering(_product_p, mlir.lower_fun(_primal, multiple_results=True))
-batching.primitive_batchers[_product_p] = _batch
-ad.primitive_jvps[_product_p] = _jvp
-_compat.linearizes_by(_product_p, _linearize)
+product_p = Primitive("fp8_product")
+product_p.multiple_results = True
+product_p.def_abstract_eval(_abstract)
+product_p.def_impl(compiled(product_p))
+_compat.needs_devices(product_p)
+mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True))
+batching.primitive_batchers[product_p] = _batch
+ad.primitive_jvps[product_p] = _jvp
+_compat.linearizes_by(product_p, _linearize)
 
 _linear_p = Primitive("fp8_product_linear")
 _linear_p.multiple_results = True

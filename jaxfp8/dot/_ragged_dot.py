@@ -33,8 +33,8 @@ from ._dot_general import checked_quantizers, operand, result_dtype, without_sou
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
 from ._gradient_checks import check_sources, warn_of_state
+from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._matmul import is_blockwise
 from ._product import OUTPUT_NAME, differentiated_once
 from ._shared_state import Static, shared, vmapped_state
 

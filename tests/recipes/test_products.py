@@ -1,7 +1,6 @@
 """Each recipe's product against the oracle: what its GEMMs read to the bit, what they give within a derived bound."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 from oracle import F32
 
 import jaxfp8
-from jaxfp8.dot import _dot_general, _gemms, _matmul
+from jaxfp8.dot import _dot_general, _gemms, _high_precision
 from jaxfp8.recipes import OperandOptions
 from recipes import cases
 from recipes.cases import KINDS, RECIPES, SHAPES
@@ -26,9 +25,9 @@ def operands_read(monkeypatch, run):
     """
     read = {}
 
-    def matmul(a, b, *, gemm_type, batch, **options):
-        read[str(gemm_type)] = [_matmul._matrices(x, batch) for x in (a, b)]
-        return whole(a, b, gemm_type=gemm_type, batch=batch, **options)
+    def gemm(product, gemm_type, a, b, *options, **more):
+        read[str(gemm_type)] = [_high_precision._matrices(x, product.batch) for x in (a, b)]
+        return whole(product, gemm_type, a, b, *options, **more)
 
     def multiply(product, x, kernel, bias, state, codes):
         differentiated = ["x", "kernel"]
@@ -36,9 +35,10 @@ def operands_read(monkeypatch, run):
         _gemms.backward(product, x.shape, kernel.shape, differentiated, residuals, grads.pop())
         return y
 
-    whole = _gemms.matmul
-    monkeypatch.setattr(_gemms, "matmul", matmul)
-    monkeypatch.setattr(_dot_general, "multiply", lambda product: functools.partial(multiply, product))
+    whole = _gemms.Product.gemm
+    monkeypatch.setattr(_gemms.Product, "gemm", gemm)
+    monkeypatch.setattr(_dot_general, "is_wrapping", lambda: True)
+    monkeypatch.setattr(_dot_general, "wrapped_product", multiply)
     grads = []
     run(grads.append)
     return read

@@ -1,4 +1,4 @@
-"""matmul: the product of two QTensors, with one scale or many, with a user's codes, or in high precision."""
+"""Products of QTensors that no FP8 kernel multiplies: by a user's own function, or dequantized in high precision."""
 
 import dataclasses
 import math
@@ -8,83 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import ops
-from ..recipes import GEMMType, QTensor, dequantized
+from ..recipes import QTensor, dequantized
 from . import _contexts
 from ._compute_dtype import not_wider, promoted
 
 _SCALE_DTYPES = (np.dtype(jnp.float32), np.dtype(jnp.float8_e8m0fnu))
 
 
-def matmul(a, b, *, gemm_type, qgemm, out_dtype, precise, batch, bias=None, swap=False):
-    """Multiply `a @ b.T`, or with `swap` its transpose `b @ a.T`.
-
-    Args:
-        a: a QTensor `[*batch, *m, *k]`, whose columns are k. `a.data_t`, if any, is a layout that another product reads
-            as well.
-        b: a QTensor `[*batch, *n, *k]`.
-        gemm_type: the GEMMType: fprop, dgrad or wgrad.
-        qgemm: the product function of a user's quantizer, or None.
-        out_dtype: bfloat16, float16 or float32.
-        precise: turns fast accumulation off.
-        batch: the number of batch dimensions, which lead.
-        bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
-        swap: whether to return the transpose.
-
-    Returns:
-        `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
-    """
-    if qgemm is not None:
-        return _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap)
-    # The transpose of a product is the product of the operands exchanged: no kernel has to transpose its result.
-    if swap:
-        a, b = b, a
-    # Take the fastest kernel that reads both operands. Beside an operand with blocks, a tensor with one scale is a
-    # matrix of one block; operands that no kernel reads are dequantized.
-    if _is_tensorwise(a) and _is_tensorwise(b):
-        return ops.scaled_matmul(
-            a.data,
-            b.data,
-            a.scale_inv,
-            b.scale_inv,
-            a_t=a.data_t,
-            b_t=b.data_t,
-            bias=bias,
-            out_dtype=out_dtype,
-            precise=precise,
-            batch=batch,
-            contracting=a.cols,
-            narrow_sums=gemm_type == GEMMType.WGRAD,
-        )
-    if is_blockwise(a) and is_blockwise(b):
-        return ops.block_scaled_matmul(
-            a.data,
-            b.data,
-            a.scale_inv,
-            b.scale_inv,
-            a_block=a.block,
-            b_block=b.block,
-            power_2_scale=a.power_2_scale and b.power_2_scale,
-            bias=bias,
-            out_dtype=out_dtype,
-            precise=precise,
-            batch=batch,
-            contracting=a.cols,
-        )
-    return _dequantized(a, b, out_dtype, batch, bias)
-
-
-def _is_tensorwise(q: QTensor) -> bool:
+def is_tensorwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with one scale."""
     return q.is_fp8 and q.has_one_scale
 
 
 def is_blockwise(q: QTensor) -> bool:
     """Tell whether q is FP8 with a scale for each block; a tensor with one scale is one block."""
-    return _is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
+    return is_tensorwise(q) or (q.is_fp8 and q.block is not None and q.scale_inv.dtype in _SCALE_DTYPES)
 
 
-def _dequantized(a, b, out_dtype, batch, bias):
+def multiply_dequantized(a, b, out_dtype, batch, bias):
     """Multiply in float32, or two operands without codes in the dtype of the result where theirs is not narrower.
 
     Codes, and an operand beside codes, are widened to float32.
@@ -102,8 +43,8 @@ def _dequantized(a, b, out_dtype, batch, bias):
     return plus(y, bias, batch, out_dtype)
 
 
-def _custom(a, b, gemm_type, qgemm, out_dtype, batch, bias, swap):
-    """Multiply by a user's own product, of matrices."""
+def multiply_by(qgemm, a, b, gemm_type, out_dtype, batch, bias, swap):
+    """Multiply by a user's own function `qgemm`, which multiplies matrices."""
     rows = [q.shape[batch : q.ndim - q.cols] for q in (a, b)]
     leading = a.shape[:batch]
     # A bias is added to a product in float32, so that the sum is rounded only once.
