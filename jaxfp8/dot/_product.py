@@ -97,7 +97,7 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
     return [dot, dot.update(shape=(*shape, n), sharding=dot.sharding.update(spec=PartitionSpec(*spec, last)))]
 
 
-def _batch(args, dims, *, product, **params):
+def _batch(args, dims, *, product, tree, implementation):
     """Batch: examples that share a state are one larger product; states with a batch are a batch of products.
 
     A batch of kernels without state is a batch of products too: as in a loop, each kernel has its own scale.
@@ -107,12 +107,13 @@ def _batch(args, dims, *, product, **params):
     # 1. Without examples there is nothing to multiply.
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if size == 0:
-        outs = jax.eval_shape(functools.partial(product_p.bind, product=product, **params), *map(_without, args, dims))
+        one = functools.partial(product_p.bind, product=product, tree=tree, implementation=implementation)
+        outs = jax.eval_shape(one, *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
 
     # 2. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
-    bias, state, _ = jax.tree.unflatten(params["tree"], leaves)
-    *_, (x_codes, _) = jax.tree.unflatten(params["tree"], range(len(leaves)))
+    bias, state, _ = jax.tree.unflatten(tree, leaves)
+    *_, (x_codes, _) = jax.tree.unflatten(tree, range(len(leaves)))
     batched = [i for i, d in enumerate(leaf_dims) if d is not None]
     if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x]:
         leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
@@ -131,7 +132,7 @@ def _batch(args, dims, *, product, **params):
             repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        results = product_p.bind(*leading, product=product.with_vmap_dims(1), **params)
+        results = product_p.bind(*leading, product=product.with_vmap_dims(1), tree=tree, implementation=implementation)
         return results, [0] * len(results)
 
     # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
@@ -150,7 +151,7 @@ def _batch(args, dims, *, product, **params):
         axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
         out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
     product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
-    results = product_p.bind(*operands, *leaves, product=product, **params)
+    results = product_p.bind(*operands, *leaves, product=product, tree=tree, implementation=implementation)
     return results, [first + out_dim] * len(results)
 
 
@@ -229,9 +230,11 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     return _compat.linearized(list(map(_mesh.placed_as, outs, results)), residuals, linear)
 
 
-def _jvp(primals, tangents, **params):
+def _jvp(primals, tangents, *, product, tree, implementation):
     is_linear = [type(t) is not ad.Zero for t in tangents]
-    results, _, *residuals, linear = _linearize(False, is_linear, *primals, **params)
+    results, _, *residuals, linear = _linearize(
+        False, is_linear, *primals, product=product, tree=tree, implementation=implementation
+    )
     return results, linear(*residuals, *tangents)
 
 

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
-from ..ops._ragged_matmul import sizes_of_groups
+from ..ops import _checks
 from ..ops._support import selected, using
 from ..recipes import (
     AmaxReduction,
@@ -91,7 +91,7 @@ def ragged_dot(
     """
     # 1. Check the operands.
     op = "ragged_dot"
-    group_sizes = sizes_of_groups(op, group_sizes)
+    group_sizes = _checks.group_sizes(op, group_sizes)
     fused = lhs if isinstance(lhs, FusedInput) else None
     if fused is not None:  # the gradient of a fused input, and the amax of its residual, read x
         lhs = fused = dataclasses.replace(fused, x=in_a_group(fused.x, group_sizes))

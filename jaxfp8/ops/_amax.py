@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from ..numerics import _scaling, _tpu
 from . import _checks, _ffi, _shapes
 from ._partition import WHOLE
-from ._primitive import ONE, Op, apart, dims, halves
+from ._primitive import ONE, Op, OpOfUnits, dims, halves
 
 MAX_QUANTIZERS = 64  # of one custom call: common/histories.h
 
@@ -37,19 +37,19 @@ def amax(x: ArrayLike) -> jax.Array:
 class _Amax(Op):
     name = "amax"
 
-    def names(self, x):
+    def names(self, x, spec):
         return [dims("x", x)], [ONE]
 
-    def reference(self, x, vmap_dims):
+    def reference(self, x, vmap_dims, spec):
         return (_shapes.abs_max(x, vmap_dims),)
 
-    def tpu(self, x, vmap_dims, devices):
+    def tpu(self, x, vmap_dims, spec, devices):
         if vmap_dims:
-            return super().tpu(x, vmap_dims=vmap_dims, devices=devices)
+            return super().tpu(x, vmap_dims=vmap_dims, spec=spec, devices=devices)
         with _tpu.devices(devices):
             return (_tpu.abs_max_by_parts(x).reshape(1),)
 
-    def cpu(self, x, vmap_dims):
+    def cpu(self, x, vmap_dims, spec):
         groups = _shapes.merge(x, vmap_dims)
         (amaxes,) = _ffi.call("amax", [(groups.shape[:1], jnp.float32)], groups)
         return (_shapes.vmapped_amaxes(amaxes, x.shape[:vmap_dims]),)
@@ -86,22 +86,24 @@ def amax_to_scale(
     """
     amax = _checks.scale("amax_to_scale", "amax", amax)
     stored = _checks.scale("amax_to_scale", "stored", stored)
-    return tuple(_amax_to_scale(amax, stored, numerator=_scaling.scale_numerator(fp8_max, margin)))
+    return tuple(_amax_to_scale(amax, stored, spec=_scaling.scale_numerator(fp8_max, margin)))
 
 
 class _AmaxToScale(Op):
+    """The spec is the numerator of the scale, `fp8_max / 2**margin`."""
+
     name = "amax_to_scale"
 
-    def names(self, *ranks, numerator):
+    def names(self, *ranks, spec):
         return [ONE, ONE], [ONE, ONE]
 
-    def reference(self, amax, stored, vmap_dims, numerator):
-        return _scaling.amax_to_scale(amax, stored, numerator)
+    def reference(self, amax, stored, vmap_dims, spec):
+        return _scaling.amax_to_scale(amax, stored, spec)
 
-    def cpu(self, amax, stored, vmap_dims, numerator):
+    def cpu(self, amax, stored, vmap_dims, spec):
         flat = amax.reshape(-1), stored.reshape(-1)
         results = [(flat[0].shape, jnp.float32)] * 2
-        scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(numerator))
+        scales = _ffi.call("amax_to_scale", results, *flat, numerator=np.float32(spec))
         return [scale.reshape(amax.shape) for scale in scales]
 
 
@@ -162,7 +164,7 @@ def delayed_scales(
     if algo not in ("max", "most_recent"):
         raise ValueError(f'{op}: algo: expected "max" or "most_recent", got {algo!r}')
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
-    results = _delayed_scales(*histories, *stored, numerators=numerators, most_recent=algo == "most_recent")
+    results = _delayed_scales(*histories, *stored, spec=_Quantizers(numerators, algo == "most_recent"))
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
 
 
@@ -178,39 +180,51 @@ def _one_each(op, name, values, count):
     return [_checks.scale(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
-def _quantizers(operand_count, **static):
-    """Return the positions of each quantizer's operands, and those of its results."""
-    count = operand_count // 2
-    return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
+class _Quantizers(NamedTuple):
+    """The static part: the numerator of each scale, `fp8_max / 2**margin`, and whether the newest amax counts alone."""
+
+    numerators: tuple[float, ...]
+    most_recent: bool
+
+    def units(self, operand_count):
+        count = operand_count // 2
+        return [([i, count + i], range(i, 3 * count, count)) for i in range(count)]
+
+    def chosen(self, indices):
+        return _Quantizers(tuple(self.numerators[i] for i in indices), self.most_recent)
 
 
-class _DelayedScales(Op):
+class _DelayedScales(OpOfUnits):
     name = "delayed_scales"
-    batch_first = staticmethod(apart(_quantizers))
 
-    def names(self, *ranks, **static):
+    def names(self, *ranks, spec):
         count = len(ranks) // 2
         # No mesh cuts a history: the maximum of a part is no scale.
         return [*((f"{WHOLE}_slot{i}",) for i in range(count)), *[ONE] * count], [ONE] * (3 * count)
 
-    def reference(self, *operands, vmap_dims, numerators, most_recent):
+    def reference(self, *operands, vmap_dims, spec):
         results = []
-        for history, stored, numerator in zip(*halves(operands), numerators, strict=True):
+        for history, stored, numerator in zip(*halves(operands), spec.numerators, strict=True):
             # An entry below zero counts as infinite, so that one reduction finds it and the largest entry.
             is_below_zero, history = _scaling.below_zero(history), _scaling.clean(history)
             newest = history[..., :1]
             marked = lax.select(is_below_zero, np.full(history.shape, np.inf, np.float32), history)
             largest = _scaling.abs_max(marked, axis=-1).reshape(newest.shape)
-            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if most_recent else largest)
+            amax = jnp.where(largest == jnp.inf, jnp.float32(-1), newest if spec.most_recent else largest)
             results.append((*_scaling.amax_to_scale(amax, stored, numerator), jnp.zeros_like(newest)))
         return [part for parts in zip(*results, strict=True) for part in parts]
 
-    def cpu(self, *operands, vmap_dims, numerators, most_recent):
+    def cpu(self, *operands, vmap_dims, spec):
         histories, stored = halves(operands)
         histories, stored = [_shapes.merge_groups(h, vmap_dims) for h in histories], [s.reshape(-1) for s in stored]
-        shapes = [s.shape for s in stored] * 3
-        attributes = {"numerators": np.array(numerators, np.float32), "most_recent": most_recent}
-        results = _ffi.call("delayed_scales", [(s, jnp.float32) for s in shapes], *histories, *stored, **attributes)
+        results = _ffi.call(
+            "delayed_scales",
+            [(s.shape, jnp.float32) for s in stored] * 3,
+            *histories,
+            *stored,
+            numerators=np.array(spec.numerators, np.float32),
+            most_recent=spec.most_recent,
+        )
         return [out.reshape(x.shape) for out, x in zip(results, operands[len(histories) :] * 3, strict=True)]
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..numerics import _tpu
 from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import ONE, Op
-from ._product import ProductSpec, rescaled, spec_fields
+from ._product import ProductSpec, bias_operands, rescaled
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
 
 
@@ -79,10 +79,19 @@ def block_scaled_matmul(
     a, b, leading, m, n, k = _checks.product(op, a, b, batch, contracting)
     a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, leading, m, k)
     b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, n, k)
-    bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
-    power_2_scale = _checks.flag(op, "power_2_scale", power_2_scale)
-    spec = _Spec(**fields, power_2_scale=power_2_scale, a_block=a_block, b_block=b_block)
-    return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *bias_operands, spec=spec)[0]
+    spec = _Spec(
+        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        precise=_checks.flag(op, "precise", precise),
+        has_bias=bias is not None,
+        batch=len(leading),
+        rows=len(m),
+        contracting=contracting,
+        power_2_scale=_checks.flag(op, "power_2_scale", power_2_scale),
+        a_block=a_block,
+        b_block=b_block,
+    )
+    biases = bias_operands(op, bias, (*leading, *n))
+    return _block_scaled_matmul(a, b, a_scale_inv, b_scale_inv, *biases, spec=spec)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +199,7 @@ class _BlockScaledMatmul(Op):
         precision = None if exact else lax.Precision.HIGHEST
 
         def product(*operands, dtype):
-            return spec.dot(*operands, vmap_dims, preferred_element_type=dtype, precision=precision)
+            return spec.dot(*operands, vmap_dims, dtype, precision)
 
         def in_f32(*operands):
             # XLA:CPU has no product of transposed bfloat16 with an f32 result; the barrier keeps transposes out of it.
@@ -242,8 +251,15 @@ class _BlockScaledMatmul(Op):
         results = [((*groups, *rows), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
         # Fast accumulation would span blocks, whose scales differ.
         precise = spec.precise or modes[0] != "rows"
-        attributes = {"precise": precise, "a_scales": modes[0], "b_scales": modes[1]}
-        out, _ = _ffi.call("block_scaled_matmul", results, *codes, *scales, **attributes)
+        out, _ = _ffi.call(
+            "block_scaled_matmul",
+            results,
+            *codes,
+            *scales,
+            precise=precise,
+            a_scales=modes[0],
+            b_scales=modes[1],
+        )
         out = spec.add_bias(out[..., :m, :n].reshape(shape), *(bias or [None]), vmap_dims)
         return (out.astype(spec.out_dtype),)
 
@@ -256,12 +272,12 @@ class _BlockScaledMatmul(Op):
         return None if reason is None else f"block_scaled_matmul: {reason} (scales are {a_scales} by {b_scales})"
 
     def for_gpus(self, capabilities, a, b, a_scale_inv, b_scale_inv, *_, spec):
-        """Return the static arguments of `cuda` on GPUs of these compute capabilities."""
+        """Return the spec of `cuda` on GPUs of these compute capabilities."""
         modes = _modes(a_scale_inv, b_scale_inv, spec)
         as_mx = _blocks.runs_as_mx(modes, capabilities, spec.power_2_scale)
-        return {"spec": dataclasses.replace(spec, as_mx=as_mx)}
+        return dataclasses.replace(spec, as_mx=as_mx)
 
-    def align(self, axes, sizes, mesh_shape, *, spec):
+    def align(self, axes, sizes, mesh_shape, spec):
         (a_rows, a_cols), (b_rows, b_cols) = (block or (None, None) for block in (spec.a_block, spec.b_block))
         followers = {"m": {"a_rows": a_rows}, "n": {"b_rows": b_rows}, "k": {"a_cols": a_cols, "b_cols": b_cols}}
         return _blocks.aligned(axes, sizes, mesh_shape, followers)

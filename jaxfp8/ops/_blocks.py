@@ -18,12 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..numerics import _scaling, fp8_max
 from . import _checks, _shapes
 from ._primitive import dims
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 NAN_CODE = 255
 _BIAS = 127
+_EXPONENT_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
 # Blocks by their names in the attributes of custom calls.
 NAMES = {(1, None): "rows", (1, 32): "1x32", (1, 128): "1x128", (128, 128): "128x128"}
 # The pairs that cuBLASLt multiplies, by GPU: compute capability 9.0 alone, or from 10.0 on.
@@ -132,6 +135,28 @@ def e8m0_factors(scales, dtype):
     # 2**-63, are normal.
     first = exponent >> 1
     return [power_of_two(part, is_nan).astype(dtype) for part in (first, exponent - first)]
+
+
+def f32_scales(amax, dtype, power_2_scale):
+    """Return `(scale, scale_inv)` of each block."""
+    scale, scale_inv = _scaling.amax_to_scale(amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0))
+    return _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
+
+
+def e8m0_scales(amax, dtype, rounding):
+    """Return `(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
+
+    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
+    difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
+    amax is read as -127, which does not matter: e is -127 for every subnormal amax.
+    """
+    largest = np.float32(fp8_max(dtype)).view(np.int32)
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    exponent = (bits >> 23) - int(largest >> 23)
+    if rounding == "ceil":
+        exponent = exponent + (bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)).astype(jnp.int32)
+    exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
+    return power_of_two(-exponent, is_nan), e8m0(exponent, is_nan)
 
 
 def aligned(axes, sizes, mesh_shape, followers):

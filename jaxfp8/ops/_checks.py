@@ -87,6 +87,16 @@ def state(op: str, name: str, x, expected: tuple[int, ...]):
     return shape(op, name, x, expected)
 
 
+def group_sizes(op: str, x):
+    """Return the argument `group_sizes`, int32 `[g]`."""
+    x = array(op, "group_sizes", x)
+    if x.dtype != jnp.int32:
+        raise TypeError(f"{op}: group_sizes: expected int32, got {x.dtype}; cast it with .astype(jnp.int32)")
+    if x.ndim != 1:
+        raise ValueError(f"{op}: group_sizes: expected one dimension, [g], got {x.shape}")
+    return x
+
+
 def rank(op: str, name: str, x, least: int):
     """Return an array of rank `least` or more."""
     if x.ndim < least:

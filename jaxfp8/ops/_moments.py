@@ -11,6 +11,7 @@ subnormal element counts as zero, because XLA's CPU threads compute with subnorm
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def decode_moment(data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis
     Returns:
         f32, in the shape of `data`.
     """
-    return _decode(data, amax, exponent, axis=axis - data.ndim)[0]
+    return _decode(data, amax, exponent, spec=_Spec(axis - data.ndim))[0]
 
 
 def encode_moment(
@@ -76,7 +77,7 @@ def encode_moment(
         `(data, amax, exponent)`, of the shapes and dtypes of the arguments.
     """
     keys = () if keys is None else (keys,)
-    return tuple(_encode(data, amax, exponent, after, *keys, squared=squared, axis=axis - data.ndim))
+    return tuple(_encode(data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)))
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -236,10 +237,17 @@ def _names(data, axis):
     return (*before, "col0", *after), (*before, "blocks", *after)
 
 
+class _Spec(NamedTuple):
+    """The static part: the axis that blocks cut, counted from the end, and whether the elements are squares."""
+
+    axis: int
+    squared: bool = False
+
+
 class _Moment(Op):
     """An op of moments; XLA compiles the reference well for GPUs."""
 
-    def align(self, axes, sizes, mesh_shape, **static):
+    def align(self, axes, sizes, mesh_shape, spec):
         """Cut amaxes and exponents where the codes are cut, and these between blocks."""
         # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
         if "blocks" in axes and "col0" not in axes:
@@ -250,18 +258,19 @@ class _Moment(Op):
 class _DecodeMoment(_Moment):
     name = "decode_moment"
 
-    def names(self, *ranks, axis):
-        elements, blocks = _names(ranks[0], axis)
+    def names(self, *ranks, spec):
+        elements, blocks = _names(ranks[0], spec.axis)
         return [elements, blocks, blocks], [elements]
 
-    def reference(self, data, amax, exponent, vmap_dims, axis):
+    def reference(self, data, amax, exponent, vmap_dims, spec):
+        axis = spec.axis
         values = _decoded(_split(data.astype(jnp.float32), axis), *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
         return (_join(values, axis, data.shape),)
 
-    def cpu(self, data, amax, exponent, vmap_dims, axis):
-        rows = [_to_rows(x, axis) for x in (data, amax, exponent)]
+    def cpu(self, data, amax, exponent, vmap_dims, spec):
+        rows = [_to_rows(x, spec.axis) for x in (data, amax, exponent)]
         (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
-        return (_from_rows(out, axis, data.shape),)
+        return (_from_rows(out, spec.axis, data.shape),)
 
     cuda = reference
 
@@ -269,14 +278,15 @@ class _DecodeMoment(_Moment):
 class _EncodeMoment(_Moment):
     name = "encode_moment"
 
-    def names(self, *ranks, axis, squared):
-        elements, blocks = _names(ranks[0], axis)
+    def names(self, *ranks, spec):
+        elements, blocks = _names(ranks[0], spec.axis)
         return [elements, blocks, blocks, elements, blocks][: len(ranks)], [elements, blocks, blocks]
 
-    def dtypes(self, data, amax, exponent, *operands, **static):
+    def dtypes(self, data, amax, exponent, *operands, spec):
         return [data.dtype, amax.dtype, exponent.dtype]
 
-    def reference(self, data, amax, exponent, after, *keys, vmap_dims, squared, axis):
+    def reference(self, data, amax, exponent, after, *keys, vmap_dims, spec):
+        axis, squared = spec
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this
         # step and the next have in common, which would be more bytes than the moment.
         data, after = lax.optimization_barrier((data, after))
@@ -309,12 +319,12 @@ class _EncodeMoment(_Moment):
         new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
         return data, *(jnp.squeeze(x, axis) for x in new)
 
-    def cpu(self, *operands, vmap_dims, squared, axis):
-        rows = [_to_rows(x, axis) for x in operands]
+    def cpu(self, *operands, vmap_dims, spec):
+        rows = [_to_rows(x, spec.axis) for x in operands]
         rows += [lax.full((0,), 0, jnp.uint32)] * (5 - len(rows))  # no keys
         results = [(x.shape, x.dtype) for x in rows[:3]]
-        new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=squared)
-        return [_from_rows(x, axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
+        new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=spec.squared)
+        return [_from_rows(x, spec.axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
 
     cuda = reference
 

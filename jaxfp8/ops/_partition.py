@@ -35,7 +35,7 @@ class Dimensions(NamedTuple):
             the last operands.
         added: positions of the operands that are added to the first result.
         align: `(axes, sizes, mesh_shape) -> axes`, by the names of dimensions and of mesh axes.
-        on_shards: `(operands, cut) -> (operands, options)` of one device, or None.
+        on_shards: `(operands, cut) -> operands` of one device, which may be more; or None.
     """
 
     operands: tuple
@@ -129,11 +129,11 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
     raw = _as_bytes if as_bytes else lambda x: x
 
     def op(*operands):
-        def typed(*operands, **options):
-            return run(*map(lax.bitcast_convert_type, operands[:count], dtypes), **options)
+        def typed(*operands):
+            return run(*map(lax.bitcast_convert_type, operands[:count], dtypes), *operands[count:])
 
-        def untyped(*operands, **options):
-            return list(map(raw, typed(*operands, **options)))
+        def untyped(*operands):
+            return list(map(raw, typed(*operands[:count])))
 
         def partition(mesh, operands, results):
             # 1. Give each dimension its mesh axes: those that most tensors have there already, ...
@@ -163,10 +163,10 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
                         for i in added:
                             is_first = lax.axis_index(reduced[0]) == 0
                             shards[i] = jnp.where(is_first, shards[i], jnp.zeros_like(shards[i]))
-                    options = {}
+                    shards = shards[:count]
                     if on_shards is not None:
-                        shards, options = on_shards(shards[:count], functools.partial(_cut, mesh, axes))
-                    outputs = zip(untyped(*shards, **options), combines, reduced, strict=True)
+                        shards = on_shards(shards, functools.partial(_cut, mesh, axes))
+                    outputs = zip(map(raw, typed(*shards)), combines, reduced, strict=True)
                     return [combine(x, over) if over else x for x, combine, over in outputs]
 
             def shardings(tensors):
@@ -192,7 +192,7 @@ def _partitioned(run, dtypes, dimensions, as_bytes):
             need_replication_factors=uncut,
         )
         # Results leave as bytes too, so their dtypes are read from the op on typed operands.
-        out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands)]
+        out_dtypes = [x.dtype for x in jax.eval_shape(typed, *operands[:count])]
         return list(map(lax.bitcast_convert_type, on_all_devices(*map(raw, operands)), out_dtypes))
 
     return op

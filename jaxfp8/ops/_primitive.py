@@ -9,7 +9,7 @@ call, the jnp reference elsewhere; for TPUs the reference as they compute it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,17 @@ def dims(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}{i}" for i in range(count))
 
 
-def not_on(primitive: Primitive, capabilities: set, *types, implementation, vmap_dims, **static) -> str | None:
+def not_on(primitive: Primitive, capabilities: set, *types, spec) -> str | None:
     """Return why no kernel of the CUDA library runs an equation of an op on GPUs of these compute capabilities."""
     op = OPS[primitive]
-    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, **static)
+    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, spec=spec)
 
 
 class Op:
-    """An op. Its one instance is called, `op(*operands, vmap_dims=0, **static)`, and returns a list of arrays.
+    """An op. Its one instance is called, `op(*operands, vmap_dims=0, spec=None)`, and returns a list of arrays.
 
     A subclass defines `name`, `names`, `reference` and `cpu`, and of the rest what differs. `vmap_dims` counts the
-    vmapped dimensions; `static` are the static arguments of the op.
+    vmapped dimensions; `spec` is the static part of a call, a hashable value such as a dtype or a NamedTuple.
 
     Attributes:
         name: the op's name in messages and programs.
@@ -48,10 +48,10 @@ class Op:
         by_xla: a program like `reference` that XLA's GPU compiler rewrites to calls of cuBLASLt. It runs under
             `implementation("xla")`, and on a GPU with FP8 where `cuda` finds no cuBLASLt. None where `cuda` needs no
             cuBLASLt.
-        on_shards: `(operands, cut, *, vmap_dims, **static) -> (operands, options)`: the last change to the operands of
-            one device of a mesh, and keywords for the device's program; for an op whose part depends on the device's
-            place. `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA
-            does not cut the reference of such an op.
+        on_shards: `(operands, cut, *, vmap_dims, spec) -> operands`: the last change to the operands of one device of
+            a mesh, for an op whose part depends on the device's place; the device's program may take more operands.
+            `cut(name)` returns the index of the device's shard of a dimension, and the number of shards. XLA does not
+            cut the reference of such an op.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Op:
 
     # The definition of an op ------------------------------------------------------------------------------------------
 
-    def names(self, *ranks, **static) -> tuple[Sequence, Sequence]:
+    def names(self, *ranks, spec) -> tuple[Sequence, Sequence]:
         """Return the names of the dimensions of each operand and of each result, without vmapped dimensions.
 
         A name stands for one size. A dimension that a result lacks was reduced: by max for a result named `ONE` (an
@@ -69,65 +69,68 @@ class Op:
         """
         raise NotImplementedError
 
-    def reference(self, *operands, vmap_dims, **static) -> Sequence:
+    def reference(self, *operands, vmap_dims, spec) -> Sequence:
         """Compute the results in jnp."""
         raise NotImplementedError
 
-    def cpu(self, *operands, vmap_dims, **static) -> Sequence:
+    def cpu(self, *operands, vmap_dims, spec) -> Sequence:
         """Compute the results on a CPU."""
         raise NotImplementedError
 
-    def cuda(self, *operands, vmap_dims, **static) -> Sequence:
+    def cuda(self, *operands, vmap_dims, spec) -> Sequence:
         """Compute the results on NVIDIA GPUs, by default with the custom call of `cpu`."""
-        return self.cpu(*operands, vmap_dims=vmap_dims, **static)
+        return self.cpu(*operands, vmap_dims=vmap_dims, spec=spec)
 
-    def tpu(self, *operands, devices, **static) -> Sequence:
+    def tpu(self, *operands, vmap_dims, spec, devices) -> Sequence:
         """Compute the results by `reference`, with the float arithmetic and the products of codes that a TPU has.
 
         `devices` are those of the program, as `_compat.devices_of` names them.
         """
         with _tpu.devices(devices):
-            return self.reference(*operands, **static)
+            return self.reference(*operands, vmap_dims=vmap_dims, spec=spec)
 
-    def dtypes(self, *operands, **static) -> Sequence | None:
+    def dtypes(self, *operands, spec) -> Sequence | None:
         """Return the dtypes of the results; None for float32."""
         return None
 
-    def sizes(self, *shapes, **static) -> dict[str, int]:
+    def sizes(self, *shapes, spec) -> dict[str, int]:
         """Return the sizes of names that only results have, from the operands' shapes without vmapped dimensions."""
         return {}
 
-    def batch_first(self, run, operands, batch_dims, vmap_dims, **static) -> tuple | None:
-        """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of all ops applies."""
+    def batch_first(self, run, operands, batch_dims, vmap_dims, spec) -> tuple | None:
+        """Batch by a rule of the op's own, to `(results, dims)`; None where the rule of all ops applies.
+
+        `run(*operands, vmap_dims=..., spec=...)` binds the op.
+        """
         return None
 
-    def second_layouts(self, **static) -> dict[int, int]:
+    def second_layouts(self, spec) -> dict[int, int]:
         """Return positions of operands, and of the trailing operands that hold the same tensors in another order.
 
         A mesh may gather the second layout in place of the first; no implementation reads it.
         """
         return {}
 
-    def added(self, **static) -> Sequence[int]:
+    def added(self, spec) -> Sequence[int]:
         """Return positions of operands that are added to the first result.
 
         Where a mesh sums parts of the result, one device adds them.
         """
         return ()
 
-    def on_one_device_only(self, **static) -> bool:
+    def on_one_device_only(self, spec) -> bool:
         """Return whether custom calls run on one device only: on a mesh and in a `shard_map` the reference runs."""
         return False
 
-    def not_on(self, capabilities, *types, **static) -> str | None:
+    def not_on(self, capabilities, *types, spec) -> str | None:
         """Return why `cuda` cannot take these operands on GPUs of these compute capabilities; None where it can."""
         return None
 
-    def for_gpus(self, capabilities, *types, **static) -> dict:
-        """Return the static arguments of `cuda` on GPUs of these compute capabilities."""
-        return static
+    def for_gpus(self, capabilities, *types, spec):
+        """Return the `spec` of `cuda` on GPUs of these compute capabilities."""
+        return spec
 
-    def align(self, axes, sizes, mesh_shape, **static) -> dict:
+    def align(self, axes, sizes, mesh_shape, spec) -> dict:
         """Change the mesh axes of each dimension, `axes`, for an op that some cuts would break.
 
         All arguments are by the names of dimensions and of mesh axes.
@@ -152,29 +155,29 @@ class Op:
         _compat.needs_devices(self.primitive)
         OPS[self.primitive] = self
 
-    def __call__(self, *operands, vmap_dims=0, **static):
+    def __call__(self, *operands, vmap_dims=0, spec=None):
         """Bind the primitive."""
-        return self.primitive.bind(*operands, implementation=_support.selected(), vmap_dims=vmap_dims, **static)
+        return self.primitive.bind(*operands, implementation=_support.selected(), vmap_dims=vmap_dims, spec=spec)
 
-    def abstract(self, *operands, implementation, vmap_dims, **static):
+    def abstract(self, *operands, implementation, vmap_dims, spec):
         """Return the types of the results."""
-        operand_names, result_names = self.all_names(operands, vmap_dims, static)
+        operand_names, result_names = self.all_names(operands, vmap_dims, spec)
         # A result has the size and the mesh axes of each dimension that an operand has too; other sizes are computed.
-        new = self.sizes(*(x.shape[vmap_dims:] for x in operands), **static)
-        dtypes = self.dtypes(*operands, **static) or [jnp.float32] * len(result_names)
+        new = self.sizes(*(x.shape[vmap_dims:] for x in operands), spec=spec)
+        dtypes = self.dtypes(*operands, spec=spec) or [jnp.float32] * len(result_names)
         return _mesh.types(operands, operand_names, result_names, dtypes, new)
 
-    def all_names(self, operands, vmap_dims, static):
+    def all_names(self, operands, vmap_dims, spec):
         """Return `names` with the vmapped dimensions, which lead in every operand and result."""
         leading = dims("vmapped", vmap_dims)
-        sides = self.names(*(x.ndim - vmap_dims for x in operands), **static)
+        sides = self.names(*(x.ndim - vmap_dims for x in operands), spec=spec)
         return tuple(tuple(leading + tuple(tensor) for tensor in side) for side in sides)
 
-    def batch(self, operands, batch_dims, *, implementation, vmap_dims, **static):
+    def batch(self, operands, batch_dims, *, implementation, vmap_dims, spec):
         """Batch the op."""
-        run = functools.partial(self.primitive.bind, implementation=implementation, **static)
+        run = functools.partial(self.primitive.bind, implementation=implementation)
         # 1. Try the op's own rule: it may make one larger product of a batch, without a vmapped dimension.
-        results = self.batch_first(run, operands, batch_dims, vmap_dims, **static)
+        results = self.batch_first(run, operands, batch_dims, vmap_dims, spec)
         if results is not None:
             return results
         # 2. Move the batch dimension of every operand to the front; repeat an operand that has none.
@@ -184,95 +187,91 @@ class Op:
             for x, d in zip(operands, batch_dims, strict=True)
         ]
         # 3. Bind the same op with one vmapped dimension more, which every result has in front.
-        outputs = run(*operands, vmap_dims=vmap_dims + 1)
+        outputs = run(*operands, vmap_dims=vmap_dims + 1, spec=spec)
         return outputs, [0] * len(outputs)
 
-    def lower_reference(self, ctx, *operands, **params):
+    def lower_reference(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for a platform without a native library."""
-        return self.lower(ctx, operands, "other", self.reference, False, **params)
+        return self.lower(ctx, operands, "other", self.reference, False, implementation, vmap_dims, spec)
 
-    def lower_tpu(self, ctx, *operands, **params):
+    def lower_tpu(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for TPUs."""
-        return self.lower(ctx, operands, "tpu", self.tpu, False, **params)
+        return self.lower(ctx, operands, "tpu", self.tpu, False, implementation, vmap_dims, spec)
 
-    def lower_cpu(self, ctx, *operands, **params):
+    def lower_cpu(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for CPUs."""
-        return self.lower(ctx, operands, "cpu", self.cpu, _ffi.has_cpu_kernels, **params)
+        return self.lower(ctx, operands, "cpu", self.cpu, _ffi.has_cpu_kernels, implementation, vmap_dims, spec)
 
-    def lower_cuda(self, ctx, *operands, **params):
+    def lower_cuda(self, ctx, *operands, implementation, vmap_dims, spec):
         """Lower for NVIDIA GPUs."""
-        return self.lower(ctx, operands, "cuda", self.cuda, _ffi.has_cuda_kernels(), **params)
+        return self.lower(ctx, operands, "cuda", self.cuda, _ffi.has_cuda_kernels(), implementation, vmap_dims, spec)
 
-    def lower(self, ctx, operands, platform, native, is_loaded, *, implementation, vmap_dims, **static):
+    def lower(self, ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec):
         """Lower to the implementation that runs: `native`, if the library of the platform is loaded, or another."""
-        # The names and the reference use `static`: `for_gpus` changes how a kernel runs, and not the op's results.
-        run, run_static = self.choose(ctx, platform, native, is_loaded, implementation, static)
-        in_jnp, jnp_static, on_shards = self.reference, static, self.on_shards
+        # The names and the reference use `spec`: `for_gpus` changes how a kernel runs, and not the op's results.
+        run, run_spec = self.choose(ctx, platform, native, is_loaded, implementation, spec)
+        program = functools.partial(run, vmap_dims=vmap_dims, spec=run_spec)
+        in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
         if implementation == "tpu" or (platform == "tpu" and implementation != "reference"):
-            run = in_jnp = self.tpu
-            run_static = jnp_static = static | {"devices": _compat.devices_of(ctx)}
+            devices = _compat.devices_of(ctx)
+            program = in_jnp = functools.partial(self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices)
+        on_shards = self.on_shards and functools.partial(self.on_shards, vmap_dims=vmap_dims, spec=spec)
         return lower_partitioned(
-            functools.partial(run, vmap_dims=vmap_dims, **run_static),
-            functools.partial(in_jnp, vmap_dims=vmap_dims, **jnp_static),
+            program,
+            in_jnp,
             Dimensions(
-                *self.all_names(ctx.avals_in, vmap_dims, static),
-                self.second_layouts(**static),
-                self.added(**static),
-                functools.partial(self.align, **static),
-                None if on_shards is None else functools.partial(on_shards, vmap_dims=vmap_dims, **static),
+                *self.all_names(ctx.avals_in, vmap_dims, spec),
+                self.second_layouts(spec),
+                self.added(spec),
+                functools.partial(self.align, spec=spec),
+                on_shards,
             ),
-            on_one_device_only=self.on_one_device_only(**static),
+            on_one_device_only=self.on_one_device_only(spec),
             as_bytes=platform == "cpu",
             ctx=ctx,
             operands=operands,
         )
 
-    def choose(self, ctx, platform, native, is_loaded, implementation, static):
-        """Return the implementation that runs, and its static arguments."""
+    def choose(self, ctx, platform, native, is_loaded, implementation, spec):
+        """Return the implementation that runs, and its `spec`."""
         if implementation == "ffi" and not is_loaded:
             raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): no native library serves this platform')
         if implementation == "xla" and self.by_xla is not None:
-            return self.by_xla, static
+            return self.by_xla, spec
         # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not is_loaded:
-            return self.reference, static
+            return self.reference, spec
         # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
-        lacks, native_static = _support.missing_by_choice(self.custom_call or self.name), static
+        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name), spec
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
             gpus = _support.gpus(ctx)
             lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
             capabilities = set(map(_support.capability, gpus)) - {()}
-            reason = None if lacks else self.not_on(capabilities, *ctx.avals_in, **static)
+            reason = None if lacks else self.not_on(capabilities, *ctx.avals_in, spec=spec)
             lacks = lacks if reason is None else _support.Missing(reason, True)
-            native_static = self.for_gpus(capabilities, *ctx.avals_in, **static)
+            native_spec = self.for_gpus(capabilities, *ctx.avals_in, spec=spec)
         if lacks is None:
-            return native, native_static
+            return native, native_spec
         if implementation == "ffi":
             raise RuntimeError(f'jaxfp8.ops.{self.name}: implementation("ffi"): {lacks.reason}')
         # Without FP8 hardware only the reference is left. Where just cuBLASLt is missing, XLA may still call its own.
         _support.warn(lacks.reason, lacks.instead)
-        return self.reference if lacks.hardware else self.by_xla, native_static
+        return self.reference if lacks.hardware else self.by_xla, native_spec
 
 
-# Ops of several independent units, such as the quantizers of a product ------------------------------------------------
+class OpOfUnits(Op):
+    """An op that computes several independent units, such as the quantizers of a product.
 
-
-def apart(units: Callable) -> Callable:
-    """Make a batching rule: one call for the batched units of an op and one for the rest, whose state stays one state.
-
-    Args:
-        units: `(operand_count, **static) -> [(operands, results)]`: the positions of the operands and results of each
-            unit, in order. A static argument that is a tuple has a value for each unit.
-
-    Returns:
-        A `batch_first` of an `Op`.
+    Its `spec` has two methods. `units(operand_count)` returns the positions of the operands and of the results of each
+    unit, in order; `chosen(indices)` returns the `spec` of some of the units.
     """
 
-    def rule(run, operands, batch_dims, vmap_dims, **static):
+    def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
+        """Make one call for the batched units and one for the rest, whose state stays one state."""
         # 1. Find the units that are batched.
-        parts = units(len(operands), **static)
-        is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in parts]
+        units = spec.units(len(operands))
+        is_batched = [any(batch_dims[i] is not None for i in positions) for positions, _ in units]
         if all(is_batched):
             return None  # the rule of all ops applies
         # 2. Make one call for the units that are not batched, and one under `vmap` for those that are.
@@ -280,17 +279,14 @@ def apart(units: Callable) -> Callable:
         for batched in (False, True):
             chosen = [i for i, is_one in enumerate(is_batched) if is_one == batched]
             # Operands and results are ordered as in the whole call.
-            ins, outs = (sorted(position for i in chosen for position in parts[i][side]) for side in (0, 1))
-            chosen_static = {k: tuple(v[i] for i in chosen) if isinstance(v, tuple) else v for k, v in static.items()}
-            call = functools.partial(run, vmap_dims=vmap_dims, **chosen_static)
+            ins, outs = (sorted(position for i in chosen for position in units[i][side]) for side in (0, 1))
+            call = functools.partial(run, vmap_dims=vmap_dims, spec=spec.chosen(chosen))
             if batched:
                 call = jax.vmap(call, in_axes=tuple(batch_dims[i] for i in ins))
             for position, output in zip(outs, call(*(operands[i] for i in ins)), strict=True):
                 results[position] = output, 0 if batched else None
         # 3. Put the results, and their batch dimensions, in the order of the whole call.
         return tuple(zip(*(results[i] for i in range(len(results))), strict=True))
-
-    return rule
 
 
 def halves(arrays: Sequence) -> tuple[Sequence, Sequence]:

@@ -35,11 +35,12 @@ class ProductSpec:
         n = dims("n", b_rank - self.batch - self.contracting)
         return dims("batch", self.batch), dims("m", self.rows), n, dims("k", self.contracting)
 
-    def dot(self, a, b, vmap_dims, **options):
-        """Multiply whole tensors, so that XLA can partition the product."""
+    def dot(self, a, b, vmap_dims, dtype, precision=None):
+        """Multiply whole tensors to `dtype`, so that XLA can partition the product."""
         leading = tuple(range(vmap_dims + self.batch))
         contracting = [tuple(range(x.ndim - self.contracting, x.ndim)) for x in (a, b)]
-        return lax.dot_general(a, b, (contracting, (leading, leading)), **options)
+        numbers = contracting, (leading, leading)
+        return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
 
     def groups(self, a, b, vmap_dims):
         """Return a and b as groups `[g, m, k]` and `[g, n, k]`, and the shape of their product before the merge.
@@ -89,16 +90,6 @@ def _factors(a_scale_inv, b_scale_inv):
     return lax.select(is_normal, unit, a_scale_inv), lax.select(is_normal, product, b_scale_inv)
 
 
-def spec_fields(op: str, leading, m, n, contracting, bias, out_dtype, precise):
-    """Check the arguments beside a, b and scales; return `(operands of the bias, fields of a ProductSpec)`."""
-    operands = []
-    if bias is not None:
-        operands.append(_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), (*leading, *n)))
-    return operands, {
-        "precise": _checks.flag(op, "precise", precise),
-        "out_dtype": _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        "has_bias": bias is not None,
-        "batch": len(leading),
-        "rows": len(m),
-        "contracting": contracting,
-    }
+def bias_operands(op: str, bias, shape) -> list:
+    """Check a bias of this shape, and return it in a list; an empty list for None."""
+    return [] if bias is None else [_checks.shape(op, "bias", _checks.high_precision(op, "bias", bias), shape)]

@@ -4,6 +4,7 @@ count_saturated_and_flushed: how many elements quantize loses.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def quantize(
     x = _checks.high_precision("quantize", "x", x)
     operands = _checks.quantizer_operands("quantize", scale, amax)
     dtype = _checks.dtype("quantize", "dtype", dtype, FP8_DTYPES)
-    data, *raised = _quantize(x, *operands, dtype=dtype, with_amax=with_amax)
+    data, *raised = quantize_op(x, *operands, spec=QuantizeSpec(dtype, with_amax))
     return data, returned_amax(amax, *raised)
 
 
@@ -72,7 +73,7 @@ def reference(x, scale, *amax_so_far, vmap_dims, dtype, with_amax, transpose=Fal
     return results
 
 
-def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, **attributes):
+def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, after=(), batch=1, attributes=None):
     """Make one custom call that quantizes groups `[g, ...]`, or one group without g, and raises amaxes in place.
 
     Args:
@@ -85,7 +86,7 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
         with_amax: whether the amax is a result.
         data, after: `(shape, dtype)` of the results before and after the amax.
         batch: the number of groups for each index of the vmapped dimensions.
-        **attributes: the attributes of the custom call.
+        attributes: the attributes of the custom call.
 
     Returns:
         `(data, amax, after)`, lists of results: the amax f32 `[*vmapped, 1]`, if `with_amax`.
@@ -96,32 +97,47 @@ def call(name, groups, scale, amax_so_far, *more, vmapped, with_amax, data, afte
     operands = groups, _shapes.group_scales(scale, len(vmapped), batch), operand, *more
     # The amax is raised in the operand's buffer. Another buffer would need a copy first, one more launch on a GPU.
     aliases = {2: len(data)} if amax_so_far else None
-    results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **attributes)
+    results = _ffi.call(name, [*data, result, *after], *operands, aliases=aliases, **(attributes or {}))
     amaxes = [_shapes.vmapped_amaxes(results[len(data)], vmapped, batch)] if with_amax else []
     if with_amax and amax_so_far and not batch:  # without groups no amax was raised
         amaxes = amax_so_far
     return results[: len(data)], amaxes, results[len(data) + 1 :]
 
 
+class QuantizeSpec(NamedTuple):
+    """The static part of `quantize`: the dtype of the codes, and whether the amax is a result."""
+
+    dtype: np.dtype
+    with_amax: bool
+
+
 class _Quantize(Op):
     name = "quantize"
 
-    def names(self, x, *scalars, dtype, with_amax):
-        return [dims("x", x), *[ONE] * len(scalars)], [dims("x", x), *[ONE] * with_amax]
+    def names(self, x, *scalars, spec):
+        return [dims("x", x), *[ONE] * len(scalars)], [dims("x", x), *[ONE] * spec.with_amax]
 
-    def dtypes(self, *operands, dtype, with_amax):
-        return [dtype, *[jnp.float32] * with_amax]
+    def dtypes(self, *operands, spec):
+        return [spec.dtype, *[jnp.float32] * spec.with_amax]
 
-    reference = staticmethod(reference)
+    def reference(self, x, scale, *amax_so_far, vmap_dims, spec):
+        return reference(x, scale, *amax_so_far, vmap_dims=vmap_dims, dtype=spec.dtype, with_amax=spec.with_amax)
 
-    def cpu(self, x, scale, *amax_so_far, vmap_dims, dtype, with_amax):
+    def cpu(self, x, scale, *amax_so_far, vmap_dims, spec):
         groups = _shapes.merge(x, vmap_dims)
-        options = {"vmapped": x.shape[:vmap_dims], "with_amax": with_amax, "data": [(groups.shape, dtype)]}
-        (data,), amax, _ = call("quantize", groups, scale, amax_so_far, **options)
+        (data,), amax, _ = call(
+            "quantize",
+            groups,
+            scale,
+            amax_so_far,
+            vmapped=x.shape[:vmap_dims],
+            with_amax=spec.with_amax,
+            data=[(groups.shape, spec.dtype)],
+        )
         return [data.reshape(x.shape), *amax]
 
 
-_quantize = _Quantize()
+quantize_op = _Quantize()
 
 
 def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -144,25 +160,27 @@ def dequantize(data: ArrayLike, scale_inv: ArrayLike, dtype: DTypeLike) -> jax.A
     data = _checks.fp8("dequantize", "data", data)
     scale_inv = _checks.scale("dequantize", "scale_inv", scale_inv)
     dtype = _checks.dtype("dequantize", "dtype", dtype, _checks.HIGH_PRECISION)
-    return _dequantize(data, scale_inv, dtype=dtype)[0]
+    return _dequantize(data, scale_inv, spec=dtype)[0]
 
 
 class _Dequantize(Op):
+    """The spec is the dtype of the values."""
+
     name = "dequantize"
 
-    def names(self, data, scale_inv, dtype):
+    def names(self, data, scale_inv, spec):
         return [dims("x", data), ONE], [dims("x", data)]
 
-    def dtypes(self, data, scale_inv, dtype, **_):
-        return [dtype]
+    def dtypes(self, data, scale_inv, spec):
+        return [spec]
 
-    def reference(self, data, scale_inv, vmap_dims, dtype):
-        return (decode(data, _shapes.stretch(scale_inv, data), dtype),)
+    def reference(self, data, scale_inv, vmap_dims, spec):
+        return (decode(data, _shapes.stretch(scale_inv, data), spec),)
 
-    def cpu(self, data, scale_inv, vmap_dims, dtype):
+    def cpu(self, data, scale_inv, vmap_dims, spec):
         # Without vmapped dimensions one scale serves all groups, so the first dimension may count as groups.
         groups = _shapes.merge(data, vmap_dims) if vmap_dims or data.ndim < 2 else data
-        (out,) = _ffi.call("dequantize", [(groups.shape, dtype)], groups, _shapes.group_scales(scale_inv, vmap_dims))
+        (out,) = _ffi.call("dequantize", [(groups.shape, spec)], groups, _shapes.group_scales(scale_inv, vmap_dims))
         return (out.reshape(data.shape),)
 
 
@@ -178,7 +196,7 @@ def widening_on_cpu():
     if _support.why_disabled("dequantize"):
         return lambda data: data.astype(dtype)
     unit = jax.lax.full((1,), 1.0, np.float32)
-    return lambda data: _dequantize.cpu(data, unit, 0, dtype)[0]
+    return lambda data: _dequantize.cpu(data, unit, vmap_dims=0, spec=dtype)[0]
 
 
 def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -206,7 +224,7 @@ def count_saturated_and_flushed(x: ArrayLike, scale: ArrayLike, dtype: DTypeLike
     x = _checks.high_precision(op, "x", x)
     scale = _checks.scale(op, "scale", scale)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
-    return _count(x, scale, dtype=dtype)[0]
+    return _count(x, scale, spec=dtype)[0]
 
 
 def _row_sums(words):
@@ -219,16 +237,18 @@ def _row_sums(words):
 
 
 class _Count(Op):
+    """The spec is the dtype of the codes."""
+
     name = "count_saturated_and_flushed"
 
-    def names(self, x, scale, dtype):
+    def names(self, x, scale, spec):
         return [dims("x", x), ONE], [_COUNTS]
 
-    def sizes(self, *shapes, **static):
+    def sizes(self, *shapes, spec):
         return {_COUNTS[0]: 2}
 
-    def reference(self, x, scale, vmap_dims, dtype):
-        saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), dtype)
+    def reference(self, x, scale, vmap_dims, spec):
+        saturated, flushed = is_saturated_or_flushed(x, _shapes.stretch(scale, x), spec)
         # Two sums in one: a sum for each count would be two reductions, for which XLA writes the product of every
         # element to memory first. A row adds up both counts as the halves of one word.
         words = saturated.astype(jnp.uint32) | (flushed.astype(jnp.uint32) << 16)
@@ -236,10 +256,10 @@ class _Count(Op):
         counts = [jnp.sum(half, axis=-1, dtype=jnp.uint32) for half in (rows & 0xFFFF, rows >> 16)]
         return (jnp.stack(counts, axis=-1).astype(jnp.float32),)
 
-    def cpu(self, *operands, **static):
+    def cpu(self, x, scale, vmap_dims, spec):
         # This is not `reference` itself, though it computes the same: XLA would cut the reference on a mesh by itself,
         # and add up the counts of all devices in 32 bits, which hold the counts of one.
-        return self.reference(*operands, **static)
+        return self.reference(x, scale, vmap_dims, spec)
 
 
 _count = _Count()

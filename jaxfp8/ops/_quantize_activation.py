@@ -125,7 +125,7 @@ def quantize_activation(
     x = _checks.high_precision(op, "x", x)
     check(op, x, activation, rows)
     return _quantize_activation.quantize(
-        x, scale, (), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, activation=activation
+        x, scale, (), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, option=activation
     )
 
 
@@ -139,18 +139,20 @@ def check(op, x, activation, rows, name="x"):
 
 
 class _QuantizeActivation(Producer):
+    """The option is the name of the activation."""
+
     name = "quantize_activation"
 
-    def operand_names(self, batch, row, col, activation):
-        return [batch + row + dims("whole_pair", is_gated(activation)) + col]
+    def operand_names(self, batch, row, col, option):
+        return [batch + row + dims("whole_pair", is_gated(option)) + col]
 
-    def produce(self, x, vmap_dims, activation):
-        return _activate(x, activation)
+    def produce(self, x, vmap_dims, option):
+        return _activate(x, option)
 
-    def canonical(self, x, vmap_dims, rows, activation):
+    def canonical(self, x, vmap_dims, rows, option):
         # The pair is a dimension of its own, of size 1 without a gate, so that one kernel serves both.
-        pair = int(is_gated(activation))
-        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": activation}
+        pair = int(is_gated(option))
+        return (_shapes.merge(x, x.ndim - rows - pair - 1, rows, pair),), {"activation": option}
 
 
 _quantize_activation = _QuantizeActivation()
@@ -229,26 +231,36 @@ def quantize_activation_grad(
     column_sums = _checks.flag(op, "column_sums", column_sums)
     if column_sums and not transpose:
         raise ValueError(f"{op}: column_sums: expected transpose=True beside column_sums=True, got {transpose!r}")
-    options = {"rows": rows, "activation": activation, "column_sums": column_sums}
     return _quantize_activation_grad.quantize(
-        x, scale, (grad,), amax, dtype=dtype, transpose=transpose, with_amax=with_amax, **options
+        x,
+        scale,
+        (grad,),
+        amax,
+        dtype=dtype,
+        transpose=transpose,
+        with_amax=with_amax,
+        column_sums=column_sums,
+        rows=rows,
+        option=activation,
     )
 
 
 class _QuantizeActivationGrad(Producer):
+    """The option is the name of the activation."""
+
     name = "quantize_activation_grad"
 
-    def columns(self, activation):
-        return dims("whole_pair", is_gated(activation)) + dims("col", 1)
+    def columns(self, option):
+        return dims("whole_pair", is_gated(option)) + dims("col", 1)
 
-    def operand_names(self, batch, row, col, activation):
+    def operand_names(self, batch, row, col, option):
         return [batch + row + col, batch + row + col[-1:]]
 
-    def produce(self, x, grad, vmap_dims, activation):
-        return activation_grad(x, grad, activation)
+    def produce(self, x, grad, vmap_dims, option):
+        return activation_grad(x, grad, option)
 
-    def canonical(self, x, grad, vmap_dims, rows, activation):
-        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, activation)
+    def canonical(self, x, grad, vmap_dims, rows, option):
+        (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, option)
         return (x, _shapes.merge(grad, grad.ndim - rows - 1, rows)), attributes
 
 

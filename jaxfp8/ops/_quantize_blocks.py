@@ -1,20 +1,19 @@
 """FP8 codes with a scale for each block: quantize_blocks, quantize_blocks_transpose and transpose_blocks."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..numerics import FP8_DTYPES, _scaling, encode, fp8_max
+from ..numerics import FP8_DTYPES, _scaling, encode
 from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import Op
 
 SCALES = ("f32", "e8m0")
 ROUNDINGS = ("ceil", "floor")
-
-_EXPONENT_BITS = 0x7F800000
-_MANTISSA_BITS = 0x007FFFFF
 
 
 def quantize_blocks(
@@ -64,8 +63,8 @@ def quantize_blocks(
         ValueError: x has fewer dimensions than `rows + cols`; block, scale or rounding is not listed above; or
             power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
     """
-    x, options = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv = _quantize_blocks(x, **options)
+    x, spec = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    data, scale_inv = _quantize_blocks(x, spec=spec)
     return data, scale_inv
 
 
@@ -102,13 +101,25 @@ def quantize_blocks_transpose(
     Raises:
         TypeError, ValueError: see `quantize_blocks`.
     """
-    x, options = _checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose(x, **options)
+    x, spec = _checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
+    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose(x, spec=spec)
     return data, scale_inv, data_t, scale_inv_t
 
 
+class _Spec(NamedTuple):
+    """The static part: the arguments of `quantize_blocks`."""
+
+    dtype: np.dtype
+    block: tuple[int | None, int | None]
+    scale: str
+    rounding: str
+    power_2_scale: bool
+    rows: int
+    cols: int
+
+
 def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
-    """Check the arguments, and return x and the static arguments of the primitive."""
+    """Check the arguments, and return x and the `_Spec`."""
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
     dtype = _checks.dtype(op, "dtype", dtype, FP8_DTYPES)
     # Options that do not go together are refused: one of them would have no effect.
@@ -120,57 +131,35 @@ def _checked(op, x, dtype, block, scale, rounding, power_2_scale, rows, cols):
         raise ValueError(f'{op}: power_2_scale: E8M0 scales are powers of two anyway; leave it out for scale="e8m0"')
     if scale == "f32" and rounding != "ceil":
         raise ValueError(f'{op}: rounding: expected "ceil" for scale="f32", got {rounding!r}; it goes with "e8m0"')
-    scaling = {"scale": scale, "rounding": rounding, "power_2_scale": power_2_scale}
-    dimensions = {"block": _blocks.checked(op, "block", block), "rows": int(rows), "cols": int(cols)}
-    return x, {"dtype": dtype} | scaling | dimensions
+    block = _blocks.checked(op, "block", block)
+    return x, _Spec(dtype, block, scale, rounding, power_2_scale, int(rows), int(cols))
 
 
-def _f32_scales(amax, dtype, power_2_scale):
-    """Return `(scale, scale_inv)` of each block."""
-    scale, scale_inv = _scaling.amax_to_scale(amax, jnp.ones_like(amax), _scaling.scale_numerator(fp8_max(dtype), 0))
-    return _scaling.floor_to_power_of_two(scale) if power_2_scale else (scale, scale_inv)
-
-
-def _e8m0_scales(amax, dtype, rounding):
-    """Return `(scale, scale_inv)` of each block: f32 `2**-e`, and `2**e` as E8M0.
-
-    FP8_MAX is 1.75 times a power of two in both formats, so the exponent of `amax / FP8_MAX`, rounded up, is the
-    difference of their exponents, and one more where the significand of amax is above 1.75. The exponent of a subnormal
-    amax is read as -127, which does not matter: e is -127 for every subnormal amax.
-    """
-    largest = np.float32(fp8_max(dtype)).view(np.int32)
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    exponent = (bits >> 23) - int(largest >> 23)
-    if rounding == "ceil":
-        exponent = exponent + (bits & _MANTISSA_BITS > int(largest & _MANTISSA_BITS)).astype(jnp.int32)
-    exponent, is_nan = jnp.maximum(exponent, -127), bits >= _EXPONENT_BITS
-    return _blocks.power_of_two(-exponent, is_nan), _blocks.e8m0(exponent, is_nan)
-
-
-def _reference(x, vmap_dims, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def _reference(x, vmap_dims, spec):
     """Quantize blocks in jnp."""
     # Vmapped dimensions are leading dimensions like any other.
-    leading = x.shape[: x.ndim - rows - cols]
-    matrix = _shapes.merge(x, *[1] * len(leading), rows)
+    leading = x.shape[: x.ndim - spec.rows - spec.cols]
+    matrix = _shapes.merge(x, *[1] * len(leading), spec.rows)
     m, n = matrix.shape[-2:]
     # 1. Cut the matrix into blocks, and find a scale for each.
-    blocks = _blocks.cut(matrix, block)
+    blocks = _blocks.cut(matrix, spec.block)
     amax = _scaling.abs_max(blocks, axis=(-3, -1))
-    if scale == "e8m0":
-        factor, scale_inv = _e8m0_scales(amax, dtype, rounding)
+    if spec.scale == "e8m0":
+        factor, scale_inv = _blocks.e8m0_scales(amax, spec.dtype, spec.rounding)
     else:
-        factor, scale_inv = _f32_scales(amax, dtype, power_2_scale)
+        factor, scale_inv = _blocks.f32_scales(amax, spec.dtype, spec.power_2_scale)
     # 2. Quantize each block, and put the matrix together again. Move the codes as bytes: XLA's CPU
     # compiler may move FP8 through float16, which changes the bits of NaNs.
-    data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], dtype), jnp.uint8)
-    return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), dtype), scale_inv
+    data = lax.bitcast_convert_type(encode(blocks, factor[..., :, None, :, None], spec.dtype), jnp.uint8)
+    return lax.bitcast_convert_type(_blocks.uncut(data, m, n).reshape(x.shape), spec.dtype), scale_inv
 
 
-def _custom_call(x, platform, transpose, dtype, block, scale, rounding, power_2_scale, rows, cols):
+def _custom_call(x, platform, transpose, spec):
     """Make one custom call: `[data, scale_inv]`, and with `transpose` also `[data_t, scale_inv_t]`."""
     # 1. Merge the dimensions to groups of matrices.
-    leading, row, col = _shapes.parts(x.shape, rows, cols)
-    groups = _shapes.merge(x, len(leading), rows)
+    block, is_e8m0 = spec.block, spec.scale == "e8m0"
+    leading, row, col = _shapes.parts(x.shape, spec.rows, spec.cols)
+    groups = _shapes.merge(x, len(leading), spec.rows)
     g, m, n = groups.shape
     # 2. CPUs take any block and order scales by block. GPUs take the blocks of cuBLASLt, and order scales as it does.
     on_cpu, lines = platform == "cpu", 0
@@ -179,10 +168,10 @@ def _custom_call(x, platform, transpose, dtype, block, scale, rounding, power_2_
     scales_shape = _blocks.count if on_cpu else _blocks.stored_shape
     attribute = np.int64([b or 0 for b in block]) if on_cpu else _blocks.NAMES[block]
     # 3. Call. The results are (data, scale_inv) of each layout, on GPUs with scratch for amaxes of lines between them.
-    scales_dtype = jnp.uint8 if scale == "e8m0" else jnp.float32
-    kind = f"e8m0_{rounding}" if scale == "e8m0" else "f32_power_2" if power_2_scale else "f32"
+    scales_dtype = jnp.uint8 if is_e8m0 else jnp.float32
+    kind = f"e8m0_{spec.rounding}" if is_e8m0 else "f32_power_2" if spec.power_2_scale else "f32"
     matrices = [(m, n), (n, m)][: 1 + transpose]
-    results = [[((g, *matrix), dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)] for matrix in matrices]
+    results = [[((g, *matrix), spec.dtype), ((g, *scales_shape(block, *matrix)), scales_dtype)] for matrix in matrices]
     scratch = [] if on_cpu else [((g, lines), jnp.float32)]
     results = [*results[0], *scratch, *sum(results[1:], [])]
     data, scale_inv, *rest = _ffi.call("quantize_blocks_transpose", results, groups, block=attribute, scaling=kind)
@@ -190,7 +179,7 @@ def _custom_call(x, platform, transpose, dtype, block, scale, rounding, power_2_
     outputs, layouts = [], [(data, scale_inv), rest[len(scratch) :]]
     for matrix, shape, (codes, scales) in zip(matrices, (row + col, col + row), layouts, strict=False):
         scales = scales if on_cpu else _blocks.by_block(scales, block, *matrix)
-        scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if scale == "e8m0" else scales
+        scales = lax.bitcast_convert_type(scales, _blocks.E8M0) if is_e8m0 else scales
         outputs += [codes.reshape(*leading, *shape), scales.reshape(*leading, *scales.shape[1:])]
     return outputs
 
@@ -202,47 +191,47 @@ class _QuantizeBlocks(Op):
     custom_call = "quantize_blocks_transpose"
     transpose = False
 
-    def names(self, x, *, rows, cols, **static):
-        codes, *results = _blocks.layouts(x, rows, cols)
+    def names(self, x, spec):
+        codes, *results = _blocks.layouts(x, spec.rows, spec.cols)
         return [codes], [codes, *results[: 1 + 2 * self.transpose]]
 
-    def sizes(self, x, *, block, rows, cols, **static):
-        return _blocks.sizes_of_layouts(x, block, rows, cols)
+    def sizes(self, x, spec):
+        return _blocks.sizes_of_layouts(x, spec.block, spec.rows, spec.cols)
 
-    def dtypes(self, x, *, dtype, scale, **static):
-        return [dtype, _blocks.E8M0 if scale == "e8m0" else jnp.float32] * (1 + self.transpose)
+    def dtypes(self, x, spec):
+        return [spec.dtype, _blocks.E8M0 if spec.scale == "e8m0" else jnp.float32] * (1 + self.transpose)
 
     reference = staticmethod(_reference)
 
-    def cpu(self, x, vmap_dims, **static):
-        return _custom_call(x, "cpu", self.transpose, **static)
+    def cpu(self, x, vmap_dims, spec):
+        return _custom_call(x, "cpu", self.transpose, spec)
 
-    def cuda(self, x, vmap_dims, **static):
+    def cuda(self, x, vmap_dims, spec):
         # The kernel has the blocks that cuBLASLt multiplies. Others are quantized in jnp.
-        if static["block"] not in _blocks.NAMES:
-            return self.reference(x, vmap_dims=vmap_dims, **static)
-        return _custom_call(x, "cuda", self.transpose, **static)
+        if spec.block not in _blocks.NAMES:
+            return self.reference(x, vmap_dims, spec)
+        return _custom_call(x, "cuda", self.transpose, spec)
 
-    def on_one_device_only(self, block, **static):
+    def on_one_device_only(self, spec):
         # On a mesh that cuts blocks as long as the matrix, devices have to reduce their amaxes, which XLA does with the
         # reference. Other blocks lie on one device each, which quantizes them by itself.
-        return None in block
+        return None in spec.block
 
-    def align(self, axes, sizes, mesh_shape, *, block, **static):
-        return _blocks.aligned_layouts(axes, sizes, mesh_shape, block)
+    def align(self, axes, sizes, mesh_shape, spec):
+        return _blocks.aligned_layouts(axes, sizes, mesh_shape, spec.block)
 
 
 class _QuantizeBlocksTranspose(_QuantizeBlocks):
     name = "quantize_blocks_transpose"
     transpose = True
 
-    def reference(self, x, vmap_dims, block, rows, cols, **static):
-        static |= {"vmap_dims": vmap_dims, "rows": rows, "cols": cols}
-        data, scale_inv = _reference(x, block=block, **static)
+    def reference(self, x, vmap_dims, spec):
+        rowwise = columnwise = _reference(x, vmap_dims, spec)
         # Blocks of the transpose lie down the columns of x. Transpose codes and not x: they have half the bytes, or
         # less.
-        columnwise = (data, scale_inv) if block[0] == block[1] else _reference(x, block=block[::-1], **static)
-        return data, scale_inv, _shapes.transpose(columnwise[0], rows, cols), columnwise[1].mT
+        if spec.block[0] != spec.block[1]:
+            columnwise = _reference(x, vmap_dims, spec._replace(block=spec.block[::-1]))
+        return *rowwise, _shapes.transpose(columnwise[0], spec.rows, spec.cols), columnwise[1].mT
 
 
 _quantize_blocks = _QuantizeBlocks()
@@ -291,7 +280,7 @@ def transpose_blocks(
         raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
     leading, row, col = _shapes.parts(data.shape, rows, cols)
     scale_inv, _ = _blocks.checked_scale(op, "", scale_inv, block, leading, row, col)
-    data_t, scale_inv_t = _transpose_blocks(data, scale_inv, block=block, rows=int(rows), cols=int(cols))
+    data_t, scale_inv_t = _transpose_blocks(data, scale_inv, spec=_TransposeSpec(block, int(rows), int(cols)))
     return data_t, scale_inv_t
 
 
@@ -305,41 +294,49 @@ def _shift_down(data, shift):
     return jnp.where(codes & 0x7F > largest, codes, shifted)
 
 
+class _TransposeSpec(NamedTuple):
+    """The static part: the arguments of `transpose_blocks`."""
+
+    block: tuple[int, int]
+    rows: int
+    cols: int
+
+
 class _TransposeBlocks(Op):
     name = "transpose_blocks"
 
-    def names(self, data, scale_inv, *, block, rows, cols):
-        layouts = _blocks.layouts(data, rows, cols)
+    def names(self, data, scale_inv, spec):
+        layouts = _blocks.layouts(data, spec.rows, spec.cols)
         return layouts[:2], layouts[2:]
 
-    def sizes(self, data, scale_inv, *, block, rows, cols):
-        return _blocks.sizes_of_layouts(data, block, rows, cols)
+    def sizes(self, data, scale_inv, spec):
+        return _blocks.sizes_of_layouts(data, spec.block, spec.rows, spec.cols)
 
-    def dtypes(self, data, scale_inv, **static):
+    def dtypes(self, data, scale_inv, spec):
         return [data.dtype, scale_inv.dtype]
 
-    def reference(self, data, scale_inv, vmap_dims, block, rows, cols):
+    def reference(self, data, scale_inv, vmap_dims, spec):
         """Transpose blocks in jnp."""
-        first, size = data.ndim - rows - cols, block[1]
-        matrix = _shapes.merge(data, *[1] * first, rows)
+        first, size = data.ndim - spec.rows - spec.cols, spec.block[1]
+        matrix = _shapes.merge(data, *[1] * first, spec.rows)
         m, n = matrix.shape[-2:]
         # 1. Find the scale of each new block; all columns of an old block have the same new scale.
         codes = _blocks.exponent_codes(scale_inv).astype(jnp.int32)
         largest = jnp.max(_blocks.cut(codes, (size, 1)), axis=(-3, -1), initial=0)
         of_rows = _blocks.spread(largest, (size, 1), m, codes.shape[-1])
         # 2. Shift the codes of each old block, held as bytes: XLA's CPU compiler may move FP8 through float16.
-        shift, of_elements = (_blocks.spread(x, block, m, n) for x in (of_rows - codes, of_rows))
+        shift, of_elements = (_blocks.spread(x, spec.block, m, n) for x in (of_rows - codes, of_rows))
         nan_code = 0x7F if jnp.finfo(data.dtype).nmant == 3 else 0x7E
         shifted = jnp.where(of_elements == _blocks.NAN_CODE, jnp.uint8(nan_code), _shift_down(matrix, shift))
-        data_t = _shapes.transpose(shifted.reshape(data.shape), rows, cols)
+        data_t = _shapes.transpose(shifted.reshape(data.shape), spec.rows, spec.cols)
         scales_t = _blocks.spread(largest.mT, (size, 1), n, largest.shape[-2])
         data_t = lax.bitcast_convert_type(data_t, data.dtype)
         return data_t, _blocks.scales_of_codes(scales_t.astype(jnp.uint8), scale_inv.dtype)
 
-    def cpu(self, data, scale_inv, vmap_dims, block, rows, cols):
+    def cpu(self, data, scale_inv, vmap_dims, spec):
         """Make one custom call on groups of matrices, with scales as E8M0 codes."""
-        leading, row, col = _shapes.parts(data.shape, rows, cols)
-        groups = _shapes.merge(data, len(leading), rows)
+        leading, row, col = _shapes.parts(data.shape, spec.rows, spec.cols)
+        groups, block = _shapes.merge(data, len(leading), spec.rows), spec.block
         g, m, n = groups.shape
         scales = _blocks.exponent_codes(scale_inv).reshape(g, *scale_inv.shape[len(leading) :])
         results = [((g, n, m), data.dtype), ((g, n, -(-m // block[1])), jnp.uint8)]
@@ -347,8 +344,8 @@ class _TransposeBlocks(Op):
         scales_t = _blocks.scales_of_codes(scales_t.reshape(*leading, *scales_t.shape[1:]), scale_inv.dtype)
         return data_t.reshape(*leading, *col, *row), scales_t
 
-    def align(self, axes, sizes, mesh_shape, *, block, rows, cols):
-        return _blocks.aligned_layouts(axes, sizes, mesh_shape, block)
+    def align(self, axes, sizes, mesh_shape, spec):
+        return _blocks.aligned_layouts(axes, sizes, mesh_shape, spec.block)
 
 
 _transpose_blocks = _TransposeBlocks()

@@ -120,8 +120,9 @@ def quantize_norm(
     # that writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
     more = [statistics, *(p.astype(jnp.float32) for p in (gamma, beta) if p is not None)]
-    options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "rows": rows}
-    return _quantize_norm.quantize(x, scale, more, amax, has_beta=beta is not None, **options)
+    return _quantize_norm.quantize(
+        x, scale, more, amax, dtype=dtype, transpose=transpose, with_amax=with_amax, rows=rows, option=beta is not None
+    )
 
 
 def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
@@ -141,18 +142,20 @@ def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
 
 
 class _QuantizeNorm(Producer):
+    """The option is whether there is a beta."""
+
     name = "quantize_norm"
 
-    def operand_names(self, batch, row, col, has_beta):
-        return [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + has_beta)]
+    def operand_names(self, batch, row, col, option):
+        return [batch + row + col, batch + row + dims("whole_statistic", 1), *[col] * (1 + option)]
 
-    def produce(self, x, statistics, *parameters, vmap_dims, has_beta):
+    def produce(self, x, statistics, *parameters, vmap_dims, option):
         rstd, *mean = (statistics[..., i : i + 1] for i in range(statistics.shape[-1]))
         # Parameters have the vmapped dimensions and n. They broadcast over the batch and the rows in between.
         gamma, *beta = (p.reshape(*p.shape[:-1], *[1] * (x.ndim - p.ndim), p.shape[-1]) for p in parameters)
         return _affine(x, rstd, *(mean or [None]), gamma, *(beta or [None]))
 
-    def canonical(self, x, statistics, *parameters, vmap_dims, rows, has_beta):
+    def canonical(self, x, statistics, *parameters, vmap_dims, rows, option):
         """Give the parameters of each group, `[g, n]`, outside of vmap `[1, n]` for all; a beta of `[0]` is none."""
         # Parameters are vmapped, never batched: each is repeated for the groups of its vmapped index.
         leading = x.ndim - rows - 1
@@ -160,7 +163,7 @@ class _QuantizeNorm(Producer):
         parameters = [_shapes.merge(p, p.ndim - 1) for p in parameters]
         if vmap_dims and batch != 1:
             parameters = [jnp.repeat(p, batch, axis=0) for p in parameters]
-        beta = [] if has_beta else [jnp.zeros((0,), jnp.float32)]
+        beta = [] if option else [jnp.zeros((0,), jnp.float32)]
         x, statistics = (_shapes.merge(operand, leading, rows) for operand in (x, statistics))
         return (x, statistics, *parameters, *beta), {}
 

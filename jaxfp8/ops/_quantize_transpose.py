@@ -1,9 +1,11 @@
 """quantize_transpose: FP8 codes in both layouts, and the amax, in one read; and `Producer`, which computes x too."""
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import FP8_DTYPES
@@ -49,17 +51,45 @@ def quantize_transpose(
     """
     op = "quantize_transpose"
     x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + cols)
-    options = {"rows": rows, "cols": cols, "column_sums": _checks.flag(op, "column_sums", column_sums)}
-    return _quantize_transpose.quantize(x, scale, (), amax, dtype=dtype, transpose=True, with_amax=with_amax, **options)
+    return _quantize_transpose.quantize(
+        x,
+        scale,
+        (),
+        amax,
+        dtype=dtype,
+        transpose=True,
+        with_amax=with_amax,
+        column_sums=_checks.flag(op, "column_sums", column_sums),
+        rows=rows,
+        option=cols,
+    )
+
+
+class ProducerSpec(NamedTuple):
+    """The static part of a producer.
+
+    Attributes:
+        dtype: the dtype of the codes.
+        transpose, with_amax, column_sums: whether these are results.
+        rows: the number of dimensions that m stands for.
+        option: the static argument of the producer itself, such as the name of an activation.
+    """
+
+    dtype: np.dtype
+    transpose: bool
+    with_amax: bool
+    column_sums: bool
+    rows: int
+    option: Any
 
 
 class Producer(Op):
-    """An op that quantizes what it computes from x and `more`, in both layouts.
+    """An op that quantizes what it computes from x and `more`, in both layouts; its spec is a `ProducerSpec`.
 
     The primitive takes `(x, scale, *more, *amax_so_far)`. The results are data; data_t if `transpose`; the amax if
     `with_amax`, at least `amax_so_far` where that is given; and the sums over rows if `column_sums`, which needs
     `transpose`. `m` stands for `rows` dimensions, `n` for those of `columns`. The custom call takes and returns the
-    same arrays in its canonical form, with `static` as attributes.
+    same arrays in its canonical form.
 
     A producer is a function in jnp, from the operands to f32 `[..., m, *n]`: where no kernel fuses producer and
     quantization, this function runs before the quantization.
@@ -70,23 +100,23 @@ class Producer(Op):
 
     is_fused = True
 
-    def columns(self, **static) -> tuple[str, ...]:
+    def columns(self, option) -> tuple[str, ...]:
         """Return the names of the columns of the result, which are the last dimensions of x."""
         return dims("col", 1)
 
-    def operand_names(self, batch, row, col, **static) -> list:
+    def operand_names(self, batch, row, col, option) -> list:
         """Return the names of x and `more`, given those of the result; `batch` are dimensions of x beyond them."""
         raise NotImplementedError
 
-    def produce(self, x, *more, vmap_dims, **static):
+    def produce(self, x, *more, vmap_dims, option):
         """Compute the values in jnp, f32 `[..., m, n]`."""
         raise NotImplementedError
 
-    def canonical(self, x, *more, vmap_dims, rows, **static) -> tuple:
+    def canonical(self, x, *more, vmap_dims, rows, option) -> tuple:
         """Return `(x, *more)` as the custom call takes them, and its attributes."""
         raise NotImplementedError
 
-    def quantize(self, x, scale, more, amax, *, dtype, transpose, with_amax, column_sums=False, **static):
+    def quantize(self, x, scale, more, amax, *, dtype, transpose, with_amax, column_sums=False, rows, option):
         """Check the arguments that all producers take, and bind the primitive.
 
         Returns:
@@ -94,94 +124,111 @@ class Producer(Op):
             the amax without `with_amax`. With `column_sums` also the sums.
         """
         scale, *amax_so_far = _checks.quantizer_operands(self.name, scale, amax)
-        dtype, transpose = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES), bool(transpose)
-        options = {"dtype": dtype, "transpose": transpose, "with_amax": with_amax, "column_sums": column_sums}
-        data, *rest = self(x, scale, *more, *amax_so_far, **options, **static)
+        dtype = _checks.dtype(self.name, "dtype", dtype, FP8_DTYPES)
+        spec = ProducerSpec(dtype, bool(transpose), with_amax, column_sums, rows, option)
+        data, *rest = self(x, scale, *more, *amax_so_far, spec=spec)
         data_t = rest.pop(0) if transpose else None
         return data, data_t, _quantize.returned_amax(amax, rest.pop(0) if with_amax else None), *rest
 
-    def names(self, x, *ranks, dtype, transpose, rows, with_amax, column_sums, **static):
-        col, row = self.columns(**static), dims("row", rows)
+    def names(self, x, *ranks, spec):
+        col, row = self.columns(spec.option), dims("row", spec.rows)
         # x may have dimensions that the result lacks, such as the pair of a gated activation. So its rank is compared
         # with that of its names.
-        batch = dims("batch", x - len(self._names_without_batch(rows, static)[0]))
-        x_names, *more_names = self.operand_names(batch, row, col, **static)
-        _, amax_so_far = self._split(ranks[1:], rows, static)
-        results = [batch + row + col, *[batch + col + row] * transpose, *[ONE] * with_amax]
+        batch = dims("batch", x - len(self._names_without_batch(spec)[0]))
+        x_names, *more_names = self.operand_names(batch, row, col, spec.option)
+        _, amax_so_far = self._split(ranks[1:], spec)
+        results = [batch + row + col, *[batch + col + row] * spec.transpose, *[ONE] * spec.with_amax]
         # The sums lack the rows, so a mesh that cuts rows adds up the sums of its devices.
-        results += [batch + col] * column_sums
+        results += [batch + col] * spec.column_sums
         return [x_names, ONE, *more_names, *[ONE] * len(amax_so_far)], results
 
-    def _names_without_batch(self, rows, static):
-        return self.operand_names((), dims("row", rows), self.columns(**static), **static)
+    def _names_without_batch(self, spec):
+        return self.operand_names((), dims("row", spec.rows), self.columns(spec.option), spec.option)
 
-    def _split(self, rest, rows, static):
+    def _split(self, rest, spec):
         """Return `more` and `amax_so_far`."""
-        count = len(self._names_without_batch(rows, static)) - 1
+        count = len(self._names_without_batch(spec)) - 1
         return rest[:count], rest[count:]
 
-    def dtypes(self, *operands, dtype, transpose, with_amax, column_sums, **static):
-        return [dtype] * (1 + transpose) + [jnp.float32] * (with_amax + column_sums)
+    def dtypes(self, *operands, spec):
+        return [spec.dtype] * (1 + spec.transpose) + [jnp.float32] * (spec.with_amax + spec.column_sums)
 
-    def reference(self, *operands, **static):
-        return self._unfused(_quantize.reference, _quantize.reference, *operands, **static)
-
-    def cpu(self, *operands, **static):
-        # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
-        return self._unfused(_quantize._quantize, _quantize_transpose, *operands, **static)
-
-    def _unfused(
-        self, once, both, x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums, **static
-    ):
-        """Compute the values in jnp and quantize them `once`, or in `both` layouts."""
-        more, amax_so_far = self._split(rest, rows, static)
+    def reference(self, x, scale, *rest, vmap_dims, spec):
+        more, amax_so_far = self._split(rest, spec)
         # The values stay in f32, as in the kernel: another rounding would give other codes.
-        values = self.produce(x, *more, vmap_dims=vmap_dims, **static)
-        options = {"dtype": dtype, "vmap_dims": vmap_dims, "with_amax": with_amax}
-        if not transpose:
-            return once(values, scale, *amax_so_far, **options)
-        options |= {"transpose": True, "rows": rows, "cols": len(self.columns(**static)), "column_sums": column_sums}
-        return both(values, scale, *amax_so_far, **options)
+        return _quantize.reference(
+            self.produce(x, *more, vmap_dims=vmap_dims, option=spec.option),
+            scale,
+            *amax_so_far,
+            vmap_dims=vmap_dims,
+            dtype=spec.dtype,
+            with_amax=spec.with_amax,
+            transpose=spec.transpose,
+            rows=spec.rows,
+            cols=len(self.columns(spec.option)),
+            column_sums=spec.column_sums,
+        )
 
-    def cuda(self, x, scale, *rest, vmap_dims, dtype, transpose, rows, with_amax, column_sums, **static):
-        more, amax_so_far = self._split(rest, rows, static)
+    def cpu(self, x, scale, *rest, vmap_dims, spec):
+        # XLA's CPU compiler vectorises a producer well; the custom call does the rest.
+        more, amax_so_far = self._split(rest, spec)
+        values = self.produce(x, *more, vmap_dims=vmap_dims, option=spec.option)
+        operands = values, scale, *amax_so_far
+        if not spec.transpose:
+            once = _quantize.QuantizeSpec(spec.dtype, spec.with_amax)
+            return _quantize.quantize_op(*operands, vmap_dims=vmap_dims, spec=once)
+        both = spec._replace(option=len(self.columns(spec.option)))
+        return _quantize_transpose(*operands, vmap_dims=vmap_dims, spec=both)
+
+    def cuda(self, x, scale, *rest, vmap_dims, spec):
+        more, amax_so_far = self._split(rest, spec)
         # Results take their sizes from x as it comes in: `canonical` reshapes it.
-        first = x.ndim - len(self._names_without_batch(rows, static)[0])
-        leading, row = x.shape[:first], x.shape[first : first + rows]
-        col = x.shape[x.ndim - len(self.columns(**static)) :]
+        first = x.ndim - len(self._names_without_batch(spec)[0])
+        leading, row = x.shape[:first], x.shape[first : first + spec.rows]
+        col = x.shape[x.ndim - len(self.columns(spec.option)) :]
         m, n, batch = map(math.prod, (row, col, leading[vmap_dims:]))
-        (x, *more), attributes = self.canonical(x, *more, vmap_dims=vmap_dims, rows=rows, **static)
+        (x, *more), attributes = self.canonical(x, *more, vmap_dims=vmap_dims, rows=spec.rows, option=spec.option)
         # A single matrix needs no group dimension, but the fused producers have one always.
         groups = x.shape[:1] if self.is_fused or leading else ()
         # Results that may be left out come after the amax: the sums, and data_t of a producer.
-        layouts = [((*groups, m, n), dtype), *[((*groups, n, m), dtype)] * transpose]
+        layouts = [((*groups, m, n), spec.dtype), *[((*groups, n, m), spec.dtype)] * spec.transpose]
         count = 1 if self.is_fused else len(layouts)
-        sums = [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * column_sums
-        options = {"vmapped": leading[:vmap_dims], "with_amax": with_amax, "batch": batch, **attributes}
         before, amax, after = _quantize.call(
-            self.name, x, scale, amax_so_far, *more, data=layouts[:count], after=layouts[count:] + sums, **options
+            self.name,
+            x,
+            scale,
+            amax_so_far,
+            *more,
+            vmapped=leading[:vmap_dims],
+            with_amax=spec.with_amax,
+            data=layouts[:count],
+            after=layouts[count:] + [((*groups, -(-m // _SUMMED_ROWS), n), jnp.float32)] * spec.column_sums,
+            batch=batch,
+            attributes=attributes,
         )
         data, *rest = *before, *after
-        data_t = [codes.reshape(*leading, *col, *row) for codes in rest[:transpose]]
-        sums = [jnp.sum(parts, axis=-2).reshape(*leading, *col) for parts in rest[transpose:]]
+        data_t = [codes.reshape(*leading, *col, *row) for codes in rest[: spec.transpose]]
+        sums = [jnp.sum(parts, axis=-2).reshape(*leading, *col) for parts in rest[spec.transpose :]]
         return [data.reshape(*leading, *row, *col), *data_t, *amax, *sums]
 
 
 class _QuantizeTranspose(Producer):
+    """The option is the number of dimensions that n stands for."""
+
     name = "quantize_transpose"
     is_fused = False
 
-    def columns(self, cols):
-        return dims("col", cols)
+    def columns(self, option):
+        return dims("col", option)
 
-    def operand_names(self, batch, row, col, cols):
+    def operand_names(self, batch, row, col, option):
         return [batch + row + col]
 
-    def produce(self, x, vmap_dims, cols):
+    def produce(self, x, vmap_dims, option):
         return x
 
-    def canonical(self, x, vmap_dims, rows, cols):
-        return (_shapes.merge_groups(x, x.ndim - rows - cols, rows),), {}
+    def canonical(self, x, vmap_dims, rows, option):
+        return (_shapes.merge_groups(x, x.ndim - rows - option, rows),), {}
 
     cpu = Producer.cuda
 

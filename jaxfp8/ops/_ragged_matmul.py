@@ -84,7 +84,7 @@ def ragged_matmul(
     if ragged not in RAGGED:
         raise ValueError(f'{op}: ragged: expected "rows" or "contraction", got {ragged!r}')
     a, b = _checks.fp8(op, "a", a), _checks.fp8(op, "b", b)
-    group_sizes = sizes_of_groups(op, group_sizes)
+    group_sizes = _checks.group_sizes(op, group_sizes)
     if a.ndim != 2:
         raise ValueError(f"{op}: a: expected rank 2, got {a.shape}")
     leading = () if ragged == "contraction" else (group_sizes.size,)
@@ -107,16 +107,6 @@ def ragged_matmul(
         has_b_t=b_t is not None,
     )
     return _ragged_matmul(*operands, spec=spec)[0]
-
-
-def sizes_of_groups(op: str, group_sizes):
-    """Return the argument `group_sizes` of `op`: int32 `[g]`."""
-    group_sizes = _checks.array(op, "group_sizes", group_sizes)
-    if group_sizes.dtype != jnp.int32:
-        raise TypeError(f"{op}: group_sizes: expected int32, got {group_sizes.dtype}; cast it with .astype(jnp.int32)")
-    if group_sizes.ndim != 1:
-        raise ValueError(f"{op}: group_sizes: expected one dimension, [g], got {group_sizes.shape}")
-    return group_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +176,7 @@ class _RaggedMatmul(Op):
     def second_layouts(self, spec):
         return {1: 5} if spec.has_b_t else {}
 
-    def reference(self, a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, widen=to_f32, first=None):
+    def reference(self, a, b, a_scale_inv, b_scale_inv, group_sizes, first=None, *, vmap_dims, spec, widen=to_f32):
         """Widen the codes, which is exact, and multiply with f32 accumulation in a loop.
 
         `first`, i32 `[*vmapped]`, is the row at which the first group begins; None is row 0.
@@ -216,11 +206,11 @@ class _RaggedMatmul(Op):
         out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, shape))
         return (out.astype(spec.out_dtype),)
 
-    def cpu(self, *operands, **options):
+    def cpu(self, *operands, vmap_dims, spec):
         """Widen to bfloat16, as scaled_matmul does on CPUs."""
-        return self.reference(*operands, **options, widen=widening_on_cpu())
+        return self.reference(*operands, vmap_dims=vmap_dims, spec=spec, widen=widening_on_cpu())
 
-    def cuda(self, a, b, a_scale_inv, b_scale_inv, group_sizes, vmap_dims, spec, first=None):
+    def cuda(self, a, b, a_scale_inv, b_scale_inv, group_sizes, first=None, *, vmap_dims, spec):
         shape = spec.shape(a, b, group_sizes, vmap_dims)
         count = math.prod(a.shape[:vmap_dims])
         a, b, group_sizes = (x.reshape(count, *x.shape[vmap_dims:]) for x in (a, b, group_sizes))
@@ -236,7 +226,7 @@ class _RaggedMatmul(Op):
             out = _moved(out, first, 0)
         return (out.reshape(shape),)
 
-    def align(self, axes, sizes, mesh_shape, *, spec):
+    def align(self, axes, sizes, mesh_shape, spec):
         followers = {}
         for operand, dims, block in zip("ab", _dims(spec), (spec.a_block, spec.b_block), strict=True):
             for dim, name, size in zip(dims[-2:], _scales(operand, dims, block)[-2:], block or (), strict=False):
@@ -248,7 +238,7 @@ class _RaggedMatmul(Op):
         """Give a device the sizes of its groups in its rows, and the row at which the first of them begins."""
         (row, row_shards), (group, group_shards) = cut("m0"), cut("g0")
         if row_shards == group_shards == 1:
-            return operands, {}
+            return operands
         *matrices, group_sizes = operands
         # 1. Find where each group of the whole matrix begins and ends, as a row of this device.
         rows, groups = operands[0].shape[-2 if spec.by_rows else -1], group_sizes.shape[-1] // group_shards
@@ -256,7 +246,7 @@ class _RaggedMatmul(Op):
         bounds = jnp.concatenate([lax.full_like(ends[..., :1], 0) - row * rows, ends], axis=-1)
         # 2. Take the groups of this device.
         bounds = lax.dynamic_slice_in_dim(jnp.clip(bounds, 0, rows), group * groups, groups + 1, axis=-1)
-        return [*matrices, jnp.diff(bounds)], {} if group_shards == 1 else {"first": bounds[..., 0]}
+        return [*matrices, jnp.diff(bounds), *([] if group_shards == 1 else [bounds[..., 0]])]
 
     def not_on(self, capabilities, *types, spec):
         """Return why no kernel multiplies these operands; or None."""
@@ -267,8 +257,7 @@ class _RaggedMatmul(Op):
 _ragged_matmul = _RaggedMatmul()
 
 
-# The jnp program ------------------------------------------------------------------------------------------------------
-# Loops over chunks of groups, so that neither work nor memory grow with their number.
+# The jnp program: loops over chunks of groups, so that neither work nor memory grow with their number --------------
 
 
 def ends_of_groups(group_sizes, m: int):

@@ -8,6 +8,7 @@ records as many. A product that is not in a loop reads its state by `delayed_sca
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from ..numerics import _scaling
 from . import _checks, _ffi, _shapes
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
-from ._primitive import ONE, Op, apart, dims, halves
+from ._primitive import ONE, OpOfUnits, dims, halves
 
 READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
 
@@ -50,7 +51,7 @@ def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
     readings = {}
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
-        readings |= zip(call, _read(*_columns(products, call), counts=counts), strict=True)
+        readings |= zip(call, _read(*_columns(products, call), spec=_ReadSpec(counts)), strict=True)
     return [readings[i] for i in range(len(products))]
 
 
@@ -93,7 +94,7 @@ def write_histories(
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
         histories, _ = halves(_columns(products, call))
-        results = _write(*histories, *(recorded[i] for i in call), counts=counts, by_quantizer=False)
+        results = _write(*histories, *(recorded[i] for i in call), spec=_WriteSpec(counts, by_quantizer=False))
         pairs = zip(*halves(results), strict=True)
         written |= {i: list(itertools.islice(pairs, len(products[i]))) for i in call}
     return [written[i] for i in range(len(products))]
@@ -109,7 +110,7 @@ def _write_by_quantizer(op, pairs, recorded):
         for i, pair in enumerate(recorded)
     ]
     histories = [history for history, _ in pairs]
-    results = _write(*histories, *numbers, counts=(1,) * len(pairs), by_quantizer=True)
+    results = _write(*histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True))
     return list(zip(*halves(results), strict=True))
 
 
@@ -169,9 +170,17 @@ def _groups(histories):
     return [_shapes.merge_groups(history, history.ndim - 1) for history in histories]
 
 
-def _read_units(operand_count, counts):
-    half = operand_count // 2
-    return [([*places, *(half + i for i in places)], [product]) for product, places in enumerate(_slices(counts))]
+class _ReadSpec(NamedTuple):
+    """The static part of `read_histories`: the number of quantizers of each product."""
+
+    counts: tuple[int, ...]
+
+    def units(self, operand_count):
+        half, products = operand_count // 2, enumerate(_slices(self.counts))
+        return [([*places, *(half + i for i in places)], [product]) for product, places in products]
+
+    def chosen(self, indices):
+        return _ReadSpec(tuple(self.counts[i] for i in indices))
 
 
 def _numbers(history, scale):
@@ -182,14 +191,24 @@ def _numbers(history, scale):
     return [window, newest, scale, jnp.zeros_like(scale)]
 
 
-def _write_units(operand_count, counts, by_quantizer):
-    total = sum(counts)
-    if by_quantizer:
-        return [([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)]
-    return [
-        ([*places, total + product], [*places, *(total + i for i in places)])
-        for product, places in enumerate(_slices(counts))
-    ]
+class _WriteSpec(NamedTuple):
+    """The static part of `write_histories`: the number of quantizers of each product, and the form of `recorded`.
+
+    With `by_quantizer` the recorded numbers are an array for each amax and each scale_inv.
+    """
+
+    counts: tuple[int, ...]
+    by_quantizer: bool
+
+    def units(self, operand_count):
+        total = sum(self.counts)
+        if self.by_quantizer:
+            return [([i, total + i, 2 * total + i], [i, total + i]) for i in range(total)]
+        products = enumerate(_slices(self.counts))
+        return [([*places, total + product], [*places, *(total + i for i in places)]) for product, places in products]
+
+    def chosen(self, indices):
+        return _WriteSpec(tuple(self.counts[i] for i in indices), self.by_quantizer)
 
 
 def _next_history(history, amax, scale_inv):
@@ -199,27 +218,25 @@ def _next_history(history, amax, scale_inv):
     return jnp.where(is_positive_finite & (scale_inv << 1 != 0), moved, jnp.uint32(0))
 
 
-class _ReadHistories(Op):
+class _ReadHistories(OpOfUnits):
     name = "read_histories"
-    batch_first = staticmethod(apart(_read_units))
 
-    def names(self, *ranks, counts):
-        histories, scales, readings = _names(ranks, counts)
+    def names(self, *ranks, spec):
+        histories, scales, readings = _names(ranks, spec.counts)
         return [*histories, *scales], readings
 
-    def sizes(self, *shapes, counts):
-        return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(counts)}
+    def sizes(self, *shapes, spec):
+        return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(spec.counts)}
 
-    def reference(self, *operands, vmap_dims, counts):
+    def reference(self, *operands, vmap_dims, spec):
         numbers = [_numbers(history, scale) for history, scale in zip(*halves(operands), strict=True)]
-        return [
-            lax.concatenate(sum((numbers[i] for i in places), []), operands[0].ndim - 1) for places in _slices(counts)
-        ]
+        axis = operands[0].ndim - 1
+        return [lax.concatenate(sum((numbers[i] for i in places), []), axis) for places in _slices(spec.counts)]
 
-    def cpu(self, *operands, vmap_dims, counts):
+    def cpu(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
-        results = [((groups, READING_NUMBERS * count), jnp.float32) for count in counts]
+        results = [((groups, READING_NUMBERS * count), jnp.float32) for count in spec.counts]
         readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
         return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
@@ -227,23 +244,22 @@ class _ReadHistories(Op):
 _read = _ReadHistories()
 
 
-class _WriteHistories(Op):
+class _WriteHistories(OpOfUnits):
     name = "write_histories"
-    batch_first = staticmethod(apart(_write_units))
 
-    def names(self, *ranks, counts, by_quantizer):
-        histories, scales, readings = _names(ranks, counts)
-        return [*histories, *(scales * 2 if by_quantizer else readings)], [*histories, *scales]
+    def names(self, *ranks, spec):
+        histories, scales, readings = _names(ranks, spec.counts)
+        return [*histories, *(scales * 2 if spec.by_quantizer else readings)], [*histories, *scales]
 
-    def on_one_device_only(self, counts, by_quantizer):
+    def on_one_device_only(self, spec):
         # On a mesh in jnp, which XLA fuses and moves together with the reductions of the amaxes.
-        return by_quantizer
+        return spec.by_quantizer
 
-    def reference(self, *operands, vmap_dims, counts, by_quantizer):
+    def reference(self, *operands, vmap_dims, spec):
         # Move bits: XLA's CPU threads treat subnormal floats as zero, also in slices and concatenations.
         bits = [lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) for x in operands]
-        histories, numbers = bits[: sum(counts)], bits[sum(counts) :]
-        if by_quantizer:
+        histories, numbers = bits[: sum(spec.counts)], bits[sum(spec.counts) :]
+        if spec.by_quantizer:
             amaxes, scales = halves(numbers)
         else:
             columns = [reading[..., i : i + 1] for reading in numbers for i in range(reading.shape[-1])]
@@ -251,14 +267,14 @@ class _WriteHistories(Op):
         written = [*map(_next_history, histories, amaxes, scales), *scales]
         return [lax.bitcast_convert_type(x, jnp.float32) for x in written]
 
-    def cpu(self, *operands, vmap_dims, counts, by_quantizer):
-        histories, recorded = operands[: sum(counts)], operands[sum(counts) :]
+    def cpu(self, *operands, vmap_dims, spec):
+        histories, recorded = operands[: sum(spec.counts)], operands[sum(spec.counts) :]
         batch, groups = histories[0].shape[:-1], _groups(histories)
         scales = [((math.prod(batch),), jnp.float32)] * len(groups)
         results = [(h.shape, jnp.float32) for h in groups] + scales
         # The histories of a product that is not in a loop are mostly arguments of the program: XLA would copy them.
-        aliases = {} if by_quantizer else {i: i for i in range(len(groups))}
-        numbers = [x.reshape(-1) if by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
+        aliases = {} if spec.by_quantizer else {i: i for i in range(len(groups))}
+        numbers = [x.reshape(-1) if spec.by_quantizer else _shapes.merge(x, x.ndim - 1) for x in recorded]
         written = _ffi.call("write_histories", results, *groups, *numbers, aliases=aliases)
         histories, scales = halves(written)
         return [*(h.reshape(*batch, h.shape[-1]) for h in histories), *(scale.reshape(*batch, 1) for scale in scales)]

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op
-from ._product import ProductSpec, rescaled, spec_fields
+from ._product import ProductSpec, bias_operands, rescaled
 from ._quantize import widening_on_cpu
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs. XLA lends the memory to other
@@ -84,15 +84,19 @@ def scaled_matmul(
     op = "scaled_matmul"
     a, b, leading, m, n, _ = _checks.product(op, a, b, batch, contracting)
     operands = [a, b, _checks.scale(op, "a_scale_inv", a_scale_inv), _checks.scale(op, "b_scale_inv", b_scale_inv)]
-    bias_operands, fields = spec_fields(op, leading, m, n, contracting, bias, out_dtype, precise)
-    operands += bias_operands
+    operands += bias_operands(op, bias, (*leading, *n))
     if accumulator is not None:
         accumulator = _checks.array(op, "accumulator", accumulator)
         if accumulator.dtype != np.float32:
             raise TypeError(f"{op}: accumulator: expected float32, got {accumulator.dtype}; cast it first")
         operands.append(_checks.shape(op, "accumulator", accumulator, (*leading, *m, *n)))
     spec = _Spec(
-        **fields,
+        out_dtype=_checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
+        precise=_checks.flag(op, "precise", precise),
+        has_bias=bias is not None,
+        batch=len(leading),
+        rows=len(m),
+        contracting=contracting,
         has_accumulator=accumulator is not None,
         has_a_t=a_t is not None,
         has_b_t=b_t is not None,
@@ -154,7 +158,7 @@ def _pattern(*operands, vmap_dims, spec, dtype):
         wide = (x * lax.broadcast(_scalar(scale, dtype), x.shape) for x, scale in zip(wide, operands[2:4], strict=True))
     # XLA's word for cuBLASLt's fast accumulation is the precision of the dot.
     precision = lax.Precision.HIGHEST if spec.precise else lax.Precision.DEFAULT
-    out = spec.dot(*wide, vmap_dims, precision=precision, preferred_element_type=dtype)
+    out = spec.dot(*wide, vmap_dims, dtype, precision)
     if not scales_inside:
         # Multiply by one factor: two would be two launches, and XLA's products have no rule for scales that flush.
         out = out * _shapes.spread(a_scale_inv * b_scale_inv, out.shape)
@@ -198,7 +202,7 @@ class _ScaledMatmul(Op):
         # XLA adds the parts of a product that a mesh has in the dtype of the dot.
         is_narrow = spec.narrow_sums and _tpu.devices.value in ("mesh", "unknown")
         dtype = spec.out_dtype if is_narrow else jnp.float32
-        out = spec.dot(widen(a), widen(b), vmap_dims, preferred_element_type=dtype).astype(jnp.float32)
+        out = spec.dot(widen(a), widen(b), vmap_dims, dtype).astype(jnp.float32)
         out = rescaled(out, a_scale_inv, b_scale_inv, lambda scale: _shapes.spread(scale, out.shape))
         return _finish(spec, out, bias, accumulator, vmap_dims)
 
@@ -235,8 +239,15 @@ class _ScaledMatmul(Op):
         # 4. Multiply, cut off the padding and add the terms that the epilogue did not take.
         dtype, aliases = spec.out_dtype if finished else jnp.float32, {4: 0} if accumulator_inside else None
         results = [((*groups, m + pad_m, n + pad_n), dtype), ((WORKSPACE_BYTES,), jnp.uint8)]
-        attributes = {"precise": spec.precise, "has_bias": bias_inside, "has_accumulator": accumulator_inside}
-        out, _ = _ffi.call("scaled_matmul", results, *call_operands, aliases=aliases, **attributes)
+        out, _ = _ffi.call(
+            "scaled_matmul",
+            results,
+            *call_operands,
+            aliases=aliases,
+            precise=spec.precise,
+            has_bias=bias_inside,
+            has_accumulator=accumulator_inside,
+        )
         out = out[..., :m, :n].reshape(shape)
         return (out,) if finished else _finish(spec, out, bias, accumulator, vmap_dims)
 
@@ -254,7 +265,7 @@ class _ScaledMatmul(Op):
         in_bf16 = functools.partial(_pattern, vmap_dims=vmap_dims, spec=spec, dtype=jnp.bfloat16)
         return lax.platform_dependent(*operands, cuda=in_bf16, default=in_f32)
 
-    def batch_first(self, run, operands, batch_dims, vmap_dims, *, spec):
+    def batch_first(self, run, operands, batch_dims, vmap_dims, spec):
         """Merge a batch of a alone, or of b alone, into its rows; make a batch with shared scales a batch dimension."""
         # 1. Find the only operand that is batched, alone or with its second layout.
         batched = {i for i, d in enumerate(batch_dims) if d is not None}

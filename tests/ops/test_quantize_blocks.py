@@ -13,7 +13,7 @@ from oracle import blocks as oracle_blocks
 
 from jaxfp8 import ops
 from jaxfp8.numerics import _scaling
-from jaxfp8.ops import _blocks, _quantize_blocks
+from jaxfp8.ops import _blocks
 
 from . import cases
 from .conftest import EMULATED
@@ -221,18 +221,18 @@ def test_shard_map_quantizes_its_own_shards():
 
 
 def rounds_to_nearest(monkeypatch):
-    def mutant(amax, dtype, rounding, original=_quantize_blocks._e8m0_scales):
+    def mutant(amax, dtype, rounding, original=_blocks.e8m0_scales):
         del rounding
         return original(amax * jnp.float32(2**0.5), dtype, "floor")
 
-    monkeypatch.setattr(_quantize_blocks, "_e8m0_scales", mutant)
+    monkeypatch.setattr(_blocks, "e8m0_scales", mutant)
 
 
 def swaps_ceil_and_floor(monkeypatch):
-    def mutant(amax, dtype, rounding, original=_quantize_blocks._e8m0_scales):
+    def mutant(amax, dtype, rounding, original=_blocks.e8m0_scales):
         return original(amax, dtype, "floor" if rounding == "ceil" else "ceil")
 
-    monkeypatch.setattr(_quantize_blocks, "_e8m0_scales", mutant)
+    monkeypatch.setattr(_blocks, "e8m0_scales", mutant)
 
 
 def counts_blocks_from_one(monkeypatch):
@@ -241,14 +241,14 @@ def counts_blocks_from_one(monkeypatch):
 
 
 def returns_the_scale_itself(monkeypatch):
-    for name in ("_e8m0_scales", "_f32_scales"):
-        original = getattr(_quantize_blocks, name)
+    for name in ("e8m0_scales", "f32_scales"):
+        original = getattr(_blocks, name)
 
         def mutant(*args, original=original):
             scale, scale_inv = original(*args)
             return scale, scale.astype(scale_inv.dtype)
 
-        monkeypatch.setattr(_quantize_blocks, name, mutant)
+        monkeypatch.setattr(_blocks, name, mutant)
 
 
 def loses_nan(monkeypatch):

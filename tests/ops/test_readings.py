@@ -87,7 +87,7 @@ def test_bitwise(implementation, which):
 def calls(function, *arguments):
     """The numbers of quantizers of the custom calls in a program."""
     equations = jax.make_jaxpr(function)(*arguments).eqns
-    return [sum(e.params["counts"]) for e in equations if "histories" in e.primitive.name]
+    return [sum(e.params["spec"].counts) for e in equations if "histories" in e.primitive.name]
 
 
 def test_one_call_has_room_for_64():
