@@ -104,7 +104,7 @@ CASES = {
     "dense": (dense, (*FOUR, *RECIPES), lambda n: (n, n), None),
     "gated mlp": (lambda c, n: GatedMLP(c, 7 * n // 4), (*FOUR, "current", "fused"), lambda n: (n, n // 2), None),
     "scan": (Scan, (*FOUR, "current"), lambda n: (n, n), None),
-    "ragged": (Experts, ("bf16", "current", "static"), lambda n: (n, n), None),
+    "ragged": (lambda c, n: Experts(c, n // 4), ("bf16", "current", "static"), lambda n: (n, n // 4), None),
     "dp-8": (dense, FOUR, lambda n: (8 * n, n), P()),
     "fsdp-8": (dense, FOUR, lambda n: (8 * n, n), P("data")),
 }
