@@ -14,14 +14,18 @@ def emulated_library():
     return emulated.Emulated(emulated.build())
 
 
-@pytest.fixture(scope="session", params=["emulated", "ptx"])
+# CI has time for one architecture; the PTX of each is other code.
+OTHER_ARCHITECTURES = [pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for name in ("89", "100")]
+
+
+@pytest.fixture(scope="session", params=["emulated", "ptx-90a", *OTHER_ARCHITECTURES])
 def launchers(request):
-    """The launchers over the emulated kernels, and over the PTX that nvcc makes of them."""
+    """The launchers over the emulated kernels, and over the PTX that nvcc makes of them for an architecture."""
     if request.param == "emulated":
         return request.getfixturevalue("emulated_library")
     if reason := machine.why_not():
         pytest.skip(reason)
-    return machine.Interpreted(machine.build())
+    return machine.Interpreted(machine.build(request.param.removeprefix("ptx-")))
 
 
 @pytest.fixture(params=[(132, False, -1), (1, True, 1), (2, False, 0)], ids=["132", "1-backwards", "2"])

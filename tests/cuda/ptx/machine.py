@@ -24,7 +24,7 @@ from .. import buffers, emulated
 
 HERE = Path(__file__).resolve().parent
 CACHE = emulated.ROOT / "build" / "ptx"
-ARCHITECTURE = os.environ.get("JAXFP8_PTX_ARCHITECTURE", "90a")
+ARCHITECTURE = "90a"
 
 
 @functools.cache
@@ -108,8 +108,9 @@ def interpreter() -> list[Path]:
 def _library(name: str, architecture: str, objects) -> ctypes.CDLL:
     """Link the interpreter, the kernels' objects and more, and load the library."""
     objects = [*interpreter(), *sorted(compiled(architecture).glob("*.o")), *objects]
-    key = "\0".join(map(str, objects)).encode()
-    folder = _kept(name, key, lambda folder: _run([emulated.compiler(), "-shared", *objects, "-o", "lib.so"], folder))
+    # Symbolic: whatever CUDA runtime a process has, these launchers call the stand-in.
+    command = [emulated.compiler(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", "lib.so"]
+    folder = _kept(name, "\0".join(map(str, command)).encode(), lambda folder: _run(command, folder))
     library = ctypes.CDLL(str(folder / "lib.so"))
     library.ptx_unwritten.restype = ctypes.c_int64
     library.ptx_use_folder(str(compiled(architecture)).encode())

@@ -4,10 +4,12 @@ import contextlib
 import re
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
+from ops import cases, targets
 
 from .. import test_emulated_kernels as kernels, test_emulated_ragged as ragged
 from . import machine
@@ -23,17 +25,17 @@ def interpreted():
 
 
 @contextlib.contextmanager
-def edited(interpreted, folder, kernel, pattern, replacement):
+def edited(library, folder, kernel, pattern, replacement):
     """Kernels of one file as they are after an edit of their PTX, which has to change something."""
     text = (machine.compiled() / f"{kernel}.ptx").read_text()
     changed = re.sub(pattern, replacement, text)
     assert changed != text, f"{pattern} is not in {kernel}.ptx"
     (folder / f"{kernel}.ptx").write_text(changed)
-    interpreted.library.ptx_use_folder(str(folder).encode())
+    library.ptx_use_folder(str(folder).encode())
     try:
         yield
     finally:
-        interpreted.library.ptx_use_folder(str(machine.compiled()).encode())
+        library.ptx_use_folder(str(machine.compiled()).encode())
 
 
 # ------------------------------------------------------------------------------------- calls with answers of the oracle
@@ -158,7 +160,7 @@ CONTROLS = {
 def test_controls(name, interpreted, tmp_path):
     control = CONTROLS[name]
     control.call(interpreted)  # as it is
-    with edited(interpreted, tmp_path, control.kernel, control.pattern, control.replacement):
+    with edited(interpreted.library, tmp_path, control.kernel, control.pattern, control.replacement):
         with pytest.raises(AssertionError) as error:
             control.call(interpreted)
     message = str(error.value)
@@ -166,6 +168,25 @@ def test_controls(name, interpreted, tmp_path):
         assert "launch failed" not in message, message
     else:
         assert re.search(rf"^{control.kind}: [^\n]*\n  {control.kernel}.ptx:\d+: ", message, re.MULTILINE), message
+
+
+@pytest.mark.parametrize(
+    "op, pattern, replacement, kind",
+    [
+        ("write_histories", r"ld.global.u32", "ld.global.nc.u32", "nc"),
+        ("delayed_scales", r"bar.sync\s+0;", "", "(race|undefined)"),
+    ],
+)
+def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
+    """Histories that are written in place; several warps that share what they read."""
+    library = machine.register_handlers()
+    call = targets.filled(targets.build(op, targets.SIZES | {"H0": 300, "H1": 300}))
+    options = {"input_output_aliases": {0: 0, 1: 1}} if op == "write_histories" else {}
+    cases.run_target(call, "ptx_cuda_", **options)
+    with edited(library, tmp_path, op, pattern, replacement):
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{kind}: [^\n]*\n  {op}.ptx:\d+: "):
+            cases.run_target(call, "ptx_cuda_", **options)
+    assert re.match(kind, machine.take_fault(library))
 
 
 def test_every_kernel_is_known(interpreted):
