@@ -10,7 +10,7 @@ def test_figures():
     results = json.loads((ROOT / "benchmarks/results/optimizer_states_cpu.json").read_text())["results"]
     page = (ROOT / "docs/optimizer_states.md").read_text()
     for arms in results["losses"].values():
-        for arm in ("fp8", "linear"):
+        for arm in ("fp8", "lion_fp8", "momentum_fp8", "linear"):
             figures = arms[arm]["difference"]
             assert figures["seeds"] == 8
             assert "{mean:+.4f} nat, {low:+.4f} to {high:+.4f}".format(**figures) in page
