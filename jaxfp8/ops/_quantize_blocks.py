@@ -64,8 +64,7 @@ def quantize_blocks(
             power_2_scale comes with E8M0 scales, or rounding="floor" with f32 scales.
     """
     x, spec = _checked("quantize_blocks", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv = _quantize_blocks(x, spec=spec)
-    return data, scale_inv
+    return tuple(_quantize_blocks(x, spec=spec))
 
 
 def quantize_blocks_transpose(
@@ -102,8 +101,7 @@ def quantize_blocks_transpose(
         TypeError, ValueError: see `quantize_blocks`.
     """
     x, spec = _checked("quantize_blocks_transpose", x, dtype, block, scale, rounding, power_2_scale, rows, cols)
-    data, scale_inv, data_t, scale_inv_t = _quantize_blocks_transpose(x, spec=spec)
-    return data, scale_inv, data_t, scale_inv_t
+    return tuple(_quantize_blocks_transpose(x, spec=spec))
 
 
 class _Spec(NamedTuple):

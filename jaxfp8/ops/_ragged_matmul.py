@@ -257,9 +257,7 @@ class _RaggedMatmul(Op):
 _ragged_matmul = _RaggedMatmul()
 
 
-# The jnp program: loops over chunks of groups, so that neither work nor memory grow with their number --------------
-
-
+# The jnp program loops over chunks of groups, so that neither work nor memory grow with their number.
 def ends_of_groups(group_sizes, m: int):
     """Return the row after the last one of each group. Sizes below 0 count as 0, and groups end at the last row."""
     return jnp.minimum(jnp.cumsum(jnp.clip(group_sizes, 0, m), axis=-1, dtype=jnp.int32), m)
