@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx, traverse_util
 
@@ -231,3 +232,10 @@ class Optimizer(nnx.Optimizer):
         self, model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, graph: bool | None = None
     ):
         super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), graph=graph)
+
+    def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates:
+        """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through."""
+        state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
+        if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(state)):
+            nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
+        return super().update(model, *grads, **kwargs)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from .._jax import _warnings
 from .._jax._trees import Tree
 from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
@@ -71,6 +72,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
             opt_state = opt_state.inner
         trained = _trained(params)
+        _warn_of_narrow_state(trained)
         expect_state(_state_tree.flatten(trained), _state_tree.flatten(grads).by_path())
         # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
@@ -118,6 +120,19 @@ def _naming_state(tx, params, opt_state):
         ) from error
 
 
+def _warn_of_narrow_state(params) -> None:
+    """Warn where a cast of the whole tree took the FP8 state along: `optax.apply_updates` keeps the dtype of a leaf."""
+    flat = _state_tree.flatten(params)
+    narrow = [i for i in flat.positions() if flat.leaves[i].dtype in (jnp.bfloat16, jnp.float16)]
+    if narrow:
+        _warnings.warn(
+            f"jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got {flat.name(narrow[0])} in "
+            f"{flat.leaves[narrow[0]].dtype}, which optax.apply_updates keeps: amaxes and scales are rounded. Cast the "
+            "parameters alone, or take jaxfp8.train.apply_updates, which makes the state float32",
+            FP8StateWarning,
+        )
+
+
 def apply_updates(params: Tree, updates: Any) -> Tree:
     """Apply updates as `optax.apply_updates` does, also to Equinox modules: an update of None changes nothing.
 
@@ -128,11 +143,13 @@ def apply_updates(params: Tree, updates: Any) -> Tree:
         updates: the updates that `optimizer(tx).update` returned, None where `params` does not train.
 
     Returns:
-        `params + updates`, in the dtypes of `params`.
+        `params + updates`, in the dtypes of `params`; FP8 state in float32.
     """
 
     def apply(update, leaf):
-        return leaf if update is None else jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
+        if update is None or isinstance(update, NeedsJaxfp8ApplyUpdates):
+            return leaf if update is None else leaf + update
+        return jnp.asarray(leaf + update).astype(jnp.result_type(leaf))
 
     def is_update(node):
         return node is None or isinstance(node, NeedsJaxfp8ApplyUpdates)
@@ -190,10 +207,10 @@ class NeedsJaxfp8ApplyUpdates:
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
-        value = lax.bitcast_convert_type(self.bits, self.dtype).astype(leaf.dtype)
+        value = lax.bitcast_convert_type(self.bits, self.dtype)
         # State below zero makes the next step loud, also under jit.
-        value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, leaf.dtype))
-        return jnp.where((self.bits == 0) & (self.check == 0), leaf, value)
+        value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, self.dtype))
+        return jnp.where((self.bits == 0) & (self.check == 0), leaf.astype(self.dtype), value)
 
     __add__ = __radd__
 

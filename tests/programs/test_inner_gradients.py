@@ -91,6 +91,17 @@ def test_first_order_steps(inner):
     jax.tree.map(lambda got, wanted: np.testing.assert_allclose(got, wanted, rtol=1e-5), in_jit(outer)(LAYER), expected)
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad])
+def test_jax_grad_of_variables_inside_of_ours(transform):
+    """JAX takes no gradient by the state as jaxfp8.grad casts it: the error says what does."""
+
+    def outer(layer):
+        return loss(jax.tree.map(jnp.subtract, layer, lax.stop_gradient(transform(loss)(layer, X))), X)
+
+    with pytest.raises(TypeError, match=r"expected inner gradients by jaxfp8.grad.*stop_gradient\(jaxfp8.grad"):
+        jax.eval_shape(jaxfp8.grad(outer), LAYER)
+
+
 def squared(gradient):
     return lambda layer: jnp.sum(gradient(layer, X) ** 2)
 

@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from equality import assert_same_bits
 
-from jaxfp8 import train
+import jaxfp8
+from jaxfp8 import FP8StateWarning, train
 
 from . import replay
 
@@ -89,6 +91,25 @@ def test_overwrite_is_exact():
         for change in (lambda u: u + u, lambda u: -u, lambda u: 2 * u):
             changed = jax.jit(lambda p, u: p + u)(wrap(leaf), jax.tree.map(change, update))
             oracle.assert_bitwise(changed, np.float32([-1] * 6), "what arithmetic with integers leaves is below zero")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_state_that_was_cast_with_the_parameters(dtype):
+    """optax keeps the dtype of a leaf, which is said; `jaxfp8.train.apply_updates` makes the state float32."""
+    tx = train.optimizer(optax.sgd(0.1))
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), start(tx)[0])
+    grads = jax.grad(replay.loss)(narrow, *BATCHES[0])
+    with pytest.warns(
+        FP8StateWarning, match=f"input_amax_history in {np.dtype(dtype)}, which optax.apply_updates keeps"
+    ):
+        updates, _ = tx.update(grads, tx.init(narrow), narrow)
+    next_variables = train.apply_updates(narrow, updates)
+    expected = jaxfp8.update_state(narrow, grads)
+    assert_same_bits(next_variables[replay.OWG], expected[replay.OWG])
+    assert {leaf.dtype for leaf in jax.tree.leaves(next_variables[replay.OWG])} == {np.dtype(np.float32)}
+    assert replay.kernel_of(next_variables).dtype == dtype
+    zeroed = train.apply_updates(narrow, jax.tree.map(jnp.zeros_like, updates))
+    assert_same_bits(zeroed[replay.OWG], jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow[replay.OWG]))
 
 
 def test_params_are_required():
