@@ -72,7 +72,7 @@ def test_powers_of_two_as_mx(monkeypatch, pair, m, n, k):
 
     class OnBlackwell(_block_scaled_matmul._BlockScaledMatmul):
         def cpu(self, *operands, vmap_dims, spec):
-            return self.cuda(*operands, vmap_dims=vmap_dims, **self.for_gpus({(10, 0)}, *operands, spec=spec))
+            return self.cuda(*operands, vmap_dims=vmap_dims, spec=self.for_gpus({(10, 0)}, *operands, spec=spec))
 
     monkeypatch.setattr(_block_scaled_matmul, "_block_scaled_matmul", OnBlackwell())
     blocks = SCALED_PAIRS[pair]
