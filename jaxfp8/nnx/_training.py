@@ -235,6 +235,7 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates:
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through."""
+        # Flax applies updates in the dtype of a leaf, so that a narrow state would stay narrow.
         state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
         if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(state)):
             nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))

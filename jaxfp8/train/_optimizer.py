@@ -207,6 +207,7 @@ class NeedsJaxfp8ApplyUpdates:
                 "jaxfp8.train.optimizer: the update of FP8 state was changed by a transformation around the optimizer; "
                 "wrap last: jaxfp8.train.optimizer(optax.chain(...))"
             )
+        # The value keeps its dtype: a leaf that a cast of the whole tree made narrow is float32 again.
         value = lax.bitcast_convert_type(self.bits, self.dtype)
         # State below zero makes the next step loud, also under jit.
         value = jnp.where(self.check == _checked(self.bits), value, jnp.asarray(-1, self.dtype))

@@ -123,6 +123,7 @@ def named_errors(function: str):
     except Exception as error:
         # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. Outside
         # of jit its arrays of such a dtype have no methods.
+        # JAX differentiates with respect to floats alone, and the cast state is none.
         if str(error).startswith(("grad requires", "value_and_grad requires")) and str(_compat.MAX_DTYPE) in str(error):
             raise TypeError(
                 f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got one by jax.grad with respect to "
