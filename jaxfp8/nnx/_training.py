@@ -235,8 +235,8 @@ class Optimizer(nnx.Optimizer):
 
     def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates:
         """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through."""
-        # Flax applies updates in the dtype of a leaf, so that a narrow state would stay narrow.
+        # Flax applies updates in the dtype of a leaf, so that state which was cast would stay so.
         state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
-        if any(leaf.dtype in (jnp.bfloat16, jnp.float16) for leaf in jax.tree.leaves(state)):
+        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(state)):
             nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
         return super().update(model, *grads, **kwargs)

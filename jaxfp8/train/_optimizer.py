@@ -72,8 +72,9 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
             opt_state = opt_state.inner
         trained = _trained(params)
-        _warn_of_narrow_state(trained)
-        expect_state(_state_tree.flatten(trained), _state_tree.flatten(grads).by_path())
+        before = _state_tree.flatten(trained)
+        expect_state(before, _state_tree.flatten(grads).by_path())
+        _warn_of_cast_state(before)
         # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         with _naming_state(tx, params, _steps.inner(opt_state)):
@@ -120,15 +121,14 @@ def _naming_state(tx, params, opt_state):
         ) from error
 
 
-def _warn_of_narrow_state(params) -> None:
+def _warn_of_cast_state(before: _state_tree.StateTree) -> None:
     """Warn where a cast of the whole tree took the FP8 state along: `optax.apply_updates` keeps the dtype of a leaf."""
-    flat = _state_tree.flatten(params)
-    narrow = [i for i in flat.positions() if flat.leaves[i].dtype in (jnp.bfloat16, jnp.float16)]
-    if narrow:
+    cast = [i for i in before.positions() if before.leaves[i].dtype != jnp.float32]
+    if cast:
         _warnings.warn(
-            f"jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got {flat.name(narrow[0])} in "
-            f"{flat.leaves[narrow[0]].dtype}, which optax.apply_updates keeps: amaxes and scales are rounded. Cast the "
-            "parameters alone, or take jaxfp8.train.apply_updates, which makes the state float32",
+            f"jaxfp8.train.optimizer: update: params: expected float32 FP8 state, got {before.name(cast[0])} in "
+            f"{before.leaves[cast[0]].dtype}, which optax.apply_updates keeps. Cast the parameters alone, or take "
+            "jaxfp8.train.apply_updates, in NNX jaxfp8.nnx.Optimizer, which make the state float32",
             FP8StateWarning,
         )
 

@@ -121,15 +121,15 @@ def named_errors(function: str):
     try:
         yield
     except Exception as error:
-        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. Outside
-        # of jit its arrays of such a dtype have no methods.
-        # JAX differentiates with respect to floats alone, and the cast state is none.
+        # No type tells these errors from others: JAX raises many for a dtype that its arithmetic does not know. It
+        # differentiates with respect to floats alone.
         if str(error).startswith(("grad requires", "value_and_grad requires")) and str(_compat.MAX_DTYPE) in str(error):
             raise TypeError(
                 f"{function}: loss_fn: expected inner gradients by jaxfp8.grad, got one by jax.grad with respect to "
                 "variables whose FP8 state the gradient around it has cast; in place of jax.grad(loss)(variables) "
                 "write jax.lax.stop_gradient(jaxfp8.grad(loss)(variables))"
             ) from error
+        # Outside of jit its arrays of such a dtype have no methods.
         is_abstract = isinstance(error, NotImplementedError) and _raised_in(error) in _compat.METHODS_OF_ARRAYS
         if str(_compat.MAX_DTYPE) in str(error) or is_abstract:
             raise TypeError(

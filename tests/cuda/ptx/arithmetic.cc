@@ -233,12 +233,7 @@ const std::unordered_map<std::string, Action> kActions = {
 
 bool DecodeArithmetic(Parser& parser, const std::string& opcode, const std::vector<std::string>& operands,
                       Instruction* in) {
-  const auto action = kActions.find(opcode);
-  if (action == kActions.end()) return false;
-  in->action = action->second;
-  in->to[0] = parser.Result(operands.at(0));
-  for (size_t i = 1; i < operands.size(); ++i) in->from.at(i - 1) = parser.Source(operands[i]);
-  return true;
+  return DecodeByOpcode(kActions, parser, opcode, operands, in);
 }
 
 }  // namespace ptx

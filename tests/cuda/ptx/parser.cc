@@ -326,4 +326,14 @@ int Parser::Sources(const std::string& operand, size_t slot, Instruction* in) {
   return static_cast<int>(parts.size());
 }
 
+bool DecodeByOpcode(const std::unordered_map<std::string, Action>& actions, Parser& parser, const std::string& opcode,
+                    const std::vector<std::string>& operands, Instruction* in) {
+  const auto action = actions.find(opcode);
+  if (action == actions.end()) return false;
+  in->action = action->second;
+  in->to[0] = parser.Result(operands.at(0));
+  for (size_t i = 1; i < operands.size(); ++i) in->from.at(i - 1) = parser.Source(operands[i]);
+  return true;
+}
+
 }  // namespace ptx

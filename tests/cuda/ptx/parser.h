@@ -64,6 +64,10 @@ class Parser {
   std::map<uint64_t, int> constants_;
 };
 
+// Decodes an instruction of one result whose sources are all registers or constants; false where `actions` lacks it.
+bool DecodeByOpcode(const std::unordered_map<std::string, Action>& actions, Parser&, const std::string& opcode,
+                    const std::vector<std::string>& operands, Instruction* in);
+
 // The decoders, by family: each returns false where the instruction is none of its own.
 using Decoder = bool (*)(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 bool DecodeArithmetic(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
