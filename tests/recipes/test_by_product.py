@@ -223,6 +223,32 @@ def test_a_ragged_product_in_high_precision(plain):
         oracle.assert_bitwise(np.asarray(got[name]), np.asarray(in_fp8[name]), name)
 
 
+@pytest.mark.parametrize("role", ["linear_input", "linear_weight"])
+def test_a_ragged_product_of_codes_and_numbers(role):
+    """One operand alone is FP8: all three products are those of its dequantized codes, in float32."""
+    rng, sizes = np.random.default_rng(0), np.int32([5, 7])
+    lhs, rhs, grad = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in ((12, 6), (2, 6, 5), (12, 5)))
+    lhs[0, 0] = rhs[0, 0, 0] = 1.75  # the amax, of which the scale is 448 / 1.75 = 2**8
+    quantizer = jaxfp8.Float8CurrentScalingQuantizer(jnp.float8_e4m3fn)
+    recipe = jaxfp8.CustomRecipe(lambda asked: quantizer if asked == role else None)
+    y, vjp = jax.vjp(lambda lhs, rhs: jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe), lhs, rhs)
+    dlhs, drhs = vjp(grad)
+
+    def rounded(x):
+        return oracle.widen(oracle.quantize(x, np.float32(2**8), oracle.E4M3)[0], np.float64) / 2**8
+
+    lhs, rhs = (rounded(lhs), rhs) if role == "linear_input" else (lhs, rounded(rhs))
+    for group, rows in enumerate((slice(0, 5), slice(5, 12))):
+        for got, a, b in (
+            (y[rows], lhs[rows], rhs[group]),
+            (dlhs[rows], grad[rows], rhs[group].T),
+            (drhs[group], lhs[rows].T, grad[rows]),
+        ):
+            # A sum of K products in float32, in any order, is off by at most K * 2**-24 times that of their magnitudes.
+            bound = a.shape[1] * 2.0**-24 * (np.abs(a).astype(np.float64) @ np.abs(b))
+            assert np.all(np.abs(got - a.astype(np.float64) @ b) <= bound)
+
+
 def test_a_ragged_product_in_bfloat16():
     """The kernel's gradient is that of `jax.lax.ragged_dot` in bfloat16, and delayed scaling keeps its other states."""
     recipe, sizes = jaxfp8.ByProduct(DELAYED, DELAYED, None), np.int32([5, 7])
