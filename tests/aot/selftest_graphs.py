@@ -7,7 +7,7 @@ from . import programs
 
 def main() -> None:
     def recorded(op):
-        function, arguments, _ = _cases.call(op, _checks._kind(op, 256, 0))
+        function, arguments, *_ = _cases.call(op, _checks._kind(op, 256, 0))
         return _checks.record(function, programs.on_one(arguments))
 
     for op in _cases.OPS:
