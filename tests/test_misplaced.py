@@ -17,8 +17,17 @@ VARIABLES = DENSE.init(jax.random.key(0), X)
 PARAMS, STATE = VARIABLES["params"], VARIABLES[jaxfp8.OVERWRITE_WITH_GRADIENT]
 
 
-def attention(product):
-    nnx.MultiHeadAttention(2, 8, decode=False, qkv_dot_general_cls=product, rngs=nnx.Rngs(0))(X)
+def attention(product, field="qkv_dot_general_cls"):
+    nnx.MultiHeadAttention(2, 8, decode=False, **{field: product}, rngs=nnx.Rngs(0))(X)
+
+
+def linen(layer, *args, **fields):
+    layer(*args, **fields).init(jax.random.key(0), X)
+
+
+def linen_attention(einsum):
+    fields = {"qk_attn_weights_einsum_cls": einsum, "attn_weights_value_einsum_cls": einsum}
+    linen(nn.MultiHeadDotProductAttention, 2, **fields)
 
 
 def optimizer_before_quantize():
@@ -36,6 +45,12 @@ def begins(tx):
     jaxfp8.train.optimizer(tx).init(VARIABLES)
 
 
+def train_state(tx, opt_state=None):
+    train = jaxfp8.linen.TrainState.create(apply_fn=DENSE.apply, params=VARIABLES, tx=tx)
+    if opt_state is not None:
+        train.replace(opt_state=opt_state).apply_gradients(grads=VARIABLES)
+
+
 def runs_frozen(cast):
     filled = {"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE)}
     DENSE.apply(jax.tree.map(cast, jaxfp8.freeze(DENSE, filled, X)), X)
@@ -49,6 +64,10 @@ ADAM = optax.adam(1e-3)
 UNBOUND = r"Fp8DotGeneral: expected a call from a Linen module.* takes dot_general=jaxfp8\.nnx\.Fp8DotGeneral\(recipe\)"
 OTHER_STATE = r"update: opt_state: expected .* got the state of another tree\. Make it by .* after jaxfp8\.quantize"
 OTHER_TREE = "init: expected masks and labels in tx with the tree of all variables"
+PARAMETERS_ALONE = "linen.TrainState: create: expected masks and labels in tx with the tree of the parameters"
+NNX_INSTANCE = r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as dot_general="
+LINEN_INSTANCE = "{}: expected a class or a function that makes a product, got an instance; pass {}="
+SEED = "optim.quantized: seed: expected an int, got {}; pass a number of your choice, such as seed=0"
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
 CASES = {
     "instance in nnx.Linear": (
@@ -57,11 +76,60 @@ CASES = {
     ),
     "instance in attention": (lambda: attention(jaxfp8.Fp8DotGeneral()), UNBOUND),
     "class in attention": (lambda: attention(jaxfp8.Fp8DotGeneral), UNBOUND),
+    "instance of NNX as a class in attention": (
+        lambda: attention(jaxfp8.nnx.Fp8DotGeneral()),
+        NNX_INSTANCE,
+    ),
+    "instance of NNX as the class of out": (
+        lambda: attention(jaxfp8.nnx.Fp8DotGeneral(), "out_dot_general_cls"),
+        NNX_INSTANCE,
+    ),
+    "instance of NNX as a class in LinearGeneral": (
+        lambda: nnx.LinearGeneral(8, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))(X),
+        NNX_INSTANCE,
+    ),
+    "instance of NNX as a class in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral()),
+        NNX_INSTANCE + r".*Linen takes the class jaxfp8\.linen\.Fp8DotGeneral",
+    ),
+    "instance as a class in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.Fp8DotGeneral()),
+        LINEN_INSTANCE.format("Dense: dot_general_cls", "dot_general_cls") + "jaxfp8.linen.Fp8DotGeneral",
+    ),
+    "instance as a class of scores": (
+        lambda: linen_attention(jaxfp8.linen.Fp8Einsum()),
+        LINEN_INSTANCE.format("MultiHeadDotProductAttention: qk_attn_weights_einsum_cls", "qk_attn_weights_einsum_cls")
+        + "jaxfp8.linen.Fp8Einsum",
+    ),
+    "product as a class of scores": (
+        lambda: linen_attention(jaxfp8.Fp8DotGeneral()),
+        "qk_attn_weights_einsum_cls=jaxfp8.linen.Fp8Einsum",
+    ),
+    "class of a recipe": (
+        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.DelayedScaling),
+        "DelayedScaling: a layer was given the recipe as its dot_general_cls or dot_general",
+    ),
     "optimizer before quantize": (optimizer_before_quantize, OTHER_STATE),
     "state of plain optax, parameters": (lambda: updates(ADAM.init(PARAMS)), OTHER_STATE),
     "state of plain optax, variables": (lambda: updates(ADAM.init(VARIABLES)), OTHER_STATE),
     "mask": (lambda: begins(optax.masked(ADAM, {"kernel": True, "bias": False})), OTHER_TREE),
     "labels": (lambda: begins(optax.partition({"a": ADAM}, {"kernel": "a", "bias": "a"})), OTHER_TREE),
+    "mask of all variables in a TrainState": (
+        lambda: train_state(optax.masked(ADAM, jax.tree.map(lambda leaf: leaf.ndim > 1, VARIABLES))),
+        PARAMETERS_ALONE,
+    ),
+    "labels of all variables in a TrainState": (
+        lambda: train_state(optax.partition({"a": ADAM}, jax.tree.map(lambda leaf: "a", VARIABLES))),
+        PARAMETERS_ALONE,
+    ),
+    "state of plain optax in a TrainState": (
+        lambda: train_state(ADAM, ADAM.init(VARIABLES)),
+        "linen.TrainState: apply_gradients: opt_state: expected the state that .* got the state of another tree",
+    ),
+    "seed 1.5": (lambda: jaxfp8.optim.quantized(ADAM, seed=1.5), SEED.format("1.5")),
+    "seed a": (lambda: jaxfp8.optim.quantized(ADAM, seed="a"), SEED.format("'a'")),
+    "seed None": (lambda: jaxfp8.optim.quantized(ADAM, seed=None), SEED.format("None")),
+    "seeds": (lambda: jaxfp8.optim.quantized(ADAM, seed=jnp.ones(2, jnp.int32)), SEED.format(".*")),
     "codes in nn.Dense": (
         lambda: nn.Dense(8).apply({"params": jaxfp8.quantize_params(PARAMS, STATE, RECIPE)}, X),
         CODES,

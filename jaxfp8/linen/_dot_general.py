@@ -32,6 +32,7 @@ class Fp8Module(nn.Module):
     @nn.nowrap
     def _call_wrapped_method(self, fun, args, kwargs):
         _mistakes.refuse_unbound(self, fun)
+        _mistakes.refuse_instance_as_cls(self, args)
         return super()._call_wrapped_method(fun, args, kwargs)
 
     @nn.nowrap
@@ -147,10 +148,6 @@ class Fp8DotGeneral(Fp8Module):
         ValueError: no `jaxfp8.Format` has the forward `e4m3_dtype` and the backward `e5m2_dtype`; or `init` makes state
             inside an `nn.scan` or `nn.vmap` that does not carry the collection of state.
     """
-
-    def __post_init__(self) -> None:
-        _mistakes.refuse_instance_as_cls(self)
-        super().__post_init__()
 
     @nn.compact
     def __call__(

@@ -35,17 +35,17 @@ def refuse_unbound(product: nn.Module, method: Callable[..., Any]) -> None:
         )
 
 
-def refuse_instance_as_cls(product: nn.Module) -> None:
-    """Refuse an instance in a field `dot_general_cls`.
+def refuse_instance_as_cls(product: nn.Module, operands: tuple[Any, ...]) -> None:
+    """Refuse an instance in a field such as `dot_general_cls`, which a layer calls without operands, for a product.
 
-    Flax makes a module in a field a submodule named like the field. A layer calls its dot_general_cls without
-    arguments, for a product; an instance would take that call for a product without operands.
+    Flax makes a module in a field a submodule named like the field.
     """
-    if (product.name or "").endswith("dot_general_cls"):
+    name = product.name or ""
+    if name.endswith("_cls") and not operands:
+        cls = "jaxfp8.linen.Fp8Einsum" if "einsum" in name else "jaxfp8.linen.Fp8DotGeneral"
         raise TypeError(
-            f"{type(product.parent).__name__}: {product.name}: expected a class or a function that makes a product, "
-            f"got an instance; pass {product.name}=jaxfp8.Fp8DotGeneral, or with a recipe "
-            f"{product.name}=jaxfp8.make_dot_general_cls(recipe)"
+            f"{type(product.parent).__name__}: {name}: expected a class or a function that makes a product, got an "
+            f"instance; pass {name}={cls}, or with a recipe {name}=functools.partial({cls}, recipe=recipe)"
         )
 
 

@@ -39,13 +39,17 @@ class TrainState(train_state.TrainState):
             The next TrainState.
 
         Raises:
-            ValueError: the state in `grads` was summed, averaged, clipped or unscaled (outside of `jit`).
+            ValueError: the state in `grads` was summed, averaged, clipped or unscaled (outside of `jit`); or
+                `opt_state` is not that of `tx` and the parameters.
         """
         if not _is_variables(self.params):
             return super().apply_gradients(grads=grads, **kwargs)
         params_gradient = grads["params"] if "params" in grads else grads
         params = self.params["params"]
-        updates, opt_state = self.tx.update(params_gradient, _steps.inner(self.opt_state), params)
+        inner = _steps.inner(self.opt_state)
+        advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
+        with _steps.naming_state("linen.TrainState: apply_gradients", self.tx, params, inner, advice):
+            updates, opt_state = self.tx.update(params_gradient, inner, params)
         changed = {"params": optax.apply_updates(params, updates)}
         if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
             old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))
@@ -65,12 +69,16 @@ class TrainState(train_state.TrainState):
         """Make a TrainState at step 0 with the optimizer state that `tx` makes of the parameters.
 
         The `apply_fn` of the result reads the state of stacked layers before the loops over them, also for `jax.grad`.
+
+        Raises:
+            ValueError: masks or labels in `tx` have another tree than the parameters.
         """
         if _is_variables(params) and apply_fn is not None:
             apply_fn = _ApplyWithMaxGrad(apply_fn)
-        train = super().create(
-            apply_fn=apply_fn, params=params["params"] if _is_variables(params) else params, tx=tx, **kwargs
-        )
+        parameters = params["params"] if _is_variables(params) else params
+        advice = "all variables; tx sees the parameters alone: make them for variables['params']"
+        with _steps.naming_masks("linen.TrainState: create", "the parameters", advice):
+            train = super().create(apply_fn=apply_fn, params=parameters, tx=tx, **kwargs)
         return train.replace(params=params, opt_state=_steps.begin(train.opt_state, params))
 
 

@@ -143,6 +143,7 @@ class Fp8DotGeneral(_Fp8Product):
         ValueError: when called, in another region of `jaxfp8.autocast`, whose recipe has state that the object lacks.
     """
 
+    @_mistakes.with_operands
     def __call__(
         self,
         x: ArrayLike | Activated | Normalized,
@@ -180,6 +181,7 @@ class Fp8Einsum(_Fp8Product):
     State, arguments and errors are those of `Fp8DotGeneral`.
     """
 
+    @_mistakes.with_operands
     def __call__(
         self,
         eqn: str,

@@ -84,7 +84,12 @@ def quantized(
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
-    seed = operator.index(seed) % 2**32
+    try:
+        seed = operator.index(seed) % 2**32
+    except TypeError as error:
+        raise TypeError(
+            f"optim.quantized: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0"
+        ) from error
 
     def init(params):
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -49,18 +49,23 @@ class Recipe:
         super().__init_subclass__(**kwargs)
         jax.tree_util.register_static(cls)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make a recipe, unless a layer calls the class as its product.
+
+        Raises:
+            TypeError: a layer calls the class.
+        """
+        if "precision" in kwargs or "preferred_element_type" in kwargs:
+            raise _as_product(cls.__name__)
+        return super().__new__(cls)
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to be the product of a layer: a layer calls the object in its field `dot_general`.
 
         Raises:
             TypeError: always.
         """
-        name = type(self).__name__
-        raise TypeError(
-            f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected a product, or a "
-            f"factory of products: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
-            f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
-        )
+        raise _as_product(type(self).__name__)
 
     # Names of the quantizers' variables, in the order of `quantizers()`.
     operands = ("input", "kernel", "output_grad")
@@ -106,6 +111,14 @@ class Recipe:
         is_size = isinstance(self.min_size, (int, np.integer)) and not isinstance(self.min_size, bool)
         self.expect(is_size, "min_size", "an int", TypeError)
         self.expect(self.min_size >= 0, "min_size", "at least 0")
+
+
+def _as_product(name: str) -> TypeError:
+    return TypeError(
+        f"{name}: a layer was given the recipe as its dot_general_cls or dot_general, expected a product, or a "
+        f"factory of products: in Linen dot_general_cls=jaxfp8.make_dot_general_cls({name}(...)), in NNX "
+        f"dot_general=jaxfp8.nnx.Fp8DotGeneral({name}(...))"
+    )
 
 
 def checked(where: str, recipe: Any) -> Recipe:

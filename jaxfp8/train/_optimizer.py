@@ -1,6 +1,5 @@
 """optimizer: wraps an optax transformation so that a bare optax loop overwrites quantizer state, exactly."""
 
-import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -55,7 +54,12 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        with _naming_masks():
+        with _steps.naming_masks(
+            "jaxfp8.train.optimizer: init",
+            "all variables",
+            "the parameters alone; give a function, which gets the tree: "
+            "optax.masked(tx, lambda tree: jax.tree.map(is_masked, tree))",
+        ):
             opt_state = _steps.begin(tx.init(_without_state(params)), _trained(params))
         paths = _state_tree.flatten(params).in_variables
         return _InVariables(opt_state, paths) if paths else opt_state
@@ -77,10 +81,13 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         _warn_of_cast_state(before)
         # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
-        with _naming_state(tx, params, _steps.inner(opt_state)):
-            updates, after = tx.update(
-                _without_state(grads), _steps.inner(opt_state), _without_state(params), **extra_args
-            )
+        parameters, inner = _without_state(params), _steps.inner(opt_state)
+        advice = (
+            "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; in NNX make the "
+            "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model"
+        )
+        with _steps.naming_state("jaxfp8.train.optimizer: update", tx, parameters, inner, advice):
+            updates, after = tx.update(_without_state(grads), inner, parameters, **extra_args)
         # 3. Take the next state where `tx` has made a step, and put it among the updates.
         state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
         state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
@@ -88,37 +95,6 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         return updates, _InVariables(opt_state, paths) if paths else opt_state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-@contextlib.contextmanager
-def _naming_masks():
-    """Put our words before JAX's error about trees of `tx` that are not those of all variables."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        if "pytree" not in str(error):
-            raise
-        raise ValueError(
-            "jaxfp8.train.optimizer: init: expected masks and labels in tx with the tree of all variables, got those "
-            "of another tree, such as the parameters alone; give a function, which gets the tree: "
-            "optax.masked(tx, lambda tree: jax.tree.map(is_masked, tree))"
-        ) from error
-
-
-@contextlib.contextmanager
-def _naming_state(tx, params, opt_state):
-    """Put our words before an error of `tx` that comes of optimizer state of another tree."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError) as error:
-        expected = jax.tree.structure(jax.eval_shape(tx.init, _without_state(params)))
-        if jax.tree.structure(opt_state) == expected:
-            raise
-        raise ValueError(
-            "jaxfp8.train.optimizer: update: opt_state: expected the state that init of this optimizer gives for these "
-            "params, got the state of another tree. Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx "
-            "alone; in NNX make the jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model"
-        ) from error
 
 
 def _warn_of_cast_state(before: _state_tree.StateTree) -> None:

@@ -1,5 +1,6 @@
 """Follow the wrapped optimizer: store, skip or accumulate FP8 state in the steps in which it does so to parameters."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,34 @@ class Accumulating(NamedTuple):
 
     inner: Any
     state: tuple
+
+
+@contextlib.contextmanager
+def naming_masks(where: str, tree: str, advice: str):
+    """Put our words before JAX's error about masks and labels in an optimizer that do not have the tree it sees."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if "pytree" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}: expected masks and labels in tx with the tree of {tree}, got those of another tree, such as "
+            f"{advice}"
+        ) from error
+
+
+@contextlib.contextmanager
+def naming_state(where: str, tx, params, opt_state, advice: str):
+    """Put our words before an error of `tx` that comes of optimizer state of another tree than `params`."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(tx.init, params)):
+            raise
+        raise ValueError(
+            f"{where}: opt_state: expected the state that init of this optimizer gives for these params, got the state "
+            f"of another tree. {advice}"
+        ) from error
 
 
 def begin(opt_state, tree):

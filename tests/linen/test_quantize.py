@@ -224,7 +224,7 @@ def test_errors(bad):
     ],
 )  # fmt: skip
 def test_instance_in_place_of_a_class(layer, argument):
-    with pytest.raises(TypeError, match=rf"^{argument}: expected a class.* got an instance; .*make_dot_general_cls"):
+    with pytest.raises(TypeError, match=rf"^{argument}: expected a class.* got an instance; .*functools"):
         layer.init(jax.random.key(0), x())
 
 
