@@ -1,12 +1,12 @@
 """What all primitives share: a run outside of jit, a derivative that nothing may use, the jaxprs of an equation."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.extend.core.primitives import dot_general_p
+from jax.extend.core.primitives import dot_general_p, jit_p, remat_p, scan_p
 from jax.interpreters import ad, batching, mlir
 
 _FIRST_DERIVATIVES_ONLY = (
@@ -83,25 +83,41 @@ batching.primitive_batchers[_undefined_p] = refuse_derivative
 mlir.register_lowering(_undefined_p, refuse_derivative)
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yield the jaxprs among the parameters of an equation; closed jaxprs are opened."""
-    for value in eqn.params.values():
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs among the parameters of a primitive; closed jaxprs are opened."""
+    for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)  # opens a closed jaxpr
             if hasattr(item, "eqns"):
                 yield item
 
 
+def is_differentiated(operands: Iterable[Any]) -> bool:
+    """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have a tangent."""
+    return any(isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent") for operand in operands)
+
+
+def names_within(jaxpr: Any) -> set[str]:
+    """Return the names of the primitives of a jaxpr and of the jaxprs inside."""
+    inner = (names_within(each) for eqn in jaxpr.eqns for each in inner_jaxprs(eqn.params))
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inner)
+
+
 @functools.cache
-def hear(heard: Callable[[], None]) -> None:
-    """Call `heard` whenever a `lax.dot_general` is traced, or runs outside of jit, from now on and in all threads.
+def hear(heard: Callable[[Primitive, tuple, dict[str, Any]], None]) -> None:
+    """Call `heard(primitive, operands, params)` for all that is traced, or runs outside of jit, and may be a product.
 
-    JAX has no hook for that. The primitive gets a `bind` of its own, which adds nothing to a program.
+    These are each `lax.dot_general`, and each function that may hold some which JAX has traced before: `jax.jit`,
+    `lax.scan`, `jax.checkpoint`. From now on, in all threads. JAX has no hook for that. The primitives get a `bind` of
+    their own, which adds nothing to a program.
     """
-    bind = dot_general_p.bind
+    for primitive in (dot_general_p, jit_p, remat_p, scan_p):
+        primitive.bind = _heard_bind(primitive, primitive.bind, heard)
 
-    def heard_bind(*args, **params):
-        heard()
-        return bind(*args, **params)
 
-    dot_general_p.bind = heard_bind
+def _heard_bind(primitive, bind, heard):
+    def heard_bind(*operands, **params):
+        heard(primitive, operands, params)
+        return bind(*operands, **params)
+
+    return heard_bind

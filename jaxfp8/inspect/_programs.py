@@ -43,7 +43,7 @@ def equations(jaxpr, outer=()) -> Iterator[tuple]:
     """Yield `(equation, Place)` for every equation of a jaxpr that holds no other equation."""
     for eqn in jaxpr.eqns:
         stack = (*outer, *eqn.source_info.name_stack.stack)
-        inner = list(inner_jaxprs(eqn))
+        inner = list(inner_jaxprs(eqn.params))
         # Of calls, loops and branches only the inner equations are listed.
         if not inner:
             yield eqn, _place(stack, eqn)

@@ -26,7 +26,18 @@ from flax.traverse_util import flatten_dict
 from .._jax import _warnings
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some
+from ..recipes import (
+    FP8StateWarning,
+    Rule,
+    Rules,
+    checked_rules,
+    first_match,
+    kind,
+    layer_names,
+    relative,
+    some,
+    warn_of_idle_rules,
+)
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, regions, restore_path
@@ -58,7 +69,8 @@ def quantize(model: Tree, rules: Rules) -> Tree:
 
     Raises:
         TypeError: `model` is not a Linen module, or `rules` are not pairs of a string and a recipe.
-        FP8StateWarning: the result is thrown away; or, while tracing, no rule gives a layer of the model FP8.
+        FP8StateWarning: the result is thrown away; or, while `apply` is traced, no rule gives a layer of the model FP8,
+            or a rule matches no layer of the model.
         ValueError: `model` is bound, or a regex does not compile. While tracing: a block in `nn.jit` is in a field of a
             module in another transform, which hides the path of the block.
     """
@@ -127,8 +139,10 @@ class _Quantized:
     Attributes:
         _fp8_rules: the rules of the model; empty for a submodule that was handed out.
         _fp8_class: the class of the plain model.
+        _fp8_has_checked: whether a warning of rules that match no layer was due.
     """
 
+    _fp8_has_checked: bool
     _fp8_rules: tuple[Rule, ...]
     _fp8_class: type[nn.Module]
 
@@ -184,7 +198,7 @@ def _quantized_class(plain_class, rules: tuple[Rule, ...]) -> type[nn.Module]:
             same = ("__module__", "__qualname__", "__doc__", "__init__", "__eq__", "__hash__")
             namespace = {name: getattr(plain_class, name) for name in same}
             namespace |= {name: _method(getattr(plain_class, name)) for name in names if name != "setup"}
-            namespace |= {"_fp8_rules": rules, "_fp8_class": plain_class}
+            namespace |= {"_fp8_rules": rules, "_fp8_class": plain_class, "_fp8_has_checked": False}
             quantized = type(plain_class.__name__, (_Quantized, plain_class), namespace)
             quantized.scope = _Scope()  # each module class has a `scope` of its own from Flax
             _classes[plain_class, rules] = quantized
@@ -255,36 +269,48 @@ def _intercepting(model):
     with _is_intercepting(True), nn.intercept_methods(intercept):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
-    if model._fp8_rules and model.scope is not None and ran and True not in ran.values():
-        _warn_of_rules(model, ran)
+    if model._fp8_rules and model.scope is not None and ran:
+        _check_rules(model, ran)
 
 
-def _warn_of_rules(model, ran) -> None:
-    """Warn that no rule of a bound model gives FP8, unless a module that has not run in this call may get it."""
-    # Modules that hold variables: a method may run some of them only, and a block that nn.jit has kept runs unseen.
+def _check_rules(model, ran) -> None:
+    """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too."""
+    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A method may run some of these
+    #    only, and a block that nn.jit has kept runs unseen.
     leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
     rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
-    fp8_paths = []
+    layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
+    # 2. See whether there is FP8, or could be in the rest.
+    fp8_paths, gets_fp8 = [], True in ran.values()
     for region in regions(model.scope) if leaves else ():
-        paths = [path for path in (relative(path, region.root) for path in rest) if path is not None]
         rules = [rule for rule in region.rules if rule.recipe is not None]
-        if any(rule.matches(paths, op) for rule in rules for op in ("dot_general", "einsum")):
-            return
+        names = _names(rest, region.root)
+        gets_fp8 |= any(rule.matches(names, op) for rule in rules for op in ("dot_general", "einsum"))
         fp8_paths += [rule.path for rule in rules]
-    if fp8_paths:
-        layers = some(["/".join(path) for path, gets_fp8 in ran.items() if gets_fp8 is False]) or "none"
+    if fp8_paths and not gets_fp8:
         _warnings.warn(
             f"linen.quantize: rules: none of {fp8_paths} gives a layer of {type(model).__name__} FP8: a regex has to "
-            f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are {layers}; see "
-            "jaxfp8.report(model, x)",
+            f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are "
+            f"{some(_names(layers)) or 'none'}; see jaxfp8.report(model, x)",
             FP8StateWarning,
         )
+    # 3. See whether each rule matches, once for equal rules of models of one class; `init` may make a part of a model.
+    elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
+        type(model)._fp8_has_checked = True
+        names = {name: [name] for name in _names([*layers, *rest], model.path)}
+        warn_of_idle_rules("linen.quantize", type(model).__name__, model._fp8_rules, names)
+
+
+def _names(paths, root: tuple[str, ...] = ()) -> list[str]:
+    """Return the names that rules of a model at `root` have for modules at `paths`."""
+    return [name for name in (relative(path, root) for path in paths) if name is not None]
 
 
 def _interceptor(ran, next_method, args, kwargs, context):
     """Run a method of any module while a quantized model runs; Flax calls the interceptor in place of the method.
 
-    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for other modules.
+    `ran` collects by path what ran: whether a rule gives the layer FP8, and None for other modules. A module that holds
+    a product is a layer too.
     """
     module = context.module
     # 1. Restore the path in a scope that a lifted transform made: blocks in nn.jit that this module makes need it.
@@ -294,7 +320,8 @@ def _interceptor(ran, next_method, args, kwargs, context):
     decided = decision(module) if is_layer(module) else None
     recipe = None if decided is None else decided.rule.recipe
     if is_layer(module):
-        ran[module.path] = ran[module.path] or recipe is not None
+        for path in (module.path, module.path[:-1]) if isinstance(module, Fp8Module) else (module.path,):
+            ran[path] = ran.get(path) or recipe is not None
     # 3. Run the module: as it is, or with the fields that give it the recipe of its rule.
     is_flax_einsum = getattr(context.orig_method, "func", None) is nn.Einsum.__call__.__wrapped__
     if is_flax_einsum and recipe is not None:

@@ -172,7 +172,7 @@ def _computed(jaxpr) -> Iterator[int]:
                 producer = producers.get(producer.invars[0])
             if producer is not None:
                 yield int(name.removeprefix(_KERNEL_NAME))
-        for inner in inner_jaxprs(eqn):
+        for inner in inner_jaxprs(eqn.params):
             yield from _computed(inner)
 
 

@@ -6,7 +6,17 @@ from flax import nnx
 
 from .._jax import _warnings
 from .._jax._trees import Tree
-from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names, some
+from ..recipes import (
+    FP8StateWarning,
+    Rule,
+    Rules,
+    checked_rules,
+    first_match,
+    kind,
+    layer_names,
+    some,
+    warn_of_idle_rules,
+)
 from ._dot_general import Fp8DotGeneral, Fp8Einsum, OverwriteWithGradient, _Fp8Product
 from ._layers import Linear
 
@@ -43,7 +53,7 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         TypeError: `model` is not an NNX module, or `rules` are not pairs of a string and a recipe.
         ValueError: a regex does not compile, or a layer is stacked along another axis than the first, or is frozen.
             The model is not changed then, nor where a recipe raises.
-        FP8StateWarning: rules ask for FP8, and none gives it to a layer.
+        FP8StateWarning: rules ask for FP8, and none gives it to a layer; or a rule matches no layer.
     """
     rules = checked_rules("nnx.quantize", rules)
     if not isinstance(model, nnx.Module):
@@ -61,6 +71,9 @@ def quantize(model: Tree, rules: Rules) -> Tree:
     fp8_paths = [rule.path for rule in rules if rule.recipe is not None]
     if fp8_paths and all(rule.recipe is None for _, _, rule, _ in changes):
         _warn_of_rules(model, fp8_paths, model_layers)
+    else:
+        names = {"/".join(map(str, path)): layer_names(path, name is None) for path, _, name in model_layers}
+        warn_of_idle_rules("nnx.quantize", type(model).__name__, rules, names)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model

@@ -57,7 +57,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True):
 
     A region in which products are traced, and no layer that takes a recipe, gives an FP8StateWarning when it ends. A
     call of a function that jit has compiled in an equal region traces nothing and says nothing: it runs the recipe that
-    it was traced with. A recipe that has reached a layer once is not warned about again.
+    it was traced with. A recipe that has reached a layer once is warned about again only where a gradient of such
+    products is taken. A region in which a layer runs too says nothing of the products beside the layer.
 
     Args:
         recipe: the recipe of layers that name no recipe; None is `DelayedScaling()`, the default outside of regions.

@@ -4,8 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .._jax import _warnings
 from ._high_precision import HighPrecision
 from ._recipe import Recipe, checked
+from ._warning import FP8StateWarning
 
 
 class Rule(NamedTuple):
@@ -77,6 +79,25 @@ def some(names: list[str], most: int = 8) -> str:
     """Return the first of some names for a message, and how many there are beside them."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + rest
+
+
+def warn_of_idle_rules(where: str, model: str, rules: Sequence[Rule], layers: dict[str, list[str]]) -> None:
+    """Warn of rules that match no layer of a model.
+
+    Args:
+        where: the function that the rules were given to.
+        model: the name of the model's class.
+        rules: the rules.
+        layers: the names of each layer, by its path.
+    """
+    names = [name for names in layers.values() for name in names]
+    idle = [rule.path for rule in rules if not any(rule.matches(names, op) for op in ("dot_general", "einsum"))]
+    if idle:
+        _warnings.warn(
+            f"{where}: rules: no layer of {model} matches {some(idle)}: a regex has to match the whole path of a "
+            f"layer, as '.*Dense_0' does. The layers are {some(list(layers)) or 'none'}; see jaxfp8.report",
+            FP8StateWarning,
+        )
 
 
 def first_match(rules, paths, op: str) -> int | None:

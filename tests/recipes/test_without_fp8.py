@@ -14,6 +14,7 @@ import jaxfp8.nnx
 from jaxfp8.recipes import _warning
 
 CURRENT, DELAYED = jaxfp8.Float8CurrentScaling(), jaxfp8.DelayedScaling(amax_history_len=3)
+ALL = [(".*", DELAYED)]
 X = jnp.ones((4, 8))
 
 
@@ -115,6 +116,67 @@ def test_regions_that_say_nothing():
         assert said(in_region(raises, jaxfp8.MXFP8BlockScaling())) == []
 
 
+RAW = {"w": jnp.eye(8)}
+GRADIENTS = {
+    "dot_general": lambda p: jnp.sum(jax.lax.dot_general(X, p["w"], (((1,), (0,)), ((), ())))),
+    "matmul": lambda p: jnp.sum(X @ p["w"]),  # a jitted function of JAX, whose trace is kept
+    "vmap": lambda p: jnp.sum(jax.vmap(lambda x: x @ p["w"])(X)),
+    "scan": lambda p: jax.lax.scan(_scanned, X, jnp.stack([p["w"]] * 2))[0].sum(),
+    "checkpoint": lambda p: jnp.sum(jax.checkpoint(jnp.matmul)(X, p["w"])),
+}
+
+
+def _scanned(x, w):
+    return x @ w, None
+
+
+def _fp8(params, x):
+    return jnp.sum(FP8.apply(params, x))
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("loss", GRADIENTS)
+def test_a_second_model_without_fp8(loss, jit):
+    """Its recipe has reached layers before, and JAX may know its functions: a gradient tells a model from a metric."""
+    variables = FP8.init(jax.random.key(0), X)
+    assert said(in_region(lambda: jax.grad(_fp8)(variables, X), CURRENT)) == []
+    for _ in range(2):
+        step = jit(jax.grad(lambda p: GRADIENTS[loss](p)))
+        (text,) = said(in_region(lambda step=step: step(RAW), CURRENT))
+        assert text.startswith("autocast: no product in this region is in FP8") and "enabled=False" in text
+
+
+def test_beside_a_model_with_fp8():
+    """Programs with products of their own, in regions of a recipe that has reached the model before."""
+    variables, kernel = FP8.init(jax.random.key(0), X), jnp.eye(8)
+    blocks = {"jit": jax.jit(_fp8), "checkpoint": jax.checkpoint(_fp8)}
+
+    def scanned(variables, x):
+        return jax.lax.scan(_step, variables, x[None])[1].sum()
+
+    def train(block):
+        return jax.grad(lambda kernel, variables: block(variables, X @ kernel), argnums=(0, 1))(kernel, variables)
+
+    def evaluate():
+        return FP8.apply(variables, X) @ kernel
+
+    def orthogonalize():  # an optimizer with products, as muon
+        return kernel @ kernel.T @ kernel
+
+    for block in (*blocks.values(), scanned):
+        for _ in range(3):  # JAX has kept the trace of the block, and the layer in it is not heard again
+            assert said(in_region(lambda block=block: train(block), CURRENT)) == []
+            assert said(in_region(lambda block=block: jax.jit(lambda: train(block))(), CURRENT)) == []
+    for function in (evaluate, orthogonalize, jax.jit(evaluate), jax.jit(orthogonalize)):
+        assert said(in_region(function, CURRENT)) == []
+    generate = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x @ kernel, x))
+    assert said(in_region(lambda: generate(X), CURRENT)) == []
+
+
+def _step(variables, x):
+    return variables, _fp8(variables, x)
+
+
 def test_rules_that_match_nothing():
     """Linen says so where the model runs."""
     variables = Model().init(jax.random.key(0), X)
@@ -160,3 +222,34 @@ def test_a_quantized_model_that_is_thrown_away(quantize):
     (text,) = said(dropped)
     assert "the quantized model was thrown away" in text
     assert said(kept) == said(lambda: quantize(Model(), rules)) == []
+
+
+def test_one_rule_of_a_list_matches_nothing():
+    """The rule is named once: in Linen where the whole model's variables are, in NNX by quantize."""
+    variables = Model().init(jax.random.key(0), X)
+    model = jaxfp8.quantize(Model(), [("heda", None), ("body", DELAYED), ("head|body/.*", DELAYED)])
+    assert said(lambda: model.init(jax.random.key(0), X)) == []
+    (text,) = said(lambda: model.apply(variables, X, method="decode"))
+    assert "no layer of Model matches 'heda': a regex" in text and "'head'" in text and "'body/Dense_0'" in text
+    assert said(lambda: model.apply(variables, X)) == []
+    (text,) = said(lambda: jaxfp8.quantize(nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0))), [("a", None), *ALL]))
+    assert "no layer of Sequential matches 'a': a regex" in text and "'layers/0'" in text
+    holder = nnx.Sequential(jaxfp8.nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    assert said(lambda: jaxfp8.quantize(holder, ALL)) == []
+
+
+@pytest.mark.parametrize("block", [Block, nn.jit(Block), nn.remat(Block)], ids=["plain", "nn.jit", "nn.remat"])
+def test_lists_whose_rules_all_match_something(block):
+    """A rule that an earlier one shadows, a product by the path of its holder, and an einsum."""
+
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jaxfp8.linen.Dense(8, recipe=CURRENT, name="ours")(Model(block, name="model")(x))
+            return nn.Einsum((8, 8), "bi,io->bo", name="mix")(x)
+
+    rules = [("ours", DELAYED), ("model/body/Dense_0", DELAYED), ("mix", DELAYED), *ALL, ("model/head", None)]
+    model = jaxfp8.quantize(Mixed(), rules)
+    variables = model.init(jax.random.key(0), X)
+    assert said(lambda: [model.apply(variables, X) for _ in range(2)]) == []
+    assert said(lambda: jax.jit(jaxfp8.quantize(Mixed(), rules).apply)(variables, X)) == []
