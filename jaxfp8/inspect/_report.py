@@ -4,6 +4,7 @@ The layers of a Linen model are recorded while `init` or `apply` is traced for s
 and with arguments their calls are recorded too.
 """
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -64,15 +65,16 @@ def report(model: Any, *args: Any, variables: Any = None, strict: bool = False, 
 
         print(jaxfp8.report(jaxfp8.linen.quantize(model, rules), jnp.ones((1, 128), jnp.int32)))
 
-    A Linen model has its layers only when it runs, so `init` is traced with the arguments, for shapes alone; layers
-    that the arguments do not reach are not in the report. An NNX model is read without arguments; with them it is
-    traced as well, for the shapes of inputs, and `why` says `not called` of a layer whose product the model passes by,
-    such as `x @ self.qkv.kernel[...]`. Called in an `autocast` region, the report gives the recipes of that region.
+    A Linen model has its layers only when it runs, so `init`, and `apply` after it, are traced with the arguments, for
+    shapes alone; layers that the arguments do not reach are not in the report. An NNX model is read without arguments;
+    with them it is traced as well, for the shapes of inputs. `why` says `not called` of a layer whose product the model
+    passes by, such as `x @ self.qkv.kernel[...]`, in Linen where `init` alone calls the layer. Called in an `autocast`
+    region, the report gives the recipes of that region.
 
     Args:
         model: a Linen or NNX module.
-        args, kwargs: the arguments of `model.init` after the keys, or of an NNX model; arrays or
-            `jax.ShapeDtypeStruct`.
+        args, kwargs: the arguments of `model.init` after the keys, with which `model.apply` runs too, or of an NNX
+            model; arrays or `jax.ShapeDtypeStruct`.
         variables: the variables of a Linen model, or None. With variables `model.apply(variables, ...)` is traced, and
             `why` names layers whose state the variables lack.
         strict: whether a rule that decides about no layer is an error; else it is a warning.
@@ -133,17 +135,29 @@ class _Rows:
 
 
 def _linen_rows(model, variables, args, kwargs) -> _Rows:
-    recorder = _Recorder()
+    rows, called, key = _Recorder(), _Recorder(), jax.random.key(0)
     arrays, joined = split_arrays((variables, args, kwargs))
 
-    def run(arrays):
+    def apply(arrays):
         variables, args, kwargs = joined(arrays)
-        method, first = (model.init, jax.random.key(0)) if variables is None else (model.apply, variables)
-        method(first, *args, **kwargs)
+        with nn.intercept_methods(rows.record):
+            model.apply(variables, *args, **kwargs)
 
-    with _report(object()), nn.intercept_methods(recorder.record):
-        jax.eval_shape(run, arrays)
-    return recorder
+    def init_and_apply(arrays):
+        _, args, kwargs = joined(arrays)
+        with nn.intercept_methods(rows.record):
+            variables = model.init(key, *args, **kwargs)
+        # `init` may call layers that no step calls, for their parameters alone. A model whose `apply` takes other
+        # arguments, as a decoder does after the first call, does not tell which.
+        with nn.intercept_methods(called.record), contextlib.suppress(Exception):
+            model.apply(variables, *args, rngs=key, mutable=True, **kwargs)
+            for path, row in rows.by_path.items():
+                if row["recipe"] is not None and path not in called.by_path:
+                    row["why"] += "; not called"
+
+    with _report(object()):
+        jax.eval_shape(init_and_apply if variables is None else apply, arrays)
+    return rows
 
 
 class _Recorder(_Rows):

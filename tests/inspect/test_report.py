@@ -106,6 +106,38 @@ def test_nnx_layers_that_are_not_called():
     assert "not called" not in str(jaxfp8.report(model))
 
 
+@pytest.mark.parametrize(
+    "block, rules",
+    [(nn.Dense, []), (nn.remat(nn.Dense), []), (nn.Dense, [("qkv|out.*", A)]), (nn.jit(nn.Dense), [("qkv|out.*", A)])],
+    ids=["code", "remat", "rules", "jit"],
+)
+def test_linen_layers_that_init_alone_calls(block, rules):
+    """A model that makes parameters by a layer, and reads them by itself; blocks that nn.jit runs as one program."""
+
+    class Model(nn.Module):
+        def setup(self):
+            self.qkv, self.out0, self.out1 = (block(8, dot_general_cls=jaxfp8.Fp8DotGeneral) for _ in range(3))
+            self.dropout = nn.Dropout(0.5)
+
+        def __call__(self, x, scale, *, train=False):
+            if self.is_initializing():
+                self.qkv(x)
+            x = self.out1(self.out0(x @ self.qkv.variables["params"]["kernel"]))
+            self.sow("intermediates", "x", x)
+            return self.dropout(x * scale, deterministic=not train)
+
+    model = linen.quantize(Model(), rules) if rules else Model()
+    rows = by_layer(jaxfp8.report(model, jnp.ones((4, 8)), 2.0, train=True))
+    assert set(rows) == {"qkv", "out0", "out1"} and all(row["recipe"] for row in rows.values())
+    assert [name for name, row in rows.items() if row["why"].endswith("; not called")] == ["qkv"]
+
+
+def test_a_model_whose_apply_takes_other_arguments():
+    attention = nn.MultiHeadDotProductAttention(2, decode=True, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral)
+    rows = by_layer(jaxfp8.report(attention, jnp.ones((1, 4, 8))))
+    assert rows["query"]["why"] == "default"
+
+
 def test_nnx():
     rows = by_layer(jaxfp8.report(jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), RULES)))
     expect(rows, wanted("MultiHeadAttention", "LinearGeneral", "Linear", "Einsum"))
