@@ -96,6 +96,8 @@ def case(op: str, kind: Kind) -> Case:
     def comparison(tensor_cores):
         if terms:
             return _comparisons.product(*terms[0](*arguments), kind.dtype, tensor_cores)
+        if op == "dequantize":
+            return _comparisons.NUMBERS
         return _comparisons.CODES if op in COMPUTED else _comparisons.BITS
 
     name = f"{kind.dtype.name}[{','.join(map(str, kind.shape))}] {kind.form}, {kind.index}"

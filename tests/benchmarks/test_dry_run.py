@@ -87,3 +87,16 @@ def test_a_wrong_peer_does_not_end_the_case(options, monkeypatch):
     monkeypatch.setattr(_gpu_layers.models, "dense", wrong)
     rows, errors = _gpu_layers.dense(options)
     assert "flax" not in rows and "gradient of x: off by" in errors["flax"] and "jaxfp8 own" in rows
+
+
+@pytest.mark.parametrize("case", ["small_dense", "transformer_layer"])
+def test_peers_compiled_in_two_ways(options, monkeypatch, case):
+    """On a GPU peers have a second name, for XLA without Triton."""
+    import _gpu_layers
+    from _gpu_inputs import Options
+
+    again = {"": None, ", no triton": None}
+    monkeypatch.setattr(Options, "compilers", lambda self, name: {"": None} if name.startswith("jaxfp8") else again)
+    rows, errors = getattr(_gpu_layers, case)(options)
+    peers = {name + suffix for name in ("flax", "bf16") for suffix in again}
+    assert not errors and set(rows) == peers | {"jaxfp8 own", "jaxfp8 drop-in"}

@@ -45,14 +45,13 @@ def test_more_than_2_to_the_31_elements():
 
 def chain(x, kernel, scale):
     """Every op once, but amax_to_scale."""
-    histories, stored = [jnp.full((4,), 448, jnp.float32)] * 2, [1 / scale] * 2
+    histories, stored = [jnp.full((4,), 448, jnp.float32)] * 2, [jnp.reshape(1 / scale, 1)] * 2
     for_x, for_kernel = ops.delayed_scales(histories, stored, fp8_max=(448.0, 448.0))
     q, q_t, top = ops.quantize_transpose(x, scale, jnp.float8_e4m3fn, amax=for_x.amax)
     k, k_top = ops.quantize(kernel, for_kernel.scale, jnp.float8_e4m3fn, amax=for_kernel.amax)
     y = ops.scaled_matmul(q, k, 1 / scale, for_kernel.scale_inv)
-    pairs = [(history, scale) for history, scale in zip(histories, stored, strict=True)]
-    pairs, recorded = pairs, [(top, for_x.scale_inv), (k_top, for_kernel.scale_inv)]
-    (written,) = ops.write_histories([pairs], [recorded])
+    recorded = [(top, for_x.scale_inv), (k_top, for_kernel.scale_inv)]
+    (written,) = ops.write_histories([list(zip(histories, stored, strict=True))], [recorded])
     h = ops.quantize_activation(y, scale, jnp.float8_e4m3fn, activation="gelu", amax=top)
     dh = ops.quantize_activation_grad(y, y, scale, jnp.float8_e5m2, activation="gelu", column_sums=True)
     gamma = jnp.ones(y.shape[1:])

@@ -143,3 +143,15 @@ def test_first_launches_are_recorded():
         pytest.skip(reason)
     printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())
     assert printed == {op: "True" for op in _cases.OPS} | {"without": "False"}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
+def test_any_nan_is_a_right_number(dtype):
+    """XLA's compilers for CPUs and GPUs make different NaNs of the same code."""
+    right = np.asarray([1, np.nan], dtype)
+    other_nan = -right * np.asarray([-1, 1], dtype)
+    assert other_nan.tobytes() != right.tobytes()
+    assert _comparisons.BITS.problem([other_nan], [right])
+    assert not _comparisons.NUMBERS.problem([other_nan], [right])
+    assert _comparisons.NUMBERS.problem([right[::-1]], [right])
+    assert _comparisons.NUMBERS.problem(_comparisons.NUMBERS.control([right]), [right])
