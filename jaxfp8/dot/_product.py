@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
 from .._jax import _compat, _mesh
-from .._jax._primitives import compiled, refuse_derivative, undefined_tangents
+from .._jax._primitives import compiled, is_differentiated, refuse_derivative, undefined_tangents
 from ..ops._support import selected, using
 from ..recipes import QTensor, StateUse, largest, value_of
 from ._contexts import wrapped
@@ -102,16 +102,37 @@ def _batch(args, dims, *, product, tree, implementation):
 
     A batch of kernels without state is a batch of products too: as in a loop, each kernel has its own scale.
     """
-    x, kernel, *leaves = args
-    x_dim, kernel_dim, *leaf_dims = dims
-    # 1. Without examples there is nothing to multiply.
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if size == 0:
-        one = functools.partial(product_p.bind, product=product, tree=tree, implementation=implementation)
+    params = {"tree": tree, "implementation": implementation}
+    if _batch_size(args, dims) == 0:  # nothing to multiply
+        one = functools.partial(product_p.bind, product=product, **params)
         outs = jax.eval_shape(one, *map(_without, args, dims))
         return [jnp.zeros((0, *out.shape), out.dtype) for out in outs], [0] * len(outs)
+    operands, product, out_dim = _batched(args, dims, product, tree)
+    results = product_p.bind(*operands, product=product, **params)
+    return results, [out_dim] * len(results)
 
-    # 2. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
+
+def _batch_value(args, dims, *, product, tree, implementation):
+    """Batch `_value_p`: its results are laid out as those of the batched product."""
+    count = 1 if product.activation is None else 2
+    results, operands, operand_dims = args[:count], args[count:], dims[count:]
+    if _batch_size(operands, operand_dims) == 0:
+        return results, dims[:count]
+    operands, product, out_dim = _batched(operands, operand_dims, product, tree)
+    results = [jnp.moveaxis(y, d, out_dim) for y, d in zip(results, dims, strict=False)]
+    results = _value_p.bind(*results, *operands, product=product, tree=tree, implementation=implementation)
+    return results, [out_dim] * count
+
+
+def _batch_size(args, dims) -> int:
+    return next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+
+def _batched(args, dims, product, tree):
+    """Return the operands of the product for a batch, that product, and the batch dimension of its results."""
+    x, kernel, *leaves = args
+    x_dim, kernel_dim, *leaf_dims = dims
+    # 1. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
     bias, state, _ = jax.tree.unflatten(tree, leaves)
     *_, (x_codes, _) = jax.tree.unflatten(tree, range(len(leaves)))
     batched = [i for i, d in enumerate(leaf_dims) if d is not None]
@@ -119,7 +140,7 @@ def _batch(args, dims, *, product, tree, implementation):
         leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
         leaf_dims = []
 
-    # 3. States with a batch, and kernels that are scaled each by itself: put the batch in front of every operand.
+    # 2. States with a batch, and kernels that are scaled each by itself: put the batch in front of every operand.
     # A bias belongs to a kernel: both have a batch, or neither has.
     has_own_scales = bias is not None or None in (state.input, state.kernel, state.output_grad)
     if any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
@@ -129,13 +150,12 @@ def _batch(args, dims, *, product, tree, implementation):
         specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
         axis = next((spec for spec in specs if spec is not None), None)  # the mesh axis that cuts the batch
         leading = [
-            repeat((size, axis), a) if d is None else jnp.moveaxis(a, d, 0)
+            repeat((_batch_size(args, dims), axis), a) if d is None else jnp.moveaxis(a, d, 0)
             for repeat, a, d in zip(repeats, args, dims, strict=True)
         ]
-        results = product_p.bind(*leading, product=product.with_vmap_dims(1), tree=tree, implementation=implementation)
-        return results, [0] * len(results)
+        return leading, product.with_vmap_dims(1), 0
 
-    # 4. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
+    # 3. One larger product: put the batch first among the dimensions of x and kernel, and count it as a batch dimension
     # of both, or as a free dimension of the only operand that has it.
     first, operands, (contract, batch) = product.vmap_dims, [x, kernel], map(list, product.dimension_numbers)
     cut = [i for i, d in enumerate((x_dim, kernel_dim)) if d is not None]
@@ -151,8 +171,7 @@ def _batch(args, dims, *, product, tree, implementation):
         axis = jax.typeof(operands[cut[0]]).sharding.spec[first]
         out_sharding = PartitionSpec(*out_sharding[:out_dim], axis, *out_sharding[out_dim:])
     product = dataclasses.replace(product, dimension_numbers=(tuple(contract), tuple(batch)), out_sharding=out_sharding)
-    results = product_p.bind(*operands, *leaves, product=product, tree=tree, implementation=implementation)
-    return results, [first + out_dim] * len(results)
+    return [*operands, *leaves], product, first + out_dim
 
 
 def _without(x, dim):
@@ -195,7 +214,8 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    if not isinstance(state.input, StateUse):  # a fixed scale, in inference, is a state that no step updates
+    # No step updates a fixed scale, in inference. A gradient around this one may be taken with respect to the state.
+    if not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state)):
         warn_of_state(product.quantizers, is_updated, product.layer)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
@@ -207,7 +227,10 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
         results = _results(product, _mesh.placed_as(outs[0], y))
         y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
     residuals = residuals, y
-    # 4. Put everything else that the backward needs into static params, so that remat and scan keep arrays alone.
+    # 4. Make the results differentiable: a loss around this gradient may take its value, and differentiates that value
+    # for the first time. The ops that compute it have no derivative; the derivative of the product is what is meant.
+    results = _value_p.bind(*results, *primals, product=product, tree=tree, implementation=implementation)
+    # 5. Put everything else that the backward needs into static params, so that remat and scan keep arrays alone.
     residuals, residual_tree = jax.tree.flatten(residuals)
     operands = tuple(jax.typeof(operand) for operand in primals[:plain])
     state_leaves = tuple(len(jax.tree.leaves(old)) for old in state.by_quantizer())
@@ -236,6 +259,21 @@ def _jvp(primals, tangents, *, product, tree, implementation):
         False, is_linear, *primals, product=product, tree=tree, implementation=implementation
     )
     return results, linear(*residuals, *tangents)
+
+
+def _jvp_of_value(primals, tangents, *, product, tree, implementation):
+    count = 1 if product.activation is None else 2
+    params = {"product": product, "tree": tree, "implementation": implementation}
+    results = _value_p.bind(*primals, **params)
+    if all(type(t) is ad.Zero for t in tangents[count:]):
+        return results, [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in results]
+    return results, _jvp(primals[count:], tangents[count:], **params)[1]
+
+
+def _first_results(*args, product, tree, implementation):
+    """Return the results that `_value_p` gets beside the operands."""
+    del tree, implementation
+    return list(args[: 1 if product.activation is None else 2])
 
 
 def _differentiated(is_linear, plain) -> list[str]:
@@ -309,6 +347,18 @@ mlir.register_lowering(product_p, mlir.lower_fun(_primal, multiple_results=True)
 batching.primitive_batchers[product_p] = _batch
 ad.primitive_jvps[product_p] = _jvp
 _compat.linearizes_by(product_p, _linearize)
+
+# The results of a product, computed elsewhere, as a function of its operands for autodiff.
+_value_p = Primitive("fp8_product_value")
+_value_p.multiple_results = True
+_value_p.def_abstract_eval(_first_results)
+_value_p.def_impl(_first_results)
+mlir.register_lowering(
+    _value_p,
+    lambda ctx, *args, product, **params: _first_results(*args, product=product, tree=None, implementation=None),
+)
+batching.primitive_batchers[_value_p] = _batch_value
+ad.primitive_jvps[_value_p] = _jvp_of_value
 
 _linear_p = Primitive("fp8_product_linear")
 _linear_p.multiple_results = True

@@ -1,5 +1,7 @@
 """Losses with a gradient inside: right where the loss takes it as a constant, refused where it is differentiated."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,65 @@ def test_jax_grad_of_variables_inside_of_ours(transform):
         jax.eval_shape(jaxfp8.grad(outer), LAYER)
 
 
+VALUES = {
+    "value_and_grad": lambda layer: jax.value_and_grad(loss, 1)(layer, X)[0],
+    "jaxfp8": lambda layer: jaxfp8.value_and_grad(loss)(layer, X)[0],
+    "jit": lambda layer: jax.jit(jax.value_and_grad(loss, 1))(layer, X)[0],
+    "remat": lambda layer: jax.value_and_grad(jax.checkpoint(loss), 1)(layer, X)[0],
+    "around remat": lambda layer: jax.checkpoint(jax.value_and_grad(loss, 1))(layer, X)[0],
+    "vjp": lambda layer: jax.vjp(loss, layer, X)[0],
+    "scan": lambda layer: lax.scan(
+        lambda total, row: (total + jax.value_and_grad(loss, 1)(layer, row)[0], None), 0.0, X[:, None]
+    )[0],
+    "vmap": lambda layer: jnp.sum(jax.vmap(jax.value_and_grad(loss, 1), (None, 0))(layer, X[:, None])[0]),
+    "vmap of kernels": lambda layer: jnp.mean(
+        jax.vmap(jax.value_and_grad(loss, 1), (0, None))(jax.tree.map(lambda a: jnp.stack([a, a]), layer), X)[0]
+    ),
+    "twice": lambda layer: jax.value_and_grad(lambda x: jax.value_and_grad(loss, 1)(layer, x)[0])(X)[0],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    "differentiate", [jaxfp8.grad, in_jit, lambda f: jaxfp8.grad(jax.jit(f))], ids=["eager", "jit", "of jit"]
+)
+def test_the_value_of_an_inner_gradient(name, differentiate):
+    """A loss that takes the value alone has its plain gradient and next state: the value is differentiated once."""
+    gradient, state = differentiate(VALUES[name])(LAYER)
+    expected, next_state = jax.jit(jax.grad(loss))(LAYER, X)
+    if name == "vmap of kernels":  # the gradient of each product is half of that of the loss
+        half = jax.jit(jax.grad(lambda layer, x: loss(layer, x) / 2))(LAYER, X)
+        expected, next_state = 2 * half[0], half[1]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    assert_same_bits(state, next_state, "state")
+
+
+def test_gelu_and_its_value():
+    """A product with an activation has two results."""
+
+    def activated(layer, x):
+        y = jaxfp8.dot_general(x, layer[0], MATMUL, recipe=RECIPE, state=layer[1], activation="gelu")
+        return jnp.sum(y.value**2)
+
+    expected = jaxfp8.grad(activated)(LAYER, X)
+    assert_same_bits(jaxfp8.grad(lambda layer: jaxfp8.value_and_grad(activated, 1)(layer, X)[0])(LAYER), expected)
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, jaxfp8.grad, in_jit], ids=["jax.grad", "jaxfp8.grad", "jit"])
+def test_the_gradient_around_updates_the_state(differentiate):
+    """Then an inner gradient with respect to x is no reason for a warning; without one around it is."""
+
+    def outer(layer):
+        moved = X + 0.5 * jnp.sign(lax.stop_gradient(jax.grad(loss, 1)(layer, X)))
+        return loss(layer, moved) + jax.value_and_grad(loss, 1)(layer, X)[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jaxfp8.FP8StateWarning)
+        differentiate(outer)(LAYER)
+    with pytest.warns(jaxfp8.FP8StateWarning, match="this gradient never updates FP8 state"):
+        differentiate(lambda x: outer(LAYER) + loss(LAYER, x))(X)
+
+
 def squared(gradient):
     return lambda layer: jnp.sum(gradient(layer, X) ** 2)
 
@@ -125,7 +186,7 @@ def of_experts(layer, x):
 REFUSED = {
     **{name: squared(gradient) for name, gradient in OF_X.items()},
     "a step": lambda layer: loss((layer[0] - of_kernel(layer, X), layer[1]), X),
-    "the value with an inner gradient": lambda layer: jax.value_and_grad(loss, 1)(layer, X)[0],
+    "a value beside its gradient": lambda layer: sum(map(jnp.sum, jax.value_and_grad(loss, 1)(layer, X))),
     "codes": squared(of_codes),
     "experts": squared(of_experts),
 }
