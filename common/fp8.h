@@ -31,8 +31,8 @@ struct E4M3 {
   static constexpr uint32_t kMaxBits = 0x43e00000u;  // 448.0f
   static constexpr uint8_t kMaxCode = 0x7e;
   static constexpr uint8_t kNanCode = 0x7f;
-  static constexpr bool IsNan(uint8_t code) { return (code & 0x7f) == 0x7f; }
-  static constexpr bool IsInf(uint8_t) { return false; }
+  JAXFP8_HD static constexpr bool IsNan(uint8_t code) { return (code & 0x7f) == 0x7f; }
+  JAXFP8_HD static constexpr bool IsInf(uint8_t) { return false; }
 };
 
 // float8_e5m2: 5 exponent bits, 2 mantissa bits, IEEE infinities and NaNs. The codec never produces an infinity.
@@ -42,8 +42,8 @@ struct E5M2 {
   static constexpr uint32_t kMaxBits = 0x47600000u;  // 57344.0f
   static constexpr uint8_t kMaxCode = 0x7b;
   static constexpr uint8_t kNanCode = 0x7e;
-  static constexpr bool IsNan(uint8_t code) { return (code & 0x7f) > 0x7c; }
-  static constexpr bool IsInf(uint8_t code) { return (code & 0x7f) == 0x7c; }
+  JAXFP8_HD static constexpr bool IsNan(uint8_t code) { return (code & 0x7f) > 0x7c; }
+  JAXFP8_HD static constexpr bool IsInf(uint8_t code) { return (code & 0x7f) == 0x7c; }
 };
 
 JAXFP8_HD uint32_t FloatToBits(float value) {

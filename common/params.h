@@ -38,6 +38,30 @@ struct DequantizeParams {
   int64_t size;
 };
 
+struct DecodeMomentParams {
+  const uint8_t* data;     // e4m3 [rows, n]
+  const float* amax;       // [rows, ceil(n / 128)]
+  const int8_t* exponent;  // [rows, ceil(n / 128)]
+  float* out;              // [rows, n]
+  int64_t rows;
+  int64_t n;
+};
+
+// The results may be the buffers of the moment itself.
+struct EncodeMomentParams {
+  const uint8_t* data;     // e4m3 [rows, n]
+  const float* amax;       // [rows, ceil(n / 128)]
+  const int8_t* exponent;  // [rows, ceil(n / 128)]
+  const float* after;      // [rows, n]
+  const uint32_t* keys;    // of the random bits [rows, ceil(n / 128)], or null: to nearest
+  bool squared;            // zero stands for zero alone, and spans are those of squares
+  uint8_t* next_data;      // e4m3 [rows, n]
+  float* next_amax;        // [rows, ceil(n / 128)]
+  int8_t* next_exponent;   // [rows, ceil(n / 128)]
+  int64_t rows;
+  int64_t n;
+};
+
 struct QuantizeParams {
   Dtype dtype;               // of x: bf16, f16 or f32
   Dtype format;              // of data: e4m3 or e5m2

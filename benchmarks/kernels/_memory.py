@@ -1,4 +1,4 @@
-"""Kernels whose time is their memory traffic: elementwise ones, those with a transpose, fused producers, blocks."""
+"""Kernels whose time is their memory traffic: elementwise ones, with a transpose, fused producers, blocks, moments."""
 
 import functools
 
@@ -8,10 +8,12 @@ from _gpu_answers import expect, expect_amax, expect_codes, expect_transposed, s
 from _gpu_inputs import BF16, E4M3, normal
 
 from jaxfp8 import ops
+from jaxfp8.ops import _moments
 
 from ._work import F32, PRODUCT_SCALE, SCALE, Work, codes, one_array
 
 NAMES = {BF16: "bf16", F32: "f32"}
+MOMENTS = "signed", "squared"
 BLOCKS = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "row-wise": (1, None)}
 
 
@@ -147,6 +149,28 @@ def transpose_blocks(m, n):
     return Work(lambda *x: ops.transpose_blocks(*x, block=block), arguments, check)
 
 
+def encode_moment(m, n, squared):
+    """A step of a moment, in which every block changes; the answer is that of jnp, to the bit."""
+
+    def arguments(seed):
+        blocks = m, -(-n // _moments.BLOCK)
+        keys = jax.random.bits(jax.random.key(seed), blocks, jnp.uint32)
+        x = normal(seed + 1, (m, n), F32)
+        moment = codes(seed, (m, n)), jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
+        return *moment, 1 + x**2 if squared else x, keys
+
+    def step(*operands):
+        return _moments.encode_moment(*operands, squared=squared, axis=1)
+
+    def check(results, *operands):
+        with ops.implementation("reference"):
+            expected = jax.jit(lambda *x: step(*x))(*operands)
+        for result, reference in zip(results, expected, strict=True):
+            expect("encode_moment", jnp.all(result == reference))
+
+    return Work(step, arguments, check)
+
+
 KERNELS = {
     **{f"amax {name}": functools.partial(amax, dtype=dtype) for dtype, name in NAMES.items()},
     **{f"quantize {name}": functools.partial(quantize, dtype=dtype) for dtype, name in NAMES.items()},
@@ -172,5 +196,6 @@ KERNELS = {
         for name, block in BLOCKS.items()
     },
     "transpose_blocks 1x32": transpose_blocks,
+    **{f"encode_moment {name}": functools.partial(encode_moment, squared=name == "squared") for name in MOMENTS},
     **{f"dequantize to {name}": functools.partial(dequantize, dtype=dtype) for dtype, name in NAMES.items()},
 }

@@ -10,12 +10,10 @@
 
 #include "common/block_scale.h"
 #include "common/dispatch.h"
+#include "common/params.h"
 #include "cpu/kernels/chunks.h"
 
 namespace jaxfp8::cpu {
-
-struct DecodeMomentParams;
-struct EncodeMomentParams;
 
 // How results are written: through the cache, or past it (for results that would not stay in it anyway).
 enum class Store { kCached, kStreamed };

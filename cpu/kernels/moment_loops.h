@@ -9,26 +9,18 @@
 #include <cstring>
 
 #include "common/fp8.h"
-#include "cpu/kernels/moments.h"
+#include "common/moment.h"
+#include "common/params.h"
 #include "cpu/kernels/rounding.h"
 
 namespace jaxfp8::cpu {
 namespace {
 
-constexpr int32_t kSmallestNormal = 0x00800000, kInfinity = kInfBits;
-constexpr float kMomentMax = 448.0f;
-
-inline float Power(float u, int exponent) { return exponent > 0 ? u * u : exponent < 0 ? __builtin_sqrtf(u) : u; }
-
-// The fraction of the amax that a code in [0, 0x7f) stands for; NaN for 0x7f.
-template <int kExponent>
-float DecodeFraction(uint8_t code) {
-  return Power(Decode<E4M3>(code) * (1 / kMomentMax), -kExponent);
-}
+constexpr int32_t kSmallestNormal = kSmallestNormalBits, kInfinity = kInfBits;
 
 template <int kExponent>
 float DecodeElement(uint8_t code, float amax) {
-  const float magnitude = DecodeFraction<kExponent>(code & 0x7f) * amax;
+  const float magnitude = DecodeFraction(code & 0x7f, kExponent) * amax;
   return BitsToFloat(FloatToBits(magnitude) ^ static_cast<uint32_t>(code & 0x80) << 24);
 }
 
@@ -53,52 +45,12 @@ bool IsSame(const uint8_t* codes, float amax, int8_t exponent, const float* x) {
   return true;
 }
 
-// Bits that count: a bijection of u32 in which each bit changes half of the bits of the result.
-inline uint32_t Mix(uint32_t x) {
-  x += 0x9e3779b9u;
-  x = (x ^ x >> 16) * 0x85ebca6bu;
-  x = (x ^ x >> 13) * 0xc2b2ae35u;
-  return x ^ x >> 16;
-}
-
 // The number in e4m3 that is nearest to y in [0, 448], as rounding.h has it.
 inline int32_t RoundToNearest(float y) {
   using R = Rounding<E4M3>;
   constexpr int32_t kMinNormal = R::kMinNormalBits;
   const int32_t exponent = FloatToBits(y) & kInfBits, e = exponent > kMinNormal ? exponent : kMinNormal;
   return (FloatToBits(BitsToFloat(e + R::kMagic) + y) + (e >> R::kShift)) & 0x7f;
-}
-
-constexpr int32_t kDropped = 20;  // bits of the significand of an f32, in e4m3
-
-// The code of y in [0, 448] with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
-inline int32_t FixedPoint(float y) {
-  constexpr float kMinNormal = 0x1p-6f;
-  const int32_t multiple = static_cast<int32_t>((y < kMinNormal ? y : kMinNormal) * 0x1p29f);
-  return y < kMinNormal ? multiple : static_cast<int32_t>(FloatToBits(y)) - (120 << 23);
-}
-
-// A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
-// _round_square of jaxfp8/ops/_moments.py derives it.
-template <int kExponent>
-int32_t RoundSquare(float y, uint32_t random) {
-  constexpr int32_t kFraction = (1 << kDropped) - 1;
-  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
-  const int32_t fixed_point = FixedPoint(y);
-  const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
-  const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
-  const int32_t probability = fraction + ((product * (15 - (code & 7)) * kFactor) >> 15);
-  return code + ((probability + static_cast<int32_t>(random & kFraction)) >> kDropped);
-}
-
-// A neighbour of y = 448 u^k: the one above with a probability that keeps the mean of u.
-template <int kExponent>
-int32_t RoundSigned(float u, float y, uint32_t random) {
-  const int32_t code = FixedPoint(y) >> kDropped;
-  const float below = DecodeFraction<kExponent>(static_cast<uint8_t>(code));
-  const float above = DecodeFraction<kExponent>(static_cast<uint8_t>(code + 1));
-  const float draw = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f;
-  return code + (draw * (above - below) < u - below ? 1 : 0);
 }
 
 template <int kExponent, bool kRandom, bool kSquared>
@@ -134,11 +86,10 @@ void EncodeBlock(const float* x, uint32_t key, uint8_t* codes, float* amax, int8
     largest = high > largest ? high : largest;
     least = low < least ? low : least;
   }
-  // 2. The exponent that it allows: 2^-7.4 and 2^-14.8 of squares, 2^-9.4 and 2^-18.8 else, as jnp rounds them.
-  constexpr float of_2 = kSquared ? 0x1.8406p-8f : 0x1.8406p-10f, of_1 = kSquared ? 0x1.261118p-15f : 0x1.261118p-19f;
-  const float top = BitsToFloat(largest), bottom = BitsToFloat(least);
+  // 2. The exponent that it allows.
+  const float top = BitsToFloat(largest);
   *amax = top;
-  *exponent = bottom >= top * of_2 ? 1 : bottom >= top * of_1 ? 0 : -1;
+  *exponent = static_cast<int8_t>(ExponentOfSpan<kSquared>(top, BitsToFloat(least)));
   // 3. The inverse of an amax above 2^126 would be subnormal.
   const float unit = top > 1 ? 0x1p-32f : 1.0f, scaled = top * unit;
   const float inverse = 1 / (scaled > 0x1p-126f ? scaled : 0x1p-126f);

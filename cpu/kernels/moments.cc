@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/moment.h"
 #include "cpu/kernels/chunks.h"
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"

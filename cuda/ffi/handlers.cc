@@ -4,6 +4,7 @@
 #include "common/ffi/amax.h"
 #include "common/ffi/amax_to_scale.h"
 #include "common/ffi/dequantize.h"
+#include "common/ffi/encode_moment.h"
 #include "common/ffi/histories.h"
 #include "common/ffi/quantize.h"
 #include "common/ffi/quantize_transpose.h"
@@ -14,6 +15,7 @@
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/delayed_scales.h"
 #include "cuda/kernels/dequantize.h"
+#include "cuda/kernels/encode_moment.h"
 #include "cuda/kernels/quantize.h"
 #include "cuda/kernels/quantize_transpose.h"
 #include "cuda/kernels/read_histories.h"
@@ -44,6 +46,7 @@ JAXFP8_ON_STREAM(jaxfp8_amax_v1, AmaxOp, LaunchAmax);
 JAXFP8_ON_STREAM(jaxfp8_amax_to_scale_v1, AmaxToScaleOp, LaunchAmaxToScale);
 JAXFP8_ON_STREAM(jaxfp8_delayed_scales_v3, DelayedScalesOp, LaunchDelayedScales);
 JAXFP8_ON_STREAM(jaxfp8_dequantize_v1, DequantizeOp, LaunchDequantize);
+JAXFP8_ON_STREAM(jaxfp8_encode_moment_v1, EncodeMomentOp, LaunchEncodeMoment);
 JAXFP8_ON_STREAM(jaxfp8_quantize_v3, QuantizeOp, LaunchQuantize);
 JAXFP8_ON_STREAM(jaxfp8_quantize_transpose_v3, QuantizeTransposeOp, LaunchQuantizeTranspose);
 JAXFP8_ON_STREAM(jaxfp8_read_histories_v2, ReadHistoriesOp, LaunchReadHistories);

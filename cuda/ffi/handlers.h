@@ -9,6 +9,7 @@
   DO(jaxfp8_amax_to_scale_v1)              \
   DO(jaxfp8_delayed_scales_v3)             \
   DO(jaxfp8_dequantize_v1)                 \
+  DO(jaxfp8_encode_moment_v1)              \
   DO(jaxfp8_quantize_v3)                   \
   DO(jaxfp8_quantize_activation_v2)        \
   DO(jaxfp8_quantize_activation_grad_v1)   \

@@ -24,6 +24,7 @@ _ON_BOTH = {
     "amax_to_scale": 1,
     "delayed_scales": 3,
     "dequantize": 1,
+    "encode_moment": 1,
     "quantize": 3,
     "quantize_blocks_transpose": 2,
     "quantize_transpose": 3,
@@ -39,7 +40,7 @@ _CUDA_ONLY = {
     "ragged_matmul": 1,
     "scaled_matmul": 2,
 }
-_CPU_ONLY = {"decode_moment": 1, "encode_moment": 1}
+_CPU_ONLY = {"decode_moment": 1}
 OPS = _ON_BOTH | _CUDA_ONLY | _CPU_ONLY
 _TARGETS = {"cpu": _ON_BOTH | _CPU_ONLY, "CUDA": _ON_BOTH | _CUDA_ONLY}
 _loaded = {}  # platform -> module

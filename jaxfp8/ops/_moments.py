@@ -26,6 +26,7 @@ BLOCK = 128
 _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 _NAN_CODE = 0x7F
+_NAN_BITS, _SIGN_BIT = np.int32(0x7FC00000), np.int32(-(2**31))
 _MIN_NORMAL_BITS = np.uint32(0x00800000)
 _INF_BITS = np.uint32(0x7F800000)
 _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
@@ -95,14 +96,28 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def _decoded(codes, amax, exponent):
-    values = _decoded_fraction(jnp.abs(codes), exponent) * amax
-    return lax.select(jnp.signbit(codes), -values, values)
+    """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros for those that are subnormal.
+
+    CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round it as a subnormal number, so
+    the product times 2**24, which is none, tells what to flush.
+
+    Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
+    of its own. So exponents are compared with the sign of a magnitude, which is 0.
+    """
+    magnitudes = jnp.abs(codes)
+    exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
+    sign = (_scaling.to_bits(magnitudes) >> 31).astype(exponent.dtype)
+    fraction = _decoded_fraction(magnitudes, exponent, sign)
+    times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
+    bits = _scaling.to_bits(jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax))
+    bits = jnp.where(jnp.isnan(codes), _NAN_BITS, bits)
+    return _scaling.from_bits(bits | jnp.where(jnp.signbit(codes), _SIGN_BIT, 0))
 
 
-def _decoded_fraction(codes, exponent):
+def _decoded_fraction(codes, exponent, zero=0):
     """Return the fraction u of the amax that codes without a sign stand for."""
     power = codes * _MAX_INV
-    return jnp.where(exponent > 0, _scaling.round_sqrt(power), jnp.where(exponent < 0, power * power, power))
+    return jnp.where(exponent > zero, _scaling.round_sqrt(power), jnp.where(exponent < zero, power * power, power))
 
 
 def _block_numbers(codes, amax, exponent, blocks, axis):
@@ -245,7 +260,7 @@ class _Spec(NamedTuple):
 
 
 class _Moment(Op):
-    """An op of moments; XLA compiles the reference well for GPUs."""
+    """An op of moments."""
 
     def align(self, axes, sizes, mesh_shape, spec):
         """Cut amaxes and exponents where the codes are cut, and these between blocks."""
@@ -272,7 +287,7 @@ class _DecodeMoment(_Moment):
         (out,) = _ffi.call("decode_moment", [(rows[0].shape, jnp.float32)], *rows)
         return (_from_rows(out, spec.axis, data.shape),)
 
-    cuda = reference
+    cuda = reference  # XLA fuses it into the update, so that decoded moments are not read from memory
 
 
 class _EncodeMoment(_Moment):
@@ -325,8 +340,6 @@ class _EncodeMoment(_Moment):
         results = [(x.shape, x.dtype) for x in rows[:3]]
         new = _ffi.call("encode_moment", results, *rows, aliases={0: 0, 1: 1, 2: 2}, squared=spec.squared)
         return [_from_rows(x, spec.axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
-
-    cuda = reference
 
 
 _decode = _DecodeMoment()

@@ -78,6 +78,7 @@ def test_every_custom_call(cuda_custom_calls):
         ("quantize_blocks_transpose row-wise", 6),
         ("quantize_blocks row-wise", 5),
         ("transpose_blocks 1x32", 2 + 2 / 32),
+        ("encode_moment signed", 6 + 14 / 128),
         ("dequantize to bf16", 3),
     ],
 )

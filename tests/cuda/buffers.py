@@ -16,9 +16,12 @@ alive = weakref.WeakSet()
 
 
 class Buffer:
-    """`shape` of `dtype` at `shift` bytes off a 256-byte boundary, between guards."""
+    """`shape` of `dtype` at `shift` bytes off a 256-byte boundary, between guards.
 
-    def __init__(self, shape, dtype, shift=0, values=None):
+    An operand has values; a result has none, unless it is in the place of an operand.
+    """
+
+    def __init__(self, shape, dtype, shift=0, values=None, *, in_place=False):
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         self._storage = np.full(size + 2 * _GUARD + 512, _POISON, np.uint8)
         boundary = -(self._storage.ctypes.data + _GUARD) % 256 + _GUARD
@@ -26,7 +29,7 @@ class Buffer:
         self._last = self._first + size
         self.array = self._storage[self._first : self._last].view(dtype).reshape(shape)
         self.pointer = ctypes.c_void_p(self.array.ctypes.data)
-        self.is_operand = values is not None
+        self.is_operand, self.is_result = values is not None, values is None or in_place
         if values is not None:
             self.array[...] = values
         alive.add(self)

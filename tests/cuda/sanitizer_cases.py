@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxfp8 import ops
+from jaxfp8.ops import _moments
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BF16, F16, F32 = (np.dtype(dtype) for dtype in (ml_dtypes.bfloat16, np.float16, np.float32))
@@ -58,6 +59,10 @@ OWN = {
     "quantize_transpose": (op("quantize_transpose", ONE, E4M3), MATRIX.astype(F16)),
     "quantize_transpose, sums": (op("quantize_transpose", ONE, E5M2, column_sums=True), BLOCK),
     "dequantize": (op("dequantize", ONE, F16), codes(9, 111, dtype=E5M2)),
+    "encode_moment": (
+        lambda *x: _moments.encode_moment(*x, squared=True, axis=1),
+        *(codes(33, 300), positive(33, 3), np.ones((33, 3), np.int8), positive(33, 300), np.ones((33, 3), np.uint32)),
+    ),
     "quantize_activation": (op("quantize_activation", ONE, E4M3, activation="gelu"), BLOCK),
     "gated": (op("quantize_activation", ONE, E4M3, activation="silu_gated"), numbers(33, 2, 41)),
     "quantize_activation_grad": (

@@ -11,7 +11,8 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
-from oracle import blocks as oracle_blocks, gradients as oracle_gradients
+from ops import test_moments as test_op_moments
+from oracle import blocks as oracle_blocks, gradients as oracle_gradients, moments as oracle_moments
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 
@@ -241,3 +242,26 @@ def test_norm_of_bad_parameters(launchers, where, bad, n):
     operand, element = BAD_ELEMENTS[where]
     inputs[operand][element] = bad
     check_norm(launchers.quantize_norm(*inputs, 2.0**100, E4M3), inputs, 2.0**100, E4M3)
+
+
+# ----------------------------------------------------------------------------------------------------------- moments
+# A part of a block, one, blocks and a part of one that is and is not whole vectors, more than a small device's grid.
+MOMENTS = [(1, 1), (1, 128), (3, 100), (5, 301), (130, 260), (700, 5), (3, 20_000)]
+
+
+def encode_moment(kernels, shape, squared, stochastic, **options):
+    """Encode numbers of all sizes, in rows of which every third stays, and compare with the oracle."""
+    rng = np.random.default_rng(shape[1])
+    old = test_op_moments.moment(rng, shape)
+    after, keys = test_op_moments.changed(rng, old, squared)
+    keys = keys if stochastic else None
+    got = kernels.encode_moment(old, after, keys, squared, **options)
+    assert_all_bitwise(got, oracle_moments.encode(*old, after, keys, squared), f"encode_moment, {options}")
+
+
+@pytest.mark.parametrize("squared, stochastic", [(False, True), (True, True), (False, False), (True, False)])
+@pytest.mark.parametrize("shape", MOMENTS, ids=str)
+def test_moments(kernels, shape, squared, stochastic):
+    for shift, data_shift, in_place in ((0, 0, False), (0, 0, True), (4, 1, True), (0, 1, False), (4, 0, False)):
+        options = {"shift": shift, "data_shift": data_shift, "in_place": in_place}
+        encode_moment(kernels, shape, squared, stochastic, **options)

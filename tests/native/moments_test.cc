@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "common/moment.h"
 #include "cpu/kernels/chunks.h"
 #include "cpu/kernels/float_env.h"
 #include "cpu/kernels/kernel_table.h"

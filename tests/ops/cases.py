@@ -44,7 +44,7 @@ TARGETS = {
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
     "write_histories": "jaxfp8_write_histories_v3",
 }
-CPU_ONLY = ("decode_moment", "encode_moment")
+CPU_ONLY = ("decode_moment",)
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",

@@ -42,7 +42,7 @@ SPECS = {
     "write_histories, a product": "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> "
     "next history # f32[g? H#], next scale # f32[g]",
 }
-NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "encode_moment")
+NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment")
 CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
     "scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
     "bias half[n], accumulator f32[g? m n] -> out f32[g? m n], workspace u8[w]",

@@ -11,7 +11,6 @@ from oracle import moments as oracle_moments
 from jaxfp8.ops import _moments
 
 E4M3 = oracle.E4M3.dtype
-IMPLEMENTATIONS = ("ffi", "reference")  # CUDA has no kernel
 # One block, blocks and a part of one, many rows, more elements than one thread takes.
 SHAPES = ((1, 64), (3, 100), (7, 300), (65, 128), (9, 16384))
 SPECS = (("x", None), (None, "x"), ("y", "x"), (("x", "y"), None), (None, ("x", "y")))

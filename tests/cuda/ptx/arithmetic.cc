@@ -78,6 +78,13 @@ u64 ExtractField(u64 a, u64 b, u64 c) {
 u64 AddFloat(u64 a, u64 b, u64) { return AsBits(AsFloat(a) + AsFloat(b)); }
 u64 SubFloat(u64 a, u64 b, u64) { return AsBits(AsFloat(a) - AsFloat(b)); }
 u64 MulFloat(u64 a, u64 b, u64) { return AsBits(AsFloat(a) * AsFloat(b)); }
+// Of two significands of 24 bits the product is exact in f64, and f32 takes the bits that it has room for.
+u64 MulFloatTowardsZero(u64 a, u64 b, u64) {
+  const double exact = static_cast<double>(AsFloat(a)) * AsFloat(b);
+  float product = static_cast<float>(exact);
+  if (std::fabs(product) > std::fabs(exact)) product = std::nextafterf(product, 0.0f);
+  return AsBits(product);
+}
 u64 FmaFloat(u64 a, u64 b, u64 c) { return AsBits(std::fmaf(AsFloat(a), AsFloat(b), AsFloat(c))); }
 u64 DivFloat(u64 a, u64 b, u64) { return AsBits(AsFloat(a) / AsFloat(b)); }
 u64 SqrtFloat(u64 a, u64, u64) { return AsBits(std::sqrt(AsFloat(a))); }
@@ -210,6 +217,7 @@ const std::unordered_map<std::string, Action> kActions = {
     {"bfe.u32", Each<ExtractField, Whole<u32>>},
     {"add.f32", Each<AddFloat, Whole<u32>>}, {"add.rn.f32", Each<AddFloat, Whole<u32>>},
     {"sub.f32", Each<SubFloat, Whole<u32>>}, {"sub.rn.f32", Each<SubFloat, Whole<u32>>},
+    {"mul.rz.f32", Each<MulFloatTowardsZero, Whole<u32>>},
     {"mul.f32", Each<MulFloat, Whole<u32>>}, {"mul.rn.f32", Each<MulFloat, Whole<u32>>},
     {"fma.rn.f32", Each<FmaFloat, Whole<u32>>}, {"div.rn.f32", Each<DivFloat, Whole<u32>>},
     {"sqrt.rn.f32", Each<SqrtFloat, Whole<u32>>}, {"abs.f32", Each<AbsFloat, Whole<u32>>},

@@ -162,10 +162,8 @@ class Interpreted(emulated.Emulated):
     def _launch(self, op, *arguments):
         alive = [buffer for buffer in buffers.alive if buffer.array.nbytes]
         for buffer in alive:
-            is_operand = int(buffer.is_operand)
-            self.library.ptx_add_buffer(
-                buffer.pointer, ctypes.c_uint64(buffer.array.nbytes), is_operand, 1 - is_operand
-            )
+            size, uses = ctypes.c_uint64(buffer.array.nbytes), (buffer.is_operand, buffer.is_result)
+            self.library.ptx_add_buffer(buffer.pointer, size, *map(int, uses))
         try:
             super()._launch(op, *arguments)
         except AssertionError as error:

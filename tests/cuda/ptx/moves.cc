@@ -53,6 +53,16 @@ uint64_t UndefinedOfConvert(const Operands&, const Operands& undefined) {
   return Convert<To, From>(undefined.a, 0, 0);  // an undefined sign bit is extended, as the value is
 }
 
+// 9.7.9.21: .rn is to nearest even; .rzi towards zero, saturating, and 0 for NaN.
+template <class From>
+uint64_t FloatOfInteger(uint64_t a, uint64_t, uint64_t) { return AsBits(static_cast<float>(static_cast<From>(a))); }
+uint64_t IntegerOfFloat(uint64_t a, uint64_t, uint64_t) {
+  const float x = AsFloat(a);
+  if (x != x) return 0;
+  const double limited = std::clamp(static_cast<double>(x), -2147483648.0, 2147483647.0);
+  return static_cast<uint32_t>(static_cast<int32_t>(limited));
+}
+
 uint64_t FloatOfHalf(uint64_t a, uint64_t, uint64_t) {
   return AsBits(static_cast<float>(Decode(kF16, static_cast<uint32_t>(a) & 0xffff)));
 }
@@ -108,6 +118,8 @@ void InsertField(Warp& warp, const Instruction& in, uint32_t lanes) {
 }
 
 #define JAXFP8_PTX_CONVERSIONS(to, To)                                                         \
+  {"cvt." to ".u8", Each<Convert<To, uint8_t>, UndefinedOfConvert<To, uint8_t>>},              \
+  {"cvt." to ".s8", Each<Convert<To, int8_t>, UndefinedOfConvert<To, int8_t>>},                \
   {"cvt." to ".u16", Each<Convert<To, uint16_t>, UndefinedOfConvert<To, uint16_t>>},           \
   {"cvt." to ".s16", Each<Convert<To, int16_t>, UndefinedOfConvert<To, int16_t>>},             \
   {"cvt." to ".u32", Each<Convert<To, uint32_t>, UndefinedOfConvert<To, uint32_t>>},           \
@@ -125,6 +137,10 @@ const std::unordered_map<std::string, Action> kActions = {
     JAXFP8_PTX_CONVERSIONS("s16", int16_t), JAXFP8_PTX_CONVERSIONS("u32", uint32_t),
     JAXFP8_PTX_CONVERSIONS("s32", int32_t), JAXFP8_PTX_CONVERSIONS("u64", uint64_t),
     JAXFP8_PTX_CONVERSIONS("s64", int64_t),
+    {"cvt.rn.f32.s32", Each<FloatOfInteger<int32_t>, Whole<uint32_t>>},
+    {"cvt.rn.f32.u32", Each<FloatOfInteger<uint32_t>, Whole<uint32_t>>},
+    {"cvt.rn.f32.u16", Each<FloatOfInteger<uint16_t>, Whole<uint32_t>>},
+    {"cvt.rzi.s32.f32", Each<IntegerOfFloat, Whole<uint32_t>>},
     {"cvt.f32.f16", Each<FloatOfHalf, UndefinedOfHalf>},
     {"cvt.rn.satfinite.e4m3x2.f32", Each<PackFloats<kE4M3, true, 8>, OfPacked<8>>},
     {"cvt.rn.satfinite.e5m2x2.f32", Each<PackFloats<kE5M2, true, 8>, OfPacked<8>>},

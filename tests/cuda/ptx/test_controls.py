@@ -71,6 +71,13 @@ def ragged_rows(interpreted):
     ragged.check(interpreted, a, b, [16, 24])
 
 
+def moments(squared):
+    def run(interpreted):
+        kernels.encode_moment(interpreted, (60, 256), squared, True, in_place=True)
+
+    return run
+
+
 class Control(NamedTuple):
     """An edit of a kernel's PTX, a call that meets it, and the kind of fault that has to come."""
 
@@ -152,6 +159,11 @@ CONTROLS = {
         "read-only",
     ),
     "a loop that never ends": Control("quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"),
+    "random bits mixed less": Control("encode_moment", "2048144789", "2048144787", moments(True), RESULTS),
+    "products that stay lifted": Control("encode_moment", "0f1F800000", "0f3F800000", moments(False), RESULTS),
+    "a code above the largest": Control("encode_moment", "min.s32", "max.s32", moments(False), RESULTS),
+    "shuffled over fewer lanes": Control("encode_moment", r"(mov.u32\s+%r\d+), 4;", r"\1, 2;", moments(True), RESULTS),
+    "a moment read past its writes": Control("encode_moment", "ld.global.u32", "ld.global.nc.u32", moments(True), "nc"),
     "an instruction of another kind": Control("quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"),
 }
 
@@ -187,6 +199,13 @@ def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=rf"{kind}: [^\n]*\n  {op}.ptx:\d+: "):
             cases.run_target(call, "ptx_cuda_", **options)
     assert re.match(kind, machine.take_fault(library))
+
+
+def test_no_product_of_moments_is_fused():
+    """A product that is rounded with a sum differs too seldom for tests of numbers."""
+    if reason := machine.why_not():
+        pytest.skip(reason)
+    assert "fma" not in (machine.compiled() / "encode_moment.ptx").read_text()
 
 
 def test_every_kernel_is_known(interpreted):

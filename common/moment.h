@@ -1,0 +1,103 @@
+// The arithmetic of moments in FP8, shared by the CPU and CUDA kernels, to the bit: the fraction of an amax that a code
+// stands for, and the code of a fraction (jaxfp8/ops/_moments.py has the definition).
+//
+// Subnormal numbers count as zero. No result here is subnormal where no operand is, so threads that flush them and
+// others agree; products that can be are the kernels' own.
+#ifndef JAXFP8_COMMON_MOMENT_H_
+#define JAXFP8_COMMON_MOMENT_H_
+
+#include <cstdint>
+
+#include "common/fp8.h"
+
+namespace jaxfp8 {
+
+constexpr int64_t kMomentBlock = 128;  // elements; the last block of a row may have fewer
+constexpr uint32_t kSmallestNormalBits = 0x00800000u;
+constexpr float kMomentMax = 448.0f;
+constexpr int32_t kDropped = 20;  // bits of the significand of an f32, in e4m3
+
+// Rounded once: no compiler may make one operation of it and a sum.
+JAXFP8_HD float Product(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(x, y);
+#else
+  return x * y;
+#endif
+}
+
+JAXFP8_HD float Root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+JAXFP8_HD float Power(float u, int exponent) {
+  return exponent > 0 ? Product(u, u) : exponent < 0 ? Root(u) : u;
+}
+
+// The fraction of the amax that a code in [0, 0x7f) stands for. On CPUs 0x7f gives NaN, on GPUs a number.
+JAXFP8_HD float DecodeFraction(uint32_t code, int exponent) {
+#if defined(__CUDA_ARCH__)
+  // Times 2^-120 a code is a float of the same bits, also a subnormal one: GPUs do not flush it.
+  return Power(__fmul_rn(BitsToFloat(code << kDropped), 0x1p120f / kMomentMax), -exponent);
+#else
+  return Power(Decode<E4M3>(static_cast<uint8_t>(code)) * (1 / kMomentMax), -exponent);
+#endif
+}
+
+// The exponent that the span of a block allows: 2^-7.4 and 2^-14.8 of squares, 2^-9.4 and 2^-18.8 else, as jnp rounds
+// them. `bottom` is the smallest magnitude, infinity in a block of zeros.
+template <bool kSquared>
+JAXFP8_HD int ExponentOfSpan(float top, float bottom) {
+  constexpr float of_2 = kSquared ? 0x1.8406p-8f : 0x1.8406p-10f, of_1 = kSquared ? 0x1.261118p-15f : 0x1.261118p-19f;
+  return bottom >= Product(top, of_2) ? 1 : bottom >= Product(top, of_1) ? 0 : -1;
+}
+
+// Bits that count: a bijection of u32 in which each bit changes half of the bits of the result.
+JAXFP8_HD uint32_t Mix(uint32_t x) {
+  x += 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x85ebca6bu;
+  x = (x ^ x >> 13) * 0xc2b2ae35u;
+  return x ^ x >> 16;
+}
+
+// The code of y in [0, 448] with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
+JAXFP8_HD int32_t FixedPoint(float y) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<int32_t>(FloatToBits(__fmul_rz(y, 0x1p-120f)));  // subnormal there
+#else
+  constexpr float kMinNormal = 0x1p-6f;
+  const int32_t multiple = static_cast<int32_t>((y < kMinNormal ? y : kMinNormal) * 0x1p29f);
+  return y < kMinNormal ? multiple : static_cast<int32_t>(FloatToBits(y)) - (120 << 23);
+#endif
+}
+
+// A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
+// _round_square of jaxfp8/ops/_moments.py derives it.
+template <int kExponent>
+JAXFP8_HD int32_t RoundSquare(float y, uint32_t random) {
+  constexpr int32_t kFraction = (1 << kDropped) - 1;
+  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
+  const int32_t fixed_point = FixedPoint(y);
+  const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
+  const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
+  const int32_t probability = fraction + ((product * (15 - (code & 7)) * kFactor) >> 15);
+  return code + ((probability + static_cast<int32_t>(random & kFraction)) >> kDropped);
+}
+
+// A neighbour of y = 448 u^k: the one above, if there is one, with a probability that keeps the mean of u.
+template <int kExponent>
+JAXFP8_HD int32_t RoundSigned(float u, float y, uint32_t random) {
+  const int32_t code = FixedPoint(y) >> kDropped;
+  const float below = DecodeFraction(code, kExponent), above = DecodeFraction(code + 1, kExponent);
+  const float draw = Product(static_cast<float>(static_cast<int32_t>(random >> 8)), 0x1p-24f);
+  const int32_t next = code + (Product(draw, above - below) < u - below ? 1 : 0);
+  return next < E4M3::kMaxCode ? next : E4M3::kMaxCode;
+}
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_MOMENT_H_
