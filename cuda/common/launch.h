@@ -16,24 +16,39 @@
 
 namespace jaxfp8::cuda {
 
-inline cudaError_t Multiprocessors(int* count) {
+inline cudaError_t DeviceAttribute(cudaDeviceAttr attribute, int* value) {
   const AllowSetupDuringCapture allow_setup;
   int device = 0;
   JAXFP8_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  return cudaDeviceGetAttribute(value, attribute, device);
 }
 
-// Unlike kernel<<<...>>>, the error comes back from the call and not through cudaGetLastError, which could also report
-// an error of somebody else's earlier call.
+inline cudaError_t Multiprocessors(int* count) { return DeviceAttribute(cudaDevAttrMultiProcessorCount, count); }
+
+constexpr int kSharedBytesOfAnyKernel = 48 * 1024;  // without being asked for
+
+// A kernel that reads DynamicShared<shared_bytes>. Unlike kernel<<<...>>>, the error comes back from the call and not through
+// cudaGetLastError, which could also report an error of somebody else's earlier call.
 template <class... Parameters, class... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-                   Arguments&&... arguments) {
+cudaError_t LaunchWithShared(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes,
+                             cudaStream_t stream, Arguments&&... arguments) {
   const AllowSetupDuringCapture allow_setup;
+  if (shared_bytes > kSharedBytesOfAnyKernel) {
+    JAXFP8_RETURN_IF_CUDA_ERROR(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned int>(blocks));
   config.blockDim = dim3(static_cast<unsigned int>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
+                   Arguments&&... arguments) {
+  return LaunchWithShared(kernel, blocks, threads, 0, stream, std::forward<Arguments>(arguments)...);
 }
 
 // Zeros `count` elements. T's zero has zero bits.

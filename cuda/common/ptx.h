@@ -152,6 +152,13 @@ __device__ __forceinline__ void StoreShared16(void* address, uint32_t w0, uint32
                : "memory");
 }
 
+// The shared memory that LaunchWithShared gives a block, from a multiple of 1024 on.
+template <int kBytes>
+__device__ __forceinline__ uint8_t* DynamicShared() {
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  return dynamic_shared;
+}
+
 // 16 bytes to shared memory without waiting: the first `count` from `source`, then zeros. Both addresses are multiples
 // of 16.
 __device__ __forceinline__ void CopyAsync16(void* shared, const void* source, int count) {

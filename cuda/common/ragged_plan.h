@@ -10,8 +10,8 @@
 
 namespace jaxfp8::cuda {
 
-constexpr int kRaggedTile = 128;  // rows and columns of an output tile
-constexpr int kRaggedSlice = 64;  // elements of the contraction that shared memory holds at a time, a row of 64 bytes
+constexpr int kRaggedTile = 128;  // rows of an output tile
+constexpr int kRaggedSlice = 64;  // elements of the contraction that mma.sync's tiles take at a time, a row of 64 bytes
 constexpr int kRaggedChunk = 16;  // bytes that move at once
 
 // Where chunk `chunk` of row `row` of a slice is in shared memory. Eight rows of one chunk, which the tensor cores' loads
@@ -31,16 +31,18 @@ struct RaggedPlan {
   int32_t rows;     // a is [members, rows, length]
   int32_t columns;  // b is [members, groups, columns, length]; [members, columns, length] where the groups cut length
   int32_t length;
+  int32_t column_tile = kRaggedTile;
 
-  JAXFP8_HD static int64_t Tiles(int32_t size) { return (size + kRaggedTile - 1) / kRaggedTile; }
+  JAXFP8_HD static int64_t RowTiles(int32_t rows) { return (rows + kRaggedTile - 1) / kRaggedTile; }
+  JAXFP8_HD int64_t ColumnTiles() const { return (columns + column_tile - 1) / column_tile; }
 
   // Rows beyond the last group are one more, of zeros.
   JAXFP8_HD int32_t Parts() const { return contraction ? groups : groups + 1; }
 
   // At least as many as there are tiles, whatever the sizes.
   int64_t MaxTiles() const {
-    const int64_t row_tiles = contraction ? groups * Tiles(rows) : Tiles(rows) + Parts();
-    return members * row_tiles * Tiles(columns);
+    const int64_t row_tiles = contraction ? groups * RowTiles(rows) : RowTiles(rows) + Parts();
+    return members * row_tiles * ColumnTiles();
   }
 };
 
@@ -73,14 +75,14 @@ class RaggedWalk {
       Enter();
     }
     const int64_t tile = index - first_;
-    const int64_t row_tiles = RaggedPlan::Tiles(plan_.contraction ? plan_.rows : size_);
+    const int64_t row_tiles = RaggedPlan::RowTiles(plan_.contraction ? plan_.rows : size_);
     // Rows first: blocks at work at the same time share columns of b.
     const int32_t row = static_cast<int32_t>(tile % row_tiles) * kRaggedTile;
     range->member = member_;
     range->group = part_;
     range->row = plan_.contraction ? row : start_ + row;
     range->row_end = plan_.contraction ? plan_.rows : start_ + size_;
-    range->column = static_cast<int32_t>(tile / row_tiles) * kRaggedTile;
+    range->column = static_cast<int32_t>(tile / row_tiles) * plan_.column_tile;
     range->begin = plan_.contraction ? start_ : 0;
     range->end = plan_.contraction ? start_ + size_ : part_ < plan_.groups ? plan_.length : 0;
     return true;
@@ -98,7 +100,7 @@ class RaggedWalk {
       const int32_t wanted = sizes_[int64_t{member_} * plan_.groups + part_];
       size_ = wanted < 0 ? 0 : wanted < left ? wanted : left;  // nothing is read or written outside, whatever they say
     }
-    tiles_ = RaggedPlan::Tiles(plan_.contraction ? plan_.rows : size_) * RaggedPlan::Tiles(plan_.columns);
+    tiles_ = RaggedPlan::RowTiles(plan_.contraction ? plan_.rows : size_) * plan_.ColumnTiles();
   }
 
   const RaggedPlan& plan_;

@@ -1,6 +1,6 @@
 """The ragged product's own source on the host, against the oracle; its tiles and its shared memory.
 
-The emulator's tensor cores are Ada's, the least precise there are.
+Warps multiply as on Ada, warpgroups as on Hopper; their tensor cores are the least precise there are.
 """
 
 import numpy as np
@@ -8,9 +8,32 @@ import oracle
 import pytest
 from oracle import accumulation as oracle_accumulation
 
+from .conftest import OTHER_ARCHITECTURES as OTHERS
+from .ptx import machine
+
 FORMATS = tuple(oracle.FORMATS.values())
 TILE, SLICE, CHUNK = 128, 64, 16
+# How products add, and after how many elements f32 takes over in a precise one.
+DEVICES = {"warps": ("8.9", {"step": 16}, 32), "warpgroups": ("9.0", {"step": 32}, 128)}
 A_INV, B_INV = np.float32(0.0123), np.float32(1.7e-4)
+
+
+@pytest.fixture(scope="module", params=["emulated-warps", "emulated-warpgroups", "ptx-warps", "ptx-90a", *OTHERS])
+def launchers(request):
+    """The launchers as the other kernels have them, and for the emulated ones both ways to multiply."""
+    kind, name = request.param.split("-")
+    if kind == "ptx":
+        if reason := machine.why_not():
+            pytest.skip(reason)
+        library = machine.build_for_warps() if name == "warps" else machine.build(name)
+        made, tile = machine.Interpreted(library), "warpgroups" if name == "90a" else "warps"
+    else:
+        made, tile = request.getfixturevalue("emulated_library"), name
+        made.library.emulator_be_hopper(tile == "warpgroups")
+    made.device, made.additions, made.promotion = DEVICES[tile]
+    yield made
+    if kind == "emulated":
+        made.library.emulator_be_hopper(0)
 
 
 def codes(shape, fmt, seed):
@@ -26,7 +49,7 @@ def check(kernels, a, b, sizes, a_scale=A_INV, b_scale=B_INV, *, precise=True, o
     sizes = np.int32(sizes).reshape(a.shape[0], -1)
     got = kernels.ragged_matmul(a, b, a_scale, b_scale, sizes, out_dtype=out_dtype, precise=precise, shift=shift)
     a_scale, b_scale = (np.broadcast_to(scale, a.shape[:1]) for scale in (a_scale, b_scale))
-    options = {"out_dtype": out_dtype, "accumulation": "precise" if precise else "fast", "device": "8.9"}
+    options = {"out_dtype": out_dtype, "accumulation": "precise" if precise else "fast", "device": kernels.device}
     for i in range(a.shape[0]):
         expected = oracle.ragged_matmul(a[i], b[i], a_scale[i], b_scale[i], sizes[i], **options)
         expected.check(got[i], f"{sizes} {what}")
@@ -62,15 +85,15 @@ def test_sums_are_those_of_the_model(launchers, b_fmt, precise):
     a, b = operands(False, 1, 40, 320, 24, b_fmt=b_fmt)
     a[0, :16] = np.resize(oracle.all_codes(oracle.E4M3)[:9], (16, 320))  # subnormal codes, and zeros, alone
     got = launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=precise)
-    promotion = 32 if precise else None
-    expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], step=16, promotion=promotion)
+    promotion = launchers.promotion if precise else None
+    expected = oracle_accumulation.tensor_core_matmul(a[0], b[0, 0], **launchers.additions, promotion=promotion)
     oracle.assert_bitwise(got[0], expected, "sums")
 
 
 def test_fast_is_not_precise(launchers):
     """Sums of one sign lose bits of one sign: the bound of `precise` is one that a kernel can miss."""
     a, b = (np.abs(x.astype(np.float32)).astype(x.dtype) for x in operands(False, 1, 40, 2048, 24))
-    precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device="8.9")
+    precise = oracle.ragged_matmul(a[0], b[0], 1, 1, [40], accumulation="precise", device=launchers.device)
     precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=True)[0])
     with pytest.raises(AssertionError, match="out of bound"):
         precise.check(launchers.ragged_matmul(a, b, 1, 1, np.int32([[40]]), precise=False)[0])

@@ -33,7 +33,6 @@ class TensorCore:
 
 ADA = TensorCore(16, 13, 13)  # mma.sync of FP8: two additions of 16
 HOPPER = TensorCore(32, 13, 13)  # wgmma of FP8
-HOPPER_HALF = TensorCore(16, 25, 23)  # mma.sync of FP8 on Hopper: the compiler widens to f16
 BLACKWELL = TensorCore(32, 25, 23)  # tcgen05.mma and mma.sync, with or without scales of blocks
 
 
@@ -42,7 +41,7 @@ def tensor_core(device: str, op: str = "scaled_matmul") -> TensorCore:
     if device == "8.9":
         return ADA
     if device.startswith("9."):
-        return HOPPER_HALF if op == "ragged_matmul" else HOPPER
+        return HOPPER
     if float(device) >= 10:
         return BLACKWELL
     raise ValueError(f"tensor_core: device: expected a compute capability from 8.9 on, got {device!r}")
@@ -162,7 +161,7 @@ def gemm_bound(a, b, accumulation: str = "exact", device: str | None = None, op:
         steps = -(-k // core.step)
         added = total * _growth(steps * U) * (1 + 2.0**-9)
         if core.out_bits < 23:
-            promotion = None if accumulation == "fast" else 32 if op == "ragged_matmul" else PROMOTION
+            promotion = None if accumulation == "fast" else 32 if core is ADA and op == "ragged_matmul" else PROMOTION
             return added + _lost(a, b, core, promotion)
         # As many bits as f32: instead of its power of two, the sum of all magnitudes.
         each = (min(core.step, k) + 2) * 2.0**-core.bits + 2.0**-core.out_bits

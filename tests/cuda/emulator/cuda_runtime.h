@@ -107,11 +107,13 @@ enum cudaError_t {
   cudaErrorStreamCaptureUnsupported,
 };
 using cudaStream_t = struct CUstream_st*;
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
   cudaStream_t stream;
 };
 
@@ -119,6 +121,7 @@ const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
 cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);

@@ -42,6 +42,7 @@ const std::function<void()>* body = nullptr;
 
 // Set by the tests.
 int multiprocessors = 132;
+int capability = 8;  // its first number
 bool backwards = false;
 int error_of_exp2 = 0;
 int64_t misaligned = 0;
@@ -218,10 +219,12 @@ cudaError_t cudaGetDevice(int* device) {
   return FirstUse();
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = multiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? capability : multiprocessors;
   return FirstUse();
 }
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return FirstUse(); }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, capture_mode);
@@ -262,6 +265,10 @@ cudaError_t RunGrid(const cudaLaunchConfig_t& config, const std::function<void()
 extern "C" __attribute__((visibility("default"))) void emulator_configure(int count, int run_backwards) {
   multiprocessors = count;
   backwards = run_backwards != 0;
+}
+
+extern "C" __attribute__((visibility("default"))) void emulator_be_hopper(int is_hopper) {
+  capability = is_hopper ? 9 : 8;
 }
 
 extern "C" __attribute__((visibility("default"))) void emulator_approximate(int error) { error_of_exp2 = error; }

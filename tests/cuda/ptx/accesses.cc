@@ -193,6 +193,13 @@ bool DecodeAccess(Parser& parser, const std::string& opcode, const std::vector<s
     if (in->offset != 0) return false;
     parser.Address(operands[1], 0, in);
     in->from[2] = parser.Source(operands[3]);
+  } else if (opcode == "fence.proxy.async.shared::cta") {
+    in->action = [](Warp& warp, const Instruction&, uint32_t lanes) {
+      ForLanes(lanes, [&](int lane) {
+        warp.Locate(lane);
+        warp.block().shared().Show();
+      });
+    };
   } else if (opcode == "cp.async.commit_group") {
     in->action = CommitCopies;
   } else if (opcode == "cp.async.wait_group") {

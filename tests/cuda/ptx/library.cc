@@ -37,8 +37,10 @@ void ReadFile(const std::string& name) {
     at += 7;
     places[text.substr(at, text.find('(', at) - at)] = {name, at};
   }
-  for (size_t at = text.find("\n.shared "); at != std::string::npos; at = text.find("\n.shared ", at + 1)) {
-    file.shared.push_back(Parser::ParseVariable(std::string_view(text).substr(at, text.find(';', at) - at)));
+  for (const std::string start : {"\n.shared ", "\n.extern .shared "}) {
+    for (size_t at = text.find(start); at != std::string::npos; at = text.find(start, at + 1)) {
+      file.shared.push_back(Parser::ParseVariable(std::string_view(text).substr(at, text.find(';', at) - at)));
+    }
   }
 }
 

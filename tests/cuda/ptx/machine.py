@@ -71,14 +71,14 @@ def _kept(name: str, key: bytes, make) -> Path:
     return folder
 
 
-def compiled(architecture: str = ARCHITECTURE) -> Path:
+def compiled(architecture: str = ARCHITECTURE, kernels: tuple[str, ...] = tuple(emulated.KERNELS)) -> Path:
     """Return a folder with `<kernel>.o` and `<kernel>.ptx`, the text that the object was made of."""
     # No machine code: ptxas would take half of the time, and nothing runs it.
     flags = [f"-gencode=arch=compute_{architecture},code=compute_{architecture}", "-std=c++17", "-O3"]
     flags += [f"-I{emulated.ROOT}", "-Xcompiler=-fPIC,-fvisibility=hidden", "--keep", "--keep-dir=."]
 
     def make(folder):
-        for kernel in emulated.KERNELS:
+        for kernel in kernels:
             _run(
                 [nvcc(), "-c", emulated.ROOT / "cuda" / "kernels" / f"{kernel}.cu", "-o", f"{kernel}.o", *flags], folder
             )
@@ -87,7 +87,18 @@ def compiled(architecture: str = ARCHITECTURE) -> Path:
                 file.unlink()
 
     version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
-    return _kept(f"sm_{architecture}", " ".join(flags).encode() + version + emulated.sources(), make)
+    return _kept(f"sm_{architecture}", " ".join((*flags, *kernels)).encode() + version + emulated.sources(), make)
+
+
+def compiled_for_warps() -> Path:
+    """Return the folder of Hopper's kernels with the ragged product of Ada, which takes less time than all of Ada's."""
+    folders = compiled(), compiled("89", ("ragged_matmul",))
+
+    def make(folder):
+        for source in folders:
+            shutil.copytree(source, folder, dirs_exist_ok=True)
+
+    return _kept("warps", "\0".join(map(str, folders)).encode(), make)
 
 
 def interpreter() -> list[Path]:
@@ -105,22 +116,30 @@ def interpreter() -> list[Path]:
     return sorted(folder.glob("*.o"))
 
 
-def _library(name: str, architecture: str, objects) -> ctypes.CDLL:
-    """Link the interpreter, the kernels' objects and more, and load the library."""
-    objects = [*interpreter(), *sorted(compiled(architecture).glob("*.o")), *objects]
+def _library(name: str, kernels: Path, capability: int, objects) -> ctypes.CDLL:
+    """Link the interpreter, the objects of a folder of kernels and more, and load the library."""
+    objects = [*interpreter(), *sorted(kernels.glob("*.o")), *objects]
     # Symbolic: whatever CUDA runtime a process has, these launchers call the stand-in.
     command = [emulated.compiler(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", "lib.so"]
     folder = _kept(name, "\0".join(map(str, command)).encode(), lambda folder: _run(command, folder))
     library = ctypes.CDLL(str(folder / "lib.so"))
     library.ptx_unwritten.restype = ctypes.c_int64
-    library.ptx_use_folder(str(compiled(architecture)).encode())
+    library.ptx_be(capability)
+    library.ptx_use_folder(str(kernels).encode())
     return library
 
 
 @functools.cache
 def build(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
     """Compile and load the launchers over the interpreter."""
-    return _library("launchers", architecture, [emulated.entry_points()])
+    capability = int(architecture.rstrip("a")) // 10
+    return _library("launchers", compiled(architecture), capability, [emulated.entry_points()])
+
+
+@functools.cache
+def build_for_warps() -> ctypes.CDLL:
+    """Compile and load the launchers on a GPU whose ragged products are those of warps."""
+    return _library("launchers", compiled_for_warps(), 8, [emulated.entry_points()])
 
 
 @functools.cache
@@ -134,7 +153,8 @@ def register_handlers(architecture: str = ARCHITECTURE) -> ctypes.CDLL:
     key = repr(flags).encode() + source.read_bytes() + (emulated.ROOT / "cuda" / "ffi" / "handlers.h").read_bytes()
     command = [emulated.compiler(), *flags, "-c", source, "-o", "handlers.o"]
     watched = _kept("handlers", key, lambda folder: _run(command, folder)) / "handlers.o"
-    library = _library("handlers", architecture, [watched, *emulated.handler_objects(include)])
+    capability = int(architecture.rstrip("a")) // 10
+    library = _library("handlers", compiled(architecture), capability, [watched, *emulated.handler_objects(include)])
     emulated.register("ptx", library, "ptx_")
     return library
 

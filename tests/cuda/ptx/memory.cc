@@ -183,13 +183,17 @@ uint32_t AtomicMaxGlobal(uint64_t address, uint32_t value) {
 
 // ------------------------------------------------------------------------------------------------------ shared memory
 
-SharedMemory::SharedMemory(uint64_t end) : data_(end), is_variable_(end), bytes_(end) {}
+// History counts threads from 1; a block has at most 1024.
+SharedMemory::SharedMemory(uint64_t end) : data_(end), is_variable_(end), bytes_(end), shows_(1025) {}
 
 void SharedMemory::AddVariable(uint64_t address, int bytes) {
   std::fill_n(is_variable_.begin() + static_cast<int64_t>(address), bytes, true);
 }
 
-void SharedMemory::BeginBlock() { std::fill(bytes_.begin(), bytes_.end(), Byte()); }
+void SharedMemory::BeginBlock() {
+  std::fill(bytes_.begin(), bytes_.end(), Byte());
+  std::fill(shows_.begin(), shows_.end(), Shows());
+}
 
 void SharedMemory::Check(uint64_t address, uint32_t bytes, const char* access) {
   CheckAlignment(address, bytes);
@@ -219,9 +223,26 @@ void SharedMemory::Write(uint64_t address, uint32_t bytes, const uint8_t* data, 
   for (uint32_t i = 0; i < bytes; ++i) {
     bytes_[address + i].history.Write(Me());
     bytes_[address + i].undefined = undefined[i];
+    bytes_[address + i].shows = shows_[Me()].count;
   }
   std::memcpy(&data_[address], data, bytes);
 }
+
+void SharedMemory::ReadByTensorCores(uint64_t address, uint8_t* out, uint8_t* undefined) {
+  Read(address, 16, out, undefined);
+  for (uint32_t i = 0; i < 16; ++i) {
+    const Byte& byte = bytes_[address + i];
+    if (byte.undefined != 0) continue;
+    const Shows& shows = shows_[byte.history.writer];
+    const bool is_last = shows.count == byte.shows + 1;
+    if (shows.count == byte.shows || (is_last && shows.last_epoch == epoch.now && byte.history.writer != Me())) {
+      const std::string thread = std::to_string(byte.history.writer - 1);
+      Refuse("proxy", "wgmma reads what thread " + thread + " wrote without fence.proxy.async before a barrier");
+    }
+  }
+}
+
+void SharedMemory::Show() { shows_[Me()] = {shows_[Me()].count + 1, epoch.now}; }
 
 void SharedMemory::Begin(const Copy& copy) {
   Check(copy.target, 16, "copies to");

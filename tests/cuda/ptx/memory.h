@@ -62,6 +62,10 @@ class SharedMemory {
 
   void Read(uint64_t address, uint32_t bytes, uint8_t* out, uint8_t* undefined);
   void Write(uint64_t address, uint32_t bytes, const uint8_t* data, const uint8_t* undefined);
+  // 16 bytes, for the tensor cores, which are not ordered with what threads write (9.7.13, fence.proxy.async).
+  void ReadByTensorCores(uint64_t address, uint8_t* out, uint8_t* undefined);
+  // The thread of `position` orders what it has written.
+  void Show();
   void Begin(const Copy& copy);
   // Copies arrive as late as they may: when their thread waits for them.
   void Arrive(const Copy& copy);
@@ -70,6 +74,7 @@ class SharedMemory {
   struct Byte {
     History history;
     uint32_t copier = 0;  // the thread whose copy is under way
+    uint32_t shows = 0;   // of the writer, before it wrote
     uint8_t undefined = 0xff;
   };
   void Check(uint64_t address, uint32_t bytes, const char* access);
@@ -77,6 +82,10 @@ class SharedMemory {
   std::vector<uint8_t> data_;
   std::vector<bool> is_variable_;
   std::vector<Byte> bytes_;
+  struct Shows {
+    uint32_t count = 0, last_epoch = 0;
+  };
+  std::vector<Shows> shows_;  // of each thread
 };
 
 }  // namespace ptx

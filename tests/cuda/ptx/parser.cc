@@ -85,7 +85,7 @@ Variable Parser::ParseVariable(std::string_view text) {
     if (words[i] == ".ptr") break;  // the rest is about what a pointer points to
     if (words[i] == ".align") {
       align = AsInteger(words[i + 1]);
-    } else if (words[i][0] == '.' && words[i] != ".param" && words[i] != ".shared") {
+    } else if (words[i][0] == '.' && words[i] != ".param" && words[i] != ".shared" && words[i] != ".extern") {
       bits = BitsOf(words[i].substr(1));
     }
   }
@@ -218,7 +218,7 @@ void Parser::Decode(std::string_view statement) {
     in.flow = Flow::kReturn;
   } else {
     bool is_known = false;
-    for (Decoder decode : {DecodeArithmetic, DecodeMove, DecodeAccess, DecodeCollective}) {
+    for (Decoder decode : {DecodeArithmetic, DecodeMove, DecodeAccess, DecodeCollective, DecodeWarpgroup}) {
       if ((is_known = decode(*this, opcode, operands, &in))) break;
     }
     if (!is_known) Refuse("unknown", "instruction " + opcode);
@@ -324,6 +324,14 @@ int Parser::Sources(const std::string& operand, size_t slot, Instruction* in) {
   const auto parts = SplitOperands(std::string_view(operand).substr(1, operand.size() - 2));
   for (size_t i = 0; i < parts.size(); ++i) in->from.at(slot + i) = Source(parts[i]);
   return static_cast<int>(parts.size());
+}
+
+std::vector<int> Parser::Registers(const std::string& operand) {
+  std::vector<int> registers;
+  for (const std::string& part : SplitOperands(std::string_view(operand).substr(1, operand.size() - 2))) {
+    registers.push_back(Result(part));
+  }
+  return registers;
 }
 
 bool DecodeByOpcode(const std::unordered_map<std::string, Action>& actions, Parser& parser, const std::string& opcode,

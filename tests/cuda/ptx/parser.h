@@ -36,6 +36,7 @@ class Parser {
   // Decodes {a, b, ...}, or one register, to results or sources from `slot` on; their number.
   int Results(const std::string& operand, Instruction* in);
   int Sources(const std::string& operand, size_t slot, Instruction* in);
+  std::vector<int> Registers(const std::string& operand);
 
   // `.shared` and `.param` variables (5.4).
   static Variable ParseVariable(std::string_view text);
@@ -74,6 +75,7 @@ bool DecodeArithmetic(Parser&, const std::string& opcode, const std::vector<std:
 bool DecodeMove(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 bool DecodeAccess(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 bool DecodeCollective(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
+bool DecodeWarpgroup(Parser&, const std::string& opcode, const std::vector<std::string>& operands, Instruction* in);
 
 }  // namespace ptx
 

@@ -44,11 +44,12 @@ struct Instruction {
   int bits = 0;                              // of each element
   int elements = 1;
   bool is_signed = false, is_non_coherent = false;
+  std::vector<int> sums;  // of wgmma, registers that are read and written
 };
 
 struct Variable {
   std::string name;
-  int bytes, align;
+  int bytes, align;  // 0 bytes: as many as the launch gives
   uint64_t address;  // of a parameter: from the first one on
 };
 

@@ -24,13 +24,15 @@ namespace {
 
 // What a launch may have (CUDA's Programming Guide, "Compute Capabilities").
 constexpr uint32_t kMostThreads = 1024;
-constexpr uint64_t kMostParameterBytes = 4096, kMostSharedBytes = 48 * 1024;
+constexpr uint64_t kMostParameterBytes = 4096, kMostSharedBytes = 48 * 1024, kMostDynamicBytes = 227 * 1024;
 
 std::mutex mutex;
 std::unordered_map<const void*, std::string> names;
 std::map<std::string, int64_t> launches;
+std::unordered_map<const void*, uint64_t> dynamic_bytes;  // that kernels have asked for
 std::string fault;
 int multiprocessors = 132;
+int capability = 0;  // the first number of that of the PTX
 int64_t kernels = 0, memsets = 0, copies = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeThreadLocal;
 
@@ -70,7 +72,7 @@ uint64_t SharedBytes(const ptx::Kernel& kernel) {
   return bytes;
 }
 
-void CheckLaunch(const ptx::Kernel& kernel, const cudaLaunchConfig_t& config) {
+void CheckLaunch(const ptx::Kernel& kernel, const cudaLaunchConfig_t& config, uint64_t most_shared_bytes) {
   const auto check = [](bool is_allowed, const char* reason) {
     if (!is_allowed) ptx::Refuse("launch", reason);
   };
@@ -79,9 +81,9 @@ void CheckLaunch(const ptx::Kernel& kernel, const cudaLaunchConfig_t& config) {
         "grids and blocks of these kernels have one dimension");
   check(threads > 0 && config.gridDim.x > 0, "a grid without threads");
   check(threads <= kMostThreads && (kernel.max_threads == 0 || threads <= kernel.max_threads), "too many threads");
-  check(config.dynamicSmemBytes == 0 && config.numAttrs == 0, "dynamic shared memory or attributes: unknown here");
+  check(config.numAttrs == 0, "attributes: unknown here");
   check(static_cast<uint64_t>(kernel.parameter_bytes) <= kMostParameterBytes, "too many bytes of parameters");
-  check(SharedBytes(kernel) <= kMostSharedBytes, "too many bytes of shared memory");
+  check(SharedBytes(kernel) + config.dynamicSmemBytes <= most_shared_bytes, "too many bytes of shared memory");
 }
 
 void Launch(const cudaLaunchConfig_t& config, const void* function, void** arguments) {
@@ -90,7 +92,8 @@ void Launch(const cudaLaunchConfig_t& config, const void* function, void** argum
   ++launches[name->second];
   const ptx::Kernel& kernel = ptx::FindKernel(name->second);
   ptx::position.kernel = &kernel;
-  CheckLaunch(kernel, config);
+  const auto asked = dynamic_bytes.find(function);
+  CheckLaunch(kernel, config, std::max(kMostSharedBytes, asked == dynamic_bytes.end() ? 0 : asked->second));
   std::vector<uint8_t> parameters(static_cast<size_t>(kernel.parameter_bytes));
   for (size_t i = 0; i < kernel.parameters.size(); ++i) {
     const ptx::Variable& parameter = kernel.parameters[i];
@@ -99,7 +102,7 @@ void Launch(const cudaLaunchConfig_t& config, const void* function, void** argum
   ptx::instructions = 0;
   ptx::epoch.launch_begin = ++ptx::epoch.now;
   const uint32_t blocks = config.gridDim.x;
-  ptx::Block block(kernel, config.blockDim.x, blocks, parameters);
+  ptx::Block block(kernel, config.blockDim.x, blocks, static_cast<uint32_t>(config.dynamicSmemBytes), parameters);
   for (uint32_t i = 0; i < blocks; ++i) block.Run(ptx::runs_backwards ? blocks - 1 - i : i);
 }
 
@@ -130,9 +133,16 @@ EXPORT cudaError_t cudaGetDevice(int* device) {
   return FirstUse();
 }
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) Die("cudaDeviceGetAttribute for anything but multiprocessors");
-  *value = multiprocessors;
+  if (attribute != cudaDevAttrMultiProcessorCount && attribute != cudaDevAttrComputeCapabilityMajor) {
+    Die("cudaDeviceGetAttribute for this attribute");
+  }
+  *value = attribute == cudaDevAttrMultiProcessorCount ? multiprocessors : capability;
   return FirstUse();
+}
+EXPORT cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) Die("cudaFuncSetAttribute for this attribute");
+  dynamic_bytes[function] = static_cast<uint64_t>(value);
+  return static_cast<uint64_t>(value) <= kMostDynamicBytes ? FirstUse() : cudaErrorInvalidValue;
 }
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, capture_mode);
@@ -160,6 +170,7 @@ EXPORT void ptx_use_folder(const char* folder) {
   const std::lock_guard<std::mutex> lock(mutex);
   ptx::UseFolder(folder);
 }
+EXPORT void ptx_be(int major) { capability = major; }
 EXPORT void ptx_add_buffer(const void* address, uint64_t bytes, int is_written, int is_writable) {
   const std::lock_guard<std::mutex> lock(mutex);
   ptx::AddBuffer(address, bytes, is_written != 0, is_writable != 0);

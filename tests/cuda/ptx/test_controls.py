@@ -24,10 +24,15 @@ def interpreted():
     return machine.Interpreted(machine.build())
 
 
+@pytest.fixture(scope="module")
+def interpreted_warps(interpreted):
+    return machine.Interpreted(machine.build_for_warps())
+
+
 @contextlib.contextmanager
-def edited(library, folder, kernel, pattern, replacement):
+def edited(library, folder, kernel, pattern, replacement, *, original=machine.compiled):
     """Kernels of one file as they are after an edit of their PTX, which has to change something."""
-    text = (machine.compiled() / f"{kernel}.ptx").read_text()
+    text = (original() / f"{kernel}.ptx").read_text()
     changed = re.sub(pattern, replacement, text)
     assert changed != text, f"{pattern} is not in {kernel}.ptx"
     (folder / f"{kernel}.ptx").write_text(changed)
@@ -35,7 +40,7 @@ def edited(library, folder, kernel, pattern, replacement):
     try:
         yield
     finally:
-        library.ptx_use_folder(str(machine.compiled()).encode())
+        library.ptx_use_folder(str(original()).encode())
 
 
 # ------------------------------------------------------------------------------------- calls with answers of the oracle
@@ -66,7 +71,18 @@ def tiles(op):
     return run
 
 
-def ragged_rows(interpreted):
+def ragged_rows(interpreted, precise=True):
+    interpreted.device = ragged.DEVICES["warpgroups"][0]
+    a, b = ragged.operands(False, 2, 40, 720, 32)
+    ragged.check(interpreted, a, b, [16, 24], precise=precise)
+
+
+def fast_ragged_rows(interpreted):
+    ragged_rows(interpreted, precise=False)
+
+
+def ragged_rows_of_warps(interpreted):
+    interpreted.device = ragged.DEVICES["warps"][0]
     a, b = ragged.operands(False, 2, 40, 208, 32)
     ragged.check(interpreted, a, b, [16, 24])
 
@@ -99,9 +115,41 @@ CONTROLS = {
         "quantize", r"(copysign.f32\s+%\w+), (%\w+), (%\w+);", r"\1, \3, \2;", quantize, RESULTS
     ),
     "a maximum that drops NaN": Control("amax", "max.NaN.f32", "max.f32", amax_of_nan, RESULTS),
-    "registers of mma exchanged": Control("ragged_matmul", MMA, r"\1\3, \2", ragged_rows, RESULTS),
-    "matrices of ldmatrix exchanged": Control(
-        "ragged_matmul", r"(ldmatrix\S+ \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2", ragged_rows, RESULTS
+    "a sum that begins anew": Control(
+        "ragged_matmul", r"setp.ne.u32 p(, %\w+, 0; wgmma)", r"setp.eq.u32 p\1", ragged_rows, RESULTS
+    ),
+    "matrices of wgmma exchanged": Control(
+        "ragged_matmul", r"(wgmma.mma_async\S+ \{[^}]*\}), (%\w+), (%\w+)", r"\1, \3, \2", ragged_rows, RESULTS
+    ),
+    "eight rows of wgmma at the distance of four": Control(
+        "ragged_matmul", str(64 << 32 | 1 << 62), str(32 << 32 | 1 << 62), ragged_rows, RESULTS
+    ),
+    "rows of wgmma without a swizzle": Control(
+        "ragged_matmul", str(64 << 32 | 1 << 62), str(64 << 32), ragged_rows, "unknown"
+    ),
+    "a fence for the tensor cores dropped": Control(
+        "ragged_matmul", r"fence.proxy.async.shared::cta;", "", ragged_rows, "proxy"
+    ),
+    "a fence of sums dropped": Control("ragged_matmul", r"wgmma.fence.sync.aligned;", "", ragged_rows, "order"),
+    "a wait for sums dropped": Control(
+        "ragged_matmul", r"wgmma.wait_group.sync.aligned 0;", "", ragged_rows, "pending"
+    ),
+    "sums used before the wait": Control(
+        "ragged_matmul",
+        r"wgmma.wait_group.sync.aligned 0;",
+        "wgmma.wait_group.sync.aligned 1;",
+        fast_ragged_rows,
+        "undefined",
+    ),
+    "a copy over the operand of a product": Control(
+        "ragged_matmul", r"wgmma.wait_group.sync.aligned 1;", "", fast_ragged_rows, RESULTS
+    ),
+    "wgmma without a warp of its warpgroup": Control(
+        "ragged_matmul",
+        r"(wgmma.mma_async)",
+        r".reg .pred q; .reg .u32 t; mov.u32 t, %tid.x; setp.ge.u32 q, t, 32; @q \1",
+        ragged_rows,
+        "warpgroup",
     ),
     "a barrier dropped": Control(
         "quantize_transpose", r"bar.sync\s+0;", "", tiles("quantize_transpose"), "(race|undefined)"
@@ -119,9 +167,9 @@ CONTROLS = {
         tiles("quantize_transpose"),
         "(race|barrier|warp)",
     ),
-    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 1;", "", ragged_rows, "pending"),
+    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 3;", "", ragged_rows, "pending"),
     "a wait for one group fewer": Control(
-        "ragged_matmul", r"cp.async.wait_group 1;", "cp.async.wait_group 2;", ragged_rows, "pending"
+        "ragged_matmul", r"cp.async.wait_group 3;", "cp.async.wait_group 4;", ragged_rows, "pending"
     ),
     "a group not committed": Control("ragged_matmul", r"cp.async.commit_group;", "", ragged_rows, "pending"),
     "a bound off by one": Control("quantize", "setp.ge.s64", "setp.gt.s64", quantize, "outside"),
@@ -168,11 +216,29 @@ CONTROLS = {
 }
 
 
+WARP_CONTROLS = {
+    "registers of mma exchanged": Control("ragged_matmul", MMA, r"\1\3, \2", ragged_rows_of_warps, RESULTS),
+    "matrices of ldmatrix exchanged": Control(
+        "ragged_matmul", r"(ldmatrix\S+ \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2", ragged_rows_of_warps, RESULTS
+    ),
+    "a wait dropped": Control("ragged_matmul", r"cp.async.wait_group 1;", "", ragged_rows_of_warps, "pending"),
+}
+
+
 @pytest.mark.parametrize("name", CONTROLS)
 def test_controls(name, interpreted, tmp_path):
-    control = CONTROLS[name]
+    check_control(CONTROLS[name], interpreted, tmp_path, machine.compiled)
+
+
+@pytest.mark.parametrize("name", WARP_CONTROLS)
+def test_controls_of_other_gpus_than_hopper(name, interpreted_warps, tmp_path):
+    check_control(WARP_CONTROLS[name], interpreted_warps, tmp_path, machine.compiled_for_warps)
+
+
+def check_control(control, interpreted, folder, original):
     control.call(interpreted)  # as it is
-    with edited(interpreted.library, tmp_path, control.kernel, control.pattern, control.replacement):
+    edit = control.kernel, control.pattern, control.replacement
+    with edited(interpreted.library, folder, *edit, original=original):
         with pytest.raises(AssertionError) as error:
             control.call(interpreted)
     message = str(error.value)

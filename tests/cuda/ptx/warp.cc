@@ -32,6 +32,7 @@ void Warp::Begin(uint32_t block_index, uint32_t block_size, uint32_t grid_size) 
     states_[lane] = all_ >> lane & 1 ? State::kReady : State::kEnded;
     copies_[lane].assign(1, {});
   }
+  products_ = {};
 }
 
 uint32_t Warp::ReadyLanes() const {
@@ -173,9 +174,17 @@ void Warp::Release(bool any) {
 
 // -------------------------------------------------------------------------------------------------------------- blocks
 
-Block::Block(const Kernel& kernel, uint32_t threads, uint32_t blocks, const std::vector<uint8_t>& parameters)
-    : kernel_(kernel), threads_(threads), blocks_(blocks), parameters_(parameters), shared_(kernel.shared_end) {
-  for (const Variable& variable : kernel.shared) shared_.AddVariable(variable.address, variable.bytes);
+Block::Block(const Kernel& kernel, uint32_t threads, uint32_t blocks, uint32_t dynamic_bytes,
+             const std::vector<uint8_t>& parameters)
+    : kernel_(kernel),
+      threads_(threads),
+      blocks_(blocks),
+      parameters_(parameters),
+      shared_(kernel.shared_end + dynamic_bytes) {
+  for (const Variable& variable : kernel.shared) {
+    if (variable.bytes == 0 && kernel.shared.size() > 1) Refuse("unknown", "two kinds of shared memory in a kernel");
+    shared_.AddVariable(variable.address, variable.bytes == 0 ? static_cast<int>(dynamic_bytes) : variable.bytes);
+  }
   for (uint32_t first = 0; first < threads; first += kLanes) {
     warps_.emplace_back(*this, kernel, first, threads - first);
   }
@@ -204,7 +213,9 @@ void Block::Run(uint32_t index) {
       for (Warp& warp : warps_) warp.RefuseWaiting();
     }
   }
+  CheckWarpgroups();
   for (Warp& warp : warps_) {
+    if (warp.products().IsPending()) Refuse("pending", "the warp ends before its wgmma has");
     ForLanes(warp.all(), [&](int lane) {
       for (const auto& group : warp.copies(lane)) {
         if (group.empty()) continue;
@@ -233,8 +244,17 @@ void Block::PassBarrier() {
       any |= (predicate.value[lane] & 1) != 0;
     });
   }
+  CheckWarpgroups();
   ++epoch.now;
   for (Warp& warp : warps_) warp.Release(any);
+}
+
+// 9.7.15: the four warps of a warpgroup run the same wgmma.
+void Block::CheckWarpgroups() {
+  for (size_t i = 0; i < warps_.size(); ++i) {
+    if (warps_[i].products().started == warps_[i / 4 * 4].products().started) continue;
+    Refuse("warpgroup", "warp " + std::to_string(i) + " has not run as many wgmma as the others");
+  }
 }
 
 }  // namespace ptx

@@ -13,6 +13,7 @@
 
 #include "faults.h"
 #include "memory.h"
+#include "products.h"
 #include "program.h"
 
 namespace ptx {
@@ -61,6 +62,8 @@ class Warp {
   // Makes `position` that of a lane.
   void Locate(int lane) const { position.thread = first_thread_ + static_cast<uint32_t>(lane); }
   std::deque<std::vector<Copy>>& copies(int lane) { return copies_[lane]; }
+  Products& products() { return products_; }
+  int rank() const { return static_cast<int>(first_thread_ / kLanes); }
   void CheckDefined(uint64_t undefined, const char* subject, int lane) const {
     if (undefined == 0) return;
     Locate(lane);
@@ -81,12 +84,14 @@ class Warp {
   std::array<uint32_t, kLanes> places_;  // in the code
   std::array<State, kLanes> states_;
   std::array<std::deque<std::vector<Copy>>, kLanes> copies_;  // groups; the last is not committed yet
+  Products products_;
 };
 
 // The launch of a block.
 class Block {
  public:
-  Block(const Kernel& kernel, uint32_t threads, uint32_t blocks, const std::vector<uint8_t>& parameters);
+  Block(const Kernel& kernel, uint32_t threads, uint32_t blocks, uint32_t dynamic_bytes,
+        const std::vector<uint8_t>& parameters);
 
   void Run(uint32_t index);
 
@@ -95,6 +100,7 @@ class Block {
 
  private:
   void PassBarrier();
+  void CheckWarpgroups();
 
   const Kernel& kernel_;
   uint32_t threads_, blocks_;

@@ -130,6 +130,12 @@ inline void StoreShared16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, 
   StoreGlobal16(address, w0, w1, w2, w3);
 }
 
+template <int kBytes>
+uint8_t* DynamicShared() {
+  alignas(1024) static uint8_t bytes[kBytes];
+  return bytes;
+}
+
 inline void CopyAsync16(void* shared, const void* source, int count) {
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(source) % 16 != 0) CountMisaligned();
   StartCopy(shared, source, 16, count);
@@ -153,14 +159,16 @@ inline void LoadMatrices(const void* row, uint32_t (&words)[4]) {
   WarpSync();
 }
 
-// One addition of Ada's tensor cores, the least precise that the kernels meet: no term keeps bits below 2**-13 of the
-// largest power of two among them, and the result keeps 13 bits after its first. tests/oracle/accumulation.py is the model.
-inline double AddTruncated(const double (&terms)[17], const int (&exponents)[17]) {
+// One addition of Ada's and Hopper's tensor cores, the least precise that the kernels meet: no term keeps bits below 2**-13
+// of the largest power of two among them, and the result keeps 13 bits after its first. tests/oracle/accumulation.py is the
+// model. The first term is the sum so far.
+template <int kTerms>
+double AddTruncated(const double (&terms)[kTerms], const int (&exponents)[kTerms]) {
   constexpr int kBits = 13;
   const auto cut = [](double x, int last) { return std::ldexp(std::trunc(std::ldexp(x, -last)), last); };
   int largest = std::numeric_limits<int>::min();
   double exact = 0;
-  for (int i = 0; i < 17; ++i) {
+  for (int i = 0; i < kTerms; ++i) {
     exact += terms[i];
     if (terms[i] != 0 && exponents[i] > largest) largest = exponents[i];
   }

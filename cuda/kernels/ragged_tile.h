@@ -1,0 +1,150 @@
+// How a block of ragged_matmul multiplies a tile: the sums of its threads, and the product of one slice of the contraction.
+//
+// A tile has kRows rows of a and kColumns of b. Slices of kSlice elements of both pass through kStages stages of shared
+// memory, where chunk `chunk` of row `row` is at Offset(row, chunk). The kernel calls, for each slice, Show when the slice
+// has arrived for a thread, Start when it has for all of them, and Finish after it has begun the copy of the slice that is
+// kAhead slices on; End comes after the last slice. A warp holds kRowBlocks blocks of 16 rows and kColumnBlocks of 8 columns
+// from FirstRow and FirstColumn on, in the layout of mma.sync's sums.
+#ifndef JAXFP8_CUDA_KERNELS_RAGGED_TILE_H_
+#define JAXFP8_CUDA_KERNELS_RAGGED_TILE_H_
+
+#include <cstdint>
+
+#include "cuda/common/ptx.h"
+#include "cuda/common/ragged_plan.h"
+#include "cuda/common/warpgroup.h"
+
+namespace jaxfp8::cuda {
+
+// Sixteen warps, each with 32 x 32 of the tile, multiply by mma.sync. Every GPU with FP8 has it.
+template <class A, class B, bool kPrecise>
+class WarpTile {
+ public:
+  static constexpr bool kUsesWarpgroups = false;
+  static constexpr int kThreads = 512, kRows = kRaggedTile, kColumns = 128;
+  static constexpr int kSlice = kRaggedSlice, kStages = 3, kAhead = kStages - 1;
+  static constexpr int kRowBlocks = 2, kColumnBlocks = 4;
+
+  static __device__ __forceinline__ int Offset(int row, int chunk) { return RaggedOffset(row, chunk); }
+  static __device__ __forceinline__ int FirstRow() { return Warp() / kWarpsAcross * kRowBlocks * 16; }
+  static __device__ __forceinline__ int FirstColumn() { return Warp() % kWarpsAcross * kColumnBlocks * 8; }
+
+  __device__ __forceinline__ void Show() {}
+  __device__ __forceinline__ void Start(const uint8_t*, const uint8_t*) {}
+
+  __device__ __forceinline__ void Finish(const uint8_t* a, const uint8_t* b) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1  // unrolled, ptxas takes registers for both and spills
+    for (int chunk = 0; chunk < kSlice / kRaggedChunk; chunk += 2) {  // 32 elements
+      uint32_t columns[kColumnBlocks][2];
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks; j += 2) {  // both chunks of 8 columns, then of the next 8
+        const int row = FirstColumn() + j * 8 + lane / 16 * 8 + lane % 8;
+        uint32_t words[4];
+        LoadMatrices(b + Offset(row, chunk + lane / 8 % 2), words);
+        columns[j][0] = words[0];
+        columns[j][1] = words[1];
+        columns[j + 1][0] = words[2];
+        columns[j + 1][1] = words[3];
+      }
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {  // 16 rows of one chunk, then of the other
+        uint32_t rows[4];
+        LoadMatrices(a + Offset(FirstRow() + i * 16 + lane % 16, chunk + lane / 16), rows);
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; ++j) {
+          if constexpr (kPrecise) {  // the tensor cores' own sum is of 32 products, and may have fewer bits than f32
+            float sum[4] = {};
+            MultiplyFp8<A, B>(sum, rows, columns[j]);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) sums_[i][j][c] += sum[c];
+          } else {
+            MultiplyFp8<A, B>(sums_[i][j], rows, columns[j]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void End() {}
+
+  // Elements 2 half and 2 half + 1 of a block are neighbours in a row.
+  __device__ __forceinline__ float Sum(int i, int j, int element) const { return sums_[i][j][element]; }
+
+ private:
+  static constexpr int kWarpsAcross = kColumns / (kColumnBlocks * 8);
+  static __device__ __forceinline__ int Warp() { return threadIdx.x / 32; }
+
+  float sums_[kRowBlocks][kColumnBlocks][4] = {};
+};
+
+// Two warpgroups, each with 64 rows of the tile and all of its columns, in two halves of which each is a product of its own.
+// With kPrecise an f32 sum takes over after every slice, 128 elements: that of the first half while the second is multiplied.
+template <class A, class B, bool kPrecise>
+class WarpgroupTile {
+ public:
+  static constexpr bool kUsesWarpgroups = true;
+  static constexpr int kThreads = 2 * kWarpgroupThreads, kRows = 2 * kWarpgroupRows, kColumns = kPrecise ? 192 : 256;
+  static constexpr int kSlice = kSwizzledRow, kStages = kPrecise ? 5 : 4;
+  static constexpr int kAhead = kPrecise ? kStages - 1 : kStages - 2;  // the last slice's product may be under way
+  static constexpr int kRowBlocks = 1, kColumnBlocks = kColumns / 8;
+
+  static __device__ __forceinline__ int Offset(int row, int chunk) { return SwizzledOffset(row, chunk); }
+  static __device__ __forceinline__ int FirstRow() { return threadIdx.x / 32 * 16; }
+  static __device__ __forceinline__ int FirstColumn() { return 0; }
+
+  __device__ __forceinline__ void Show() { ShowToTensorCores(); }
+
+  __device__ __forceinline__ void Start(const uint8_t* a, const uint8_t* b) {
+    const SwizzledRows rows(a + threadIdx.x / kWarpgroupThreads * kWarpgroupRows * kSlice);
+    const SwizzledRows first(b), second(b + kColumns / 2 * kSlice);
+    BeginProducts();
+    Multiply(sums_[0], rows, first);
+    if constexpr (kPrecise) CommitProducts();
+    Multiply(sums_[1], rows, second);
+    CommitProducts();
+  }
+
+  __device__ __forceinline__ void Finish(const uint8_t*, const uint8_t*) {
+    WaitForProducts<1>();
+    if constexpr (kPrecise) {
+      TakeOver(0);
+      WaitForProducts<0>();
+      TakeOver(1);
+    }
+  }
+
+  __device__ __forceinline__ void End() {
+    WaitForProducts<0>();
+    UseSums(sums_[0]);
+    UseSums(sums_[1]);
+  }
+
+  __device__ __forceinline__ float Sum(int, int j, int element) const {
+    const int half = j / (kColumnBlocks / 2), place = j % (kColumnBlocks / 2) * 4 + element;
+    return kPrecise ? totals_[half][place] : sums_[half][place];
+  }
+
+ private:
+  static constexpr int kSums = kColumns / 4;  // a thread's, of half of the columns
+
+  static __device__ __forceinline__ void Multiply(float (&sums)[kSums], SwizzledRows a, SwizzledRows b) {
+#pragma unroll
+    for (int k = 0; k < kSlice; k += kWarpgroupDepth) {
+      StartProduct<A, B>(sums, a.From(k), b.From(k), !kPrecise || k > 0);
+    }
+  }
+
+  __device__ __forceinline__ void TakeOver(int half) {
+    UseSums(sums_[half]);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) totals_[half][i] += sums_[half][i];
+  }
+
+  float sums_[2][kSums] = {};
+  float totals_[2][kPrecise ? kSums : 1] = {};
+};
+
+}  // namespace jaxfp8::cuda
+
+#endif  // JAXFP8_CUDA_KERNELS_RAGGED_TILE_H_
