@@ -16,17 +16,19 @@ class Options:
     Attributes:
         tiny: whether this is a dry run, at sizes for a CPU, and with the first of several similar peers.
         turns: how many turns of each candidate are timed.
+        peers_once: whether peers are compiled only as XLA chooses, and not without Triton as well.
     """
 
     tiny: bool
     turns: int
+    peers_once: bool = False
 
     def size(self, full: int, tiny: int = 64) -> int:
         return tiny if self.tiny else full
 
     def compilers(self, name: str = "") -> dict:
         """Return XLA's options to compile a candidate with, by the suffix that each adds to its name."""
-        all_of_them = models.is_peer(name) and not self.tiny
+        all_of_them = models.is_peer(name) and not (self.tiny or self.peers_once)
         return models.COMPILERS if all_of_them else {"": None}
 
 

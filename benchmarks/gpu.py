@@ -1,6 +1,6 @@
 """Speed on a GPU against goals and peers, with the ceilings of the day first.
 
-    python benchmarks/gpu.py [--only CASE ...] [--parts PART ...] [--budget SECONDS] [--json PATH] [--turns N]
+    python benchmarks/gpu.py [--only CASE ...] [--parts PART ...] [--budget SECONDS] [--json PATH] [--turns N] [--peers-once]
     python benchmarks/gpu.py --tiny --platform cpu          every case at a small size: does it run at all?
 
 Every answer is checked before it is timed, by the protocol in _gpu_timing.py. Each case has a process of its own
@@ -28,6 +28,7 @@ def parse_arguments():
     parser.add_argument("--budget", type=float, default=540, help="seconds in which to start cases (default: 540)")
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("benchmarks/results/gpu.json"))
     parser.add_argument("--turns", type=int, default=9, help="timed turns of each candidate")
+    parser.add_argument("--peers-once", action="store_true", help="compile peers only as XLA chooses, which takes half")
     parser.add_argument("--tiny", action="store_true", help="small sizes, one call a turn, all cases in this process")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--child", metavar="CASE", help=argparse.SUPPRESS)
@@ -93,7 +94,7 @@ def main():
     from _gpu_goals import goals, table
     from _gpu_inputs import Options
 
-    options = Options(tiny=args.tiny, turns=1 if args.tiny else args.turns)
+    options = Options(tiny=args.tiny, turns=1 if args.tiny else args.turns, peers_once=args.peers_once)
     if args.child:
         run_case(args.child, CASES[args.child], options, args.parts or [], args.json)
         return
@@ -107,7 +108,7 @@ def main():
         chosen = [name for name in chosen if not CASES[name].xla_flags]
     if not chosen:
         sys.exit(f"gpu.py: --only: no case begins with {args.only}; there are {', '.join(CASES)}")
-    child = ["--turns", str(args.turns), "--platform", args.platform]
+    child = ["--turns", str(args.turns), "--platform", args.platform, *["--peers-once"] * args.peers_once]
     cases = {}
     for name in chosen:
         case, left = CASES[name], args.budget - (time.monotonic() - started)
