@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from _gpu_ceilings import ceilings, launches
 from _gpu_layers import dense, gated_mlp, small_dense, torch_linear, transformer_layer
 from _gpu_ops import gemm, quantize
+from _gpu_optimizers import adamw
 from kernels import KERNELS, kernels
 
 
@@ -50,5 +51,6 @@ CASES = {
     "quantize f32": Case(functools.partial(quantize, dtype=jnp.float32), 60),
     "quantize_transpose f32": Case(functools.partial(quantize, op="quantize_transpose", dtype=jnp.float32), 60),
     "torch_linear": Case(torch_linear, 180),
+    "adamw": Case(adamw, 60),
     "small_dense, no graphs": Case(small_dense, 120, NO_GRAPHS),
 }

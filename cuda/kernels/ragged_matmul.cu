@@ -69,12 +69,22 @@ struct Source {
         length(length) {}
 
   __device__ __forceinline__ void Copy(uint8_t* slice, int32_t place, int32_t begin, int32_t end, bool wide) const {
-    const int chunk = threadIdx.x % kChunks;
+    const int first_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    if (wide && place >= begin && place + Tile::kSlice <= end) {  // the whole slice is of this group
+      const uint8_t* source = row + place + chunk * kRaggedChunk;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      uint8_t* shared = slice + Tile::Offset(threadIdx.x / kChunks + i * kRowsAtOnce, chunk);
-      const uint8_t* address = i * kRowsAtOnce < count ? row + int64_t{length} * (i * kRowsAtOnce) : nullptr;
-      CopyChunk(shared, address, place + chunk * kRaggedChunk, begin, end, wide);
+      for (int i = 0; i < kCopies; ++i) {
+        const int bytes = i * kRowsAtOnce < count ? kRaggedChunk : 0;
+        CopyAsync16(slice + Tile::Offset(first_row + i * kRowsAtOnce, chunk), source, bytes);
+        source += int64_t{length} * kRowsAtOnce;
+      }
+    } else {
+#pragma unroll 1  // seldom
+      for (int i = 0; i < kCopies; ++i) {
+        const uint8_t* source = i * kRowsAtOnce < count ? row + int64_t{length} * (i * kRowsAtOnce) : nullptr;
+        CopyChunk(slice + Tile::Offset(first_row + i * kRowsAtOnce, chunk), source, place + chunk * kRaggedChunk, begin,
+                  end, wide);
+      }
     }
   }
 };

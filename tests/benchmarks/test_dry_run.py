@@ -36,6 +36,7 @@ def test_every_case_runs(dry_run):
     assert len({row["kernel"] for row in kernels.values()}) >= 31 and len(kernels) >= 62
     assert all({"gb_s", "of_copy"} <= set(row) or "tflops" in row or "us_a_launch" in row for row in kernels.values())
     assert "quantize_norm rms, 128x256" in output and "% of a copy" in output
+    assert len(record["cases"]["adamw"]["rows"]) == 2
     layers = ("dense", "small_dense", "gated_mlp", "transformer_layer")
     for name in layers:
         rows = record["cases"][name]["rows"]
