@@ -47,7 +47,7 @@ def adamw(options):
     for name, tx in transformations.items():
         attempt(candidates, errors, name, functools.partial(build, name, tx))
     if FP8 in candidates:
-        # The first step is exact. In the second, two moments are off by at most a spacing of codes, 2**-3 of an element.
+        # The first step is exact. In the second, moments are off by at most a spacing of codes, 2**-3 of an element.
         expect_close(f"{FP8}: two steps", moved[FP8], moved[OPTAX], 2.0**-3)
     moved.clear()
     rows = measure(candidates, options.turns)

@@ -65,8 +65,8 @@ def ragged_matmul(
         group_sizes: int32 `[g]`, of sum at most m.
         ragged: the dimension m that the groups cut: the `"rows"` of a, or the `"contraction"`.
         out_dtype: bfloat16, float16 or float32.
-        precise: adds every 128 products to an f32 sum, on Ada every 32. It matters on Ada and Hopper, whose tensor cores
-            keep 13 bits; Blackwell's keep those of f32.
+        precise: adds every 128 products to an f32 sum, on Ada every 32. It matters on Ada and Hopper, whose tensor
+            cores keep 13 bits; Blackwell's keep those of f32.
         a_block, b_block: `(rows, columns)` of a block, where None in the pair stands for all rows or columns. The
             default None means one scale for the operand.
         b_t: b as `[g, k, n]`, or `[m, n]` for "contraction", if another product reads b in that layout; as `b_t` of

@@ -81,7 +81,9 @@ OWN = {
     "transpose_blocks": (op("transpose_blocks", block=(1, 32)), codes(130, 264), positive(130, 9) * 0 + 1),
     "ragged_matmul": (op("ragged_matmul", ONE, ONE, np.int32([5, 0, 40, 3])), codes(64, 70), codes(4, 40, 70)),
     "ragged_matmul, whole chunks": (
-        op("ragged_matmul", ONE, ONE, np.int32([5, 0, 40, 3])), codes(64, 784), codes(4, 40, 784)
+        op("ragged_matmul", ONE, ONE, np.int32([5, 0, 40, 3])),
+        codes(64, 784),
+        codes(4, 40, 784),
     ),
     "ragged_matmul, contraction": (
         op("ragged_matmul", ONE, ONE, np.int32([70, 0, 61]), ragged="contraction"),
