@@ -51,9 +51,11 @@ def train_state(tx, opt_state=None):
         train.replace(opt_state=opt_state).apply_gradients(grads=VARIABLES)
 
 
-def runs_frozen(cast):
-    filled = {"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE)}
-    DENSE.apply(jax.tree.map(cast, jaxfp8.freeze(DENSE, filled, X)), X)
+FILLED = {"params": PARAMS, jaxfp8.OVERWRITE_WITH_GRADIENT: jax.tree.map(jnp.ones_like, STATE)}
+
+
+def runs_frozen(cast=lambda leaf: leaf, model=DENSE):
+    return model.apply(jax.tree.map(cast, jaxfp8.freeze(DENSE, FILLED, X)), X)
 
 
 def scales_as_bfloat16(leaf):
@@ -68,6 +70,7 @@ PARAMETERS_ALONE = "linen.TrainState: create: expected masks and labels in tx wi
 NNX_INSTANCE = r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as dot_general="
 LINEN_INSTANCE = "{}: expected a class or a function that makes a product, got an instance; pass {}="
 SEED = "optim.quantized: seed: expected an int, got {}; pass a number of your choice, such as seed=0"
+FROZEN = r"Dense.*: params: expected the kernel of a layer in high precision, got variables of jaxfp8\.freeze"
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
 CASES = {
     "instance in nnx.Linear": (
@@ -138,6 +141,12 @@ CASES = {
         lambda: jaxfp8.quantize_params(PARAMS, STATE, RECIPE, where="ker"),
         "quantize_params: where: no kernel with state matches 'ker' as a whole; kernels with state are 'kernel'",
     ),
+    "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
+    "frozen in nn.DenseGeneral": (lambda: runs_frozen(model=nn.DenseGeneral(8)), FROZEN),
+    "frozen, and a rule says None": (
+        lambda: runs_frozen(model=jaxfp8.quantize(DENSE, [(".*", None)])),
+        FROZEN,
+    ),
     "frozen scales that were cast": (
         lambda: runs_frozen(scales_as_bfloat16),
         "frozen product: params: expected the dtypes .*'kernel_scale_inv': 'float32'}, got .*'bfloat16'",
@@ -161,6 +170,17 @@ def test_an_error_of_the_transformation_is_its_own():
     tx = jaxfp8.train.optimizer(optax.GradientTransformation(ADAM.init, refuse))
     with pytest.raises(ValueError, match="^mine$"):
         tx.update(VARIABLES, tx.init(VARIABLES), VARIABLES)
+
+
+def test_frozen_variables_where_they_belong():
+    """The same model, the model with equal rules, FP8 that is off, and a report."""
+    y = runs_frozen()
+    assert jnp.all(jnp.isfinite(y))
+    assert jnp.array_equal(runs_frozen(model=jaxfp8.quantize(nn.Dense(8), [(".*", RECIPE)])), y)
+    frozen = jaxfp8.freeze(DENSE, FILLED, X)
+    with jaxfp8.autocast(enabled=False):
+        assert jnp.all(jnp.isfinite(DENSE.apply(frozen, X)))
+    assert "Dense" in str(jaxfp8.report(DENSE, X, variables=frozen))
 
 
 def test_warning_names_the_functions_of_nnx():

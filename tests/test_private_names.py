@@ -41,6 +41,7 @@ NEEDED_OF_FLAX = {
         "flax.linen.Einsum._get_bias_shape",
         "flax.linen.Module._call_wrapped_method",
     },
+    "jaxfp8/linen/_mistakes.py": {"flax.linen.module._context.module_stack"},
     "jaxfp8/linen/_scopes.py": {"flax.core.Scope.debug_path"},
     "jaxfp8/nnx/_mistakes.py": {"flax.linen.module._context.module_stack"},
 }

@@ -18,6 +18,7 @@ from jax.interpreters import partial_eval
 from .._jax._trees import split_arrays
 from ..dot import _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
+from . import _mistakes
 
 PARAMS = "params"
 
@@ -38,7 +39,12 @@ class FrozenKernel(meta.AxisMetadata):
     dtype: str = dataclasses.field(metadata={"static": True})
 
     def unbox(self):
-        """Return NaNs of this shape and dtype."""
+        """Return NaNs of this shape and dtype.
+
+        Raises:
+            ValueError: a layer of Flax without an FP8 product reads the kernel.
+        """
+        _mistakes.refuse_frozen_kernel()
         return _frozen.stand_in(self.shape, self.dtype)
 
     def replace_boxed(self, val):

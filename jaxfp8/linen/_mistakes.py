@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import linen as nn
 
 from .._jax import _warnings
@@ -58,6 +59,18 @@ def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
         f"{OVERWRITE_WITH_GRADIENT!r}); where an nn.scan or nn.vmap stacks them, add it to the variable_axes. "
         "Or add it to the mutable of init, or take a recipe without state"
     )
+
+
+def refuse_frozen_kernel() -> None:
+    """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product, which would compute NaN."""
+    layer = nn.module._context.module_stack[-1]  # no public name tells the module that runs
+    products = [getattr(layer, name, None) for name in ("dot_general_cls", "dot_general")]
+    if hasattr(layer, "dot_general_cls") and all(product in (None, jax.lax.dot_general) for product in products):
+        raise ValueError(
+            f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the kernel of a layer in high "
+            "precision, got variables of jaxfp8.freeze, which hold its codes; apply the frozen model, with the "
+            "same rules or dot_general_cls, or take the variables from before freeze"
+        )
 
 
 def warn_of_foreign_state(layer: nn.Module | None, path: tuple[str, ...]) -> None:
