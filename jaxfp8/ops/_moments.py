@@ -26,7 +26,7 @@ BLOCK = 128
 _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 _NAN_CODE = 0x7F
-_NAN_BITS, _SIGN_BIT = np.int32(0x7FC00000), np.int32(-(2**31))
+_NAN_BITS = np.int32(0x7FC00000)
 _MIN_NORMAL_BITS = np.uint32(0x00800000)
 _INF_BITS = np.uint32(0x7F800000)
 _DROPPED_BITS = 20  # of the significand of an f32, in e4m3
@@ -103,15 +103,22 @@ def _decoded(codes, amax, exponent):
 
     Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
     of its own. So exponents are compared with the sign of a magnitude, which is 0.
+
+    Args:
+        codes: the codes as u8. GPUs do not keep the sign of a NaN that they convert.
     """
-    magnitudes = jnp.abs(codes)
+    magnitudes = codes & np.uint8(0x7F)
     exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
-    sign = (_scaling.to_bits(magnitudes) >> 31).astype(exponent.dtype)
-    fraction = _decoded_fraction(magnitudes, exponent, sign)
+    zero = lax.bitcast_convert_type(magnitudes >> 7, jnp.int8)
+    fraction = _decoded_fraction(_numbers(magnitudes), exponent, zero)
     times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
     bits = _scaling.to_bits(jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax))
-    bits = jnp.where(jnp.isnan(codes), _NAN_BITS, bits)
-    return _scaling.from_bits(bits | jnp.where(jnp.signbit(codes), _SIGN_BIT, 0))
+    bits = jnp.where(magnitudes == _NAN_CODE, _NAN_BITS, bits)
+    return _scaling.from_bits(bits | (codes & np.uint8(0x80)).astype(jnp.int32) << 24)
+
+
+def _numbers(codes):
+    return lax.bitcast_convert_type(codes, E4M3.dtype).astype(jnp.float32)
 
 
 def _decoded_fraction(codes, exponent, zero=0):
@@ -122,7 +129,7 @@ def _decoded_fraction(codes, exponent, zero=0):
 
 def _block_numbers(codes, amax, exponent, blocks, axis):
     """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
-    changed = _scaling.to_bits(_decoded(codes.astype(jnp.float32), amax, exponent)) ^ _scaling.to_bits(blocks)
+    changed = _scaling.to_bits(_decoded(codes, amax, exponent)) ^ _scaling.to_bits(blocks)
     bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
     # Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
     # larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
@@ -196,7 +203,7 @@ def _round_signed(u, y, exponent, random_bits):
     code = _fixed_point(y) >> _DROPPED_BITS
 
     def fraction(code):
-        return _decoded_fraction(lax.bitcast_convert_type(code.astype(jnp.uint8), E4M3.dtype).astype(u.dtype), exponent)
+        return _decoded_fraction(_numbers(code.astype(jnp.uint8)), exponent)
 
     below, above = fraction(code), fraction(code + 1)  # above the largest code is NaN, which is never taken
     draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
@@ -279,7 +286,8 @@ class _DecodeMoment(_Moment):
 
     def reference(self, data, amax, exponent, vmap_dims, spec):
         axis = spec.axis
-        values = _decoded(_split(data.astype(jnp.float32), axis), *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
+        codes = _split(lax.bitcast_convert_type(data, jnp.uint8), axis)
+        values = _decoded(codes, *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
         return (_join(values, axis, data.shape),)
 
     def cpu(self, data, amax, exponent, vmap_dims, spec):
@@ -304,10 +312,10 @@ class _EncodeMoment(_Moment):
         axis, squared = spec
         # 1. Read the moment for the numbers of its blocks. The barriers keep XLA from storing what its decoding, this
         # step and the next have in common, which would be more bytes than the moment.
-        data, after = lax.optimization_barrier((data, after))
+        codes, after = lax.optimization_barrier((lax.bitcast_convert_type(data, jnp.uint8), after))
         old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
-        keep, top, bottom = _block_numbers(_split(data, axis), old_amax, old_exponent, _split(after, axis), axis)
-        data, after, keep, top, bottom = lax.optimization_barrier((data, after, keep, top, bottom))
+        keep, top, bottom = _block_numbers(_split(codes, axis), old_amax, old_exponent, _split(after, axis), axis)
+        old, after, keep, top, bottom = lax.optimization_barrier((codes, after, keep, top, bottom))
 
         # 2. Find k of each block, divide by the amax and take the power.
         of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
@@ -329,7 +337,7 @@ class _EncodeMoment(_Moment):
         codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
 
         # 4. Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler may move FP8 through float16.
-        codes = jnp.where(keep, _split(lax.bitcast_convert_type(data, jnp.uint8), axis), codes.astype(jnp.uint8))
+        codes = jnp.where(keep, _split(old, axis), codes.astype(jnp.uint8))
         data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
         new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
         return data, *(jnp.squeeze(x, axis) for x in new)
