@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
+from .._jax._primitives import is_differentiated
 from ..ops import _checks
 from ..ops._support import selected, using
 from ..recipes import (
@@ -245,8 +246,9 @@ def _fp8_fwd(product, *operands):
     lhs, rhs, group_sizes, state, codes = jax.tree.map(lambda leaf: leaf.value, operands)
     perturbed = jax.tree.map(lambda leaf: leaf.perturbed, operands)
     check_sources(product, (lhs, rhs), perturbed)
-    # A gradient without the state would never update the scales: warn.
-    warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
+    # A gradient without the state, and without one around it that has the state, would never update the scales: warn.
+    if not is_differentiated(jax.tree.leaves(state)):
+        warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
     codes = [q and differentiated_once(q, operand) for q, operand in zip(codes, (lhs, rhs), strict=True)]
     # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)

@@ -137,6 +137,13 @@ def test_the_value_of_an_inner_gradient(name, differentiate):
     assert_same_bits(state, next_state, "state")
 
 
+EXPERTS = jnp.asarray(RNG.standard_normal((2, 8, 6)), jnp.float32)
+
+
+def loss_of_experts(layer, x):
+    return jnp.sum(jnp.tanh(jaxfp8.ragged_dot(x, layer[0], jnp.int32([1, 3]), recipe=RECIPE, state=layer[1])))
+
+
 def test_gelu_and_its_value():
     """A product with an activation has two results."""
 
@@ -154,7 +161,8 @@ def test_the_gradient_around_updates_the_state(differentiate):
 
     def outer(layer):
         moved = X + 0.5 * jnp.sign(lax.stop_gradient(jax.grad(loss, 1)(layer, X)))
-        return loss(layer, moved) + jax.value_and_grad(loss, 1)(layer, X)[0]
+        of_experts = jnp.sum(lax.stop_gradient(jax.grad(loss_of_experts, 1)((EXPERTS, layer[1]), X)))
+        return loss(layer, moved) + jax.value_and_grad(loss, 1)(layer, X)[0] + of_experts
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", jaxfp8.FP8StateWarning)
