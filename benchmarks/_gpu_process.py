@@ -15,6 +15,7 @@ import time
 import traceback
 
 PART_SECONDS = 30  # a part that takes longer hangs
+INTERRUPTED = "interrupted"
 
 
 def run_case(name: str, case, options, parts: list[str], path: pathlib.Path | None = None) -> dict:
@@ -74,6 +75,8 @@ def run_in_a_process(name: str, xla_flags: str, parts: list[str], arguments: lis
         running = record.get("running")
         if failure:
             joined["errors"][running or name] = failure
+        if failure == INTERRUPTED:
+            return joined
         rest = [part for part in left if part not in record.get("done", ()) and part != running]
         if not rest or rest == left:
             return joined
@@ -97,5 +100,7 @@ def _run_once(name, arguments, environment, deadline) -> tuple[dict, str]:
         except subprocess.TimeoutExpired as expired:
             said = (expired.stderr or b"").decode(errors="replace")
             failure = f"took more than {seconds:.0f} s"
+        except KeyboardInterrupt:  # what was measured until now is kept
+            said, failure = "", INTERRUPTED
         sys.stderr.write(said)
         return json.loads(out.read_text()) if out.exists() else {}, failure

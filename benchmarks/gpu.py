@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from _gpu_process import run_case, run_in_a_process
+from _gpu_process import INTERRUPTED, run_case, run_in_a_process
 
 
 def parse_arguments():
@@ -129,6 +129,8 @@ def main():
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+        if INTERRUPTED in cases[name]["errors"].values():
+            sys.exit(f"gpu.py: interrupted in {name}; what was measured is in {args.json}")
     shown = [line for line in lines if line.case in cases]
     print(f"\nwritten to {args.json}\n\n{table(shown, described['dry_run'])}")
 

@@ -1,5 +1,6 @@
 """The benchmark of kernels: which answers it refuses, what a kernel that fails takes along, the traffic it counts."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -89,3 +90,17 @@ def test_traffic(name, bytes_an_element):
     work = make(m, n)
     counted = kernels._traffic(work, work.arguments(0))
     assert 0 <= counted - bytes_an_element * m * n <= 4 * 2 * (m + n) + 64
+
+
+def test_an_interrupted_benchmark_keeps_what_it_measured(monkeypatch):
+    """A call on a GPU ends when its time is over, in the middle of a kernel."""
+    import _gpu_process
+
+    def run(command, **options):
+        record = {"rows": {"one, 8x8": {"us": 1.0}}, "errors": {}, "done": ["one"], "running": "two", "seconds": 1.0}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(record))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_gpu_process.subprocess, "run", run)
+    joined = _gpu_process.run_in_a_process("kernels", "", ["one", "two", "three"], [], 10)
+    assert joined["rows"] == {"one, 8x8": {"us": 1.0}} and joined["errors"] == {"two": "interrupted"}

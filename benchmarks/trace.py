@@ -1,0 +1,80 @@
+"""The kernels of layers on a GPU, one by one, by JAX's profiler: how often, how long, and in which order.
+
+    python benchmarks/trace.py [--calls N]
+
+Prints for each program the launches of a call, the time from the first to the last, the time that the device worked,
+and the kernels by their share of it. `results/h200_trace.txt` is what it printed on an H200.
+"""
+
+import argparse
+import functools
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import _gpu_models as models
+import jax
+from _gpu_inputs import normal
+from kernels import KERNELS, _chain
+
+LAYERS = (models.OWN, models.DROP_IN, models.FLAX, models.BF16)
+MOST_KERNELS, MOST_IN_ORDER = 14, 40
+
+
+def events_of(calls: int, run, *arguments) -> dict[str, list]:
+    """Run a program a few times; return its kernels by stream, each as `(start, duration, name)` in ns."""
+    compiled = jax.jit(run).lower(*arguments).compile()
+    for _ in range(3):
+        jax.block_until_ready(compiled(*arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([compiled(*arguments) for _ in range(calls)][-1])
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+    lines = [line for plane in data.planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+    streams = {line.name: sorted((e.start_ns, e.duration_ns, e.name) for e in line.events) for line in lines}
+    return {name: events for name, events in streams.items() if "Stream" in name and events}
+
+
+def show(name: str, calls: int, run, *arguments) -> None:
+    print(f"\n== {name}")
+    for stream, events in events_of(calls, run, *arguments).items():
+        span = (events[-1][0] + events[-1][1] - events[0][0]) / 1e3 / calls
+        busy = sum(duration for _, duration, _ in events) / 1e3 / calls
+        print(f"{stream}: {len(events) / calls:.1f} launches a call, span {span:.1f} us, busy {busy:.1f} us")
+        durations = defaultdict(list)
+        for _, duration, kernel in events:
+            durations[kernel].append(duration / 1e3)
+        for kernel, each in sorted(durations.items(), key=lambda item: -sum(item[1]))[:MOST_KERNELS]:
+            print(f"   {len(each) / calls:6.1f} x {statistics.median(each):8.2f} us  {kernel[:150]}")
+        count = len(events) // calls
+        if count <= MOST_IN_ORDER:  # of a call in the middle, with the gaps before
+            order = events[count - 1 : 2 * count]
+            gaps = [(b[0] - a[0] - a[1]) / 1e3 for a, b in zip(order, order[1:], strict=False)]
+            steps = [f"{e[2][:40]} {e[1] / 1e3:.1f} (+{gap:.1f})" for e, gap in zip(order[1:], gaps, strict=True)]
+            print("   seq:", " | ".join(steps))
+
+
+def layer(name: str, calls: int, model, m: int, k: int, n: int) -> None:
+    x, grad = normal(0, (m, k)), normal(1, (m, n))
+    variables = jax.jit(model.init)(jax.random.key(0), x)
+    show(name, calls, models.forward_and_backward(model), variables, x, grad)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=3, help="calls that are traced (default: 3)")
+    calls = parser.parse_args().calls
+    for name in LAYERS:
+        layer(f"small dense {name}", calls, models.dense(name, 1024), 2048, 1024, 1024)
+        layer(f"dense {name}", calls, models.dense(name, 8192), 8192, 8192, 8192)
+    layer("gated own", calls, models.gated_mlp(models.OWN, 14336), 8192, 4096, 4096)
+    for part in ("delayed_scales", "read_histories, write_histories", "amax_to_scale"):
+        make, shapes = KERNELS[part]
+        work = make(*shapes[0])
+        show(part, calls, functools.partial(_chain, work, 20), *work.arguments(0))
+
+
+if __name__ == "__main__":
+    main()
