@@ -8,7 +8,7 @@ import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from oracle import blocks as oracle_blocks
-from recipes.cases import RECIPES
+from recipes.cases import RECIPES, Rule
 
 import jaxfp8
 from jaxfp8 import ops
@@ -30,14 +30,11 @@ def operands(dtype=np.float32):
 def expected_products(rule, lhs, rhs, grad):
     """`{name: ((a, b), product)}`, where a and b are the `recipes.cases.Codes` that it reads."""
     lhs, grad = (np.where(np.arange(M)[:, None] < ROWS, x, np.zeros((), x.dtype)) for x in (lhs, grad))
-    square = rule.square or rule.tile
-    read = {
-        "y": (rule.quantize(lhs[None], rule.tile, rule.forward), rule.quantize(rhs.mT, square, rule.forward)),
-        "dlhs": (rule.quantize(grad[None], rule.tile, rule.backward), rule.quantize(rhs, square, rule.forward)),
-        "drhs": tuple(
-            rule.quantize(x.T[None], rule.tile, fmt) for x, fmt in ((lhs, rule.forward), (grad, rule.backward))
-        ),
-    }
+    square, (of_lhs, of_rhs, of_grad) = rule.square or rule.tile, rule.bounds
+    lhs_rows, lhs_cols = (rule.quantize(x[None], rule.tile, rule.forward, of_lhs) for x in (lhs, lhs.T))
+    rhs_cols, rhs_rows = (rule.quantize(x, square, rule.forward, of_rhs) for x in (rhs.mT, rhs))
+    grad_rows, grad_cols = (rule.quantize(x[None], rule.tile, rule.backward, of_grad) for x in (grad, grad.T))
+    read = {"y": (lhs_rows, rhs_cols), "dlhs": (grad_rows, rhs_rows), "drhs": (lhs_cols, grad_cols)}
     products = {}
     for name, (a, b) in read.items():
         codes, scales = (b.codes[0], b.scales[0]) if name == "drhs" else (b.codes, b.scales)
@@ -76,10 +73,11 @@ def compare(name, dtype=np.float32, monkeypatch=None, place=lambda *operands: op
     assert not read or len(read) == 3
 
 
-FAST = ("current", "block", "rowwise", "mx")
+FAST = ("current", "block", "rowwise", "mx", "static")
+NAMES = [name for name, (_, rule) in RECIPES.items() if isinstance(rule, Rule)]  # test_by_product.py has the others
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in RECIPES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in NAMES])
 def test_recipes(monkeypatch, name):
     compare(name, monkeypatch=monkeypatch)
 
