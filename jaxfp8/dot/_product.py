@@ -20,11 +20,12 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, is_differentiated, refuse_derivative, undefined_tangents
 from ..ops._support import selected, using
-from ..recipes import QTensor, StateUse, largest, value_of
+from ..recipes import QTensor, StateUse, value_of
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
 from ._gradient_checks import check_sources, warn_of_state
+from ._shared_state import repeat, repeat_state
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"
@@ -146,12 +147,12 @@ def _batched(args, dims, product, tree):
     if any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
         # A state that the examples share is still one state: its cotangents combine by max.
         plain = 2 + (bias is not None)
-        repeats = [_repeat] * plain + [repeat_state] * (len(args) - plain)
+        repeats = [repeat] * plain + [repeat_state] * (len(args) - plain)
         specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
         axis = next((spec for spec in specs if spec is not None), None)  # the mesh axis that cuts the batch
         leading = [
-            repeat((_batch_size(args, dims), axis), a) if d is None else jnp.moveaxis(a, d, 0)
-            for repeat, a, d in zip(repeats, args, dims, strict=True)
+            repeated((_batch_size(args, dims), axis), a) if d is None else jnp.moveaxis(a, d, 0)
+            for repeated, a, d in zip(repeats, args, dims, strict=True)
         ]
         return leading, product.with_vmap_dims(1), 0
 
@@ -178,28 +179,6 @@ def _without(x, dim):
     """Return the type of `x` without a dimension."""
     shape = x.shape if dim is None else x.shape[:dim] + x.shape[dim + 1 :]
     return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _repeat(batch, x):
-    """Repeat `x` for each example of a batch, given as its size and the mesh axis that cuts it."""
-    (size, axis), sharding = batch, jax.typeof(x).sharding
-    out = None if sharding.mesh.empty else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
-    return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
-
-
-# `repeat_state` is `_repeat` for state: the next states of the examples combine by max.
-repeat_state = jax.custom_vjp(_repeat, nondiff_argnums=(0,))
-
-
-def _repeat_state_fwd(batch, x):
-    return _repeat(batch, x), None
-
-
-def _repeat_state_bwd(batch, residuals, ct):
-    return (largest(ct),)
-
-
-repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
 
 
 def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _compat
 from .._jax._primitives import compiled
-from ..recipes import is_reading
-from ._product import repeat_state
+from ..recipes import is_reading, largest
 
 
 def shared(state):
@@ -62,6 +63,28 @@ class Static:
     """Hashable data among the residuals of a `custom_vjp`, which are arrays otherwise."""
 
     value: Any
+
+
+def repeat(batch, x):
+    """Repeat `x` for each example of a batch, given as its size and the mesh axis that cuts it."""
+    (size, axis), sharding = batch, jax.typeof(x).sharding
+    out = None if sharding.mesh.empty else NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
+    return lax.broadcast_in_dim(x, (size, *x.shape), tuple(range(1, x.ndim + 1)), out_sharding=out)
+
+
+# `repeat_state` is `repeat` for state: the next states of the examples combine by max.
+repeat_state = jax.custom_vjp(repeat, nondiff_argnums=(0,))
+
+
+def _repeat_state_fwd(batch, x):
+    return repeat(batch, x), None
+
+
+def _repeat_state_bwd(batch, residuals, ct):
+    return (largest(ct),)
+
+
+repeat_state.defvjp(_repeat_state_fwd, _repeat_state_bwd)
 
 
 def vmapped_state(state, *operands):

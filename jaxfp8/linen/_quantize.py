@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 from flax import core, linen as nn
-from flax.traverse_util import flatten_dict
 
 from .._jax import _warnings
 from .._jax._trees import Tree
@@ -34,13 +33,10 @@ from ..recipes import (
     first_match,
     kind,
     layer_names,
-    relative,
-    some,
-    warn_of_idle_rules,
 )
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
-from ._scopes import Region, add_rules, regions, restore_path
+from ._scopes import Region, add_rules, check_rules, regions, restore_path
 
 
 def quantize(model: Tree, rules: Rules) -> Tree:
@@ -270,40 +266,7 @@ def _intercepting(model):
         yield
     # A submodule that was handed out has the rules of a model that does not run here.
     if model._fp8_rules and model.scope is not None and ran:
-        _check_rules(model, ran)
-
-
-def _check_rules(model, ran) -> None:
-    """Warn of rules of a bound model that give no FP8, or match no layer, among modules that may not have run too."""
-    # 1. Find what a rule may match: layers that ran, and modules that hold variables. A method may run some of these
-    #    only, and a block that nn.jit has kept runs unseen.
-    leaves = {(*model.path, *path) for tree in model.variables.values() for path in flatten_dict(tree)}
-    rest = {path[:i] for path in leaves for i in range(len(model.path), len(path))} - set(ran)
-    layers = [path for path, gets_fp8 in ran.items() if gets_fp8 is not None]
-    # 2. See whether there is FP8, or could be in the rest.
-    fp8_paths, gets_fp8 = [], True in ran.values()
-    for region in regions(model.scope) if leaves else ():
-        rules = [rule for rule in region.rules if rule.recipe is not None]
-        names = _names(rest, region.root)
-        gets_fp8 |= any(rule.matches(names, op) for rule in rules for op in ("dot_general", "einsum"))
-        fp8_paths += [rule.path for rule in rules]
-    if fp8_paths and not gets_fp8:
-        _warnings.warn(
-            f"linen.quantize: rules: none of {fp8_paths} gives a layer of {type(model).__name__} FP8: a regex has to "
-            f"match the whole path of a layer, as '.*Dense_0' does. The layers that ran are "
-            f"{some(_names(layers)) or 'none'}; see jaxfp8.report(model, x)",
-            FP8StateWarning,
-        )
-    # 3. See whether each rule matches, once for equal rules of models of one class; `init` may make a part of a model.
-    elif leaves and not model.is_initializing() and not type(model)._fp8_has_checked:
-        type(model)._fp8_has_checked = True
-        names = {name: [name] for name in _names([*layers, *rest], model.path)}
-        warn_of_idle_rules("linen.quantize", type(model).__name__, model._fp8_rules, names)
-
-
-def _names(paths, root: tuple[str, ...] = ()) -> list[str]:
-    """Return the names that rules of a model at `root` have for modules at `paths`."""
-    return [name for name in (relative(path, root) for path in paths) if name is not None]
+        check_rules(model, ran)
 
 
 def _interceptor(ran, next_method, args, kwargs, context):
