@@ -3,9 +3,9 @@
 A program holds `repetitions` of a step, each on inputs of its own, so that all inputs are larger than the L2 cache.
 Barriers chain the repetitions: each waits for the results of the one before, and all results are returned, so that XLA
 shares none, runs no two side by side, and drops none. Results are written over those of the call before, as those of a
-training step are: XLA updates its graph where a buffer has moved, which takes long for custom calls. Dispatching several
-programs before waiting keeps the host out of the time, unless dispatch itself is slower than the device, which a user
-would see as well. Candidates take turns (_timing.py).
+training step are: XLA updates its graph where a buffer has moved, which takes long for custom calls. Dispatching
+several programs before waiting keeps the host out of the time, unless dispatch itself is slower than the device, which
+a user would see as well. Candidates take turns (_timing.py).
 """
 
 import dataclasses
