@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._jax._table import aligned
-from .ops import _ffi, _support
+from .ops import _ffi, _record, _support
 from .selftest import _machine
 
 
@@ -25,9 +25,10 @@ def about() -> dict[str, Any]:
         "settings": _try(_machine.settings),
         "platform": _try(_support.backend),
         "devices": _try(_machine.devices),
-        "driver": _try(_machine.driver),
+        "driver": _try(_record.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
+        "selftest": _try(lambda: _machine.selftest(_support.backend())),
         "ops": _try(lambda: _machine.active_ops(_support.backend())),
         "recipes": _try(lambda: _machine.active_recipes(_support.backend())),
     }
@@ -64,6 +65,7 @@ def text(machine: dict[str, Any]) -> str:
     if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
         version = f"not needed on a {machine['platform'].upper()} ({version})"
     lines += [f"cuBLASLt   {version}"]
+    lines += [f"selftest   {_selftest(machine['selftest'])}"] * bool(machine["selftest"])
     lines += [f"kernels    {_kernels(machine)}"]
     lines += [f"ops on {_or_error(machine['platform'])}"]
     lines += _rows(machine["ops"], lambda row: (row["name"], _runs(row)))
@@ -92,6 +94,13 @@ def _library(row) -> str:
     if row["error"]:
         return row["error"] + (f" ({row['path']})" if row["path"] else "")
     return f"loaded, {'in use' if row['platform'] == 'cpu' else 'built for'}: {row['built_for']} ({row['path']})"
+
+
+def _selftest(record) -> str:
+    if "date" not in record:
+        return record.get("error") or "not yet tested on this device: python -m jaxfp8.selftest"
+    failed = ", ".join(record["failed"])
+    return f"tested here on {record['date']}, {f'FAILED: {failed}' if failed else 'passed'}"
 
 
 def _kernels(machine) -> str:

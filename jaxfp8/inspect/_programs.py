@@ -167,8 +167,7 @@ class Target(NamedTuple):
             is_rewritten = name == "dot_general" or (name == "scaled_matmul" and not eqn.params["vmap_dims"])
             return None if is_rewritten else f'implementation("xla"): XLA has no FP8 product for this {name}'
         # 3. Ask the op itself whether it has a kernel for the operands on these GPUs.
-        capabilities = set(map(_support.capability, self.gpus)) - {()}
-        return _primitive.not_on(eqn.primitive, capabilities, *types, spec=eqn.params["spec"])
+        return _primitive.not_on(eqn.primitive, self.gpus, *types, spec=eqn.params["spec"])
 
 
 def are_fp8(*dtypes) -> bool:

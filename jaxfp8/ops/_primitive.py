@@ -30,10 +30,10 @@ def dims(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}{i}" for i in range(count))
 
 
-def not_on(primitive: Primitive, capabilities: set, *types, spec) -> str | None:
-    """Return why no kernel of the CUDA library runs an equation of an op on GPUs of these compute capabilities."""
-    op = OPS[primitive]
-    return _support.why_disabled(op.custom_call or op.name) or op.not_on(capabilities, *types, spec=spec)
+def not_on(primitive: Primitive, gpus, *types, spec) -> str | None:
+    """Return why no kernel of the CUDA library runs an equation of an op on these GPUs."""
+    op, capabilities = OPS[primitive], set(map(_support.capability, gpus)) - {()}
+    return _support.why_disabled(op.custom_call or op.name, gpus) or op.not_on(capabilities, *types, spec=spec)
 
 
 class Op:
@@ -241,11 +241,11 @@ class Op:
         # In an op without `by_xla` the implementation "xla" is the reference.
         if implementation not in (None, "ffi") or not is_loaded:
             return self.reference, spec
-        # The native library serves this platform. Find the reason why its kernel cannot run: the user's wish, ...
-        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name), spec
+        # The native library serves this platform. Find the reason why its kernel cannot run: it is switched off, ...
+        gpus = _support.gpus(ctx) if platform == "cuda" else []
+        lacks, native_spec = _support.missing_by_choice(self.custom_call or self.name, gpus), spec
         if lacks is None and platform == "cuda":
             # ... the GPUs or cuBLASLt, or operands that these GPUs cannot take.
-            gpus = _support.gpus(ctx)
             lacks = _support.missing_on(gpus, cublaslt=self.by_xla is not None)
             capabilities = set(map(_support.capability, gpus)) - {()}
             reason = None if lacks else self.not_on(capabilities, *ctx.avals_in, spec=spec)

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the user's choice, custom calls that the user disabled, and the check of GPUs.
+"""Which implementation of an op runs: the user's choice, custom calls that are switched off, and the check of GPUs.
 
 A program uses the CUDA library only if the GPUs that it is lowered for can run the library.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 
 from .._jax import _compat, _warnings
-from . import _ffi
+from . import _ffi, _record
 
 # The first compute capability with FP8 conversions and FP8 tensor cores.
 _MIN_CAPABILITY = (8, 9)
@@ -95,17 +95,38 @@ def parsed(value: str) -> frozenset[str]:
 
 # The environment is read once: programs that jit has cached would not follow a later change.
 _disabled = parsed(os.environ.get(VARIABLE, ""))
+_is_set = VARIABLE in os.environ  # a user who has set the variable, even to nothing, has chosen for every op
 
 
-def why_disabled(op: str) -> str | None:
-    """Return the reason if the user has switched off the custom call of `op`, a clause; else None."""
-    return f"{VARIABLE} names {op}" if op in _disabled else None
+def why_disabled(op: str, gpus=()) -> str | None:
+    """Return the reason if the custom call of `op` is switched off, a clause; else None.
+
+    The user switches ops off by JAXFP8_DISABLE. Where it is not set, the record of the selftest on these GPUs does.
+    """
+    if op in _disabled:
+        return f"{VARIABLE} names {op}"
+    clause = why_failed(op, gpus)
+    # Processes whose machines have different records would lower different programs for one mesh.
+    return clause if clause and jax.process_count() == 1 else None
 
 
-def missing_by_choice(op: str) -> Missing | None:
-    """Return `why_disabled` as a `Missing`, for lowering rules."""
-    clause = why_disabled(op)
-    return clause and Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")
+def why_failed(op: str, gpus) -> str | None:
+    """Return the reason if `op` failed in the selftest on GPUs of one of these kinds, a clause; else None."""
+    for kind in () if _is_set else dict.fromkeys(gpu.device_kind for gpu in gpus):
+        record = _record.read(kind)
+        if any(check.endswith(f":{op}") for check in record.get("failed", ())):
+            message = f"{op} failed python -m jaxfp8.selftest on {kind}, {record['date']} (an empty {VARIABLE} runs it)"
+            return message
+    return None
+
+
+def missing_by_choice(op: str, gpus=()) -> Missing | None:
+    """Return `why_disabled` as a `Missing`, for lowering rules; warn of a failed op that runs in several processes."""
+    if clause := why_disabled(op, gpus):
+        return Missing(clause, True, "the jnp reference runs: same results within their bounds, slower")
+    if clause := why_failed(op, gpus):
+        warn(clause, f"it runs in a program of several processes: set {VARIABLE}={op} in each of them")
+    return None
 
 
 def local_gpus() -> list:

@@ -1,6 +1,7 @@
 """Check every op on this machine against the reference, and measure it; write a file to attach to a bug report.
 
-Every check runs in a process that may crash. An op that fails can be switched off: JAXFP8_DISABLE.
+Every check runs in a process that may crash. A whole run on a GPU is recorded, and later programs there leave ops
+that failed to the reference. An op can be switched off: JAXFP8_DISABLE.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import time
 
 from .._jax import _files
 from .._jax._table import aligned
-from ..ops import _support
+from ..ops import _record, _support
 from . import _cases, _checks, _workers
 
 _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
@@ -97,15 +98,35 @@ def table(rows: list[dict]) -> str:
     return "\n".join([aligned(lines, right=4), *machine_rows, *whys, *failed])
 
 
+def ops_in(checks: list[str]) -> list[str]:
+    """Return the ops that checks such as "values:amax" are about."""
+    return [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in checks)]
+
+
 def remedy(rows: list[dict]) -> str:
     """Return the setting that switches off the ops that failed and those that are off; "" where it would not help."""
     failed = [row["check"] for row in rows if row["status"] == "failed"]
     # Without a device or a library no op runs, so switching off some of them would not help.
     if "machine" in failed or "library" in failed:
         return ""
-    bad = [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in failed)]
+    bad = ops_in(failed)
     off = [name for name in os.environ.get(_support.VARIABLE, "").split(",") if name and name not in bad]
     return f"{_support.VARIABLE}={','.join(off + bad)}" if bad else ""
+
+
+def recorded(rows: list[dict], about: dict, is_whole: bool) -> str:
+    """Record a whole run on a GPU, and return a line that says so; "" for a run that is not recorded."""
+    failed = [row["check"] for row in rows if row["status"] == "failed"]
+    key = about.get("selftest", {}).get("key")
+    # Where not even XLA's copy runs, or no op can run, the GPU is at fault, or in use, and the ops are not tested.
+    if not (is_whole and key) or {"machine", "library", *(f"speed:{name}" for name in _checks.BASELINES)} & set(failed):
+        return ""
+    try:
+        path = _record.write(key, failed)
+    except (OSError, RuntimeError) as error:
+        return f"not recorded: {error}"
+    off = ", ".join(ops_in(failed))
+    return f"recorded in {path}" + f": later programs leave {off} to the reference" * bool(off)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,6 +149,10 @@ def main(argv: list[str] | None = None) -> int:
         with _files.replaced(args.json, "w") as file:
             json.dump(report | {"environment": about}, file, indent=1)
     print(table(rows))
+    # An op that is switched off has not run, and without its speed an op has not run on large arrays.
+    is_partial = args.quick or args.no_speed or os.environ.get(_support.VARIABLE) or set(args.only) != set(_cases.OPS)
+    if line := recorded(rows, about, not is_partial):
+        print(line)
     if switch := remedy(rows):
         print(f"until it is repaired: {switch}")
     print(f"{'passed' if passed else 'FAILED'} in {report['seconds']:.0f} s")

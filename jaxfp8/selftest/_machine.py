@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .. import recipes
 from ..dot import dot_general
 from ..numerics import E4M3
-from ..ops import _ffi, _support
+from ..ops import _ffi, _record, _support
 from . import _cases
 
 PACKAGES = (
@@ -43,18 +43,22 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def driver() -> str:
-    """Return the version of NVIDIA's driver; empty where there is none."""
-    version = pathlib.Path("/proc/driver/nvidia/version")
-    match = re.search(r"\d+\.\d[\d.]*", version.read_text() if version.exists() else "")
-    return match.group() if match else ""
-
-
 def devices() -> list[dict[str, Any]]:
     """Return the devices of JAX, a dict for each kind: `platform`, `kind`, `capability` (of a GPU) and `count`."""
     kinds = Counter((d.platform, d.device_kind, ".".join(map(str, _support.capability(d)))) for d in jax.devices())
     names = ("platform", "kind", "capability", "count")
     return [dict(zip(names, (*kind, count), strict=True)) for kind, count in kinds.items()]
+
+
+def selftest(platform: str) -> dict[str, Any]:
+    """Return the record of the selftest on the first GPU, which it checks: `key`, and `date` and `failed` of a run.
+
+    Only GPUs with a CUDA module have one, else the answer is `{}`: the CPU's kernels ran in the tests of the package.
+    """
+    if platform != "cuda" or not _ffi.has_cuda_kernels():
+        return {}
+    kind = _support.local_gpus()[0].device_kind
+    return {"key": _record.key(kind), **_record.read(kind)}
 
 
 def settings() -> dict[str, str]:
