@@ -157,6 +157,6 @@ def _why_not(platform: str, target: str) -> str:
         return f"{NO_KERNEL} {platform}"
     if library is None:
         return f"no native library serves {platform}"
-    if library.error:
-        return f"the native library: {library.error}"
-    return "" if target in library.ops else f"{NO_KERNEL} {platform}"
+    if target not in library.ops:
+        return f"{NO_KERNEL} {platform}"
+    return f"the native library: {library.error}" if library.error else ""
