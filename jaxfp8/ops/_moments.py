@@ -102,10 +102,8 @@ def _decoded(codes, amax, exponent):
     the product times 2**24, which is none, tells what to flush.
 
     Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
-    of its own. So exponents are compared with the sign of a magnitude, which is 0.
-
-    Args:
-        codes: the codes as u8. GPUs do not keep the sign of a NaN that they convert.
+    of its own. So exponents are compared with the sign of a magnitude, which is 0. `codes` are u8, because GPUs do not
+    keep the sign of a NaN that they convert.
     """
     magnitudes = codes & np.uint8(0x7F)
     exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
@@ -201,11 +199,8 @@ def _round_signed(u, y, exponent, random_bits):
     No product is added to anything here: compilers would round the two at once on some platforms.
     """
     code = _fixed_point(y) >> _DROPPED_BITS
-
-    def fraction(code):
-        return _decoded_fraction(_numbers(code.astype(jnp.uint8)), exponent)
-
-    below, above = fraction(code), fraction(code + 1)  # above the largest code is NaN, which is never taken
+    # Above the largest code is NaN, which is never taken.
+    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in (code, code + 1))
     draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
     return code + (draw * (above - below) < u - below).astype(jnp.int32)
 
