@@ -4,6 +4,7 @@ and sizes above 2**31. Products are in test_gpu_products.py.
 
 import concurrent.futures
 import json
+import math
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from equality import assert_all_bitwise
 from ops import cases
 
 from jaxfp8 import ops
-from jaxfp8.ops import _ffi
+from jaxfp8.ops import _ffi, _moments
 
 from .gpu import GRAPHS, custom_calls as custom_calls, random_codes, random_values
 
@@ -57,7 +58,11 @@ def chain(x, kernel, scale):
     gamma = jnp.ones(y.shape[1:])
     normed = ops.quantize_norm(y, gamma, None, scale, jnp.float8_e4m3fn, kind="rms", epsilon=1e-6)
     back = ops.dequantize(q_t, 1 / scale, jnp.bfloat16)
-    return q_t, top, k_top, y, ops.amax(y), back, *jax.tree.leaves(written), *h, *dh, *normed
+    blocks = (len(x), x.shape[1] // _moments.BLOCK)
+    moment = q, jnp.ones(blocks), jnp.zeros(blocks, jnp.int8)
+    keys = jnp.arange(math.prod(blocks), dtype=jnp.uint32).reshape(blocks)
+    encoded = _moments.encode_moment(*moment, x.astype(jnp.float32), keys, squared=False, axis=1)
+    return q_t, top, k_top, y, ops.amax(y), back, *jax.tree.leaves(written), *h, *dh, *normed, *encoded
 
 
 def chain_inputs():
