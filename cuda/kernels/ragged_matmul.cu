@@ -70,7 +70,8 @@ struct Source {
 
   __device__ __forceinline__ void Copy(uint8_t* slice, int32_t place, int32_t begin, int32_t end, bool wide) const {
     const int first_row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    if (wide && place >= begin && place + Tile::kSlice <= end) {  // the whole slice is of this group
+    // Where the whole slice is of this group. A thread that copies one chunk gains nothing by that.
+    if (kCopies > 1 && wide && place >= begin && place + Tile::kSlice <= end) {
       const uint8_t* source = row + place + chunk * kRaggedChunk;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
