@@ -136,8 +136,8 @@ def test_remat_keeps_the_codes():
 
         specs = {"in_specs": (P("e"), P()), "out_specs": (P(), (P("e"), P()))}
         step = jax.jit(jax.shard_map(shard, mesh=cases.mesh(), **specs))
-        # XLA drops what nothing needs: in a jaxpr, the value of a product needs its operands. On CPUs XLA would also join
-        # what remat computes twice.
+        # XLA drops what nothing needs: in a jaxpr, the value of a product needs its operands. On CPUs XLA would also
+        # join what remat computes twice.
         lowered = step.lower(jnp.ones((64, 16)), pack(used_state()))
         compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": "cse"})
         return compiled.as_text().count(" all-to-all(")
