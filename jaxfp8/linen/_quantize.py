@@ -25,15 +25,7 @@ from flax import core, linen as nn
 from .._jax import _warnings
 from .._jax._trees import Tree
 from ..dot import _contexts
-from ..recipes import (
-    FP8StateWarning,
-    Rule,
-    Rules,
-    checked_rules,
-    first_match,
-    kind,
-    layer_names,
-)
+from ..recipes import FP8StateWarning, Rule, Rules, checked_rules, first_match, kind, layer_names
 from ..train import apply_with_max_grad
 from ._dot_general import Fp8Einsum, Fp8Module, make_dot_general_cls
 from ._scopes import Region, add_rules, check_rules, regions, restore_path

@@ -101,3 +101,16 @@ def test_peers_compiled_in_two_ways(options, monkeypatch, case):
     rows, errors = getattr(_gpu_layers, case)(options)
     peers = {name + suffix for name in ("flax", "bf16") for suffix in again}
     assert not errors and set(rows) == peers | {"jaxfp8 own", "jaxfp8 drop-in"}
+
+
+def test_kernels_of_a_trace(options, monkeypatch, capsys):
+    """Two calls of two kernels: how often, how long, and the gap between; a CPU's trace has no kernels of a GPU."""
+    import gpu_trace
+
+    assert gpu_trace.events_of(2, jnp.add, jnp.ones(3), jnp.ones(3)) == {}
+    events = [(0, 2000, "quantize"), (3000, 5000, "gemm"), (10000, 2000, "quantize"), (13000, 5000, "gemm")]
+    monkeypatch.setattr(gpu_trace, "events_of", lambda *arguments: {"Stream #1": events})
+    gpu_trace.show("dense", 2, None)
+    printed = capsys.readouterr().out
+    assert "2.0 launches a call, span 9.0 us, busy 7.0 us" in printed and "1.0 x     5.00 us  gemm" in printed
+    assert printed.endswith("seq: quantize 2.0 (+2.0) | gemm 5.0 (+1.0)\n")

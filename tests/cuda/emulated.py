@@ -297,18 +297,14 @@ class Emulated:
 
     def encode_moment(self, moment, after, keys, squared, *, shift=0, data_shift=None, in_place=False):
         """The next moment, three arrays; `keys` may be None."""
-        data_shift = shift // 4 if data_shift is None else data_shift
-        shifts = data_shift, 0, 0
+        shifts = shift // 4 if data_shift is None else data_shift, 0, 0
         old = [Buffer(x.shape, x.dtype, s, x, in_place=in_place) for x, s in zip(moment, shifts, strict=True)]
         results = old if in_place else [Buffer(x.shape, x.dtype, s) for x, s in zip(moment, shifts, strict=True)]
-        operands = [Buffer(after.shape, after.dtype, shift, after)]
-        operands += [] if keys is None else [Buffer(keys.shape, keys.dtype, 0, keys)]
+        operands = [Buffer(x.shape, x.dtype, s, x) for x, s in ((after, shift), (keys, 0)) if x is not None]
         pointers = [buffer.pointer for buffer in operands] + [ctypes.c_void_p()] * (keys is None)
-        self._launch(
-            "encode_moment", *(buffer.pointer for buffer in old), *pointers, int(squared),
-            *(buffer.pointer for buffer in results), *after.shape,
-        )  # fmt: skip
-        return [b.result(name) for b, name in zip(results, ("data", "amax", "exponent"), strict=True)]
+        old_pointers, next_pointers = ([buffer.pointer for buffer in buffers] for buffers in (old, results))
+        self._launch("encode_moment", *old_pointers, *pointers, int(squared), *next_pointers, *after.shape)
+        return [buffer.result("moment") for buffer in results]
 
     def ragged_matmul(self, a, b, a_scale, b_scale, sizes, *, out_dtype=np.float32, precise=False, shift=0):
         """a `[v, m, k]`, b `[v, g, n, k]`, sizes `[v, g]`; or a `[v, p, m]`, b `[v, n, m]`."""

@@ -36,8 +36,8 @@ HOPPER = TensorCore(32, 13, 13)  # wgmma of FP8
 BLACKWELL = TensorCore(32, 25, 23)  # tcgen05.mma and mma.sync, with or without scales of blocks
 
 
-def tensor_core(device: str, op: str = "scaled_matmul") -> TensorCore:
-    """The additions of `op` on a compute capability such as "9.0"."""
+def tensor_core(device: str) -> TensorCore:
+    """The additions of a compute capability such as "9.0"."""
     if device == "8.9":
         return ADA
     if device.startswith("9."):
@@ -130,7 +130,7 @@ def gemm_bound(a, b, accumulation: str = "exact", device: str | None = None, op:
         a, b: codes `[m, k]` and `[n, k]`.
         accumulation: "exact" (CPU, jnp reference), "fast" or "precise".
         device: the compute capability, such as "9.0"; with "exact" it is not read.
-        op: "scaled_matmul" or "ragged_matmul"; the kernel of the second uses other instructions.
+        op: "scaled_matmul" or "ragged_matmul"; on Ada the second goes to f32 more often.
 
     Exact: K exact products and at most K additions, each with relative error u on a partial sum of at most
     S = sum|a_k b_k|: error <= K u S / (1 - K u) (Higham, Accuracy and Stability, eq. 3.5).
@@ -157,7 +157,7 @@ def gemm_bound(a, b, accumulation: str = "exact", device: str | None = None, op:
             return total * _growth(k * U)
         if accumulation not in ("fast", "precise"):
             raise ValueError(f'gemm_bound: accumulation: expected "exact", "fast" or "precise", got {accumulation!r}')
-        core = tensor_core(device, op)
+        core = tensor_core(device)
         steps = -(-k // core.step)
         added = total * _growth(steps * U) * (1 + 2.0**-9)
         if core.out_bits < 23:

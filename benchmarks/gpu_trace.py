@@ -1,9 +1,9 @@
 """The kernels of layers on a GPU, one by one, by JAX's profiler: how often, how long, and in which order.
 
-    python benchmarks/trace.py [--calls N]
+    python benchmarks/gpu_trace.py [--calls N]
 
 Prints for each program the launches of a call, the time from the first to the last, the time that the device worked,
-and the kernels by their share of it. `results/h200_trace.txt` is what it printed on an H200.
+and the kernels by their share of it. An earlier form of this program printed `results/h200_trace.txt` on an H200.
 """
 
 import argparse
