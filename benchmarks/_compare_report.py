@@ -10,7 +10,7 @@ from _compare_runs import record, summarize
 
 from jaxfp8._jax import _files
 from jaxfp8._jax._table import aligned
-from jaxfp8.selftest._machine import processor, versions
+from jaxfp8.inspect._machine import processor, versions
 
 MAX_LOSS = 0.02  # the largest mean of paired differences to bf16 that passes, in nat of validation loss
 PROOF_STEPS, PROOF_SEEDS = 1000, 3

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 
-from jaxfp8.selftest._machine import processor, versions
+from jaxfp8.inspect._machine import processor, versions
 
 
 def _commit() -> str:

@@ -51,7 +51,7 @@ def describe(args) -> dict:
         driver = ""
     from _environment import environment
 
-    from jaxfp8.selftest._machine import versions
+    from jaxfp8.inspect._machine import versions
 
     return environment(
         **versions(("flax", "nvidia-cublas", "torch")) | {"device": device, "driver": driver},

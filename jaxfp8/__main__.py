@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ._jax._table import aligned
-from .ops import _ffi, _record, _support
-from .selftest import _machine
+from .inspect import _machine
+from .ops import _ffi, _support
 
 
 def about() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def about() -> dict[str, Any]:
         "settings": _try(_machine.settings),
         "platform": _try(_support.backend),
         "devices": _try(_machine.devices),
-        "driver": _try(_record.driver),
+        "driver": _try(_support.driver),
         "libraries": _try(lambda: [library._asdict() for library in _ffi.libraries()]),
         "cublaslt": _try(cublaslt),
         "selftest": _try(lambda: _machine.selftest(_support.backend())),

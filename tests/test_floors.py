@@ -19,7 +19,8 @@ FLOORS = [
     "linen nnx",
     "inference",
     "convert integrations",
-    "inspect selftest",
+    "inspect",
+    "selftest",
     "__init__ __main__",
 ]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names.split()}

@@ -1,9 +1,8 @@
 """One FP8 product: dot_general, einsum, ragged_dot; the primitive; fprop, dgrad and wgrad; fused inputs."""
 
+from ._autodiff import Static, shared, vmapped_state, warn_of_state
 from ._compute_dtype import check_gate, check_norm, linear, norm_of_layer, promoted, sizes
 from ._dot_general import checked_quantizers, dot_general
 from ._einsum import einsum, einsum_by
 from ._fused_input import Activated, FusedInput, Normalized, activated, normalized
-from ._gradient_checks import warn_of_state
 from ._ragged_dot import ragged_dot
-from ._shared_state import Static, shared, vmapped_state

@@ -17,6 +17,7 @@ from ..ops import _checks, _quantize_activation
 from ..ops._support import selected
 from ..recipes import DotGeneralState, QTensor, Recipe
 from . import _contexts
+from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
 from ._contexts import current_layer, is_wrapping
 from ._fused_input import Activated, FusedInput, Normalized, activated
@@ -24,7 +25,6 @@ from ._gemms import Product
 from ._high_precision import plus
 from ._layout import checked_numbers, layouts, out_shape
 from ._product import OUTPUT_NAME, product_p, wrapped_product
-from ._shared_state import shared
 
 
 def dot_general(

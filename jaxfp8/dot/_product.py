@@ -21,11 +21,10 @@ from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, is_differentiated, refuse_derivative, undefined_tangents
 from ..ops._support import selected, using
 from ..recipes import QTensor, StateUse, value_of
+from ._autodiff import check_sources, repeat, repeat_state, warn_of_state
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
-from ._gradient_checks import check_sources, warn_of_state
-from ._shared_state import repeat, repeat_state
 
 # Name for rematerialization policies (checkpoint_policies.py).
 OUTPUT_NAME = "jaxfp8_gemm_output"

@@ -28,16 +28,15 @@ from ..recipes import (
     value_of,
 )
 from . import _contexts
+from ._autodiff import Static, check_sources, shared, vmapped_state, warn_of_state
 from ._compute_dtype import not_wider, promoted
 from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
-from ._gradient_checks import check_sources, warn_of_state
 from ._high_precision import is_blockwise
 from ._layout import Layout
 from ._product import OUTPUT_NAME, differentiated_once
-from ._shared_state import Static, shared, vmapped_state
 
 
 def ragged_dot(

@@ -16,10 +16,9 @@ from ._blockwise import (
 from ._by_product import ByProduct, all_quantizers, second, shares_codes, with_state
 from ._custom import ROLES, CustomRecipe
 from ._delayed import DelayedScaling, DelayedScalingQuantizer, histories_of, next_states, read_states, reading_suffices
-from ._high_precision import HighPrecision, HighPrecisionQuantizer
 from ._quantizer import GEMMType, OperandOptions, Quantized, Quantizer, no_reduction
 from ._reading import is_reading, largest, reading_of, without_max
-from ._recipe import Recipe, checked
+from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some, warn_of_idle_rules
 from ._state import DotGeneralState, QuantizerState, StateUse, init_state, keeps_state, map_variables
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis

@@ -10,8 +10,7 @@ import jax
 
 from .._jax import _warnings
 from . import _warning
-from ._high_precision import HighPrecision
-from ._recipe import Recipe, checked
+from ._recipe import HighPrecision, Recipe, checked
 
 
 class _Region(NamedTuple):

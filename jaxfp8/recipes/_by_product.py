@@ -6,9 +6,8 @@ there are two quantizers of each. They are equal in all other recipes, and then 
 
 import dataclasses
 
-from ._high_precision import HighPrecision, HighPrecisionQuantizer
 from ._quantizer import Quantizer
-from ._recipe import PRODUCTS, Recipe, checked
+from ._recipe import PRODUCTS, HighPrecision, HighPrecisionQuantizer, Recipe, checked
 
 _SHARED = tuple(field.name for field in dataclasses.fields(Recipe))
 # Positions in `ByProduct.quantizers`: the quantizers of second products are as many places after those of first ones.

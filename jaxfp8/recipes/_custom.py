@@ -4,9 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from ._high_precision import HighPrecisionQuantizer
 from ._quantizer import Quantizer
-from ._recipe import Recipe
+from ._recipe import HighPrecisionQuantizer, Recipe
 
 # In the order of `Recipe.quantizers`.
 ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")

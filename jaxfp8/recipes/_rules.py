@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._jax import _warnings
-from ._high_precision import HighPrecision
-from ._recipe import Recipe, checked
+from ._recipe import HighPrecision, Recipe, checked
 from ._warning import FP8StateWarning
 
 

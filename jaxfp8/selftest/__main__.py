@@ -13,8 +13,9 @@ import time
 
 from .._jax import _files
 from .._jax._table import aligned
-from ..ops import _record, _support
-from . import _cases, _checks, _workers
+from ..inspect import _op_calls
+from ..ops import _support
+from . import _checks, _workers
 
 _COLUMNS = ("op", "runs", "values", "in a graph", "us", "GB/s", "TFLOP/s", "of copy or bf16")
 
@@ -24,14 +25,14 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxfp8.selftest", description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write everything here")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
-    parser.add_argument("--only", metavar="OP,OP", help=f"of {', '.join(_cases.OPS)} (default: all)")
+    parser.add_argument("--only", metavar="OP,OP", help=f"of {', '.join(_op_calls.OPS)} (default: all)")
     parser.add_argument("--no-speed", action="store_true", help="no times")
     parser.add_argument("--timeout", type=int, default=150, help="seconds a check may take (default: 150)")
     parser.add_argument("--worker", nargs="+", metavar="CHECK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.only = args.only.split(",") if args.only else list(_cases.OPS)
-    if unknown := set(args.only) - set(_cases.OPS):
-        parser.error(f"--only: expected names out of {', '.join(_cases.OPS)}, got {', '.join(sorted(unknown))}")
+    args.only = args.only.split(",") if args.only else list(_op_calls.OPS)
+    if unknown := set(args.only) - set(_op_calls.OPS):
+        parser.error(f"--only: expected names out of {', '.join(_op_calls.OPS)}, got {', '.join(sorted(unknown))}")
     return args
 
 
@@ -85,7 +86,7 @@ def table(rows: list[dict]) -> str:
         return [*(f"{row[name]:.4g}" if name in row else "-" for name in ("us", "gb_per_s", "tflops")), ratio]
 
     lines = [_COLUMNS]
-    for op in (*_checks.BASELINES, *_cases.OPS):
+    for op in (*_checks.BASELINES, *_op_calls.OPS):
         if not any(name.endswith(f":{op}") for name in by_name):
             continue
         row = by_name.get(f"values:{op}", {})
@@ -100,7 +101,7 @@ def table(rows: list[dict]) -> str:
 
 def ops_in(checks: list[str]) -> list[str]:
     """Return the ops that checks such as "values:amax" are about."""
-    return [op for op in _cases.OPS if any(name.endswith(f":{op}") for name in checks)]
+    return [op for op in _op_calls.OPS if any(name.endswith(f":{op}") for name in checks)]
 
 
 def remedy(rows: list[dict]) -> str:
@@ -122,7 +123,7 @@ def recorded(rows: list[dict], about: dict, is_whole: bool) -> str:
     if not (is_whole and key) or {"machine", "library", *(f"speed:{name}" for name in _checks.BASELINES)} & set(failed):
         return ""
     try:
-        path = _record.write(key, failed)
+        path = _support.write_record(key, failed)
     except (OSError, RuntimeError) as error:
         return f"not recorded: {error}"
     off = ", ".join(ops_in(failed))
@@ -150,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
             json.dump(report | {"environment": about}, file, indent=1)
     print(table(rows))
     # An op that is switched off has not run, and without its speed an op has not run on large arrays.
-    is_partial = args.quick or args.no_speed or os.environ.get(_support.VARIABLE) or set(args.only) != set(_cases.OPS)
+    is_partial = (
+        args.quick or args.no_speed or os.environ.get(_support.VARIABLE) or set(args.only) != set(_op_calls.OPS)
+    )
     if line := recorded(rows, about, not is_partial):
         print(line)
     if switch := remedy(rows):

@@ -13,10 +13,11 @@ import numpy as np
 
 from .. import ops
 from ..dot import dot_general
+from ..inspect import _op_calls
 from ..numerics import E4M3
 from ..ops import _ffi, _support
 from ..recipes import DelayedScaling, init_state
-from . import _cases, _comparisons, _values
+from . import _cases
 
 # With these options XLA records custom calls that allow it into CUDA graphs, also a single custom call.
 _GRAPHS = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL", "xla_gpu_graph_min_graph_size": 1}
@@ -57,7 +58,7 @@ def values(op: str, *, quick: bool = False) -> dict[str, Any]:
         got, comparison = _numpy(lowered.compile()(*case.arguments)), case.comparison(_on_tensor_cores())
         expected = _reference(case, comparison)
         if on_tpu:
-            got, expected = ([*map(_values.on_tpu, results or [])] for results in (got, expected))
+            got, expected = ([*map(_cases.on_tpu, results or [])] for results in (got, expected))
         problem = comparison.problem(got, expected)
         if not problem and (control := comparison.control(got)) is not None:
             refused += 1
@@ -120,7 +121,7 @@ def training() -> dict[str, Any]:
         right, expected = run()
     # A product may add up in another order than the reference. State is made of maxima and has to be equal.
     error = float(jnp.linalg.norm((out - right).astype(jnp.float32)) / jnp.linalg.norm(right.astype(jnp.float32)))
-    problem = _comparisons.BITS.problem(state, expected)
+    problem = _cases.BITS.problem(state, expected)
     return _row(problem or (f"outputs differ by {error:.2%}" if not error < 0.01 else None), "state equal to the bit")
 
 
@@ -131,7 +132,7 @@ def speed(op: str) -> dict[str, Any]:
         function, count, dtype = BASELINES[op]
         arguments = [np.ones((n, n), dtype)] * count
     else:
-        function, arguments, *_ = _cases.call(op, _kind(op, n, _with_kernel(op) or 0))
+        function, arguments, *_ = _op_calls.call(op, _kind(op, n, _with_kernel(op) or 0))
     sets = [jax.device_put(list(arguments)) for _ in range(4)]  # more than a cache holds
     run = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
     seconds = _seconds(run, sets) / len(sets)
@@ -139,7 +140,7 @@ def speed(op: str) -> dict[str, Any]:
     arrays = jax.tree.leaves((sets[0], jax.eval_shape(function, *arguments)))
     nbytes = sum(x.size * x.dtype.itemsize for x in arrays)
     row = _row(None, f"n = {n}") | {"us": seconds * 1e6, "gb_per_s": nbytes / seconds / 1e9}
-    return row | ({"tflops": 2 * n**3 / seconds / 1e12} if op in (*_cases.PRODUCTS, "bf16 product") else {})
+    return row | ({"tflops": 2 * n**3 / seconds / 1e12} if op in (*_op_calls.PRODUCTS, "bf16 product") else {})
 
 
 def _seconds(run, sets) -> float:
@@ -159,15 +160,15 @@ def _seconds(run, sets) -> float:
 
 def _with_kernel(op) -> int | None:
     """Return the index of the first options of an op with which its custom call runs here."""
-    for index in range(_cases.MOST_OPTIONS):
-        function, arguments, *_ = _cases.call(op, _kind(op, 256, index))
+    for index in range(_op_calls.MOST_OPTIONS):
+        function, arguments, *_ = _op_calls.call(op, _kind(op, 256, index))
         if _has_call(jax.jit(function).lower(*arguments), op):
             return index
     return None
 
 
 def _kind(op, n, index):
-    return _cases.Kind((n,) * (3 if op in _cases.PRODUCTS else 2), _BF16, E4M3, index)
+    return _op_calls.Kind((n,) * (3 if op in _op_calls.PRODUCTS else 2), _BF16, E4M3, index)
 
 
 def _on_tensor_cores() -> bool:

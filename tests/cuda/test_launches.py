@@ -6,8 +6,8 @@ import oracle
 import pytest
 
 from jaxfp8 import ops
+from jaxfp8.inspect import _machine
 from jaxfp8.ops import _ffi
-from jaxfp8.selftest import _machine
 
 from . import emulated
 

@@ -13,7 +13,7 @@ import pytest
 
 import jaxfp8
 from jaxfp8 import ops
-from jaxfp8.selftest import _machine
+from jaxfp8.inspect import _machine
 
 from . import cases
 

@@ -13,8 +13,8 @@ import pytest
 import jaxfp8
 from jaxfp8 import inspect, ops
 from jaxfp8._jax import _compat
-from jaxfp8.ops import _ffi, _record, _support
-from jaxfp8.selftest import _machine
+from jaxfp8.inspect import _machine
+from jaxfp8.ops import _ffi, _support
 
 from .test_structure import OPS, cuda_text, custom_calls, dense_arguments, dense_step
 
@@ -219,15 +219,15 @@ def record(monkeypatch, tmp_path):
     """The record of an H200: two ops failed, and a check that names none. Gives the kinds that were read."""
     kinds = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(_record, "key", lambda kind: kinds.append(kind) or {"device": kind})
-    _record.write({"device": H200.device_kind}, ["values:quantize", "speed:scaled_matmul", "training"])
-    _record.read.cache_clear()
+    monkeypatch.setattr(_support, "record_key", lambda kind: kinds.append(kind) or {"device": kind})
+    _support.write_record({"device": H200.device_kind}, ["values:quantize", "speed:scaled_matmul", "training"])
+    _support.read_record.cache_clear()
     yield kinds
-    _record.read.cache_clear()
+    _support.read_record.cache_clear()
 
 
 def failure(op):
-    date = _record.read("NVIDIA H200")["date"]
+    date = _support.read_record("NVIDIA H200")["date"]
     return f"{op} failed python -m jaxfp8.selftest on NVIDIA H200, {date} (an empty JAXFP8_DISABLE runs it)"
 
 
@@ -301,9 +301,9 @@ def test_what_says_that_an_op_failed(machine, record):
 def test_no_record_is_read_at_import(value, is_set):
     """Nor for a program of a CPU."""
     program = (
-        "import jax, jaxfp8; from jaxfp8.ops import _record, _support, quantize\n"
+        "import jax, jaxfp8; from jaxfp8.ops import _support, quantize\n"
         "jax.jit(lambda x: quantize(x, jax.numpy.float32(2), jax.numpy.float8_e4m3fn))(jax.numpy.ones((3, 4)))\n"
-        "print(_support._is_set, _record.read.cache_info().misses)"
+        "print(_support._is_set, _support.read_record.cache_info().misses)"
     )
     environment = {"JAXFP8_DISABLE": value, "PYTHONPATH": another_process.PATH, "JAX_PLATFORMS": "cpu"}
     assert another_process.python("-c", program, **environment).stdout.split() == [str(is_set), "0"]

@@ -8,13 +8,14 @@ from aot import compiler
 from jax import lax
 
 from cuda import emulated
+from jaxfp8.inspect import _op_calls
 from jaxfp8.ops import _ffi, _shapes
-from jaxfp8.selftest import _cases, _checks, _comparisons
+from jaxfp8.selftest import _cases, _checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_stays_traced")]
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
-ON_CPU, ON_CUDA = ([op for op in _cases.OPS if op in _ffi._TARGETS[platform]] for platform in ("cpu", "CUDA"))
+ON_CPU, ON_CUDA = ([op for op in _op_calls.OPS if op in _ffi._TARGETS[platform]] for platform in ("cpu", "CUDA"))
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_wrong_scale_of_products(op, few_cases, monkeypatch):
     assert "wrong, first at" in _checks.values(op, quick=True)["detail"]
 
 
-@pytest.mark.parametrize("op", _cases.PRODUCTS)
+@pytest.mark.parametrize("op", _op_calls.PRODUCTS)
 def test_a_product_without_its_last_terms(op, monkeypatch):
     """The bound of tensor cores, which is far wider, refuses it as well; both accept the right product."""
     monkeypatch.setattr(_cases, "_PRODUCTS", _cases._PRODUCTS[:6])
@@ -79,8 +80,8 @@ def test_a_product_without_its_last_terms(op, monkeypatch):
 
 
 def test_a_comparison_that_accepts_anything(few_cases, monkeypatch):
-    blind = _comparisons.BITS._replace(problem=lambda results, expected: None)
-    monkeypatch.setattr(_comparisons, "BITS", blind)
+    blind = _cases.BITS._replace(problem=lambda results, expected: None)
+    monkeypatch.setattr(_cases, "BITS", blind)
     row = _checks.values("amax", quick=True)
     assert row["status"] == "failed" and "does not refuse a wrong answer" in row["detail"]
 
@@ -95,7 +96,7 @@ def test_an_inaccurate_sum():
         quantum = 2.0 ** (np.floor(np.log2(np.abs(sums))) - 13)
         sums = np.trunc(sums / quantum) * quantum
     problems = [
-        _comparisons.product([(a, b)], [], np.float32, tensor_cores).problem([sums.astype(np.float32)], None)
+        _cases.product([(a, b)], [], np.float32, tensor_cores).problem([sums.astype(np.float32)], None)
         for tensor_cores in (True, False)
     ]
     assert problems[0] is None and "wrong, first at" in problems[1]
@@ -142,7 +143,7 @@ def test_first_launches_are_recorded():
     if reason := compiler.missing():
         pytest.skip(reason)
     printed = dict(line.split() for line in compiler.run("selftest_graphs").splitlines())
-    assert printed == {op: "True" for op in _cases.OPS} | {"without": "False"}
+    assert printed == {op: "True" for op in _op_calls.OPS} | {"without": "False"}
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
@@ -151,7 +152,7 @@ def test_any_nan_is_a_right_number(dtype):
     right = np.asarray([1, np.nan], dtype)
     other_nan = -right * np.asarray([-1, 1], dtype)
     assert other_nan.tobytes() != right.tobytes()
-    assert _comparisons.BITS.problem([other_nan], [right])
-    assert not _comparisons.NUMBERS.problem([other_nan], [right])
-    assert _comparisons.NUMBERS.problem([right[::-1]], [right])
-    assert _comparisons.NUMBERS.problem(_comparisons.NUMBERS.control([right]), [right])
+    assert _cases.BITS.problem([other_nan], [right])
+    assert not _cases.NUMBERS.problem([other_nan], [right])
+    assert _cases.NUMBERS.problem([right[::-1]], [right])
+    assert _cases.NUMBERS.problem(_cases.NUMBERS.control([right]), [right])

@@ -6,8 +6,9 @@ import subprocess
 import another_process
 import pytest
 
-from jaxfp8.ops import _ffi, _record
-from jaxfp8.selftest import __main__ as command, _cases, _machine, _workers
+from jaxfp8.inspect import _machine, _op_calls
+from jaxfp8.ops import _ffi, _support
+from jaxfp8.selftest import __main__ as command, _workers
 
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
 
@@ -43,8 +44,8 @@ def test_every_op(tmp_path):
     rows = {row["check"]: row for row in json.loads(path.read_text())["rows"]}
     on_cpu = next(library.ops for library in _ffi.libraries() if library.platform == "cpu")
     assert rows["speed:copy"]["gb_per_s"] > 0 and rows["speed:scaled_matmul"]["tflops"] > 0
-    assert all(f"speed:{op}" in rows for op in _cases.OPS)
-    assert {op for op in _cases.OPS if rows[f"values:{op}"]["custom_calls"]} == set(on_cpu) & set(_cases.OPS)
+    assert all(f"speed:{op}" in rows for op in _op_calls.OPS)
+    assert {op for op in _op_calls.OPS if rows[f"values:{op}"]["custom_calls"]} == set(on_cpu) & set(_op_calls.OPS)
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def record(rows, monkeypatch, tmp_path):
         rows.clear()
         rows.update({name: {"status": "failed", "detail": "-"} for name in failed})
         assert command.main(list(arguments)) == int(bool(failed))
-        path = _record.path(KEY)
+        path = _support.record_path(KEY)
         return json.loads(path.read_text())["failed"] if path.exists() else None
 
     return run
@@ -116,11 +117,11 @@ def test_a_whole_run_is_recorded(record, capsys):
     """A later one takes the failures away."""
     failed = ["training", "graph:quantize_norm", "values:amax", "speed:amax"]
     assert record(failed=failed) == failed
-    line = f"recorded in {_record.path(KEY)}: later programs leave amax, quantize_norm to the reference\n"
+    line = f"recorded in {_support.record_path(KEY)}: later programs leave amax, quantize_norm to the reference\n"
     assert line in capsys.readouterr().out
     assert record(failed=["training"]) == ["training"]
-    assert record("--only", ",".join(_cases.OPS)) == []
-    assert f"recorded in {_record.path(KEY)}\n" in capsys.readouterr().out
+    assert record("--only", ",".join(_op_calls.OPS)) == []
+    assert f"recorded in {_support.record_path(KEY)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

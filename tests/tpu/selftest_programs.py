@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxfp8 import ops
+from jaxfp8.inspect import _op_calls
 from jaxfp8.selftest import _cases
 
 ODD = 2  # the position of an odd shape among those of an op
@@ -28,7 +29,7 @@ def outcome(op, sharding) -> str:
 def main():
     device, *_ = topologies.get_topology_desc(platform="tpu", topology_name="tpu7x:2x2x1").devices
     sharding = jax.sharding.SingleDeviceSharding(device)
-    print(json.dumps({op: outcome(op, sharding) for op in _cases.OPS}))
+    print(json.dumps({op: outcome(op, sharding) for op in _op_calls.OPS}))
 
 
 if __name__ == "__main__":

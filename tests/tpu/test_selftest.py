@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxfp8 import ops
+from jaxfp8.inspect import _op_calls
 from jaxfp8.numerics import _tpu
 from jaxfp8.ops import _support
-from jaxfp8.selftest import __main__ as command, _cases, _checks, _values
+from jaxfp8.selftest import __main__ as command, _cases, _checks
 
 from . import compiler
 
@@ -23,7 +24,7 @@ def on_tpu(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("op", _cases.OPS)
+@pytest.mark.parametrize("op", _op_calls.OPS)
 def test_values(op, on_tpu):
     row = _checks.values(op, quick=True)
     assert row["status"] == "passed", row["detail"]
@@ -46,9 +47,9 @@ def test_one_process_has_the_tpu():
 def test_numbers_that_a_tpu_reads_as_zero():
     x = np.float32([2.0**-149, -(2.0**-127), 2.0**-126, -np.nan, 1])
     expected = np.float32([0, 0, 2.0**-126, np.nan, 1])
-    np.testing.assert_array_equal(_values.on_tpu(x).view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(_cases.on_tpu(x).view(np.uint32), expected.view(np.uint32))
     half = np.float16([2.0**-24])
-    assert _values.on_tpu(half) is half
+    assert _cases.on_tpu(half) is half
 
 
 def test_programs_compile_for_a_tpu():

@@ -12,8 +12,8 @@ from ops.test_support import gpu, machine as machine
 
 import jaxfp8
 from jaxfp8 import __main__ as command
-from jaxfp8.ops import _ffi, _record, _support
-from jaxfp8.selftest import _machine
+from jaxfp8.inspect import _machine
+from jaxfp8.ops import _ffi, _support
 
 ON_CPU = {*cases.TARGETS, "quantize_blocks"}
 NATIVE = pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="no CPU library")
@@ -162,8 +162,8 @@ def test_a_gpu_without_cublaslt(machine):
 def test_whether_the_selftest_ran(record, line, machine, few_programs, monkeypatch):
     """The first GPU counts, which the selftest checks."""
     machine(gpu("9.0", "H200"), gpu("10.0", "B200"), disabled=None)
-    monkeypatch.setattr(_record, "key", lambda kind: {"device": kind})
-    monkeypatch.setattr(_record, "read", lambda kind: record if kind == "H200" else 1 / 0)
+    monkeypatch.setattr(_support, "record_key", lambda kind: {"device": kind})
+    monkeypatch.setattr(_support, "read_record", lambda kind: record if kind == "H200" else 1 / 0)
     monkeypatch.setattr(_support, "backend", lambda: "cuda")
     about = command.about()
     assert about["selftest"] == {"key": {"device": "H200"}, **record}
@@ -176,7 +176,7 @@ def test_a_selftest_without_a_record(machine, few_programs, monkeypatch):
     about = command.about()
     assert about["selftest"] == {} and "\nselftest" not in command.text(about)
     monkeypatch.setattr(_support, "backend", lambda: "cuda")
-    monkeypatch.setattr(_record, "key", lambda kind: 1 / 0)
+    monkeypatch.setattr(_support, "record_key", lambda kind: 1 / 0)
     assert "\nselftest   ZeroDivisionError: " in command.text(command.about())
     monkeypatch.setattr(_ffi, "_has_cuda_kernels", False)
     assert command.about()["selftest"] == {}

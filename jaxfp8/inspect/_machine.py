@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from .. import recipes
 from ..dot import dot_general
 from ..numerics import E4M3
-from ..ops import _ffi, _record, _support
-from . import _cases
+from ..ops import _ffi, _support
+from . import _op_calls
 
 PACKAGES = (
     "jaxfp8 jax jaxlib jax-cuda13-plugin jax-cuda12-plugin jax-rocm7-plugin libtpu nvidia-cublas "
@@ -58,7 +58,7 @@ def selftest(platform: str) -> dict[str, Any]:
     if platform != "cuda" or not _ffi.has_cuda_kernels():
         return {}
     kind = _support.local_gpus()[0].device_kind
-    return {"key": _record.key(kind), **_record.read(kind)}
+    return {"key": _support.record_key(kind), **_support.read_record(kind)}
 
 
 def settings() -> dict[str, str]:
@@ -86,12 +86,12 @@ _SHARED_CALL = {"quantize_blocks": "quantize_blocks_transpose"}
 
 def _example(op: str, index: int = 0) -> tuple[Callable, tuple]:
     """Return a function that calls an op, and the function's arguments."""
-    shape = (_N,) * (3 if op in _cases.PRODUCTS else 2)
-    return _cases.call(op, _cases.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
+    shape = (_N,) * (3 if op in _op_calls.PRODUCTS else 2)
+    return _op_calls.call(op, _op_calls.Kind(shape, jnp.dtype(jnp.bfloat16), E4M3, index))[:2]
 
 
 # `quantize_blocks` runs as the custom call of `quantize_blocks_transpose`, whose cases call both ops in turn.
-OPS = {op: _example(op) for op in _cases.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
+OPS = {op: _example(op) for op in _op_calls.OPS} | {"quantize_blocks": _example("quantize_blocks_transpose", 1)}
 
 
 def active_ops(platform: str) -> list[dict[str, Any]]:
