@@ -9,10 +9,9 @@ import optax
 
 import jaxfp8
 
-from .libraries import OWG
 from .steps import is_clean, normal, step_of, tally_products
 from .trainers import K, N, loss_of, operands, variables_of
-from .verdict import Tally, refused, row
+from .verdict import Tally, row
 
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-3), "lion": optax.lion(1e-4)}
 
@@ -61,23 +60,6 @@ def stacked_rows(library):
             tally(np.isnan(got[1]).all(), f"{way}, {path}: the row's product is not NaN")
             tally(np.array_equal(want[[0, 2]], got[[0, 2]]), f"{way}, {path}: other rows have changed")
     return tally.verdict("NaN in its row alone")
-
-
-@row("the same: the update of the state names the layer and the remedy", peer="Flax has no such check")
-def named_update(library):
-    tally = Tally()
-    for name, tx in OPTIMIZERS.items():
-        variables = stepped_on(library, tx)
-        gradient = library.grad(loss_at(library, 1))(variables)
-        names = f"{library.module}/.*(history|state).*reset_state"
-        refused(lambda v=variables, g=gradient: library.update(v, g), tally, name, names)
-        # Under jit nobody raises, and nobody hides it: the leaf stays as it is.
-        kept = jax.jit(library.update)(variables, gradient)
-        before, after = (jax.tree.leaves(tree[OWG]) for tree in (variables, kept))
-        spoilt = [i for i, leaf in enumerate(before) if np.any(np.asarray(leaf) < 0)]
-        tally(bool(spoilt), f"{name}: no leaf is below zero")
-        tally(all(np.array_equal(before[i], after[i]) for i in spoilt), f"{name}: jit has cleaned a leaf")
-    return tally.verdict("the path")
 
 
 @row("the same: reset_state repairs it within one good step", peer="Flax has no such function")

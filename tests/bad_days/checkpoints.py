@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from convert.test_transformer_engine import Replay, te_leaves
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -311,19 +310,4 @@ def from_flax(library):
     tally_products(tally, got, operands, "the step after")
     amax = np.abs(x).max()
     tally(np.array_equal(library.history(got.variables, "input"), [amax, 0, 0, amax]), "another window")
-    return tally.verdict()
-
-
-@row("TransformerEngine's state: a converter or a named error", peer="Flax has no converter and no such names")
-def from_transformer_engine(library):
-    tally = Tally()
-    operands = steps.operands(M, K, N, 400.0, 1e-3)
-    x, kernel, grad = operands
-    largest = {"input": 448.0, "kernel": 448.0, "output_grad": 57344.0}
-    quantizers = {name: Replay(np.zeros(HISTORY, np.float32), np.float32(1), top) for name, top in largest.items()}
-    for name, value in zip(OPERANDS, operands, strict=True):
-        quantizers[name].step(np.abs(value).max())
-    converted = convert.from_transformer_engine({"fp8_metas": {"Dense_0": te_leaves(quantizers)}})
-    variables = {"params": {"kernel": kernel}, OWG: converted[OWG]["Dense_0"]}
-    tally_products(tally, step_of(library, N)(variables, x, grad), operands, "the step after")
     return tally.verdict()

@@ -6,14 +6,10 @@ import tempfile
 import another_process
 import jax
 import jax.numpy as jnp
-import numpy as np
-import oracle
 from ops import answers, bad_calls, cases, targets
 
-import jaxfp8
-
 from .steps import normal, same_bits
-from .verdict import NotRun, Tally, refused, row
+from .verdict import Tally, refused, row
 
 NONE = "Flax makes no custom calls"
 
@@ -37,25 +33,6 @@ def bad_buffers(library):
         good = targets.filled(targets.good(op))
         tally(same_bits(cases.run_target(good)[:3], answers.answer(good)[:3]), f"{op}: the call after")
     return tally.verdict(f"{tally.count} of {tally.count} refused by name")
-
-
-@row("a handler's error inside a program: the program fails, the process and the next call do not", peer=NONE)
-def error_in_a_program(library):
-    tally, x = Tally(), normal(1, (9, 11))
-
-    def good(x):
-        return jaxfp8.ops.quantize(x, np.float32(2), oracle.E4M3.dtype)
-
-    def bad(x):
-        shapes = [jax.ShapeDtypeStruct((7,), np.float32)]
-        return jax.ffi.ffi_call(cases.TARGETS["amax"], shapes)(good(x)[0].astype(np.float32))[0]
-
-    with jaxfp8.ops.implementation("ffi"):
-        for _ in range(3):
-            refused(lambda: jax.jit(bad)(x), tally, "a result of another size", "amax: amax: expected")
-            codes, amax = jax.jit(good)(x)
-            tally(same_bits((codes, amax), oracle.quantize(x, np.float32(2), oracle.E4M3)), "the next call is wrong")
-    return tally.verdict()
 
 
 def exported(library):
@@ -104,8 +81,3 @@ def cache(library):
     tally(same_bits(first, here) and same_bits(again, here) and entries > 0, f"with the library: {entries} entries")
     tally("jaxfp8_" in said, f"without it: {said}")
     return tally.verdict(said[:100])
-
-
-@row("GPU: graph capture, two streams, small workspace, no algorithm, sm_80", peer=NONE)
-def gpus(library):
-    raise NotRun("needs a GPU; what can be tested without one is in tests/cuda")

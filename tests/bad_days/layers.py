@@ -136,20 +136,6 @@ def dropped_state(library):
     return tally.verdict("a warning")
 
 
-@row("a parameter that is called as a state is", peer="Flax's helpers know the collection alone")
-def state_by_name(library):
-    """`linear_input_count` in `params` is a parameter: it adds up, and the optimizer moves it."""
-    del library
-    tally, tree = Tally(), {"linear_input_count": np.float32(1), "linear_weight_x": np.float32(2)}
-    total = jaxfp8.accumulate_gradients(tree, tree)
-    tally([float(leaf) for leaf in jax.tree.leaves(total)] == [2, 4], f"microbatches add up to {total}")
-    tx = jaxfp8.train.optimizer(optax.sgd(0.5))
-    updates, _ = tx.update(tree, tx.init(tree), tree)
-    after = optax.apply_updates(tree, updates)
-    tally([float(leaf) for leaf in jax.tree.leaves(after)] == [0.5, 1], f"a step of sgd gives {after}")
-    return tally.verdict()
-
-
 @row("two gradients of one point are stored", "two apply_gradients")
 def two_gradients(library):
     """Two losses at the same parameters, one after the other stored: one step, whose amaxes are the larger ones."""

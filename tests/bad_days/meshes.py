@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-import jaxfp8
-
 from .libraries import LIBRARIES, OPERANDS, OWG
 from .steps import amaxes, normal, operands as given, tally_amaxes
 from .verdict import Tally, row
@@ -100,20 +98,6 @@ def with_shard_map(library):
                 what = f"check_vma={checked}, {name}: {slots.min() / true:.3g} to {slots.max() / true:.3g} of the amax"
                 tally(np.allclose(slots, true, rtol=1e-6), what)
     return tally.verdict()
-
-
-@row(
-    "where types cannot tell who shares a state: a warning or an error that says what to set",
-    peer="Flax's state is each device's own, which is the row above",
-)
-def unchecked_warns(library):
-    x, kernel, grad = data()
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        in_shard_map(library, gradient_of(library), False)(library.variables(kernel), x, grad)
-    tally = Tally()
-    said = [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning) and "pipeline_axes" in str(w.message)]
-    tally(said, "no warning that names pipeline_axes")
-    return tally.verdict("FP8StateWarning names pipeline_axes")
 
 
 @row("pipeline: never reduced across stages, no hang", any_layer=True)

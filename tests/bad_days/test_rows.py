@@ -29,10 +29,8 @@ SHOWN = {
     "flax_dynamic_scale",
     "bad_numbers",
     "under_jit",
-    "error_in_a_program",
 }
 SLOW = {"large", "processes", "reload", "reload_without", "cache", "proof"}
-NEEDS_A_GPU = {"gpus"}
 # Where neither optax nor Flax's own classes promote dtypes, the session's strict rules hold.
 STRICT = ("values", "shapes", "meshes", "ffi")
 
@@ -43,8 +41,7 @@ def _cases():
             is_shown = row.name in SHOWN and name == "Linen"
             is_slow = row.name in SLOW or (row.of in ELSEWHERE and row.name not in CUDA_ELSEWHERE)
             marks = [] if is_shown else [pytest.mark.slow] if is_slow else [pytest.mark.ci]
-            if row.name not in NEEDS_A_GPU:
-                yield pytest.param(row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}")
+            yield pytest.param(row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}")
 
 
 @pytest.mark.parametrize("row, layer", list(_cases()))
@@ -106,6 +103,7 @@ def test_every_test_named_exists():
     assert README.count("::test_") == len(re.findall(r"`[\w/]+\.py::test_\w+`", README))
 
 
-def test_every_row_of_the_table_is_judged():
+def test_every_row_of_the_table_is_shown():
+    """A row is a program here, or names the tests that show it; Flax has no part in a row without a program."""
     table, judges = {cells[0].removeprefix("| ") for cells in TABLE}, {row.of for row in rows.IN_ORDER}
-    assert len(table) == len(TABLE) > 60 and table == judges, table ^ judges
+    assert len(table) == len(TABLE) > 60 and table - ELSEWHERE <= judges <= table, table ^ judges
