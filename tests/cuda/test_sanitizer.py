@@ -14,7 +14,7 @@ from . import sanitize, sanitizer_cases
 
 def test_every_custom_call(cuda_custom_calls):
     text = ""
-    for function, *arguments in (sanitizer_cases.OWN | sanitizer_cases.CUBLASLT).values():
+    for function, *arguments in (sanitizer_cases.OWN | sanitizer_cases.PRODUCT_CASES).values():
         text += jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     missing = [name for name in ops.custom_call_targets() if name not in text]
     assert missing == [_ffi.target_name(op) for op in _ffi._CPU_ONLY]
