@@ -16,9 +16,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _compat, _warnings
-from .._jax._primitives import compiled
+from .._jax._primitives import compiled, is_differentiated, undefined_tangents
 from ..numerics import FP8_DTYPES
-from ..recipes import FP8StateWarning, is_reading, largest
+from ..recipes import FP8StateWarning, QTensor, StateUse, is_reading, largest
 from ._gemms import Product
 
 _NOT_UPDATED = (
@@ -150,12 +150,44 @@ def warn_of_state(quantizers, is_updated, layer: str | None = None) -> None:
         _warnings.warn(f"{layer}: {message}" if layer else message, FP8StateWarning)
 
 
-def check_sources(product: Product, operands, is_differentiated) -> None:
-    """Raise a TypeError where the gradient is taken with respect to a QTensor without a source."""
-    for name, operand, differentiated in zip(product.names, operands, is_differentiated, strict=False):
-        if operand.dtype in FP8_DTYPES and differentiated:
+@jax.custom_jvp
+def differentiated_once(codes, source):
+    """Return `codes`. A derivative of this function with respect to `source`, a second one of the product, raises."""
+    del source
+    return codes
+
+
+@differentiated_once.defjvp
+def _(primals, tangents):
+    leaves, tree = jax.tree.flatten(primals[0])
+    undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
+    return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
+
+
+def checked_codes(product: Product, operands, codes, differentiated, state, is_updated) -> list[QTensor | None]:
+    """Check that a gradient has the sources of its codes and the state of its recipe; return the codes of operands.
+
+    A second derivative of the returned codes, with respect to their source, raises.
+
+    Args:
+        product: the static part.
+        operands: x and kernel, or the sources of their codes.
+        codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else None.
+        differentiated: for each operand, whether the gradient is taken with respect to that operand.
+        state: the state of the product.
+        is_updated: for each leaf of the state, whether the gradient is taken with respect to that leaf.
+
+    Raises:
+        TypeError: the gradient is taken with respect to a QTensor without a source.
+    """
+    for name, operand, has_gradient in zip(product.names, operands, differentiated, strict=False):
+        if operand.dtype in FP8_DTYPES and has_gradient:
             raise TypeError(
                 f"{name}: a QTensor without its source has no gradient; see jaxfp8.quantize_params. A model of "
                 "jaxfp8.freeze does not train: train the variables it was frozen from, or differentiate with respect "
                 "to other variables than its kernels"
             )
+    # No step updates a fixed scale, in inference. A gradient around this one may be taken with respect to the state.
+    if not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state)):
+        warn_of_state(product.quantizers, is_updated, product.layer)
+    return [q and differentiated_once(q, operand) for q, operand in zip(codes, operands, strict=True)]

@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import ops
 from .._jax import _compat, _mesh
-from .._jax._primitives import compiled, is_differentiated, refuse_derivative, undefined_tangents
+from .._jax._primitives import compiled, refuse_derivative
 from ..ops._support import selected, using
-from ..recipes import QTensor, StateUse, value_of
-from ._autodiff import check_sources, repeat, repeat_state, warn_of_state
+from ..recipes import QTensor, value_of
+from ._autodiff import checked_codes, repeat, repeat_state
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
@@ -187,17 +187,13 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     """
     # 1. Check that the gradient has sources and state.
     x, kernel, *leaves = primals
-    check_sources(product, (x, kernel), is_linear)
     # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
     bias, state, codes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    # No step updates a fixed scale, in inference. A gradient around this one may be taken with respect to the state.
-    if not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state)):
-        warn_of_state(product.quantizers, is_updated, product.layer)
+    codes = checked_codes(product, (x, kernel), codes, is_linear, state, is_updated)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
-    codes = [q and differentiated_once(q, operand) for q, operand in zip(codes, (x, kernel), strict=True)]
     codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
@@ -300,20 +296,6 @@ def _gradient(product, y, ct, ct_activated=None):
     if len(parts) == 2:  # one tensor has to hold the sum
         return parts[0] + parts[1].value
     return parts[0] if parts else None
-
-
-@jax.custom_jvp
-def differentiated_once(codes, source):
-    """Return `codes`. A derivative of this function with respect to `source`, a second one of the product, raises."""
-    del source
-    return codes
-
-
-@differentiated_once.defjvp
-def _(primals, tangents):
-    leaves, tree = jax.tree.flatten(primals[0])
-    undefined = undefined_tangents(leaves, jax.tree.leaves(tangents))
-    return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
 
 
 product_p = Primitive("fp8_product")

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
-from .._jax._primitives import is_differentiated
 from ..ops import _checks
 from ..ops._support import selected, using
 from ..recipes import (
@@ -28,7 +27,7 @@ from ..recipes import (
     value_of,
 )
 from . import _contexts
-from ._autodiff import Static, check_sources, shared, vmapped_state, warn_of_state
+from ._autodiff import Static, checked_codes, shared, vmapped_state
 from ._compute_dtype import not_wider, promoted
 from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
@@ -36,7 +35,7 @@ from ._fused_input import Activated, FusedInput, Normalized
 from ._gemms import Product, backward, forward
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME, differentiated_once
+from ._product import OUTPUT_NAME
 
 
 def ragged_dot(
@@ -244,11 +243,7 @@ def _fp8_fwd(product, *operands):
     # With symbolic zeros JAX says which operands get a gradient; the others need no residual.
     lhs, rhs, group_sizes, state, codes = jax.tree.map(lambda leaf: leaf.value, operands)
     perturbed = jax.tree.map(lambda leaf: leaf.perturbed, operands)
-    check_sources(product, (lhs, rhs), perturbed)
-    # A gradient without the state, and without one around it that has the state, would never update the scales: warn.
-    if not is_differentiated(jax.tree.leaves(state)):
-        warn_of_state(product.quantizers, jax.tree.leaves(perturbed[3]))
-    codes = [q and differentiated_once(q, operand) for q, operand in zip(codes, (lhs, rhs), strict=True)]
+    codes = checked_codes(product, (lhs, rhs), codes, perturbed, state, jax.tree.leaves(perturbed[3]))
     # `forward` and `backward` call lhs and rhs x and kernel.
     differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
     y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
