@@ -33,7 +33,7 @@ struct KernelParams {
   void* out;
   Dtype out_dtype;
   bool wide;         // rows of a and b are whole, aligned chunks
-  bool wide_stores;  // two elements of out are aligned
+  bool wide_stores;  // rows of out are whole, aligned pieces of 16 bytes
 };
 
 // The chunk at `place` of a row, with zeros before `begin` and from `end` on. A row that is null is all zeros.
@@ -101,34 +101,69 @@ __device__ __forceinline__ Bytes<2 * sizeof(Out)> Narrow(float first, float seco
   }
 }
 
+// Exchanges two words with the lane whose number differs in bit `kBit`: the lane without the bit takes both first words, the
+// lane with it both second ones. Afterwards `first` is that of the lane without the bit.
+template <int kBit>
+__device__ __forceinline__ void ExchangeWords(uint32_t& first, uint32_t& second) {
+  const bool has_bit = threadIdx.x & kBit;
+  const uint32_t received = __shfl_xor_sync(0xffffffffu, has_bit ? first : second, kBit);
+  first = has_bit ? received : first;
+  second = has_bit ? second : received;
+}
+
+// Four neighbouring lanes have two columns each of each block of 8. Of as many blocks as make 16 bytes of a lane, `words`,
+// each lane takes 16 bytes of one row: then a row is stored in whole sectors.
+template <int kBytes>
+__device__ __forceinline__ void GatherRow(uint32_t (&words)[4]) {
+  if constexpr (kBytes == 2) {
+    ExchangeWords<1>(words[0], words[1]);
+    ExchangeWords<1>(words[2], words[3]);
+    ExchangeWords<2>(words[0], words[2]);
+    ExchangeWords<2>(words[1], words[3]);
+  } else {
+    ExchangeWords<1>(words[0], words[2]);
+    ExchangeWords<1>(words[1], words[3]);
+  }
+}
+
 template <class Out, class Tile>
 __device__ __forceinline__ void StoreTile(const KernelParams& params, const RaggedRange& range,
                                           const ScaleFactors& scales, const Tile& tile) {
-  const int lane = threadIdx.x % 32;
+  constexpr int kBytes = sizeof(Out), kBlocks = 8 / kBytes;  // that make 16 bytes of a lane
+  static_assert(Tile::kColumnBlocks % kBlocks == 0);
+  const int lane = threadIdx.x % 32, place = lane % 4;
   const RaggedPlan& plan = params.plan;
   const int64_t matrix = plan.contraction ? int64_t{range.member} * plan.groups + range.group : range.member;
-  const int32_t first_row = range.row + Tile::FirstRow() + lane / 4;
-  const int32_t first_column = range.column + Tile::FirstColumn() + lane % 4 * 2;
+  const int32_t first_row = range.row + Tile::FirstRow() + lane / 4, first_column = range.column + Tile::FirstColumn();
   Out* out = static_cast<Out*>(params.out) + (matrix * plan.rows + first_row) * plan.columns + first_column;
 #pragma unroll
   for (int i = 0; i < Tile::kRowBlocks; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = i * 16 + half * 8;
-      if (first_row + row >= range.row_end) continue;
+      const int32_t columns = first_row + row < range.row_end ? plan.columns - first_column : 0;
       Out* address = out + int64_t{row} * plan.columns;
 #pragma unroll
-      for (int j = 0; j < Tile::kColumnBlocks; ++j) {
-        const int32_t left = plan.columns - first_column - j * 8;
-        const Bytes<2 * sizeof(Out)> pair =
-            Narrow<Out>(scales.Scale(tile.Sum(i, j, 2 * half)), scales.Scale(tile.Sum(i, j, 2 * half + 1)));
-        if (left >= 2 && params.wide_stores) {
-          Store(address + j * 8, pair);
+      for (int j = 0; j < Tile::kColumnBlocks; j += kBlocks) {
+        Bytes<16> words;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const auto pair = Narrow<Out>(scales.Scale(tile.Sum(i, j + block, 2 * half)),
+                                        scales.Scale(tile.Sum(i, j + block, 2 * half + 1)));
+#pragma unroll
+          for (int w = 0; w < 4 / kBlocks; ++w) words.words[block * (4 / kBlocks) + w] = pair.words[w];
+        }
+        if (params.wide_stores) {
+          GatherRow<kBytes>(words.words);
+          const int column = j * 8 + (kBytes == 2 ? place * 8 : place % 2 * 8 + place / 2 * 4);
+          if (column < columns) Store(address + column, words);
         } else {
-          constexpr int kWidth = sizeof(Out);
-          const uint32_t second = kWidth == 4 ? pair.words[kWidth / 4] : pair.words[0] >> 16;
-          if (left >= 1) Store(address + j * 8, Bytes<kWidth>{{pair.words[0]}});
-          if (left >= 2) Store(address + j * 8 + 1, Bytes<kWidth>{{second}});
+#pragma unroll
+          for (int e = 0; e < 2 * kBlocks; ++e) {
+            const int column = (j + e / 2) * 8 + place * 2 + e % 2;
+            const uint32_t word = kBytes == 2 ? words.words[e / 2] >> (16 * (e % 2)) : words.words[e];
+            if (column < columns) Store(address + column, Bytes<kBytes>{{word}});
+          }
         }
       }
     }
@@ -144,55 +179,85 @@ constexpr bool kHasWarps = false, kHasWarpgroups = true;
 constexpr bool kHasWarps = true, kHasWarpgroups = false;
 #endif
 
+// What a tile is the product of, and how it comes to the stages.
+template <class Tile>
+struct Input {
+  static constexpr int kSliceBytes = (Tile::kRows + Tile::kColumns) * Tile::kSlice;
+
+  Source<Tile, Tile::kRows> a;
+  Source<Tile, Tile::kColumns> b;
+  int32_t first, begin, end;
+  int32_t slices;
+  bool wide;
+  uint8_t* stages;
+
+  __device__ __forceinline__ Input(const KernelParams& params, const RaggedRange& range, uint8_t* stages)
+      : a(params.a + (int64_t{range.member} * params.plan.rows + range.row) * params.plan.length,
+          range.row_end - range.row, params.plan.length),
+        b(params.b + (MatrixOfB(params.plan, range) * params.plan.columns + range.column) * params.plan.length,
+          params.plan.columns - range.column, params.plan.length),
+        // Chunks lie where rows of a and b are aligned, also where the group begins elsewhere.
+        first(range.begin / kRaggedChunk * kRaggedChunk),
+        begin(range.begin),
+        end(range.end),
+        slices(range.end > range.begin ? (range.end - first + Tile::kSlice - 1) / Tile::kSlice : 0),
+        wide(params.wide),
+        stages(stages) {
+#pragma unroll
+    for (int slice = 0; slice < Tile::kAhead; ++slice) Copy(slice);
+  }
+
+  __device__ __forceinline__ static int64_t MatrixOfB(const RaggedPlan& plan, const RaggedRange& range) {
+    return plan.contraction ? range.member : int64_t{range.member} * plan.groups + range.group;
+  }
+  __device__ __forceinline__ uint8_t* OfA(int32_t slice) const { return stages + slice % Tile::kStages * kSliceBytes; }
+  __device__ __forceinline__ uint8_t* OfB(int32_t slice) const { return OfA(slice) + Tile::kRows * Tile::kSlice; }
+
+  __device__ __forceinline__ void Copy(int32_t slice) const {
+    if (slice < slices) {
+      const int32_t place = first + slice * Tile::kSlice;
+      a.Copy(OfA(slice), place, begin, end, wide);
+      b.Copy(OfB(slice), place, begin, end, wide);
+    }
+    CommitCopies();  // also an empty group of copies, so that their count is that of the slices
+  }
+};
+
 template <class Tile>
 __device__ __forceinline__ void MultiplyTiles(const KernelParams& params) {
-  constexpr int kSliceBytes = (Tile::kRows + Tile::kColumns) * Tile::kSlice;
-  uint8_t* const stages = DynamicShared<Tile::kStages * kSliceBytes>();
-  const RaggedPlan& plan = params.plan;
-  RaggedWalk walk(plan, params.group_sizes);
+  uint8_t* const stages = DynamicShared<Tile::kStages * Input<Tile>::kSliceBytes>();
+  RaggedWalk walk(params.plan, params.group_sizes);
   RaggedRange range;
-  for (int64_t index = blockIdx.x; walk.Find(index, &range); index += gridDim.x) {
-    const int64_t b_matrix = plan.contraction ? range.member : int64_t{range.member} * plan.groups + range.group;
-    const Source<Tile, Tile::kRows> a(params.a + (int64_t{range.member} * plan.rows + range.row) * plan.length,
-                                      range.row_end - range.row, plan.length);
-    const Source<Tile, Tile::kColumns> b(params.b + (b_matrix * plan.columns + range.column) * plan.length,
-                                         plan.columns - range.column, plan.length);
-    // Chunks lie where rows of a and b are aligned, also where the group begins elsewhere.
-    const int32_t first = range.begin / kRaggedChunk * kRaggedChunk;
-    const int32_t slices = range.end > range.begin ? (range.end - first + Tile::kSlice - 1) / Tile::kSlice : 0;
-    const auto of_a = [&](int32_t slice) { return stages + slice % Tile::kStages * kSliceBytes; };
-    const auto of_b = [&](int32_t slice) { return of_a(slice) + Tile::kRows * Tile::kSlice; };
-    const auto copy = [&](int32_t slice) {
-      if (slice < slices) {
-        const int32_t place = first + slice * Tile::kSlice;
-        a.Copy(of_a(slice), place, range.begin, range.end, params.wide);
-        b.Copy(of_b(slice), place, range.begin, range.end, params.wide);
-      }
-      CommitCopies();  // also an empty group of copies, so that their count is that of the slices
-    };
-
+  int64_t index = blockIdx.x;
+  if (!walk.Find(index, &range)) return;
+  Input<Tile> input(params, range, stages);
+  for (bool more = true; more;) {
     Tile tile;
-#pragma unroll
-    for (int slice = 0; slice < Tile::kAhead; ++slice) copy(slice);
 #pragma unroll 1
-    for (int32_t slice = 0; slice < slices; ++slice) {
+    for (int32_t slice = 0; slice < input.slices; ++slice) {
       WaitForCopies<Tile::kAhead - 1>();
       tile.Show();
       __syncthreads();  // this slice has arrived for all threads, and all are done with the one that is copied over
-      tile.Start(of_a(slice), of_b(slice));
-      copy(slice + Tile::kAhead);
-      tile.Finish(of_a(slice), of_b(slice));
+      tile.Start(input.OfA(slice), input.OfB(slice));
+      input.Copy(slice + Tile::kAhead);
+      tile.Finish(input.OfA(slice), input.OfB(slice));
     }
     WaitForCopies<0>();
     tile.End();
     __syncthreads();  // the next tile begins with the first stage
 
-    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[range.member * params.a_scale_stride],
-                                               params.b_scale_inv[range.member * params.b_scale_stride]);
+    // The next tile is on its way while this one is stored.
+    const RaggedRange multiplied = range;
+    index += gridDim.x;
+    more = walk.Find(index, &range);
+    if (more) input = Input<Tile>(params, range, stages);
+    const int32_t member = multiplied.member;
+    const ScaleFactors scales = MultiplyScales(params.a_scale_inv[member * params.a_scale_stride],
+                                               params.b_scale_inv[member * params.b_scale_stride]);
     switch (params.out_dtype) {
-      case Dtype::kBF16: StoreTile<BF16>(params, range, scales, tile); break;
-      case Dtype::kF16: StoreTile<F16>(params, range, scales, tile); break;
-      default: StoreTile<F32>(params, range, scales, tile); break;
+      case Dtype::kBF16: StoreTile<BF16>(params, multiplied, scales, tile); break;
+      case Dtype::kF16: StoreTile<F16>(params, multiplied, scales, tile); break;
+      default: StoreTile<F32>(params, multiplied, scales, tile); break;
     }
   }
 }
@@ -218,7 +283,7 @@ cudaError_t Run(const RaggedMatmulParams& params, int multiprocessors, cudaStrea
       params.out,
       params.out_dtype,
       plan.length % kRaggedChunk == 0 && IsAligned(params.a, kRaggedChunk) && IsAligned(params.b, kRaggedChunk),
-      plan.columns % 2 == 0 && IsAligned(params.out, 2 * ByteWidth(params.out_dtype)),
+      plan.columns * ByteWidth(params.out_dtype) % 16 == 0 && IsAligned(params.out, 16),
   };
   constexpr int kSharedBytes = Tile::kStages * (Tile::kRows + Tile::kColumns) * Tile::kSlice;
   const int64_t max_blocks = int64_t{multiprocessors} * kBlocksAtOnce;
