@@ -77,22 +77,22 @@ JAXFP8_HD int32_t FixedPoint(float y) {
 
 // A neighbour of y in [0, 448] in e4m3: the one above with a probability that keeps the mean of x^(1/4), as
 // _round_square of jaxfp8/ops/_moments.py derives it.
-template <int kExponent>
-JAXFP8_HD int32_t RoundSquare(float y, uint32_t random) {
+JAXFP8_HD int32_t RoundSquare(float y, int exponent, uint32_t random) {
   constexpr int32_t kFraction = (1 << kDropped) - 1;
-  constexpr int32_t kFactor = kExponent > 0 ? 119 : kExponent < 0 ? 68 : 102;
+  const int32_t factor = exponent > 0 ? 119 : exponent < 0 ? 68 : 102;
   const int32_t fixed_point = FixedPoint(y);
   const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
   const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
-  const int32_t probability = fraction + ((product * (15 - (code & 7)) * kFactor) >> 15);
+  const int32_t probability = fraction + ((product * (15 - (code & 7)) * factor) >> 15);
   return code + ((probability + static_cast<int32_t>(random & kFraction)) >> kDropped);
 }
 
 // A neighbour of y = 448 u^k: the one above, if there is one, with a probability that keeps the mean of u.
-template <int kExponent>
-JAXFP8_HD int32_t RoundSigned(float u, float y, uint32_t random) {
+// `decode(code)` is the fraction that a code stands for.
+template <class Decode>
+JAXFP8_HD int32_t RoundSigned(float u, float y, uint32_t random, const Decode& decode) {
   const int32_t code = FixedPoint(y) >> kDropped;
-  const float below = DecodeFraction(code, kExponent), above = DecodeFraction(code + 1, kExponent);
+  const float below = decode(code), above = decode(code + 1);
   const float draw = Product(static_cast<float>(static_cast<int32_t>(random >> 8)), 0x1p-24f);
   const int32_t next = code + (Product(draw, above - below) < u - below ? 1 : 0);
   return next < E4M3::kMaxCode ? next : E4M3::kMaxCode;

@@ -65,7 +65,8 @@ void EncodeElements(const float* x, float unit, float inverse, uint32_t key, uin
     int32_t code;
     if constexpr (kRandom) {
       const uint32_t random = Mix(Mix(key ^ static_cast<uint32_t>(i)));
-      code = kSquared ? RoundSquare<kExponent>(y, random) : RoundSigned<kExponent>(u, y, random);
+      const auto decode = [](int32_t code) { return DecodeFraction(code, kExponent); };
+      code = kSquared ? RoundSquare(y, kExponent, random) : RoundSigned(u, y, random, decode);
     } else {
       code = RoundToNearest(y);
     }

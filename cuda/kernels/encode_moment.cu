@@ -1,5 +1,8 @@
 // encode_moment: eight lanes take a block of 128 elements, so that what is done once a block is shared by 16 elements.
 //
+// The four blocks of a warp may have three exponents. So an exponent is an operand, not a branch, and what codes stand for
+// is read from a table in shared memory, without the roots.
+//
 // The moment may be the result: a lane writes codes that it has read itself, the first of the eight the amax and the
 // exponent.
 #include "cuda/kernels/encode_moment.h"
@@ -39,6 +42,24 @@ struct Factor {
     const float product = __fmul_rn(fabsf(x), lifted);
     return product >= threshold ? __fmul_rn(product, lower) : 0.0f;
   }
+};
+
+// What the codes stand for, by the exponent: a root, a fraction, a square.
+class Fractions {
+ public:
+  __device__ __forceinline__ void Fill() {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 3 * kCodes; i += kBlockSize) {
+      fractions_[i] = DecodeFraction(i % kCodes, i / kCodes - 1);
+    }
+  }
+  __device__ __forceinline__ const float* Of(int exponent) const {
+    return fractions_ + (exponent > 0 ? 2 : exponent < 0 ? 0 : 1) * kCodes;
+  }
+
+ private:
+  static constexpr int kCodes = 128;
+  float fractions_[3 * kCodes];
 };
 
 // The largest of the lanes of a block.
@@ -87,25 +108,29 @@ struct Elements {
   }
 
   // Whether an element is not what its code stands for, to the bit.
-  __device__ __forceinline__ bool Differs(int v, int i, const Factor& amax, int exponent) const {
+  __device__ __forceinline__ bool Differs(int v, int i, const Factor& amax, const float* fractions) const {
     if (v * kSpan + i >= count) return false;
     const uint32_t code = codes[v] >> (8 * i) & 0xffu;
-    const float magnitude = amax * DecodeFraction(code & 0x7fu, exponent);
+    const float magnitude = amax * fractions[code & 0x7fu];
     const uint32_t bits = E4M3::IsNan(code) ? 0x7fc00000u : FloatToBits(magnitude);
     return (bits | (code & 0x80u) << 24) != after[v].words[i];
   }
 };
 
-// The code of a magnitude; `inverse` is that of the amax.
-template <int kExponent, bool kRandom, bool kSquared>
-__device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, uint32_t key) {
+// The code of a magnitude of a block; `inverse` is that of the amax. Without kRoots the exponent is not negative.
+template <bool kRoots, bool kRandom, bool kSquared>
+__device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, int exponent, const float* fractions,
+                                                    uint32_t key) {
   const float quotient = inverse * x;
   const float u = quotient < 1.0f ? quotient : 1.0f;
-  const float y = __fmul_rn(kMomentMax, Power(u, kExponent));
+  float power = exponent > 0 ? __fmul_rn(u, u) : u;
+  if constexpr (kRoots) power = exponent < 0 ? Root(u) : power;
+  const float y = __fmul_rn(kMomentMax, power);
   uint32_t code;
   if constexpr (kRandom) {
     const uint32_t random = Mix(Mix(key));
-    code = kSquared ? RoundSquare<kExponent>(y, random) : RoundSigned<kExponent>(u, y, random);
+    const auto decode = [&](int32_t code) { return fractions[code]; };
+    code = kSquared ? RoundSquare(y, exponent, random) : RoundSigned(u, y, random, decode);
   } else {
     code = Encode<E4M3>(y);
   }
@@ -114,12 +139,15 @@ __device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inver
 }
 
 // The codes of four elements. `key` is that of the first; those of the others differ in the last two bits.
-template <int kExponent, bool kRandom, bool kSquared>
-__device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], const Factor& inverse, uint32_t key) {
+template <bool kRoots, bool kRandom, bool kSquared>
+__device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], const Factor& inverse, int exponent,
+                                                 const float* fractions, uint32_t key) {
   uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    codes |= EncodeMagnitude<kExponent, kRandom, kSquared>(BitsToFloat(x[i]), inverse, key ^ i) << (8 * i);
+    const uint32_t code =
+        EncodeMagnitude<kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, fractions, key ^ i);
+    codes |= code << (8 * i);
   }
   const uint32_t signs = __byte_perm(__byte_perm(x[0], x[1], 0x73), __byte_perm(x[2], x[3], 0x73), 0x5410);
   return codes | (signs & 0x80808080u);
@@ -127,7 +155,10 @@ __device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], c
 
 // With kWide, vectors of a lane are whole and aligned.
 template <bool kRandom, bool kSquared, bool kWide>
-__global__ void __launch_bounds__(kBlockSize, 4) EncodeMomentKernel(EncodeMomentParams params, int64_t across) {
+__global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(EncodeMomentParams params, int64_t across) {
+  __shared__ Fractions fractions;
+  fractions.Fill();
+  __syncthreads();
   const int lane = threadIdx.x % kLanes;
   const int64_t blocks = params.rows * across;
   const int64_t step = int64_t{gridDim.x} * kWarpsPerBlock * kMomentsOfWarp;
@@ -152,12 +183,13 @@ __global__ void __launch_bounds__(kBlockSize, 4) EncodeMomentKernel(EncodeMoment
     const int old_exponent = static_cast<int>(OverBlock(is_first ? exponent + 128u : 0u)) - 128;
     const bool small = old_amax < 1.0f;
     const Factor decode(old_amax < 0x1p-126f ? 0.0f : __fmul_rn(old_amax, small ? 0x1p64f : 1.0f), small, 0.0f);
-    uint32_t differs = OverBlock(elements.Differs(0, 0, decode, old_exponent));
+    const float* old_fractions = fractions.Of(old_exponent);
+    uint32_t differs = OverBlock(elements.Differs(0, 0, decode, old_fractions));
     if (__reduce_max_sync(kAllLanes, 1 - differs) != 0) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) differs |= elements.Differs(v, i, decode, old_exponent);
+        for (int i = 0; i < kVector; ++i) differs |= elements.Differs(v, i, decode, old_fractions);
       }
       differs = OverBlock(differs);
     }
@@ -177,6 +209,9 @@ __global__ void __launch_bounds__(kBlockSize, 4) EncodeMomentKernel(EncodeMoment
     const float top = largest < kSmallestNormalBits ? 0.0f : BitsToFloat(largest);
     const float bottom = BitsToFloat(~OverBlock(~smallest) + kSmallestNormalBits);
 
+    const int next_exponent = ExponentOfSpan<kSquared>(top, bottom);
+    const bool any_roots = __reduce_max_sync(kAllLanes, next_exponent < 0 ? 1u : 0u) != 0;
+
     if (differs != 0) {
       // 3. The inverse of the amax: of one above 1, of the amax times 2^-32, since that of the largest is subnormal.
       // CPUs multiply elements by 2^-32 too, and flush those below 2^-94.
@@ -185,20 +220,18 @@ __global__ void __launch_bounds__(kBlockSize, 4) EncodeMomentKernel(EncodeMoment
       const Factor inverse(__fmul_rn(divided, large ? 0x1p32f : 1.0f), large, large ? 0x1p-94f : 0x1p-126f);
       const uint32_t key = kRandom ? Load<4>(params.keys + block).words[0] ^ (lane * kVector) : 0;
       // 4. Round.
-      const auto encode = [&](auto k) {
+      const float* next_fractions = fractions.Of(next_exponent);
+      const auto encode = [&](auto roots) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          elements.codes[v] = EncodeVector<decltype(k)::value, kRandom, kSquared>(elements.after[v].words, inverse,
-                                                                                  key ^ (v * kSpan));
+          elements.codes[v] = EncodeVector<decltype(roots)::value, kRandom, kSquared>(
+              elements.after[v].words, inverse, next_exponent, next_fractions, key ^ (v * kSpan));
         }
       };
-      const int next_exponent = ExponentOfSpan<kSquared>(top, bottom);
-      if (next_exponent > 0) {
-        encode(std::integral_constant<int, 1>{});
-      } else if (next_exponent < 0) {
-        encode(std::integral_constant<int, -1>{});
+      if (any_roots) {
+        encode(std::true_type{});
       } else {
-        encode(std::integral_constant<int, 0>{});
+        encode(std::false_type{});
       }
       amax = top;
       exponent = static_cast<int8_t>(next_exponent);
