@@ -36,15 +36,16 @@ struct DelayedScalesParams {
   bool most_recent;  // the amax is slot 0 and not the largest
 };
 
-// A reading says four numbers of each quantizer of a product; in what a step records two of them count.
-constexpr int64_t kReadingNumbers = 4;
+// A reading says six numbers of each quantizer of a product; in what a step records two of them count.
+constexpr int64_t kReadingNumbers = 6;
 
 struct ReadHistoriesQuantizer {
   const float* history;  // [groups, length]
   const float* stored;   // [groups], a scale_inv
-  float* reading;        // [groups, stride], from the quantizer's first number on: window, newest, stored, 0
+  float* reading;        // [groups, stride], from the quantizer's first number on, as WriteReading has them
   int64_t length;        // at least 1
   int64_t stride;        // kReadingNumbers times the quantizers of the product
+  float numerator;       // positive and normal
 };
 
 struct ReadHistoriesParams {
@@ -87,13 +88,17 @@ JAXFP8_HD ScalePair DelayedScale(uint32_t largest, float stored, float numerator
   return AmaxToScale(largest == kInfBits ? -1.0f : BitsToFloat(largest), stored, numerator);
 }
 
-// The four numbers of a quantizer. `largest` is as above; -1 in place of an amax makes the scale NaN.
-JAXFP8_HD void WriteReading(uint32_t largest, float newest, float stored, float* reading) {
+// The six numbers of a quantizer. `largest` is as above; the first two are a history of two entries that gives the same
+// scales, and -1 in place of an amax makes a scale NaN.
+JAXFP8_HD void WriteReading(uint32_t largest, float newest, float stored, float numerator, float* reading) {
   const bool is_state = largest != kInfBits && !IsBelowZero(FloatToBits(stored));
-  reading[0] = is_state ? BitsToFloat(largest) : -1.0f;
-  reading[1] = is_state ? BitsToFloat(CleanBits(newest)) : -1.0f;
+  const ScalePair pair = DelayedScale(largest, stored, numerator);
+  reading[0] = is_state ? BitsToFloat(CleanBits(newest)) : -1.0f;
+  reading[1] = is_state ? BitsToFloat(largest) : -1.0f;
   reading[2] = stored;
   reading[3] = 0.0f;
+  reading[4] = pair.scale;
+  reading[5] = pair.scale_inv;
 }
 
 // Whether a step used the quantizer: without a use its scale_inv is a zero, of either sign.

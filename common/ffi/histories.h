@@ -50,6 +50,11 @@ inline ffi::Error CheckQuantizerCount(const char* op, const std::string& wanted,
                                      std::to_string(kMaxQuantizers) + " quantizers, got another number");
 }
 
+inline ffi::Error CheckNumerator(const char* op, int64_t quantizer, float numerator) {
+  const std::string name = "numerator " + std::to_string(quantizer);
+  return CheckPositiveNormal(op, name.c_str(), numerator);
+}
+
 struct DelayedScalesOp {
   static constexpr char kName[] = "delayed_scales";
   using Params = DelayedScalesParams;
@@ -84,8 +89,7 @@ struct DelayedScalesOp {
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale", i, scale, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "scale_inv", i, scale_inv, {groups}));
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "amax", i, amax, {groups}));
-      const std::string numerator_name = "numerator " + std::to_string(i);
-      JAXFP8_RETURN_IF_ERROR(CheckPositiveNormal(kName, numerator_name.c_str(), numerators.begin()[i]));
+      JAXFP8_RETURN_IF_ERROR(CheckNumerator(kName, i, numerators.begin()[i]));
 
       DelayedScalesQuantizer& quantizer = params->quantizers[i];
       quantizer.history = Data<float>(history);

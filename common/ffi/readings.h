@@ -1,5 +1,5 @@
-// jaxfp8_read_histories_v2: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 4 q] of each product.
-// jaxfp8_write_histories_v3: k histories f32 [g, H], what is recorded: f32 [g, 4 q] of each product, or k amaxes and k
+// jaxfp8_read_histories_v3: k histories f32 [g, H], k stored f32 [g] -> a reading f32 [g, 6 q] of each product.
+// jaxfp8_write_histories_v4: k histories f32 [g, H], what is recorded: f32 [g, 6 q] of each product, or k amaxes and k
 //     scale_invs f32 [g] -> k histories f32 [g, H], k scales f32 [g]; the histories in place where XLA aliases them.
 //
 // The k quantizers are those of the products, in order: q of each, which the shapes say. Histories [H] are those of one
@@ -15,7 +15,7 @@
 
 namespace jaxfp8 {
 
-// Four numbers f32 [g, 4 q] of each of the q quantizers of a product, of which `left` are not placed yet.
+// Six numbers f32 [g, 6 q] of each of the q quantizers of a product, of which `left` are not placed yet.
 inline ffi::Error CheckNumbers(const char* op, const char* name, int64_t product, ffi::AnyBuffer numbers,
                                int64_t groups, int64_t left) {
   const std::string numbered = std::string(name) + " " + std::to_string(product);
@@ -25,7 +25,7 @@ inline ffi::Error CheckNumbers(const char* op, const char* name, int64_t product
   const int64_t columns = numbers.dimensions()[1];
   const bool is_of_quantizers = columns > 0 && columns % kReadingNumbers == 0 && columns / kReadingNumbers <= left;
   if (is_of_quantizers && numbers.dimensions()[0] == groups) return ffi::Error::Success();
-  return Mismatch(operand, "F32[" + std::to_string(groups) + ",4 q], where q adds up to the quantizers");
+  return Mismatch(operand, "F32[" + std::to_string(groups) + ",6 q], where q adds up to the quantizers");
 }
 
 // Calls `place(quantizer, numbers, stride)` for each quantizer, with the first of its numbers; `get(product)` is the
@@ -42,7 +42,7 @@ ffi::Error PlaceNumbers(const char* op, const char* name, int64_t products, int6
       place(quantizer, Data<float>(numbers) + column, stride);
     }
   }
-  return CheckQuantizerCount(op, std::string("4 numbers of a ") + name, quantizer == count, count);
+  return CheckQuantizerCount(op, std::string("6 numbers of a ") + name, quantizer == count, count);
 }
 
 struct ReadHistoriesOp {
@@ -54,15 +54,14 @@ struct ReadHistoriesOp {
     return std::move(context)
         .RemainingArgs()  // histories, stored
         .RemainingRets()  // readings
-        .Attrs();
+        .template Attr<ffi::Span<const float>>("numerators");
   }
 
-  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
-                             Params* params) {
-    JAXFP8_RETURN_IF_ERROR(CheckNoAttributes(kName, attributes));
-    const int64_t count = static_cast<int64_t>(operands.size()) / 2;
-    const bool matches = operands.size() % 2 == 0;
-    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands", matches, count));
+  static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results,
+                             ffi::Span<const float> numerators, Params* params) {
+    const int64_t count = static_cast<int64_t>(numerators.size());
+    const bool matches = static_cast<int64_t>(operands.size()) == 2 * count;
+    JAXFP8_RETURN_IF_ERROR(CheckQuantizerCount(kName, "2 operands and a numerator", matches, count));
     params->count = count;
     const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {
@@ -71,11 +70,13 @@ struct ReadHistoriesOp {
       const int64_t groups = params->groups, length = history.dimensions().back();
       const ffi::AnyBuffer stored = *operands.get<ffi::AnyBuffer>(count + i);
       JAXFP8_RETURN_IF_ERROR(CheckState(kName, "stored", i, stored, {groups}));
+      JAXFP8_RETURN_IF_ERROR(CheckNumerator(kName, i, numerators.begin()[i]));
 
       ReadHistoriesQuantizer& quantizer = params->quantizers[i];
       quantizer.history = Data<float>(history);
       quantizer.stored = Data<float>(stored);
       quantizer.length = length;
+      quantizer.numerator = numerators.begin()[i];
     }
     return PlaceNumbers(
         kName, "reading", static_cast<int64_t>(results.size()), count, params->groups,
@@ -106,7 +107,7 @@ struct WriteHistoriesOp {
     const int64_t products = static_cast<int64_t>(operands.size()) - count;
     const bool matches = results.size() % 2 == 0 && products >= 1;
     JAXFP8_RETURN_IF_ERROR(
-        CheckQuantizerCount(kName, "an operand, 4 recorded numbers and 2 results", matches, count));
+        CheckQuantizerCount(kName, "an operand, 6 recorded numbers and 2 results", matches, count));
     params->count = count;
     const ffi::AnyBuffer first = *operands.get<ffi::AnyBuffer>(0);
     for (int64_t i = 0; i < count; ++i) {

@@ -84,11 +84,11 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
                              QuantizeBlocksTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTransposeOp, QuantizeTranspose>),
                              QuantizeTransposeOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v2, (kSerial<ReadHistoriesOp, ReadHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v3, (kSerial<ReadHistoriesOp, ReadHistories>),
                              ReadHistoriesOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
-JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v3, (kSerial<WriteHistoriesOp, WriteHistories>),
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v4, (kSerial<WriteHistoriesOp, WriteHistories>),
                              WriteHistoriesOp::Bind(OnThread()));
 
 }  // namespace jaxfp8::cpu

@@ -12,7 +12,8 @@ void ReadHistories(const ReadHistoriesParams& params) {
       const float* history = quantizer.history + group * quantizer.length;
       uint32_t largest = 0;
       for (int64_t slot = 0; slot < quantizer.length; ++slot) largest = std::max(largest, EntryBits(history[slot]));
-      WriteReading(largest, history[0], quantizer.stored[group], quantizer.reading + group * quantizer.stride);
+      WriteReading(largest, history[0], quantizer.stored[group], quantizer.numerator,
+                   quantizer.reading + group * quantizer.stride);
     }
   }
 }

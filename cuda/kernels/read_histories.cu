@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kBlockSize) ReadHistoriesKernel(const __grid_c
     __syncthreads();
     const uint32_t largest = block_amax.InFirstWarp();
     if (threadIdx.x == 0) {
-      WriteReading(largest, history[0], quantizer.stored[group], quantizer.reading + group * quantizer.stride);
+      WriteReading(largest, history[0], quantizer.stored[group], quantizer.numerator,
+                   quantizer.reading + group * quantizer.stride);
     }
     __syncthreads();
   }

@@ -181,7 +181,9 @@ def _delayed_scales(kind, rng):
 
 
 def _read_histories(kind, rng):
-    function = lambda history, scale: ops.read_histories([[(history, scale), (history[:1], scale)]])  # noqa: E731
+    def function(history, scale):
+        return ops.read_histories([[(history, scale), (history[:1], scale)]], fp8_max=[[kind.form.max, 448.0]])
+
     return function, [_history(kind, rng), factors(rng, 1)]
 
 
@@ -191,7 +193,7 @@ def _write_histories(kind, rng):
         numbers = [(recorded[:1], recorded[1:2]), (recorded[2:3], recorded[3:4])]
         return ops.write_histories([pairs], [kind.turn((recorded, numbers))])
 
-    return function, [_history(kind, rng), factors(rng, 8)]
+    return function, [_history(kind, rng), factors(rng, 12)]
 
 
 def _scaled_matmul(kind, rng):

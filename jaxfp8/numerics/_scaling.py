@@ -38,9 +38,11 @@ def from_bits(bits):
 
 
 def _full(x, value, dtype):
-    """Return an array of the shape of `x` filled with `value`: a literal constant where it has few elements."""
+    """Return `value`, a number or one for each column, in the shape of `x`: a literal where it has few elements."""
     is_small = all(isinstance(size, int) for size in x.shape) and math.prod(x.shape) <= 64
-    return np.full(x.shape, value, dtype) if is_small else lax.full_like(x, value, dtype)
+    if is_small:
+        return np.full(x.shape, value, dtype)
+    return jnp.broadcast_to(np.asarray(value, dtype), x.shape) if np.ndim(value) else lax.full_like(x, value, dtype)
 
 
 def positive_finite(x: jax.Array) -> jax.Array:

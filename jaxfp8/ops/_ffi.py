@@ -28,9 +28,9 @@ _ON_BOTH = {
     "quantize": 3,
     "quantize_blocks_transpose": 2,
     "quantize_transpose": 3,
-    "read_histories": 2,
+    "read_histories": 3,
     "transpose_blocks": 1,
-    "write_histories": 3,
+    "write_histories": 4,
 }
 _CUDA_ONLY = {
     "block_scaled_matmul": 1,

@@ -1,6 +1,6 @@
 """read_histories and write_histories: the state of delayed scaling, read before a loop over layers, and written.
 
-The state may be that of many layers. Of this state a step needs only a reading, four numbers for each quantizer, and
+The state may be that of many layers. Of this state a step needs only a reading, six numbers for each quantizer, and
 records as many. A product that is not in a loop reads its state by `delayed_scales`, and writes it by the same
 `write_histories`.
 """
@@ -12,26 +12,28 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..numerics import _scaling
+from ..numerics import E4M3, _scaling
 from . import _checks, _ffi, _shapes
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
 from ._primitive import ONE, OpOfUnits, dims, halves
 
-READING_NUMBERS = 4  # of each quantizer, in a reading and in what a step records
+READING_NUMBERS = 6  # of each quantizer, in a reading and in what a step records
 
 Pairs = Sequence[tuple[ArrayLike, ArrayLike]]
 
 
-def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
+def read_histories(products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[float]] | None = None) -> list[jax.Array]:
     """Read the amax histories and the scales of products, each of k quantizers.
 
-    For each quantizer the reading has four numbers: the largest entry of its history, the newest entry, the scale, and
-    a 0 that kernels raise in place. Entries that are not finite count as 0. Where an entry or the scale is below zero,
-    which no training step makes, both amaxes of the reading are -1.
+    For each quantizer the reading has six numbers: the newest entry of its history, the largest entry, the scale, a 0
+    that kernels raise in place, and the scale and scale_inv that `delayed_scales` gives for the largest entry. Entries
+    that are not finite count as 0. Where an entry or the scale is below zero, which no training step makes, both amaxes
+    of the reading are -1, and the results of `delayed_scales` NaN.
 
     Products with equal batch dimensions are read by one custom call, up to 64 quantizers.
 
@@ -39,19 +41,25 @@ def read_histories(products: Sequence[Pairs]) -> list[jax.Array]:
         products: for each product k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`, which is
             the `scale_inv` of the last step. The batch dimensions, k and H may differ; slot 0 of a history is the
             newest entry.
+        fp8_max: for each product k numbers, the largest values of the FP8 formats; 448 for all by default.
 
     Returns:
-        For each product f32 `[*batch, 4 * k]`.
+        For each product f32 `[*batch, 6 * k]`.
 
     Raises:
         TypeError: an array is not float32; or the op is differentiated.
-        ValueError: an array has another shape, or k is not 1 to 64.
+        ValueError: an array has another shape, the lengths differ, or k is not 1 to 64.
     """
-    products = _checked("read_histories", products)
+    op = "read_histories"
+    products = _checked(op, products)
+    counts = [len(pairs) for pairs in products]
+    fp8_max = [(E4M3.max,) * count for count in counts] if fp8_max is None else fp8_max
+    if [len(values) for values in fp8_max] != counts:
+        raise ValueError(f"{op}: fp8_max: expected {counts} numbers, one a pair, got {[len(v) for v in fp8_max]}")
     readings = {}
     for call in _calls(products):
-        counts = tuple(len(products[i]) for i in call)
-        readings |= zip(call, _read(*_columns(products, call), spec=_ReadSpec(counts)), strict=True)
+        numerators = tuple(tuple(_scaling.scale_numerator(value, 0) for value in fp8_max[i]) for i in call)
+        readings |= zip(call, _read(*_columns(products, call), spec=_ReadSpec(numerators)), strict=True)
     return [readings[i] for i in range(len(products))]
 
 
@@ -69,7 +77,7 @@ def write_histories(
 
     Args:
         products: the same argument as for `read_histories`.
-        recorded: for each product f32 `[*batch, 4 * k]`: for each quantizer the amax, the scale_inv and two numbers
+        recorded: for each product f32 `[*batch, 6 * k]`: for each quantizer the amax, the scale_inv and four numbers
             that are not read; or, for a single product, its k pairs of an amax and a scale_inv, f32 `[*batch, 1]`. A
             scale_inv of 0 marks a quantizer that was not used: its results are zeros.
 
@@ -171,24 +179,28 @@ def _groups(histories):
 
 
 class _ReadSpec(NamedTuple):
-    """The static part of `read_histories`: the number of quantizers of each product."""
+    """The static part of `read_histories`: the numerators of the scales of each product's quantizers."""
 
-    counts: tuple[int, ...]
+    numerators: tuple[tuple[float, ...], ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.numerators))
 
     def units(self, operand_count):
         half, products = operand_count // 2, enumerate(_slices(self.counts))
         return [([*places, *(half + i for i in places)], [product]) for product, places in products]
 
     def chosen(self, indices):
-        return _ReadSpec(tuple(self.counts[i] for i in indices))
+        return _ReadSpec(tuple(self.numerators[i] for i in indices))
 
 
-def _numbers(history, scale):
+def _amaxes(history, scale):
+    """Return the newest and the largest entry of a history, f32 `[*batch, 1]`."""
     entries = _scaling.clean(history)
-    newest, window = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
+    newest, largest = entries[..., :1], _scaling.abs_max(entries, axis=-1)[..., None]
     is_below_zero = jnp.any(_scaling.below_zero(history), axis=-1, keepdims=True) | _scaling.below_zero(scale)
-    window, newest = (jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (window, newest))
-    return [window, newest, scale, jnp.zeros_like(scale)]
+    return [jnp.where(is_below_zero, jnp.float32(-1), amax) for amax in (newest, largest)]
 
 
 class _WriteSpec(NamedTuple):
@@ -229,15 +241,23 @@ class _ReadHistories(OpOfUnits):
         return {f"{WHOLE}_number{i}": READING_NUMBERS * count for i, count in enumerate(spec.counts)}
 
     def reference(self, *operands, vmap_dims, spec):
-        numbers = [_numbers(history, scale) for history, scale in zip(*halves(operands), strict=True)]
-        axis = operands[0].ndim - 1
-        return [lax.concatenate(sum((numbers[i] for i in places), []), axis) for places in _slices(spec.counts)]
+        histories, scales = halves(operands)
+        # The numbers of all quantizers are vectors, so that their scales are computed once.
+        amaxes = map(_amaxes, histories, scales)
+        newest, largest, scale = (jnp.concatenate(x, axis=-1) for x in (*zip(*amaxes, strict=True), scales))
+        numerators = np.array(sum(spec.numerators, ()), np.float32)
+        next_scales = _scaling.amax_to_scale(largest, scale, numerators)
+        table = jnp.stack((newest, largest, scale, jnp.zeros_like(scale), *next_scales), axis=-1)
+        parts = (table[..., places.start : places.stop, :] for places in _slices(spec.counts))
+        return [part.reshape(*part.shape[:-2], part.shape[-2] * READING_NUMBERS) for part in parts]
 
     def cpu(self, *operands, vmap_dims, spec):
         histories, scales = halves(operands)
         batch, groups = scales[0].shape[:-1], scales[0].size
         results = [((groups, READING_NUMBERS * count), jnp.float32) for count in spec.counts]
-        readings = _ffi.call("read_histories", results, *_groups(histories), *(scale.reshape(-1) for scale in scales))
+        operands = *_groups(histories), *(scale.reshape(-1) for scale in scales)
+        numerators = np.array(sum(spec.numerators, ()), np.float32)
+        readings = _ffi.call("read_histories", results, *operands, numerators=numerators)
         return [reading.reshape(*batch, reading.shape[-1]) for reading in readings]
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import ops
 from .._jax import _compat
@@ -173,7 +172,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
     Args:
         quantizers: the quantizers of the product, of any kind.
         states: a state for each quantizer; None for a quantizer without state. A StateUse has been read already.
-        reading: the reading `[4 * k]` of the product, where its state was read before a loop; else None.
+        reading: the reading `[6 * k]` of the product, where its state was read before a loop; else None.
 
     Returns:
         For each quantizer the `use` of its `quantize_operand`: a StateUse for delayed scaling, else the state.
@@ -182,7 +181,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
         TypeError: there is a reading, and a quantizer that it covers is not of delayed scaling.
     """
     if reading is not None:
-        return _read_again(quantizers, states, reading)
+        states = _read_again(quantizers, states, reading)
     uses = list(states)
     alike = {}
     for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=True)):
@@ -202,8 +201,7 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
             quantizer, state = quantizers[i], states[i]
             scale, scale_inv, is_empty = read.scale, read.scale_inv, None
             if quantizer.first_step == "current":
-                # The scale of a state below zero is NaN, whatever the tensor is.
-                is_empty = ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
+                is_empty = _is_empty(state)
             if not is_named:
                 window = _window(algo, state.amax_history)
                 window = jnp.where(_is_below_zero(state), jnp.float32(-1), window)
@@ -215,32 +213,25 @@ def read_states(quantizers: Sequence[Quantizer], states: Sequence[Any], reading:
 
 
 def _read_again(quantizers, states, reading):
-    """Return the uses of states that were read before a loop: inside, only the reading is at hand.
+    """Return the uses of states that were read before a loop, whose scales the reading has.
 
-    The scales of all of them are one vector, so that XLA computes them in one kernel.
+    For a quantizer with other options this is a state instead, which the loop reads: of the reading's two amaxes.
     """
-    windows, newest, old_scale_inv, zeros = _reading.columns(reading)
-    quantizers = quantizers[: windows.size]
-    if not all(isinstance(quantizer, DelayedScalingQuantizer) for quantizer in quantizers):
+    numbers = _reading.by_quantizer(reading)
+    if not all(isinstance(quantizer, DelayedScalingQuantizer) for quantizer in quantizers[: len(numbers)]):
         raise TypeError(
             "max_grad: tree: expected the QuantizerStates in a DotGeneralState with a leading dimension to be of "
-            f"delayed scaling, got those of {quantizers}; return another class from Quantizer.init"
+            f"delayed scaling, got those of {quantizers[: len(numbers)]}; return another class from Quantizer.init"
         )
-    algos = [quantizer.amax_compute_algo for quantizer in quantizers]
-    amaxes = jnp.where(np.array([algo == "most_recent" for algo in algos]), newest, windows)
-    for i, (algo, state) in enumerate(zip(algos, states, strict=False)):
-        if callable(algo) and state is not None:
-            amax = jnp.where(windows[i] < 0, windows[i], _window(algo, state.amax_history)[0])
-            amaxes = amaxes.at[i].set(amax)
-    numerators = [_scaling.scale_numerator(fp8_max(q.fp8_dtype), q.margin) for q in quantizers]
-    scales, inverses = _scaling.amax_to_scale(amaxes, old_scale_inv, np.array(numerators))
-    uses = list(states)
-    for i, (quantizer, state) in enumerate(zip(quantizers, states, strict=False)):
-        if state is not None:
-            amax, scale, scale_inv = (lax.slice_in_dim(x, i, i + 1) for x in (zeros, scales, inverses))
-            is_empty = windows[i] == 0 if quantizer.first_step == "current" else None
-            uses[i] = StateUse(amax, scale, scale_inv, is_empty)
-    return uses
+    read = list(states)
+    for i, (history, old_scale, amax, scale, scale_inv) in enumerate(numbers):
+        quantizer, algo = quantizers[i], quantizers[i].amax_compute_algo
+        if states[i] is not None:
+            read[i] = state = QuantizerState(states[i].amax_history if callable(algo) else history, old_scale)
+            if algo == "max" and quantizer.margin == 0 and fp8_max(quantizer.fp8_dtype) == _reading.FP8_MAX[i]:
+                is_empty = _is_empty(state) if quantizer.first_step == "current" else None
+                read[i] = StateUse(amax, scale, scale_inv, is_empty)
+    return read
 
 
 def reading_suffices(quantizers: Sequence[Quantizer]) -> bool:
@@ -256,6 +247,11 @@ def _window(algo, history) -> jax.Array:
     history = _scaling.clean(history)
     window = jnp.asarray(algo(history), jnp.float32).reshape(1)
     return jnp.where(jnp.any(_scaling.positive_finite(history)), window, jnp.zeros_like(window))
+
+
+def _is_empty(state):
+    # The scale of a state below zero is NaN, whatever the tensor is.
+    return ~jnp.any(_scaling.positive_finite(state.amax_history)) & ~_is_below_zero(state)
 
 
 def _is_below_zero(state):

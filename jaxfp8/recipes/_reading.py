@@ -1,11 +1,15 @@
 """The state of stacked layers, read before the loop over them and written after it.
 
-A loop slices its inputs and writes its results in each iteration, one launch for each leaf. A quantizer needs four
+A loop slices its inputs and writes its results in each iteration, one launch for each leaf. A quantizer needs a few
 numbers of its state and records two. So `max_grad` makes a *reading* of the histories and scales of all layers, the
 loop runs over the reading, and the histories are written once, in the backward of `read`. The reading of a product is
 stored in place of the scale of its last quantizer, `output_grad`.
+
+A reading has the scales of `DelayedScaling()` too: the arithmetic of a scale is many operations, which XLA would
+compile once for each product and pass. Other options of the recipe take their scales in the loop, from the amaxes.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +19,13 @@ from jax import lax
 
 from .. import ops
 from .._jax import _compat
-from ..numerics import _scaling
+from ..numerics import HYBRID, _scaling, fp8_max
 from ._state import DotGeneralState
 from ._state_tree import StateTree, slot_axis
 
 _OPERANDS = ("input", "kernel", "output_grad")
+# The largest values of the formats whose scales a reading has, by operand.
+FP8_MAX = tuple(map(fp8_max, (HYBRID.dtype, HYBRID.dtype, HYBRID.backward_dtype)))
 
 
 def _usable(ct):
@@ -43,7 +49,7 @@ def is_reading(x: Any) -> bool:
 
 
 def reading_of(state: DotGeneralState) -> jax.Array | None:
-    """Get the reading of the state of a product, `[..., 12]`; None where no reading was made of the state."""
+    """Get the reading of the state of a product, `[..., 18]`; None where no reading was made of the state."""
     scale = getattr(state.output_grad, "scale", None)
     return scale if is_reading(scale) else None
 
@@ -53,7 +59,7 @@ def without_max(tree: Any) -> Any:
 
     def plain(leaf):
         if is_reading(leaf):
-            return _compat.from_max(leaf)[..., -2:-1]
+            return _columns(_compat.from_max(leaf)[..., -ops.READING_NUMBERS :])[1]
         return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
     return jax.tree.map(plain, tree)
@@ -99,10 +105,11 @@ def read(products: Sequence[Sequence[tuple[jax.Array, jax.Array]]]) -> list[jax.
             differ between pairs.
 
     Returns:
-        For each product its reading `[..., 4 * k]`. The backward turns cotangents of readings into next states.
+        For each product its reading `[..., 6 * k]`. The backward turns cotangents of readings into next states.
     """
     plain = jax.tree.map(_compat.from_max, products)
-    return [_compat.to_max(reading, READING) for reading in ops.read_histories(plain)]
+    readings = ops.read_histories(plain, fp8_max=[FP8_MAX[: len(pairs)] for pairs in plain])
+    return [_compat.to_max(reading, READING) for reading in readings]
 
 
 def _read_forward(products):
@@ -119,23 +126,31 @@ def _read_backward(products, cotangents):
 read.defvjp(_read_forward, _read_backward)
 
 
-def columns(reading: jax.Array) -> list[jax.Array]:
-    """Return the four columns of a reading `[4 * k]`, each f32 `[k]`: window amax, newest amax, stored scale, zero."""
-    table = lax.stop_gradient(_compat.from_max(reading)).reshape(-1, ops.READING_NUMBERS)
-    return [lax.index_in_dim(table, i, axis=1, keepdims=False) for i in range(ops.READING_NUMBERS)]
+def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
+    """Return of each quantizer of a reading `[6 * k]` a history `(2,)`; stored, a zero, scale and scale_inv `(1,)`.
+
+    The history has the newest and the largest entry, and so the scale and the emptiness of the whole.
+    """
+    numbers, each = lax.stop_gradient(_compat.from_max(reading)), ops.READING_NUMBERS
+    return [_columns(lax.slice_in_dim(numbers, i, i + each)) for i in range(0, numbers.size, each)]
+
+
+def _columns(numbers):
+    starts, size = (0, 2, 3, 4, 5, ops.READING_NUMBERS), numbers.ndim - 1
+    return [lax.slice_in_dim(numbers, i, j, axis=size) for i, j in itertools.pairwise(starts)]
 
 
 def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array) -> jax.Array:
-    """Return the cotangent of a reading `[4 * k]`.
+    """Return the cotangent of a reading `[6 * k]`.
 
     Args:
         recorded: for each quantizer its amax and scale_inv, both f32 `(1,)`; None for a quantizer that did not run.
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
     """
-    zero = jnp.zeros((1,), jnp.float32)
+    zero, rest = jnp.zeros((1,), jnp.float32), jnp.zeros((ops.READING_NUMBERS - 2,), jnp.float32)
     *operands, (amax, scale_inv) = [(zero, zero) if pair is None else pair for pair in recorded]
-    flat = [x for pair in operands for x in (*pair, zero, zero)] + [zero, scale_inv, zero, zero]
+    flat = [x for pair in operands for x in (*pair, rest)] + [zero, scale_inv, rest]
     # The amax of the gradient comes last: XLA moves the all-reduce of an amax out of a loop where nothing but updates
     # of slices is between it and the result of the loop.
     ct = lax.dynamic_update_slice(lax.concatenate(flat, 0), amax, (ops.READING_NUMBERS * len(operands),))

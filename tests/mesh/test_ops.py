@@ -138,8 +138,8 @@ def test_histories_are_written_by_xla_on_a_mesh():
     with ops.implementation("ffi"):
         cut = jax.jit(step).lower(put(history, P()), put(amax, P())).compile().as_text()
         alone = jax.jit(step).lower(history, amax).compile().as_text()
-    assert [f"jaxfp8_{op}_v3" in cut for op in ("delayed_scales", "write_histories")] == [True, False]
-    assert [f"jaxfp8_{op}_v3" in alone for op in ("delayed_scales", "write_histories")] == [True, True]
+    assert [f"jaxfp8_{op}" in cut for op in ("delayed_scales_v3", "write_histories_v4")] == [True, False]
+    assert [f"jaxfp8_{op}" in alone for op in ("delayed_scales_v3", "write_histories_v4")] == [True, True]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -171,7 +171,7 @@ def test_state_of_layers(spec):
         ]
         for i, batch in enumerate(leaves)
     ]
-    recorded = [rng.uniform(1, 2, (*batch, 8)).astype(np.float32) for batch in leaves]
+    recorded = [rng.uniform(1, 2, (*batch, 12)).astype(np.float32) for batch in leaves]
     is_cut = spec == "windows"
 
     def place(x):
@@ -191,10 +191,10 @@ def test_state_of_layers(spec):
             numbers = [oracle.reading(h[j], scale[j]) for h, scale in pairs]
             oracle.assert_bitwise(np.asarray(readings[i][j]), np.concatenate(numbers), f"product {i}: {j}")
             for q, (h, _) in enumerate(pairs):
-                expected = oracle.write_history(h[j], recorded[i][j][4 * q :])
+                expected = oracle.write_history(h[j], recorded[i][j][6 * q :])
                 got = (np.asarray(x[j]) for x in written[i][q])
                 assert_all_bitwise(got, (expected[0], expected[1].reshape(1)), f"product {i}: quantizer {q}: {j}")
     text = compiled.as_text()
-    assert text.count('custom_call_target="jaxfp8_read_histories_v2"') == 2  # one for each batch
-    assert text.count('custom_call_target="jaxfp8_write_histories_v3"') == 2
+    assert text.count('custom_call_target="jaxfp8_read_histories_v3"') == 2  # one for each batch
+    assert text.count('custom_call_target="jaxfp8_write_histories_v4"') == 2
     assert is_cut or not hlo.collectives(text)

@@ -29,9 +29,10 @@ def _attributes_are_good(call: Call) -> bool:
         return repr(given) == repr(ATTRIBUTES[call.op])  # the table has the sizes of these alone
     if call.op == "encode_moment":
         return set(given) == {"squared"} and isinstance(given["squared"], np.bool_)
-    if call.op != "delayed_scales":
+    if call.op not in ("delayed_scales", "read_histories"):
         return not given
-    if set(given) != {"numerators", "most_recent"} or not isinstance(given["most_recent"], np.bool_):
+    names = {"numerators"} if call.op == "read_histories" else {"numerators", "most_recent"}
+    if set(given) != names or not isinstance(given.get("most_recent", np.bool_(False)), np.bool_):
         return False
     numerators = given["numerators"]
     is_array = isinstance(numerators, np.ndarray) and numerators.dtype == F32
@@ -125,10 +126,10 @@ def _delayed_scales(*operands, results, numerators, most_recent):
     return [*scale, *scale_inv, *np.zeros((k, g), F32)]
 
 
-def _read_histories(*operands, results):
+def _read_histories(*operands, results, numerators):
     k, g = len(operands) // 2, len(operands[0])
-    numbers = [[oracle.reading(operands[q][i], operands[k + q][i]) for q in range(k)] for i in range(g)]
-    return [np.reshape(np.float32(numbers), (g, 4 * k))]
+    numbers = [[oracle.reading(operands[q][i], operands[k + q][i], numerators[q]) for q in range(k)] for i in range(g)]
+    return [np.reshape(np.float32(numbers), (g, 6 * k))]
 
 
 def _write_histories(*operands, results):

@@ -72,6 +72,11 @@ BAD_ATTRIBUTES = {
         *(({"numerators": v}, None) for v in (np.full(2, 5, np.float64), np.full(2, 6, np.int32), np.float32(7))),
         ({"most_recent": np.int32(1)}, None),
     ],
+    "read_histories": [
+        ({"numerators": np.float32([1, -1])}, "numerator 1: expected a positive normal F32"),
+        *(({"numerators": np.ones(n, np.float32)}, "expected 2 operands and a numerator") for n in (0, 1, 3)),
+        ({"numerators": np.full(2, 5, np.float64)}, None),
+    ],
     "scaled_matmul": [
         ({"has_bias": np.bool_(bias), "has_accumulator": np.bool_(sum_)}, r"expected [45] operands .*, got 6")
         for bias, sum_ in ((False, True), (True, False), (False, False))

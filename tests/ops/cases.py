@@ -40,9 +40,9 @@ TARGETS = {
     "quantize": "jaxfp8_quantize_v3",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
-    "read_histories": "jaxfp8_read_histories_v2",
+    "read_histories": "jaxfp8_read_histories_v3",
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
-    "write_histories": "jaxfp8_write_histories_v3",
+    "write_histories": "jaxfp8_write_histories_v4",
 }
 CPU_ONLY = ("decode_moment",)
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {

@@ -37,8 +37,8 @@ SPECS = {
     "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
     "delayed_scales": "history # f32[g? H#], stored # f32[g] -> scale # f32[g], scale_inv # f32[g], amax # f32[g]",
-    "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 4k]",
-    "write_histories": "history # f32[g? H#], recorded 0 f32[g 4k] -> next history # f32[g? H#], next scale # f32[g]",
+    "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 6k]",
+    "write_histories": "history # f32[g? H#], recorded 0 f32[g 6k] -> next history # f32[g? H#], next scale # f32[g]",
     "write_histories, a product": "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> "
     "next history # f32[g? H#], next scale # f32[g]",
 }
@@ -72,6 +72,7 @@ CUDA_SIZES = {
 ATTRIBUTES = {
     "amax_to_scale": {"numerator": np.float32(1)},
     "delayed_scales": {"numerators": np.ones(2, np.float32), "most_recent": np.bool_(False)},
+    "read_histories": {"numerators": np.ones(2, np.float32)},
     "scaled_matmul": {"precise": np.bool_(False), "has_bias": np.bool_(True), "has_accumulator": np.bool_(True)},
     "block_scaled_matmul": {"precise": np.bool_(True), "a_scales": "1x128", "b_scales": "128x128"},
     "ragged_matmul": {"precise": np.bool_(True)},
@@ -151,7 +152,7 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
     def expand(part):
         lines = part.split(", ")
         return [
-            parse(text.replace("#", str(i)).replace("4k", str(4 * k)))
+            parse(text.replace("#", str(i)).replace("6k", str(6 * k)))
             for text in lines
             for i in range(k if "#" in text else 1)
         ]
@@ -181,7 +182,8 @@ def build(op: str, sizes: dict, k: int = 2, choose=lambda options, last=True: op
             shape += sizes["*"] if side == "*" else [side_of(side, sizes)]
         return tuple(shape), dtypes[buffer.name]
 
-    return Call(op, [make(b) for b in operands], [make(b) for b in results], ATTRIBUTES.get(op, {}))
+    attributes = {n: np.resize(v, k) if n == "numerators" else v for n, v in ATTRIBUTES.get(op, {}).items()}
+    return Call(op, [make(b) for b in operands], [make(b) for b in results], attributes)
 
 
 def good(op: str) -> Call:
@@ -213,9 +215,7 @@ def with_groups(call: Call) -> Call:
 
 
 def with_quantizers(op: str, k: int) -> Call:
-    call = build(op, SIZES | {f"H{i}": 1 + i % 4 for i in range(k)}, k)
-    attributes = {name: np.resize(v, k) if name == "numerators" else v for name, v in call.attributes.items()}
-    return dataclasses.replace(call, attributes=attributes)
+    return build(op, SIZES | {f"H{i}": 1 + i % 4 for i in range(k)}, k)
 
 
 def quantizers(call: Call) -> int:

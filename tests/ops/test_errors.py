@@ -14,7 +14,7 @@ E4M3 = oracle.E4M3.dtype
 X, S, H = np.ones((4, 6), np.float32), np.float32(1), np.ones(4, np.float32)
 A, B, W = np.ones((4, 6), E4M3), np.ones((5, 6), oracle.E5M2.dtype), np.ones(6, np.float32)
 BLOCKS = np.ones((4, 64), E4M3), np.ones((6, 64), E4M3)
-STATE, R = [np.ones((2, n), np.float32) for n in (3, 1)], [np.ones((2, n), np.float32) for n in (8, 4)]
+STATE, R = [np.ones((2, n), np.float32) for n in (3, 1)], [np.ones((2, n), np.float32) for n in (12, 6)]
 QUANTIZER = {"x": X, "scale": S, "dtype": E4M3}
 PRODUCT = {"a": A, "b": B, "a_scale_inv": S, "b_scale_inv": S}
 GOOD = {
@@ -108,9 +108,10 @@ BAD = [
     (READINGS, "products", VALUE, [[[(STATE[0], x)]] for x in (S, STATE[0], STATE[1][:1], STATE[1][0])]),
     (READINGS, "products", VALUE, [[[]], [[STATE] * 65], [[STATE, (STATE[0][0], STATE[1][0])]]]),
     (["write_histories"], "recorded", VALUE, [[[(STATE[1], STATE[1])]], [[(STATE[1], S), (STATE[1], STATE[1])]]]),
-    (["write_histories"], "recorded", TYPE, [[np.ones((2, 8), int), R[1]], [R[0], None]]),
+    (["write_histories"], "recorded", TYPE, [[np.ones((2, 12), int), R[1]], [R[0], None]]),
     (["write_histories"], "recorded", VALUE, [[], R[:1], [*R, R[0]], [R[1], R[1]], [R[0][:1], R[1]], [R[0], R[1][0]]]),
     (["delayed_scales"], "fp8_max", VALUE, [(448.0,), (448.0,) * 3]),
+    (["read_histories"], "fp8_max", VALUE, [[(448.0,) * 2], [(448.0,), (448.0,) * 2]]),
     (["delayed_scales"], "algo", VALUE, ["mean", max, None]),
     *(
         row
@@ -198,7 +199,7 @@ DIFFERENTIATED = [
     *((op, name, lambda x: x[0, 0]) for op in QUANTIZERS[:2] for name in ("scale", "amax")),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
     *((op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]]) for op in READINGS),
-    ("write_histories", "recorded", lambda x: [np.ones((2, 8), np.float32), x[:2, :4]]),
+    ("write_histories", "recorded", lambda x: [np.ones((2, 12), np.float32), x[:2, :6]]),
     ("dequantize", "scale_inv", lambda x: x[0, 0]),
     ("scaled_matmul", "a_scale_inv", lambda x: x[0, 0]),
     ("ragged_matmul", "a_scale_inv", lambda x: x[0, 0]),

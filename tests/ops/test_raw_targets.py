@@ -123,8 +123,8 @@ def test_too_many_quantizers(op):
 
 
 # The sides of the numbers of products, which have three quantizers, and what the error names.
-SPLITS = [((4, 8), None), ((8, 4), None), ((4, 4, 4), None), ((4, 4), "4 numbers"), ((4, 4, 4, 4), "{} 3")]
-SPLITS += [((12, 4), "{} 1"), ((8, 8), "{} 1"), ((6, 6), "{} 0"), ((0, 12), "{} 0")]
+SPLITS = [((6, 12), None), ((12, 6), None), ((6, 6, 6), None), ((6, 6), "6 numbers"), ((6, 6, 6, 6), "{} 3")]
+SPLITS += [((18, 6), "{} 1"), ((12, 12), "{} 1"), ((9, 9), "{} 0"), ((0, 18), "{} 0")]
 
 
 @pytest.mark.parametrize("sides, named", SPLITS, ids=str)

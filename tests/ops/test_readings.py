@@ -1,5 +1,6 @@
 """read_histories and write_histories: bitwise against the oracle, for products of any batch, count and content."""
 
+import functools
 import itertools
 
 import jax
@@ -38,12 +39,13 @@ def product(batch, lengths, seed=0):
 def record(pairs, seed=0):
     """What a step may give for these, the numbers that do not count included."""
     rng, batch = np.random.default_rng(seed), pairs[0][0].shape[:-1]
-    numbers = [[rng.choice(v, batch) for v in (AMAXES, SCALE_INVS, BELOW_ZERO, AMAXES)] for _ in pairs]
+    kinds = AMAXES, SCALE_INVS, *(BELOW_ZERO, AMAXES) * 2
+    numbers = [[rng.choice(values, batch) for values in kinds] for _ in pairs]
     return np.stack(list(itertools.chain(*numbers)), -1).astype(np.float32)
 
 
 def expected_reading(pairs):
-    out = np.empty((*pairs[0][0].shape[:-1], 4 * len(pairs)), np.float32)
+    out = np.empty((*pairs[0][0].shape[:-1], 6 * len(pairs)), np.float32)
     for i in np.ndindex(out.shape[:-1]):
         out[i] = np.concatenate([oracle.reading(h[i], scale[i]) for h, scale in pairs])
     return out
@@ -53,7 +55,7 @@ def expected_state(pairs, recorded):
     written = [(np.empty_like(h), np.empty_like(scale)) for h, scale in pairs]
     for i in np.ndindex(recorded.shape[:-1]):
         for q, (h, scale) in enumerate(written):
-            h[i], scale[i] = oracle.write_history(pairs[q][0][i], recorded[i][4 * q :])
+            h[i], scale[i] = oracle.write_history(pairs[q][0][i], recorded[i][6 * q :])
     return written
 
 
@@ -88,6 +90,21 @@ def calls(function, *arguments):
     """The numbers of quantizers of the custom calls in a program."""
     equations = jax.make_jaxpr(function)(*arguments).eqns
     return [sum(e.params["spec"].counts) for e in equations if "histories" in e.primitive.name]
+
+
+def test_scales_of_each_format(implementation):
+    """Each quantizer has the scale of its own format, also where a call has so many that no constant holds them."""
+    formats = [[448.0, 57344.0, 240.0], [57344.0, 448.0]]
+    for batch in ((), (3,), (40,)):
+        products = [product(batch, (4, 7, 1), 1), product(batch, (2, 5), 2)]
+        readings = jax.jit(functools.partial(ops.read_histories, fp8_max=formats))(products)
+        for pairs, values, reading in zip(products, formats, readings, strict=True):
+            for i in np.ndindex(batch):
+                numbers = [
+                    oracle.reading(h[i], scale[i], np.float32(value))
+                    for (h, scale), value in zip(pairs, values, strict=True)
+                ]
+                cases.assert_bitwise(reading[i], np.concatenate(numbers), f"{batch}: {i}")
 
 
 def test_one_call_has_room_for_64():

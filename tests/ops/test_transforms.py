@@ -79,7 +79,7 @@ CALLS = {
     "read_histories": (lambda *leaves: ops.read_histories(as_products(*leaves)), *PRODUCTS),
     "write_histories": (
         lambda *leaves: ops.write_histories(as_products(*leaves[:6]), leaves[6:]),
-        *(*PRODUCTS, amaxes(8), amaxes(4)),
+        *(*PRODUCTS, amaxes(12), amaxes(6)),
     ),
     "write_histories, a product": (
         lambda h, k, s, t, a, b: ops.write_histories([[(h, s), (k, t)]], [[(a, s), (b, t)]]),

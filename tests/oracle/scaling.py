@@ -101,12 +101,13 @@ def delayed_scale(history, stored, numerator, most_recent=False):
     return scale_pair(amax, stored, numerator)
 
 
-def reading(history, stored) -> np.ndarray:
-    """What a step needs of the state of a quantizer: f32 `[4]`, the window's amax, the newest, the scale and a 0."""
+def reading(history, stored, numerator=448.0) -> np.ndarray:
+    """What a step needs of the state: f32 `[6]`, the newest amax, the window's, the scale, a 0, and two new scales."""
+    scales = np.ravel(delayed_scale(history, np.ravel(stored), numerator))
     if np.any(is_below_zero(history)) or np.any(is_below_zero(stored)):
-        return np.concatenate([F32([-1, -1]), np.ravel(stored), F32([0])])
+        return np.concatenate([F32([-1, -1]), np.ravel(stored), F32([0]), scales])
     entries = clean_history(history)
-    return np.concatenate([[entries.max(), entries[0]], np.ravel(stored), F32([0])]).astype(F32)
+    return np.concatenate([[entries[0], entries.max()], np.ravel(stored), F32([0]), scales]).astype(F32)
 
 
 def write_history(history, recorded) -> tuple[np.ndarray, np.float32]:

@@ -118,6 +118,20 @@ def test_recipes(recipe, reads):
     assert reads
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
+    """Exact quotients are a hundred operations for each product and pass, which XLA compiles: ops compute them."""
+    kernels = jnp.ones((LAYERS, WIDTH, WIDTH))
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(recipe))
+
+    def loss(trainable, x):
+        return jnp.sum(scan(functools.partial(layer, recipe), x, *trainable))
+
+    program = str(jax.make_jaxpr(jaxfp8.grad(loss))((kernels, states), jnp.ones((ROWS, WIDTH))))
+    assert "read_histories" in program
+    assert "shift_left" not in program
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_loops(loop, reads):
     assert_same_steps(loop, DELAYED)
