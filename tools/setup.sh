@@ -78,12 +78,6 @@ if [ "$want_cuda" = cuda ]; then
     step "installing the CUDA 13.0 toolkit from wheels (500 MB the first time)" \
       pip install -r "$venv/requirements.txt" \
       || die "no CUDA toolkit: its wheels could not be installed here"
-    # XLA's compiler for GPUs, for tests that count what is in a program: in a folder of its own, because JAX
-    # would look for the GPU on every start.
-    version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
-    step "installing JAX's CUDA plugin $version, to compile for GPUs without one" \
-      pip install --no-deps --target "$venv/aot" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" \
-      || say "warning: no CUDA plugin for JAX $version; tests/aot will be skipped"
     # XLA's compiler for TPUs, likewise: JAX would look for a TPU. A JAX reads the programs of the version that it names.
     libtpu=$("$venv/bin/python" -c 'import importlib.metadata
 print(next(r.split(";")[0] for r in importlib.metadata.requires("jax") if r.startswith("libtpu")))')
@@ -92,6 +86,14 @@ print(next(r.split(";")[0] for r in importlib.metadata.requires("jax") if r.star
       || say "warning: no libtpu; programs of tests/tpu will be skipped"
     touch "$toolkit"
   fi
+  # XLA's compilers for GPUs, for tests that count what is in a program: in folders of their own, because JAX would look
+  # for the GPU on every start.
+  version=$("$venv/bin/python" -c 'import jax; print(jax.__version__)')
+  for cuda in cuda13 cuda12; do
+    [ -d "$venv/aot-$cuda" ] || step "installing JAX's plugin $version for $cuda, to compile for GPUs without one" \
+      pip install --no-deps --target "$venv/aot-$cuda" "jax-$cuda-plugin==$version" "jax-$cuda-pjrt==$version" \
+      || say "warning: no plugin for $cuda and JAX $version; tests of it in tests/aot will be skipped"
+  done
   define=ON
 fi
 

@@ -7,12 +7,16 @@ import pytest
 from . import compiler
 
 
-@pytest.fixture(scope="session")
-def on_h200():
+@pytest.fixture(scope="module", params=[13, pytest.param(12, marks=pytest.mark.slow)], ids=["cuda13", "cuda12"])
+def on_h200(request):
     """`compiler.run`; skips where there is no compiler."""
-    if reason := compiler.missing():
+    return compiler_of(request.param)
+
+
+def compiler_of(cuda: int):
+    if reason := compiler.missing(cuda):
         pytest.skip(reason)
-    return compiler.run
+    return lambda *arguments: compiler.run(*arguments, cuda=cuda)
 
 
 @pytest.fixture(scope="module")
