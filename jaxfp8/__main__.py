@@ -35,13 +35,15 @@ def about() -> dict[str, Any]:
 
 
 def cublaslt() -> dict[str, str]:
-    """Return `{"version": version}` of the cuBLASLt that products run on, or `{"error": reason}`."""
+    """Return `library` and `version` of the cuBLASLt that products run on, or `{"error": reason}`."""
     if not _ffi.has_cuda_kernels():
         return {"error": "not looked for, as there is no CUDA library"}
     try:
-        return {"version": str(_ffi.cublaslt_version())}
+        version = _ffi.cublaslt_version()  # 130002 for 13.0.2
     except RuntimeError as error:
         return {"error": str(error)}
+    major = version // 10000
+    return {"library": f"libcublasLt.so.{major}", "version": f"{major}.{version // 100 % 100}.{version % 100}"}
 
 
 def _try(part: Callable[[], Any]) -> Any:
@@ -61,7 +63,7 @@ def text(machine: dict[str, Any]) -> str:
     lines += ["devices", *_rows(machine["devices"], lambda row: (f"{row['count']} x {row['kind']}", _device(row)))]
     lines += [f"driver     {_or_error(machine['driver'])}"] * bool(machine["driver"])
     lines += ["libraries", *_rows(machine["libraries"], lambda row: (row["platform"], _library(row)))]
-    version = cublaslt.get("error") or cublaslt["version"]
+    version = cublaslt.get("error") or f"{cublaslt['version']} ({cublaslt['library']})"
     if machine["platform"] in ("cpu", "tpu") and "error" in cublaslt:
         version = f"not needed on a {machine['platform'].upper()} ({version})"
     lines += [f"cuBLASLt   {version}"]

@@ -1,12 +1,18 @@
 // Opening cuBLASLt and finding its functions.
 #include "cuda/kernels/cublaslt.h"
 
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 namespace jaxfp8::cuda {
 namespace {
 
-constexpr char kSoname[] = "libcublasLt.so.13";
+static_assert(CUDART_VERSION / 1000 == CUBLAS_VER_MAJOR, "the headers of cuBLAS are of another CUDA than the runtime's");
+
+#define JAXFP8_TEXT_OF(number) #number
+#define JAXFP8_TEXT(macro) JAXFP8_TEXT_OF(macro)
+#define JAXFP8_CUDA JAXFP8_TEXT(CUBLAS_VER_MAJOR)
+constexpr char kSoname[] = "libcublasLt.so." JAXFP8_CUDA;
 
 template <class Function>
 void Find(void* library, const char* name, Function* function, std::string* error) {
@@ -18,7 +24,8 @@ CublasLt Open() {
   CublasLt lt = {};
   void* library = dlopen(kSoname, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    lt.error = std::string("cuBLASLt of CUDA 13 not found: ") + dlerror();
+    lt.error = std::string("cuBLASLt of CUDA " JAXFP8_CUDA " not found: ") + dlerror() +
+               "; this module needs JAX's plugin for CUDA " JAXFP8_CUDA ": pip install \"jax[cuda" JAXFP8_CUDA "]\"";
     return lt;
   }
   Find(library, "cublasLtGetVersion", &lt.GetVersion, &lt.error);

@@ -1,7 +1,8 @@
 // cuBLASLt, opened at first use: the functions the GEMM calls.
 //
 // Never linked: the JAX CUDA plugin has loaded cuBLASLt before any custom call runs, so opening it by its soname finds
-// that very copy, and a machine without CUDA can still load this library.
+// that very copy, and a machine without CUDA can still load this library. The soname has the version of CUDA, that of
+// the headers.
 #ifndef JAXFP8_CUDA_KERNELS_CUBLASLT_H_
 #define JAXFP8_CUDA_KERNELS_CUBLASLT_H_
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,22 +29,40 @@ def include_folders() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the stand-ins are built: libcublasLt.so.13, an old/ one that lacks a function, and libgemm.so."""
-    includes = include_folders()
+    return build(tmp_path_factory.mktemp("fake_cublaslt"), include_folders(), 13)
+
+
+@pytest.fixture(scope="module")
+def cuda_12(tmp_path_factory):
+    """The same of headers that say they are of CUDA 12: it is they that name the library."""
+    folder = tmp_path_factory.mktemp("fake_cublaslt")
+    headers = folder / "include"
+    headers.mkdir()
+    for path in (path for include in include_folders() for path in include.iterdir()):
+        if path.name in ("cublas_api.h", "cuda_runtime_api.h"):
+            text = re.sub(r"(#define (?:CUBLAS_VER_MAJOR|CUDART_VERSION) +)13", r"\g<1>12", path.read_text())
+            (headers / path.name).write_text(text)
+        elif not (headers / path.name).exists():
+            (headers / path.name).symlink_to(path)
+    return build(folder, [headers], 12)
+
+
+def build(folder, includes, cuda) -> Path:
+    """Build the stand-ins in `folder`: libcublasLt.so.13 or 12, an old/ one without a function, and libgemm.so."""
     if not all(any((i / header).exists() for i in includes) for header in ("cublasLt.h", "cuda_runtime_api.h")):
         pytest.skip("needs the headers of cuBLAS and of the CUDA runtime (pip install 'jaxfp8[toolkit]')")
     if emulated.compiler() is None:
         pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("fake_cublaslt")
     (folder / "old").mkdir()
+    library = f"libcublasLt.so.{cuda}"
     flags = ["-std=c++17", "-fPIC", f"-I{emulated.ROOT}"]
     flags += [word for include in includes for word in ("-isystem", str(include))]
     ours = "-O3 -shared -Wall -Wextra -Werror".split()
-    soname = "-Wl,-soname,libcublasLt.so.13"
+    soname = f"-Wl,-soname,{library}"
     kernels = [str(path) for path in sorted((emulated.ROOT / "cuda" / "kernels").glob("*.cc"))]
     for arguments in (
-        [*ours, str(FAKE / "cublaslt.cc"), soname, "-o", str(folder / "libcublasLt.so.13")],
-        [*ours, str(FAKE / "cublaslt.cc"), soname, "-DWITHOUT_MATMUL", "-o", str(folder / "old" / "libcublasLt.so.13")],
+        [*ours, str(FAKE / "cublaslt.cc"), soname, "-o", str(folder / library)],
+        [*ours, str(FAKE / "cublaslt.cc"), soname, "-DWITHOUT_MATMUL", "-o", str(folder / "old" / library)],
         [*ours, str(FAKE / "entry.cc"), *kernels, "-fvisibility=hidden", "-ldl", "-o", str(folder / "libgemm.so")],
     ):
         done = subprocess.run([emulated.compiler(), *flags, *arguments], capture_output=True, text=True)
@@ -62,6 +81,16 @@ def test_cublaslt_calls(folder, check):
     if check in ("missing_library", "no_terms") and shutil.which("nvidia-smi"):
         pytest.skip("the real cuBLASLt may be found here")
     run(folder, f"calls.{check}")
+
+
+def test_the_library_of_cuda_12(cuda_12):
+    """A module opens the cuBLASLt of its headers."""
+    run(cuda_12, "calls.library_of_cuda_12")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="the real cuBLASLt may be found here")
+def test_the_library_of_another_cuda(cuda_12, folder):
+    run(cuda_12, "calls.library_of_cuda_13_alone", str(folder))
 
 
 def test_sizes_of_attributes(folder):

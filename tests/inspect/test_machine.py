@@ -149,6 +149,16 @@ def test_a_gpu_without_cublaslt(machine):
 
 
 @pytest.mark.parametrize(
+    "version, shown", [(130002, "13.0.2 (libcublasLt.so.13)"), (120905, "12.9.5 (libcublasLt.so.12)")]
+)
+def test_which_cublaslt(version, shown, machine, few_programs, monkeypatch):
+    machine(gpu("9.0"))
+    monkeypatch.setattr(_ffi, "cublaslt_version", lambda: version)
+    monkeypatch.setattr(_ffi, "_has_cuda_kernels", True)
+    assert f"\ncuBLASLt   {shown}\n" in command.text(command.about())
+
+
+@pytest.mark.parametrize(
     "record, line",
     [
         ({}, "not yet tested on this device: python -m jaxfp8.selftest"),

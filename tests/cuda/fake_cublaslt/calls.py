@@ -227,7 +227,22 @@ def old_device(folder):
 
 def missing_library(folder):
     reason = _reason(Gemm(folder, fake=None))
-    assert "cuBLASLt of CUDA 13 not found" in reason, reason
+    assert reason.startswith("cuBLASLt of CUDA 13 not found: libcublasLt.so.13: cannot open"), reason
+    assert reason.endswith('; this module needs JAX\'s plugin for CUDA 13: pip install "jax[cuda13]"'), reason
+
+
+def library_of_cuda_12(folder):
+    gemm = Gemm(folder, fake="libcublasLt.so.12")
+    gemm.check(1, 16, 48, 32)
+    assert gemm.counts()["matmuls"] == 1
+
+
+def library_of_cuda_13_alone(folder, cuda_13):
+    """A module of CUDA 12 does not take it."""
+    loaded = ctypes.CDLL(f"{cuda_13}/libcublasLt.so.13")
+    reason = _reason(Gemm(folder, fake=None))
+    assert loaded and reason.startswith("cuBLASLt of CUDA 12 not found: libcublasLt.so.12: cannot open"), reason
+    assert reason.endswith('; this module needs JAX\'s plugin for CUDA 12: pip install "jax[cuda12]"'), reason
 
 
 def old_library(folder):
