@@ -18,7 +18,7 @@ help:
 	@echo "make test-all   all tests: CUDA without a GPU, tools, pages, and the slow ones"
 	@echo "make docs       build the documentation, docs/_build/html/index.html, with warnings as errors"
 	@echo "make cuda       build the CUDA module for sm_89, sm_90a, sm_100 and sm_120; needs no GPU"
-	@echo "make wheels     sdist and wheels in dist/, for CPUs and with the CUDA module, each tried after it was built;"
+	@echo "make wheels     sdist and wheels in dist/, of jaxfp8 and jaxfp8-cuda13, each tried after it was built;"
 	@echo "                PYTHON='python3.11 python3.12' for all supported Pythons"
 	@echo "make sanitize   run the CPU handlers under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench      benchmarks, with the Python packages that are installed here (PYTHON=...)"

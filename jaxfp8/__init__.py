@@ -71,7 +71,6 @@ from .train import (
     value_and_grad as value_and_grad,
 )
 
-# The version; a wheel with the CUDA module is of this version and "+cuda13".
 __version__ = "0.2.0"
 
 # `import jaxfp8.checkpoint_policies` has to work too, because `jaxfp8.dot` is not public.

@@ -10,7 +10,7 @@
 # which makes pytest say where it was, and killed ten seconds later; its exit code is 124, or 137.
 #
 # Wheels of wheelhouse/ (tools/gpu_wheels.sh) are installed in a folder of the call, with the Python files of this
-# checkout in the place of the wheel's. Without a wheel of these very modules they are built here first.
+# checkout in the place of the wheel's. Without wheels of these very modules they are built here first.
 #
 # $OUT gets few files: steps.txt (the commit, exit codes, seconds), logs.tar.gz (a log of each step), and the JSON that
 # programs write; after each step, so that what was done is there if the call is cut off. The report comes last, in less
@@ -90,7 +90,7 @@ install() {
   else
     echo "wheelhouse/ has no wheel of these modules: building"
     compile "$work/site" || return 1
-    for i in "${!wheels[@]}"; do [[ ${wheels[i]} == */jaxfp8-* ]] && unset "wheels[i]"; done
+    for i in "${!wheels[@]}"; do [[ ${wheels[i]} == */jaxfp8[-_]* ]] && unset "wheels[i]"; done
   fi
   if [ "${#wheels[@]}" -gt 0 ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$work/site" \

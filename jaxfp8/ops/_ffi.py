@@ -1,15 +1,18 @@
-"""The compiled modules `jaxfp8._cpu` and `jaxfp8._cuda`, and their custom calls: names, registration and calls.
+"""The compiled modules `_cpu` and `_cuda`, and their custom calls: names, registration and calls.
 
 The only code that sees these modules. Importing this file registers every custom-call target, so that exported programs
 and compile caches load after `import jaxfp8` alone.
 
-A build writes `_modules.txt` beside the modules. Each line says how a module was built, or why it was not.
+A build puts the modules into `jaxfp8`, and `_modules.txt` beside them: each line says how a module was built, or why it
+was not. A package index has `_cuda` in projects of its own, one for each version of CUDA.
 """
 
+import importlib.metadata
 import importlib.util
 import logging
 import struct
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -47,6 +50,8 @@ _loaded = {}  # platform -> module
 _errors = {}  # platform -> why its module is not loaded
 _log = logging.getLogger("jaxfp8")
 _PACKAGE = __package__.split(".")[0]
+# Which packages may hold a module, the first one first. JAX too prefers its plugin for CUDA 13.
+_PACKAGES = (_PACKAGE, "jaxfp8_cuda13", "jaxfp8_cuda12")
 # This file lies beside the sources, which a Python that is started in a checkout imports.
 _SOURCES = Path(__file__).parents[2] / "CMakeLists.txt"
 _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
@@ -86,9 +91,15 @@ class Unavailable(Exception):
     """A compiled module that cannot be used; the message is a clause that says why."""
 
 
+def _find(name: str) -> ModuleSpec | None:
+    packages = filter(importlib.util.find_spec, _PACKAGES)
+    specs = (importlib.util.find_spec(f"{package}.{name}") for package in packages)
+    return next(filter(None, specs), None)
+
+
 def module_path(name: str) -> str | None:
     """Return the file of the module `name`, such as `"_cpu"`; None if there is no file for this Python."""
-    spec = importlib.util.find_spec(f"{_PACKAGE}.{name}")
+    spec = _find(name)
     return None if spec is None else spec.origin
 
 
@@ -96,18 +107,27 @@ def _load_module(name: str) -> ModuleType:
     """Import the module `name`.
 
     Raises:
-        Unavailable: the module is not there, damaged, or refused by the system's loader.
+        Unavailable: the module is not there, of another version, damaged, or refused by the system's loader.
     """
-    file = module_path(name)
-    if file is None:
+    spec = _find(name)
+    if spec is None:
         raise Unavailable(_why_missing(name))
     try:
+        if spec.parent != _PACKAGE:
+            _check_version(spec.parent)
         # Look at the file before the import: Python cannot catch what the loader does with a truncated one.
-        if fault := elf_fault(file):
+        if fault := elf_fault(spec.origin):
             raise Unavailable(f"does not load: {fault}; install jaxfp8 again")
-        return importlib.import_module(f"{_PACKAGE}.{name}")
+        return importlib.import_module(spec.name)
     except (ImportError, OSError, SystemError) as error:
         raise Unavailable(f"does not load: {error}") from error
+
+
+def _check_version(package: str) -> None:
+    version, expected = map(importlib.metadata.version, (package, _PACKAGE))
+    if version != expected:
+        install = f'pip install "jaxfp8[{package.removeprefix("jaxfp8_")}]=={expected}"'
+        raise Unavailable(f"is of version {version}, expected that of jaxfp8, {expected}: {install}")
 
 
 def _why_missing(name: str) -> str:

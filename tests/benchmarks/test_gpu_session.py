@@ -45,8 +45,12 @@ def checkout(tmp_path):
         (root / folder / "file.cc").write_text(folder)
     (root / "CMakeLists.txt").write_text("project()\n")
     (root / "jaxfp8" / "__init__.py").write_text("# of the checkout\n")
-    (root / "wheelhouse" / "jaxfp8-0.2.0+cuda13-cp312-abi3-manylinux_2_35_x86_64.whl").touch()
-    (root / "wheelhouse" / "flax-0.12.12-py3-none-any.whl").touch()
+    for name in (
+        "jaxfp8-0.2.0-cp312-abi3-linux_x86_64",
+        "jaxfp8_cuda13-0.2.0-cp312-abi3-linux_x86_64",
+        "flax-0.12.12-any",
+    ):
+        (root / "wheelhouse" / f"{name}.whl").touch()
     write_built(root)
     for name in ("nvidia-smi", "nvcc"):
         tool = tmp_path / "bin" / name
@@ -124,6 +128,15 @@ def test_a_failure_stops_nothing_else(checkout):
         "gpu-tests",
     ]
     assert "3 failed" in done.stdout and "--- selftest" in done.stdout
+
+
+def test_wheels_of_other_modules_are_left(checkout):
+    """The sources are compiled instead, and what is not ours comes from the wheelhouse all the same."""
+    (checkout / "cuda" / "file.cc").write_text("newer")
+    done, _, logs = session(checkout, STEPS="install")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "JAXFP8_CUDA=ON" in logs["install"]
+    assert "wheelhouse/flax-" in logs["install"] and "wheelhouse/jaxfp8" not in logs["install"]
 
 
 def test_gpu_tests_are_where_it_looks():

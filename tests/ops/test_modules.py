@@ -4,10 +4,13 @@ Each import is in a process of its own, in an installation made of links to this
 own headers say kills the process that maps it by SIGBUS.
 """
 
+import importlib.metadata
 import os
+import re
 import struct
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -142,6 +145,64 @@ def test_every_shorter_file_has_a_fault(tmp_path):
     for size in [0, *range(6, 300, 7), *range(300, len(data), len(data) // 300), len(data) - 1]:
         path.write_bytes(data[:size])
         assert _ffi.elf_fault(str(path)), size
+
+
+@pytest.fixture(params=["jaxfp8_cuda13", "jaxfp8_cuda12"])
+def project(request, tmp_path, monkeypatch):
+    """An installed project with a module `_cuda` and one `_cpu`, of the version of this jaxfp8: its name."""
+    for name in ("_cuda.py", "_cpu.py"):
+        (tmp_path / request.param).mkdir(exist_ok=True)
+        (tmp_path / request.param / name).write_text("# empty")
+    write_version(tmp_path, request.param, importlib.metadata.version("jaxfp8"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield request.param
+    for name in [name for name in sys.modules if name.startswith(request.param)]:
+        del sys.modules[name]
+
+
+def write_version(folder, project, version):
+    metadata = folder / f"{project}-1.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.4\nName: {project.replace('_', '-')}\nVersion: {version}\n")
+
+
+def test_the_module_of_a_project(project, monkeypatch, tmp_path):
+    """It is found where a build has put none into the package."""
+    monkeypatch.setattr(_ffi, "_PACKAGES", _ffi._PACKAGES[1:])
+    assert _ffi.module_path("_cuda") == str(tmp_path / project / "_cuda.py")
+    assert _ffi._load_module("_cuda").__name__ == f"{project}._cuda"
+    assert _ffi.module_path("_tpu") is None
+
+
+@NATIVE
+def test_the_module_of_a_build_comes_first(project):
+    assert _ffi.module_path("_cpu") == MODULE
+    assert _ffi._load_module("_cpu").__name__ == "jaxfp8._cpu"
+
+
+def test_a_project_of_another_version(project, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(_ffi, "_PACKAGES", _ffi._PACKAGES[1:])
+    monkeypatch.setattr(_ffi, "_errors", {})
+    write_version(tmp_path, project, "0.1.0")
+    assert not _ffi._load("CUDA")
+    version, extra = importlib.metadata.version("jaxfp8"), project.removeprefix("jaxfp8_")
+    reason = f'of version 0.1.0, expected that of jaxfp8, {version}: pip install "jaxfp8[{extra}]=={version}"'
+    assert f"jaxfp8: ignoring {tmp_path / project / '_cuda.py'}, which is {reason}" in caplog.text
+
+
+def test_projects_have_one_version_and_one_build():
+    """The extras ask for the module of this very version, which is built with what builds the package."""
+    root = Path(__file__).parents[2]
+    package, module = (tomllib.loads((root / name).read_text()) for name in ("pyproject.toml", "cuda/pyproject.toml"))
+    version, extras = package["project"]["version"], package["project"]["optional-dependencies"]
+    assert jaxfp8.__version__ == version and re.findall(
+        module["tool"]["scikit-build"]["metadata"]["version"]["regex"], (root / "pyproject.toml").read_text()
+    ) == [version]
+    for extra in ("cuda13", "cuda12"):
+        assert f"jaxfp8-{extra}=={version}" in extras[extra]
+    assert module["build-system"] == package["build-system"]
+    for key in ("requires-python", "license"):
+        assert module["project"][key] == package["project"][key]
 
 
 def test_old_modules_are_not_registered(monkeypatch):
