@@ -207,6 +207,12 @@ CONTROLS = {
         "read-only",
     ),
     "a loop that never ends": Control("quantize", r"(\n\$L__BB0_3:)", r"\1 bra $L__BB0_3;", quantize, "endless"),
+    "words of a row from another lane": Control(
+        "ragged_matmul", r"(shfl.sync.bfly\S+\s+\S+ %r\d+), %r\d+", r"\1, 2", ragged_rows, RESULTS
+    ),
+    "the fraction of the next code": Control(
+        "encode_moment", r"(ld.shared.f32\s+%f\d+, \[%r\d+)\]", r"\1+4]", moments(False), "outside"
+    ),
     "random bits mixed less": Control("encode_moment", "2048144789", "2048144787", moments(True), RESULTS),
     "products that stay lifted": Control("encode_moment", "0f1F800000", "0f3F800000", moments(False), RESULTS),
     "a code above the largest": Control("encode_moment", "min.s32", "max.s32", moments(False), RESULTS),
