@@ -1,6 +1,6 @@
 """Products and transfers in autodiff: the cotangents of a state meet in a max, and gradients have state and sources.
 
-`vmapped_state` is for products that are a `custom_vjp`: under `vmap` JAX sums the cotangents of an argument that the
+`vmapped_state` is for transfers, which are a `custom_vjp`: under `vmap` JAX sums the cotangents of an argument that the
 examples share, which is right for a kernel and wrong for a state.
 """
 

@@ -143,7 +143,7 @@ def dot_general(
     if is_wrapping():
         results = [wrapped_product(product, x, kernel, bias, state, codes)]
     else:
-        leaves, tree = jax.tree.flatten((bias, state, codes))
+        leaves, tree = jax.tree.flatten((bias, state, codes, None))
         results = product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())
     if product.activation is None:
         return finished(checkpoint_name(results[0], OUTPUT_NAME))

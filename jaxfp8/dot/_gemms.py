@@ -18,7 +18,7 @@ from ..ops._support import is_for_tpu
 from ..recipes import DotGeneralState, GEMMType, OperandOptions, QTensor
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, quantize_fused, quantize_gradient
 from ._high_precision import is_blockwise, is_tensorwise, multiply_by, multiply_dequantized
-from ._layout import Layout, layouts
+from ._layout import Layout, both_layouts, layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Product:
 
     # Names of the operands in messages.
     names = ("dot_general: x", "dot_general: kernel")
+    # Dimensions of x, kernel and y of a product in groups, which no dimension numbers describe.
+    dims = None
 
     @property
     def batch(self) -> int:
@@ -71,7 +73,11 @@ class Product:
         """Return the product with `more` vmapped dimensions."""
         return dataclasses.replace(self, vmap_dims=self.vmap_dims + more)
 
-    def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
+    def in_groups(self, x, group_sizes):
+        """Return x `[m, ...]`; a RaggedProduct sets the rows beyond its last group to zero."""
+        return x
+
+    def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return `a @ b.T` of two QTensors, or with `swap` its transpose `b @ a.T`.
 
         Args:
@@ -82,6 +88,7 @@ class Product:
             out_dtype: bfloat16, float16 or float32.
             swap: whether to return the transpose.
             bias: bfloat16, float16 or float32 `[*batch, *n]`, or None; not with swap.
+            group_sizes: int32 `[g]` of a RaggedProduct, else None.
 
         Returns:
             `[*batch, *m, *n]` of `out_dtype`; with swap `[*batch, *n, *m]`.
@@ -140,7 +147,7 @@ class Product:
         return q.dequantize(y.dtype), q.for_next_state()
 
 
-def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, differentiated):
+def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, group_sizes, differentiated):
     """Compute y, and the residuals of the backward.
 
     Args:
@@ -150,6 +157,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
         state: the state of the product; its leaves are f32.
         codes: `(x, kernel)`: the QTensor of an operand that is already quantized; for x also the fused input, without
             gradient, that x is the value of; else None.
+        group_sizes: see `Product.gemm`.
         differentiated: the operands, out of `"x"`, `"kernel"` and `"bias"`, that get a gradient; None where there is no
             backward. The gradient of one operand reads the other: a layout that no product reads is not written.
 
@@ -160,7 +168,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     """
     if product.vmap_dims:
         each = functools.partial(forward, product.with_vmap_dims(-1), differentiated=differentiated)
-        return jax.vmap(each)(x, kernel, bias, state, codes)
+        return jax.vmap(each)(x, kernel, bias, state, codes, group_sizes)
+    x = x if codes[0] is not None else product.in_groups(x, group_sizes)
     layouts_of_both = product.layouts(x.shape, kernel.shape)
     # 1. Read the states. A pre-quantized operand has consumed its state; without a backward no gradient needs a scale.
     states, reading = state.by_quantizer(), recipes.reading_of(state)
@@ -188,7 +197,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
             q = _in_order(product.names[i], q, layout, options.columnwise)
             if i == 0 and is_kept and q.data_t is None and not q.has_one_code:
                 q = _with_columnwise(q, product, OperandOptions(layout.rows, layout.cols))
-        last, residual = _both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
+        last, residual = both_layouts(q, len(layout.batch), layout.contract_first, is_kept)
         if is_kept and _is_turned_late(q):
             last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
         operands.append(last)
@@ -200,7 +209,7 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, di
     if bias is not None:
         batch = [x.shape[d] for d in product.dimension_numbers[1][0]]
         bias = jnp.broadcast_to(bias.astype(product.out_dtype), (*batch, *bias.shape))
-    y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias)
+    y = product.gemm(GEMMType.FPROP, *operands, product.out_dtype, bias=bias, group_sizes=group_sizes)
     y, output = product.requantize(3, y, uses[3], len(layouts_of_both[1].free))
     if reading is not None and recipes.reading_suffices(product.quantizers):
         # The backward of a loop computes the scales from the reading again: drop them from the residuals.
@@ -222,10 +231,10 @@ def _quantized_again(product, i, operand, layout, uses) -> QTensor:
     options = layout.options(columnwise=not first, reduce=product.reduce)
     quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
     q, _ = quantizer.quantize_operand(layout.ordered(operand), use, options)
-    return _both_layouts(q, len(layout.batch), first, True)[1]
+    return both_layouts(q, len(layout.batch), first, True)[1]
 
 
-def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad):
+def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad, group_sizes):
     """Compute `(dx, dkernel, dbias, next state)`; None for a gradient of an operand that is not differentiated.
 
     Args:
@@ -234,10 +243,12 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         differentiated: as in `forward`.
         residuals: `(residuals, histories)` of `forward`.
         grad: the gradient of y, or an ActivationGradient, which is computed and quantized in one pass.
+        group_sizes: see `Product.gemm`.
     """
     if product.vmap_dims:
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
-        return jax.vmap(each)(residuals, grad)
+        return jax.vmap(each)(residuals, grad, group_sizes)
+    grad = product.in_groups(grad, group_sizes)
     (x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use), histories = residuals
     if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
         *uses, grad_uses[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
@@ -258,12 +269,12 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if recipes.shares_codes(quantizers, 2):
         options = options._replace(columnwise=needs_dkernel)
         q, dbias = quantize_gradient(quantizers[2], grad, grad_uses[0], options)
-        grad, grad_t = _both_layouts(q, product.batch, False, needs_dkernel)
+        grad, grad_t = both_layouts(q, product.batch, False, needs_dkernel)
     else:
         grad = grad.value if isinstance(grad, ActivationGradient) else grad
         if needs_dkernel:
             grad_again, dbias = recipes.second(quantizers, 2).quantize_operand(grad, grad_uses[1], options)
-            grad_t = _both_layouts(grad_again, product.batch, False, True)[1]
+            grad_t = both_layouts(grad_again, product.batch, False, True)[1]
         if needs_dx or not needs_dkernel:
             options = options._replace(columnwise=False, column_sums=needs_dbias and not needs_dkernel)
             q, sums = quantizers[2].quantize_operand(grad, grad_uses[0], options)
@@ -273,12 +284,13 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
     if needs_dx:
         swap = x_layout.contract_first
         kernel_read = kernel if kernel_again is None else kernel_again
-        dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap)
+        dx = product.gemm(GEMMType.DGRAD, grad, kernel_read, product.x_dtype, swap, group_sizes=group_sizes)
         dx, input_grad = product.requantize(4, dx, input_grad_use, len(x_layout.free if swap else x_layout.contract))
         dx = x_layout.restored(dx)
     if needs_dkernel:
         swap = not kernel_layout.contract_first
-        dkernel = product.gemm(GEMMType.WGRAD, x if x_again is None else x_again, grad_t, product.kernel_dtype, swap)
+        x_read = x if x_again is None else x_again
+        dkernel = product.gemm(GEMMType.WGRAD, x_read, grad_t, product.kernel_dtype, swap, group_sizes=group_sizes)
         dkernel = kernel_layout.restored(dkernel)
     if dbias is not None:
         dbias = jnp.sum(dbias, axis=tuple(range(dbias.ndim - cols)))
@@ -294,19 +306,6 @@ def _is_turned_late(q: QTensor) -> bool:
     A loop would store transposed codes, which takes a copy of the operand in each step.
     """
     return q.data is not None and q.has_one_scale and is_for_tpu()
-
-
-def _both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
-    """Return the operand of the first product, contracting dimensions last, and the QTensor that is kept.
-
-    With `is_kept` the second QTensor is the operand of the second product; else it serves the next state alone.
-    """
-    last = q.transposed(batch) if contract_first else q
-    if not is_kept:
-        return dataclasses.replace(last, data_t=None), q.for_next_state()
-    first = q if contract_first else q.transposed(batch)
-    # On a mesh the first product may gather the layout that the second one reads, once for both.
-    return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)
 
 
 def _in_order(name: str, q: QTensor, layout: Layout, columnwise: bool) -> QTensor:

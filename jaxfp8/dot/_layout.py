@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..recipes import OperandOptions
+from ..recipes import OperandOptions, QTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,3 +120,16 @@ def _layout(name, shape, batch, contract) -> Layout:
         raise ValueError(f"dot_general: dimension_numbers: a dimension of {name}{tuple(shape)} is named twice: {used}")
     free = tuple(d for d in range(len(shape)) if d not in used)
     return Layout(tuple(shape), tuple(batch), free, tuple(contract))
+
+
+def both_layouts(q: QTensor, batch: int, contract_first: bool, is_kept: bool) -> tuple[QTensor, QTensor]:
+    """Return the operand of the first product, contracting dimensions last, and the QTensor that is kept.
+
+    With `is_kept` the second QTensor is the operand of the second product; else it serves the next state alone.
+    """
+    last = q.transposed(batch) if contract_first else q
+    if not is_kept:
+        return dataclasses.replace(last, data_t=None), q.for_next_state()
+    first = q if contract_first else q.transposed(batch)
+    # On a mesh the first product may gather the layout that the second one reads, once for both.
+    return dataclasses.replace(last, data_t=first.data), dataclasses.replace(first, data_t=None, scale_inv_t=None)

@@ -32,12 +32,13 @@ OUTPUT_NAME = "jaxfp8_gemm_output"
 
 def wrapped_product(product, x, kernel, bias, state, codes):
     """Multiply by the wrapper of `_contexts.wrapping`, which gets the FP8 product and the float32 product."""
-    fp8, float32 = functools.partial(_fp8, product), functools.partial(_float32, product)
-    return wrapped(product, fp8, float32)(x, kernel, bias, state, codes)
+    both = functools.partial(fp8, product), functools.partial(_float32, product)
+    return wrapped(product, *both)(x, kernel, bias, state, codes)
 
 
-def _fp8(product, x, kernel, bias, state, codes):
-    leaves, tree = jax.tree.flatten((bias, state, codes))
+def fp8(product, x, kernel, bias, state, codes, group_sizes=None):
+    """Multiply by the primitive, without an activation; the arguments are those of `forward`."""
+    leaves, tree = jax.tree.flatten((bias, state, codes, group_sizes))
     return product_p.bind(x, kernel, *leaves, product=product, tree=tree, implementation=selected())[0]
 
 
@@ -75,13 +76,17 @@ def _abstract(x, kernel, *leaves, product, tree, implementation):
     """Type results as `lax.dot_general` does; a result varies over every mesh axis over which an operand varies."""
     del tree, implementation
     vmapped = tuple(range(product.vmap_dims))
+    varying = _mesh.varying(x, kernel, *leaves)
+    if product.dims is not None:
+        *names, result = ((*vmapped, *dims) for dims in product.dims)
+        (y,) = _mesh.types([x, kernel], names, [result], [product.out_dtype], {})
+        return [_mesh.with_varying(y, varying)]
     contract, batch = ([tuple(d + len(vmapped) for d in dims) for dims in pair] for pair in product.dimension_numbers)
     dimension_numbers = (tuple(contract), tuple(vmapped + dims for dims in batch))
     out_sharding = product.out_sharding
     if out_sharding is not None:
         spec = PartitionSpec(*x.sharding.spec[: product.vmap_dims], *out_sharding)
         out_sharding = NamedSharding(x.sharding.mesh, spec)
-    varying = _mesh.varying(x, kernel, *leaves)
     dot, _ = lax.dot_general_p.abstract_eval(
         *(_mesh.with_varying(a.update(dtype=product.out_dtype), varying) for a in (x, kernel)),
         dimension_numbers=dimension_numbers,
@@ -133,20 +138,21 @@ def _batched(args, dims, product, tree):
     x, kernel, *leaves = args
     x_dim, kernel_dim, *leaf_dims = dims
     # 1. A fused input with a batch of its own x alone is more rows: move this batch as that of x.
-    bias, state, _ = jax.tree.unflatten(tree, leaves)
-    *_, (x_codes, _) = jax.tree.unflatten(tree, range(len(leaves)))
+    bias, state, _, group_sizes = jax.tree.unflatten(tree, leaves)
+    *_, (x_codes, _), _ = jax.tree.unflatten(tree, range(len(leaves)))
+    is_ragged = group_sizes is not None
     batched = [i for i, d in enumerate(leaf_dims) if d is not None]
-    if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x]:
+    if kernel_dim is None and isinstance(x_codes, FusedInput) and batched == [x_codes.x] and not is_ragged:
         leaves[x_codes.x] = jnp.moveaxis(leaves[x_codes.x], leaf_dims[x_codes.x], product.vmap_dims)
         leaf_dims = []
 
-    # 2. States with a batch, and kernels that are scaled each by itself: put the batch in front of every operand.
-    # A bias belongs to a kernel: both have a batch, or neither has.
+    # 2. States with a batch, kernels that are scaled each by itself, rows in groups: put the batch in front of every
+    # operand. A bias belongs to a kernel: both have a batch, or neither has.
     has_own_scales = bias is not None or None in (state.input, state.kernel, state.output_grad)
-    if any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
+    if is_ragged or any(d is not None for d in leaf_dims) or (kernel_dim is not None and has_own_scales):
         # A state that the examples share is still one state: its cotangents combine by max.
         plain = 2 + (bias is not None)
-        repeats = [repeat] * plain + [repeat_state] * (len(args) - plain)
+        repeats = [repeat] * plain + [repeat_state] * (len(args) - plain - is_ragged) + [repeat] * is_ragged
         specs = (jax.typeof(a).sharding.spec[d] for a, d in zip(args, dims, strict=True) if d is not None)
         axis = next((spec for spec in specs if spec is not None), None)  # the mesh axis that cuts the batch
         leading = [
@@ -188,7 +194,7 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     # 1. Check that the gradient has sources and state.
     x, kernel, *leaves = primals
     # The first operands are x, the kernel and maybe a bias; the state follows, whose gradient is its next value.
-    bias, state, codes = jax.tree.unflatten(tree, leaves)
+    bias, state, codes, group_sizes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
     codes = checked_codes(product, (x, kernel), codes, is_linear, state, is_updated)
@@ -197,10 +203,11 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
-        y, residuals = forward(product, x, kernel, bias, state, codes, _differentiated(is_linear, plain))
+        differentiated = _differentiated(is_linear, plain)
+        y, residuals = forward(product, x, kernel, bias, state, codes, group_sizes, differentiated)
         results = _results(product, _mesh.placed_as(outs[0], y))
         y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
-    residuals = residuals, y
+    residuals = residuals, y, group_sizes
     # 4. Make the results differentiable: a loss around this gradient may take its value, and differentiates that value
     # for the first time. The ops that compute it have no derivative; the derivative of the product is what is meant.
     results = _value_p.bind(*results, *primals, product=product, tree=tree, implementation=implementation)
@@ -258,7 +265,7 @@ def _differentiated(is_linear, plain) -> list[str]:
 def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, state_leaves, implementation, outs):
     del outs
     # 1. Find the gradient of y.
-    residuals, y = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
+    residuals, y, group_sizes = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
     y = y.dequantize(product.out_dtype) if isinstance(y, QTensor) else y
     grad = _gradient(product, y, *cotangents)
     if grad is None:
@@ -267,7 +274,7 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
     differentiated = _differentiated(is_linear, len(operands))
     x, kernel = operands[:2]
     with using(implementation):
-        *gradients, next_state = backward(product, x.shape, kernel.shape, differentiated, residuals, grad)
+        *gradients, next_state = backward(product, x.shape, kernel.shape, differentiated, residuals, grad, group_sizes)
     # 3. Turn them into cotangents. The cotangent of a replicated operand is the psum of the cotangents of all devices.
     cotangents = [
         None if ct is None else _mesh.cotangent_of(aval, ct.astype(aval.dtype))

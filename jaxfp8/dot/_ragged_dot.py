@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import ops
 from .._jax import _mesh
 from ..ops import _checks
-from ..ops._support import selected, using
 from ..recipes import (
     AmaxReduction,
     DotGeneralState,
@@ -27,15 +25,15 @@ from ..recipes import (
     value_of,
 )
 from . import _contexts
-from ._autodiff import Static, checked_codes, shared, vmapped_state
+from ._autodiff import shared
 from ._compute_dtype import not_wider, promoted
 from ._contexts import wrapped
 from ._dot_general import checked_quantizers, operand, result_dtype, without_source
 from ._fused_input import Activated, FusedInput, Normalized
-from ._gemms import Product, backward, forward
+from ._gemms import Product
 from ._high_precision import is_blockwise
 from ._layout import Layout
-from ._product import OUTPUT_NAME
+from ._product import OUTPUT_NAME, fp8
 
 
 def ragged_dot(
@@ -135,14 +133,15 @@ def ragged_dot(
         out_dtype=out_dtype,
         precise=frozenset(recipe.precise),
         reduce=AmaxReduction.for_recipe(recipe),
-        implementation=selected(),
     )
     # The sources are operands, so that gradients reach them.
     codes = without_source(lhs_codes), without_source(rhs_codes)
-    # JAX would sum the cotangents of the examples that share a state. With `vmapped_state` they meet in a max.
-    state = vmapped_state(shared(state), lhs, rhs, group_sizes, *jax.tree.leaves(codes))
     multiply = wrapped(product, functools.partial(_fp8, product), _float32)
-    return checkpoint_name(multiply(lhs, rhs, group_sizes, state, codes), OUTPUT_NAME)
+    return checkpoint_name(multiply(lhs, rhs, group_sizes, shared(state), codes), OUTPUT_NAME)
+
+
+def _fp8(product, lhs, rhs, group_sizes, state, codes):
+    return fp8(product, lhs, rhs, None, state, codes, group_sizes)
 
 
 def _float32(lhs, rhs, group_sizes, state, codes):
@@ -154,33 +153,31 @@ def _float32(lhs, rhs, group_sizes, state, codes):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedProduct(Product):
-    """The static part of one product.
+    """The static part of one product whose rows are cut into groups; x is lhs, the kernel is rhs."""
 
-    Attributes:
-        implementation: the implementation of the ops, in the forward and the backward.
-        group_sizes: int32 `[g]` while the product is computed; None in the static part.
-    """
-
-    implementation: str | None = None
-    group_sizes: jax.Array | None = None
     names = ("ragged_dot: lhs", "ragged_dot: rhs")
+    dims = ("m", "k"), ("g", "k", "n"), ("m", "n")
 
     def layouts(self, x_shape, kernel_shape) -> tuple[Layout, Layout]:
         """Return the layouts of operands of these shapes; the matrices of rhs are a batch."""
         return Layout(x_shape, (), (0,), (1,)), Layout(kernel_shape, (0,), (2,), (1,))
 
-    def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None):
+    def in_groups(self, x, group_sizes):
+        """Set the rows of x beyond the last group to zero."""
+        return in_a_group(x, group_sizes)
+
+    def gemm(self, gemm_type, a, b, out_dtype, swap=False, bias=None, group_sizes=None):
         """Return the product of two QTensors, which have the contracting dimension last."""
         del swap, bias  # ragged_dot has no bias, and its layouts need no transpose
         is_wgrad = gemm_type == GEMMType.WGRAD
         if a.scale_inv is None or b.scale_inv is None:
-            return _in_high_precision(a, b, self.group_sizes, is_wgrad, out_dtype)
+            return _in_high_precision(a, b, group_sizes, is_wgrad, out_dtype)
         return ops.ragged_matmul(
             a.data,
             b.data,
             a.scale_inv,
             b.scale_inv,
-            self.group_sizes,
+            group_sizes,
             ragged="contraction" if is_wgrad else "rows",
             b_t=b.data_t if b.has_one_code and not is_wgrad else None,
             a_block=a.block,
@@ -224,49 +221,3 @@ def in_a_group(x, group_sizes):
     rows = jnp.sum(jnp.clip(group_sizes, 0, x.shape[0]), dtype=jnp.int32)
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < rows
     return jnp.where(_mesh.placed_as(jax.typeof(x), inside), x, lax.full_like(x, 0))
-
-
-def _forward(product, lhs, rhs, group_sizes, state, codes, differentiated):
-    product = dataclasses.replace(product, group_sizes=group_sizes)
-    if codes[0] is None:
-        lhs = in_a_group(lhs, group_sizes)
-    with using(product.implementation):
-        return forward(product, lhs, rhs, None, state, codes, differentiated)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8(product, lhs, rhs, group_sizes, state, codes):
-    return _forward(product, lhs, rhs, group_sizes, state, codes, None)[0]
-
-
-def _fp8_fwd(product, *operands):
-    # With symbolic zeros JAX says which operands get a gradient; the others need no residual.
-    lhs, rhs, group_sizes, state, codes = jax.tree.map(lambda leaf: leaf.value, operands)
-    perturbed = jax.tree.map(lambda leaf: leaf.perturbed, operands)
-    codes = checked_codes(product, (lhs, rhs), codes, perturbed, state, jax.tree.leaves(perturbed[3]))
-    # `forward` and `backward` call lhs and rhs x and kernel.
-    differentiated = tuple(name for name, is_one in zip(("x", "kernel"), perturbed, strict=False) if is_one)
-    y, residuals = _forward(product, lhs, rhs, group_sizes, state, codes, differentiated)
-    return y, (residuals, group_sizes, Static((jax.typeof(lhs), jax.typeof(rhs), differentiated)))
-
-
-def _fp8_bwd(product, residuals, grad):
-    """Compute, for each group, dlhs = grad @ rhs.T and drhs = lhs.T @ grad."""
-    residuals, group_sizes, static = residuals
-    *types, differentiated = static.value
-    # Quantize a gradient of zeros as well: lhs and rhs have run, so their states have next values.
-    if isinstance(grad, SymbolicZero):
-        grad = jnp.zeros(grad.shape, grad.dtype)
-    product = dataclasses.replace(product, group_sizes=group_sizes)
-    with using(product.implementation):
-        grad, shapes = in_a_group(grad, group_sizes), [aval.shape for aval in types]
-        *cotangents, _, next_state = backward(product, *shapes, differentiated, residuals, grad)
-    # Inside `shard_map` the cotangent of a replicated operand is the sum over the devices.
-    dlhs, drhs = (
-        None if ct is None else _mesh.cotangent_of(aval, ct) for aval, ct in zip(types, cotangents, strict=True)
-    )
-    # Group sizes are integers, which have no cotangent; codes have none either.
-    return dlhs, drhs, None, next_state, None
-
-
-_fp8.defvjp(_fp8_fwd, _fp8_bwd, symbolic_zeros=True)

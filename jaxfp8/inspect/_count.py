@@ -110,8 +110,8 @@ def _counted(product, fp8, f32, *operands):
     reading, states = reading_of(state), jax.lax.stop_gradient(without_max(state).by_quantizer())
     uses = read_states(product.quantizers, states, reading)
     values = [_values(operand, q) for operand, q in zip((x, kernel), codes, strict=True)]
-    if group_sizes is not None and values[0] is not None:
-        values[0] = _ragged_dot.in_a_group(values[0], group_sizes)
+    if values[0] is not None:
+        values[0] = product.in_groups(values[0], group_sizes)
     forward = [_fractions(product, i, value, uses, states) for i, value in enumerate(values)]
 
     def record(fractions):
@@ -126,7 +126,7 @@ def _counted(product, fp8, f32, *operands):
 
     def backward(residuals, grad):
         forward, uses, states, group_sizes = residuals
-        counted = grad if group_sizes is None else _ragged_dot.in_a_group(grad, group_sizes)
+        counted = product.in_groups(grad, group_sizes)
         firsts, seconds = zip(*forward, _fractions(product, 2, counted, uses, states), strict=True)
         fractions = jnp.stack([*firsts, *seconds])
         scalar = jax.ShapeDtypeStruct((), jnp.float32)

@@ -131,11 +131,11 @@ def _loss(lhs, state):
 def test_only_first_derivatives_in_reverse_mode():
     lhs, state = jnp.ones((6, 4)), jaxfp8.init_state(RECIPE)
     with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
-        with pytest.raises(TypeError, match="forward-mode"):
+        with pytest.raises(TypeError, match="first derivatives in reverse mode only"):
             jax.jvp(lambda x: _loss(x, state), (lhs,), (lhs,))
         with pytest.raises(TypeError):
             jax.jacfwd(lambda x: _loss(x, state))(lhs)
-        with pytest.raises(TypeError, match="not differentiable"):
+        with pytest.raises(TypeError, match="stop_gradient of the inner gradient"):
             jax.grad(lambda x: jnp.sum(jax.grad(_loss)(x, state)))(lhs)
         with pytest.raises(TypeError):
             jax.hessian(lambda x: _loss(x, state))(lhs)

@@ -46,6 +46,7 @@ def compare_on_mesh(lhs_spec, rhs_spec, axis_type=AxisType.Auto):
         (("x",), (None, None, "y")),
         (("x",), ("y",)),
         (("x",), ("x",)),
+        (("x",), (None, None, "x")),
         ((), (("x", "y"),)),
     ],
 )

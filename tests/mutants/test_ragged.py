@@ -9,7 +9,7 @@ from mesh import test_ragged as test_meshes
 from programs import functional, known_amax
 
 from jaxfp8 import ops
-from jaxfp8.dot import _autodiff, _ragged_dot
+from jaxfp8.dot import _product, _ragged_dot
 from jaxfp8.ops import _blocks, _partition
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")
@@ -44,7 +44,7 @@ def test_a_sum_of_states_is_caught(monkeypatch):
 
 
 def test_a_sum_over_members_is_caught(monkeypatch):
-    monkeypatch.setattr(_autodiff, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)))
+    monkeypatch.setattr(_product, "repeat_state", lambda size, leaf: jnp.broadcast_to(leaf, (size[0], *leaf.shape)))
     with pytest.raises(AssertionError, match="scale|amax_history"):
         test_ragged_dot.test_vmap("rhs and state")
 

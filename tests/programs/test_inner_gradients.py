@@ -144,6 +144,13 @@ def loss_of_experts(layer, x):
     return jnp.sum(jnp.tanh(jaxfp8.ragged_dot(x, layer[0], jnp.int32([1, 3]), recipe=RECIPE, state=layer[1])))
 
 
+@pytest.mark.parametrize("differentiate", [jax.grad, in_jit], ids=["eager", "jit"])
+def test_the_value_of_an_inner_gradient_of_experts(differentiate):
+    layer = EXPERTS, LAYER[1]
+    got = differentiate(lambda layer: jax.value_and_grad(loss_of_experts, 1)(layer, X)[0])(layer)
+    assert_same_bits(got, differentiate(loss_of_experts)(layer, X))
+
+
 def test_gelu_and_its_value():
     """A product with an activation has two results."""
 

@@ -31,8 +31,8 @@ def operands_read(monkeypatch, run):
 
     def multiply(product, x, kernel, bias, state, codes):
         differentiated = ["x", "kernel"]
-        y, residuals = _gemms.forward(product, x, kernel, bias, state, codes, differentiated)
-        _gemms.backward(product, x.shape, kernel.shape, differentiated, residuals, grads.pop())
+        y, residuals = _gemms.forward(product, x, kernel, bias, state, codes, None, differentiated)
+        _gemms.backward(product, x.shape, kernel.shape, differentiated, residuals, grads.pop(), None)
         return y
 
     whole = _gemms.Product.gemm
