@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fills wheelhouse/ with what a GPU machine without a network may lack: our wheels, Flax, pytest and what these import. The machine has Python 3.12, JAX with its CUDA plugin, and NumPy. tools/gpu_session.sh installs them.
+# Fills wheelhouse/ with what a GPU machine without a network may lack: our wheels, Flax, pytest and what these import.
+# The machine has Python 3.12, JAX with its CUDA plugin, and NumPy. tools/gpu_session.sh installs them.
 #
 #   tools/gpu_wheels.sh VENV     VENV: an environment for the tools, made by tools/wheels.sh
 #

@@ -4,9 +4,10 @@
 #
 #   PYTHON="python3.11 python3.12" tools/wheels.sh VENV [cpu] [cuda13] [cuda12]
 #
-# With `cpu` alone no CUDA module is built, without an argument that of cuda13. A Python of 3.12 or newer makes a wheel for them all,
-# Python 3.11 one of its own. Wheels are built from the sdist, so that a file it lacks is missed here. VENV-X.Y hold the
-# tools. CUDA 13's toolkit comes from wheels; that of CUDA 12 has no nvcc there, so it is the one of the machine.
+# With `cpu` alone no CUDA module is built, without an argument that of cuda13. A Python of 3.12 or newer makes a wheel
+# for them all, Python 3.11 one of its own. Wheels are built from the sdist, so that a file it lacks is missed here.
+# VENV-X.Y hold the tools. CUDA 13's toolkit comes from wheels; that of CUDA 12 has no nvcc there, so it is the one of
+# the machine.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -245,7 +245,7 @@ PROGRAMS = {
     "cond with arguments": Program(with_arguments(cond_with_arguments), cast=True),
     "carry": Program(carried, cast=True),
     "stacked copies": Program(stacked_copies, cast=True),
-    "shard_map": Program(shard_map),
+    "shard_map": Program(shard_map, across=((0, 2), (1, 3))),
     "some iterations": Program(some_iterations, used=(1, 3)),
     "not taken": Program(not_taken, used=()),
     "layers in a scan": Program(layers_in_a_scan, own=OWN),

@@ -34,6 +34,7 @@ class Program:
         used: the uses that run; the state of others stays.
         groups: uses whose rows are one product, because `jax.vmap` runs over x alone. A state gives all uses one scale;
             of recipes without state each product has scales of its own.
+        across: uses that several devices run at once, whose tensors have one scale; None where one device runs all.
         cast: whether the state crosses a boundary as an argument once a use, so that plain autodiff would add.
     """
 
@@ -41,6 +42,7 @@ class Program:
     own: tuple = ()
     used: tuple = tuple(range(USES))
     groups: tuple = tuple((use,) for use in range(USES))
+    across: tuple | None = None
     cast: bool = False
 
 
@@ -158,7 +160,9 @@ def check(adapter, program: Program, recipe: Recipe = RECIPES["delayed"], *, ste
         if layer is None:
             state = leaves(states if has_own_state else states[0]) if is_delayed else {}
             layer = adapter(program, recipe.recipe, kernel, state, **options)
-        groups = [group for group in program.groups if set(group) <= set(program.used)]
+        has_scale_of_tensor = isinstance(recipe.recipe, jaxfp8.Float8CurrentScaling)
+        groups = program.across if program.across and has_scale_of_tensor else program.groups
+        groups = [group for group in groups if set(group) <= set(program.used)]
         runs = {}
         for group in [(use,) for use in program.used] if is_delayed else groups:
             x, grad = (np.concatenate([array[use] for use in group]) for array in (xs, grads))
