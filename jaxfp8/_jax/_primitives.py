@@ -92,6 +92,22 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
+def without_numpy(x: Any) -> Any:
+    """Return a traced x without the array of numpy that `vmap` leaves inside, which JAX's custom derivatives refuse.
+
+    JAX takes such arrays for operands of primitives alone; this one adds no operation to a program.
+    """
+    return _identity_p.bind(x) if isinstance(x, jax.core.Tracer) else x
+
+
+_identity_p = Primitive("identity")
+_identity_p.def_abstract_eval(lambda x: x)
+_identity_p.def_impl(lambda x: x)
+ad.deflinear2(_identity_p, lambda cotangent, x: [cotangent])
+batching.primitive_batchers[_identity_p] = lambda args, dims: (_identity_p.bind(*args), *dims)
+mlir.register_lowering(_identity_p, lambda ctx, x: [x])
+
+
 def is_differentiated(operands: Iterable[Any]) -> bool:
     """Tell whether autodiff traces an operand: the tracers of jvp and of linearize have a tangent."""
     return any(isinstance(operand, jax.core.Tracer) and hasattr(operand, "tangent") for operand in operands)

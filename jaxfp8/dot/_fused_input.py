@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from .. import ops
+from .._jax._primitives import without_numpy
 from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._quantize_activation import activation_grad
@@ -173,7 +174,7 @@ def activated(x: ArrayLike, activation: str) -> Activated:
         TypeError: x has another dtype.
         ValueError: `activation` is unknown, or x is not `[..., 2, n]` for a gated activation.
     """
-    x = _checks.high_precision("activated", "x", x)
+    x = without_numpy(_checks.high_precision("activated", "x", x))
     _quantize_activation.check("activated", x, activation, 0)
     return Activated(x, activation)
 
@@ -203,7 +204,7 @@ def normalized(
     """
     names = ("scale", "bias")
     x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, 0, names)
-    return Normalized(x, scale, bias, kind, epsilon)
+    return Normalized(without_numpy(x), scale, bias, kind, epsilon)
 
 
 def quantize_fused(fused: FusedInput, quantizer: Any, use: Any, reduce: Any) -> QTensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from .._jax._primitives import without_numpy
 from ..dot import shared
 from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states, some
 
@@ -101,7 +102,7 @@ def _quantized(quantizer, kernel, state, reduce):
     if quantizer.has_one_scale:
         options = options._replace(cols=x.ndim - 1, columnwise=x.ndim == 2)
     q, _ = quantizer.quantize_operand(x, step, options)
-    return dataclasses.replace(q, source=kernel)
+    return dataclasses.replace(q, source=without_numpy(kernel))
 
 
 def _states_of_kernels(tree, state, quantizer):

@@ -207,3 +207,32 @@ def test_a_batch_of_kernels_is_three_grouped_products(state_axis):
 
     got = dots(jax.value_and_grad(loss, argnums=(0, 1, 2)), x, kernels, packed)
     assert len(got) == 3, got
+
+
+def of_activated(x, kernel):
+    return jaxfp8.dot_general(jaxfp8.activated(x, "silu"), kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+
+
+def of_normalized(x, kernel):
+    x = jaxfp8.normalized(x, jnp.ones(8), kind="rms")
+    return jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+
+
+def of_codes_once(x, kernel):
+    codes = jaxfp8.quantize_params({"kernel": kernel}, None, jaxfp8.Float8CurrentScaling(), where="kernel")["kernel"]
+    return jaxfp8.dot_general(x, codes, cases.MATMUL, recipe=jaxfp8.Float8CurrentScaling())
+
+
+def of_groups(x, kernel):
+    return jaxfp8.ragged_dot(x, kernel[None], jnp.int32([3]), recipe=jaxfp8.Float8CurrentScaling())
+
+
+@pytest.mark.parametrize("product", [of_activated, of_normalized, of_codes_once, of_groups])
+@pytest.mark.parametrize("transform", [lambda loss: loss, lambda loss: jax.grad(loss, (0, 1))], ids=["loss", "grad"])
+def test_arrays_of_numpy_in_a_vmap_in_jit(product, transform):
+    """JAX's custom derivatives refuse them ("non-canonical constant"); products take them as `jnp` arrays."""
+    x, kernel = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((2, 3, 8), (2, 8, 4)))
+    each = jax.vmap(transform(lambda x, kernel: jnp.sum(product(x, kernel))))
+    # XLA computes constants as it compiles, and rounds activations and norms otherwise there.
+    got, expected = jax.jit(lambda: each(x, kernel))(), jax.jit(each)(x, kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
