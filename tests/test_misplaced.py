@@ -1,5 +1,7 @@
 """Products, codes, optimizers and trees in a wrong place: an error of ours, with the argument and what to do."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -187,3 +189,22 @@ def test_warning_names_the_functions_of_nnx():
     model = jaxfp8.nnx.Linear(8, 8, recipe=RECIPE, rngs=nnx.Rngs(0))
     with pytest.warns(jaxfp8.FP8StateWarning, match=r"in NNX take jaxfp8.nnx.value_and_grad and jaxfp8.nnx.Optimizer"):
         nnx.grad(lambda model: jnp.sum(model(X)))(model)
+
+
+GRADIENTS_OF_INPUTS = {
+    "linen": lambda: jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x)))(X),
+    "linen in jit": lambda: jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(DENSE.apply(FILLED, x)))))(X),
+    "nnx": lambda: nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(nnx_model(), X),
+    "nnx in jit": lambda: nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1))(nnx_model(), X),
+    "nnx, ours": lambda: jaxfp8.nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(nnx_model(), X),
+}
+
+
+def nnx_model():
+    return jaxfp8.nnx.Linear(X.shape[-1], 8, recipe=RECIPE, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("run", GRADIENTS_OF_INPUTS.values(), ids=GRADIENTS_OF_INPUTS)
+def test_a_gradient_of_the_input_alone_is_silent(run):
+    with warnings.catch_warnings(action="error", category=jaxfp8.FP8StateWarning):
+        run()

@@ -70,6 +70,13 @@ def linearized(results, residuals, function) -> tuple:
     return results, has_tangent, residuals, None, with_structured
 
 
+def is_of_one_array(tangent) -> bool:
+    """Tell whether the gradient that this tangent belongs to is of one array; False inside of `jax.checkpoint`."""
+    # The trace of a tangent is that of the linear function, whose inputs are the arrays of the gradient.
+    frame = getattr(getattr(tangent, "_trace", None), "frame", None)
+    return len(getattr(frame, "invars", ())) == 1
+
+
 def lower_jitted(ctx, jitted, avals, operands):
     """Lower a jitted function into the program of a lowering rule, from the jaxpr that JAX keeps of the function.
 

@@ -164,8 +164,14 @@ def _(primals, tangents):
     return differentiated_once(*primals), tree.unflatten(map(ad.instantiate_zeros, undefined))
 
 
-def checked_codes(product: Product, operands, codes, differentiated, state, is_updated) -> list[QTensor | None]:
-    """Check that a gradient has the sources of its codes and the state of its recipe; return the codes of operands.
+def state_is_left_out(state) -> bool:
+    """Tell whether no gradient around a product can be with respect to its state: it is an array, and not fixed."""
+    # No step updates a fixed scale, in inference.
+    return not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state))
+
+
+def checked_codes(product: Product, operands, codes, differentiated) -> list[QTensor | None]:
+    """Check that a gradient has the sources of its codes; return the codes of operands.
 
     A second derivative of the returned codes, with respect to their source, raises.
 
@@ -174,8 +180,6 @@ def checked_codes(product: Product, operands, codes, differentiated, state, is_u
         operands: x and kernel, or the sources of their codes.
         codes: `(x, kernel)`: the QTensor of an operand, or for x a fused input; else None.
         differentiated: for each operand, whether the gradient is taken with respect to that operand.
-        state: the state of the product.
-        is_updated: for each leaf of the state, whether the gradient is taken with respect to that leaf.
 
     Raises:
         TypeError: the gradient is taken with respect to a QTensor without a source.
@@ -187,7 +191,4 @@ def checked_codes(product: Product, operands, codes, differentiated, state, is_u
                 "jaxfp8.freeze does not train: train the variables it was frozen from, or differentiate with respect "
                 "to other variables than its kernels"
             )
-    # No step updates a fixed scale, in inference. A gradient around this one may be taken with respect to the state.
-    if not isinstance(state.input, StateUse) and not is_differentiated(jax.tree.leaves(state)):
-        warn_of_state(product.quantizers, is_updated, product.layer)
     return [q and differentiated_once(q, operand) for q, operand in zip(codes, operands, strict=True)]

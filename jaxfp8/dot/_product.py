@@ -21,7 +21,7 @@ from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative
 from ..ops._support import selected, using
 from ..recipes import QTensor, value_of
-from ._autodiff import checked_codes, repeat, repeat_state
+from ._autodiff import checked_codes, repeat, repeat_state, state_is_left_out, warn_of_state
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
 from ._gemms import backward, forward
@@ -197,13 +197,14 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
     bias, state, codes, group_sizes = jax.tree.unflatten(tree, leaves)
     plain = 2 + (bias is not None)
     is_updated = is_linear[plain : plain + len(jax.tree.leaves(state))]
-    codes = checked_codes(product, (x, kernel), codes, is_linear, state, is_updated)
+    codes = checked_codes(product, (x, kernel), codes, is_linear)
+    is_left_out = state_is_left_out(state)
     outs = _abstract(*map(jax.typeof, primals), product=product, tree=tree, implementation=implementation)
+    differentiated = _differentiated(is_linear, plain)
     # 2. Name the codes for remat: if a policy saves them, the computation of their source does not run again.
     codes = [checkpoint_name(q, RESIDUAL_NAME) if isinstance(q, QTensor) else q for q in codes]
     # 3. Compute the results and the residuals.
     with using(implementation):
-        differentiated = _differentiated(is_linear, plain)
         y, residuals = forward(product, x, kernel, bias, state, codes, group_sizes, differentiated)
         results = _results(product, _mesh.placed_as(outs[0], y))
         y = None if product.activation is None else compressed(results[0]) if product.fp8_residual else results[0]
@@ -218,7 +219,11 @@ def _linearize(is_vjp, is_linear, *primals, product, tree, implementation):
 
     # Operands without a tangent get no gradient: the backward leaves out their product.
     def linear(residuals, *tangents):
-        tangents = (t for t, linear in zip(tangents, is_linear, strict=True) if linear)
+        tangents = [t for t, linear in zip(tangents, is_linear, strict=True) if linear]
+        # A gradient of one array that is no kernel, such as a saliency map, is no step of training.
+        is_of_input = differentiated == ["x"] and _compat.is_of_one_array(tangents[0])
+        if is_left_out and not is_of_input:
+            warn_of_state(product.quantizers, is_updated, product.layer)
         return _linear_p.bind(
             *tangents,
             *residuals,

@@ -175,7 +175,7 @@ def test_the_gradient_around_updates_the_state(differentiate):
         warnings.simplefilter("error", jaxfp8.FP8StateWarning)
         differentiate(outer)(LAYER)
     with pytest.warns(jaxfp8.FP8StateWarning, match="this gradient never updates FP8 state"):
-        differentiate(lambda x: outer(LAYER) + loss(LAYER, x))(X)
+        differentiate(lambda pair: outer(LAYER) + loss(LAYER, pair[0] + pair[1]))((X, X))
 
 
 def squared(gradient):
