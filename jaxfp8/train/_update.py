@@ -75,6 +75,8 @@ def update_state(old: Tree, new: Any) -> Tree:
             continue
         now = [before.leaves[i] for i in positions]
         then = [gradient[before.paths[i]] for i in positions]
+        for argument, leaves in (("old", now), ("new", then)):
+            _state_tree.slot_axis(f"update_state: {argument}: {q.name}", *leaves)
         _check_shapes(q.name, now, then)
         kind = tuple((leaf.shape, leaf.dtype, jax.typeof(leaf).sharding) for leaf in now + then)
         alike.setdefault(kind, []).append((q.name, positions, now + then))
@@ -88,6 +90,7 @@ def update_state(old: Tree, new: Any) -> Tree:
     for i in before.unpaired:
         leaf = gradient.get(before.paths[i])
         if leaf is not None and leaf.dtype != jax.dtypes.float0:
+            _check_shapes(before.name(i), [before.leaves[i]], [leaf])
             old_leaf, leaf = before.leaves[i].astype(jnp.float32), leaf.astype(jnp.float32)
             values[i] = _next_user_state(old_leaf, leaf)
             new_least[before.name(i)] = jnp.minimum(jnp.min(old_leaf, initial=0), jnp.min(leaf, initial=0))
@@ -109,15 +112,20 @@ def expect_state(before: _state_tree.StateTree, gradient) -> None:
         )
 
 
+_PER_EXAMPLE = (
+    "this is a state for each of {count} examples, as the vmap of a gradient gives; take the max over them: "
+    "grads['_overwrite_with_gradient'] = jax.tree.map(lambda a: a.max(0), grads['_overwrite_with_gradient'])"
+)
+
+
 def _check_shapes(name, old, new):
-    for argument, (history, scale) in (("old", old), ("new", new)):
-        _state_tree.slot_axis(f"update_state: {argument}: {name}", history, scale)
-    shapes, expected = ([str(leaf.shape) for leaf in leaves] for leaves in (new, old))
-    if shapes != expected:
-        raise ValueError(
-            f"update_state: new: {name}: expected the shapes of old, {' and '.join(expected)}, got "
-            f"{' and '.join(shapes)}; pass the gradient with respect to old"
-        )
+    shapes, expected = ([leaf.shape for leaf in leaves] for leaves in (new, old))
+    if shapes == expected:
+        return
+    is_per_example = [shape[1:] for shape in shapes] == expected
+    remedy = _PER_EXAMPLE.format(count=shapes[0][0]) if is_per_example else "pass the gradient with respect to old"
+    expected, shapes = (" and ".join(map(str, each)) for each in (expected, shapes))
+    raise ValueError(f"update_state: new: {name}: expected the shapes of old, {expected}, got {shapes}; {remedy}")
 
 
 @jax.jit

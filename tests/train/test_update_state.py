@@ -121,6 +121,18 @@ def test_trees_that_do_not_fit():
         update_state(pair(np.zeros((2, 4)), 1), pair(np.zeros((2, 4)), 1))
 
 
+def test_a_state_for_each_example():
+    """The `vmap` of a gradient, also for the state of a user's quantizer, which would broadcast."""
+    example = made(old_state()) | {replay.OWG: {"count": np.float32([1, 2])}}
+    old = old_state() | {replay.OWG: {"count": np.float32([3, 4])}}
+    each = jax.tree.map(lambda a: np.stack([a, 0.5 * a, a]), example)
+    for name, new in (("input", each), (f"{replay.OWG}/count", example | {replay.OWG: each[replay.OWG]})):
+        for function in (update_state, jax.jit(update_state)):
+            with pytest.raises(ValueError, match=rf"new: {name}: .*for each of 3 examples.*take the max.*a\.max\(0\)"):
+                function(old, new)
+    assert_same_bits(update_state(old, jax.tree.map(lambda a: a.max(0), each)), update_state(old, example))
+
+
 def test_layers_without_a_gradient_are_untouched():
     """A frozen layer's state may be absent from the gradient."""
     old = {"a": old_state(), "b": old_state()}
