@@ -97,7 +97,7 @@ def dot_general(
         bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
     if activation is not None:
         result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
-        _quantize_activation.check("dot_general", result, activation, 0, name="activation: the product")
+        _quantize_activation.check("dot_general", result, activation, name="activation: the product")
 
     def finished(y):
         return y if activation is None else activated(y, activation)

@@ -175,7 +175,7 @@ def activated(x: ArrayLike, activation: str) -> Activated:
         ValueError: `activation` is unknown, or x is not `[..., 2, n]` for a gated activation.
     """
     x = without_numpy(_checks.high_precision("activated", "x", x))
-    _quantize_activation.check("activated", x, activation, 0)
+    _quantize_activation.check("activated", x, activation)
     return Activated(x, activation)
 
 
@@ -203,7 +203,7 @@ def normalized(
             negative or not finite.
     """
     names = ("scale", "bias")
-    x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, 0, names)
+    x, scale, bias, epsilon = _quantize_norm.checked("normalized", x, scale, bias, kind, epsilon, names)
     return Normalized(without_numpy(x), scale, bias, kind, epsilon)
 
 

@@ -6,12 +6,7 @@ bounds that their docstrings give.
 Quantization multiplies by `scale`, dequantization by `scale_inv = 1 / scale`.
 """
 
-from ._amax import (
-    DelayedScale as DelayedScale,
-    amax as amax,
-    amax_to_scale as amax_to_scale,
-    delayed_scales as delayed_scales,
-)
+from ._amax import amax as amax, amax_to_scale, delayed_scales
 from ._block_scaled_matmul import block_scaled_matmul as block_scaled_matmul
 from ._ffi import custom_call_targets as custom_call_targets
 from ._quantize import (
@@ -23,17 +18,17 @@ from ._quantize_activation import (
     ACTIVATIONS as ACTIVATIONS,
     activate as activate,
     is_gated as is_gated,
-    quantize_activation as quantize_activation,
-    quantize_activation_grad as quantize_activation_grad,
+    quantize_activation,
+    quantize_activation_grad,
 )
 from ._quantize_blocks import (
     quantize_blocks as quantize_blocks,
     quantize_blocks_transpose as quantize_blocks_transpose,
     transpose_blocks as transpose_blocks,
 )
-from ._quantize_norm import normalize as normalize, quantize_norm as quantize_norm
+from ._quantize_norm import normalize as normalize, quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
-from ._readings import READING_NUMBERS, read_histories as read_histories, write_histories as write_histories
+from ._readings import READING_NUMBERS, read_histories, write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul
 from ._support import implementation as implementation

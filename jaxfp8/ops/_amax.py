@@ -81,12 +81,10 @@ def amax_to_scale(
         `(scale, scale_inv)`, both f32[1].
 
     Raises:
-        TypeError: amax or stored is not float32; or the op is differentiated.
-        ValueError: amax or stored has another shape.
+        TypeError: the op is differentiated.
     """
-    amax = _checks.scale("amax_to_scale", "amax", amax)
-    stored = _checks.scale("amax_to_scale", "stored", stored)
-    return tuple(_amax_to_scale(amax, stored, spec=_scaling.scale_numerator(fp8_max, margin)))
+    operands = jnp.reshape(amax, 1), jnp.reshape(stored, 1)
+    return tuple(_amax_to_scale(*operands, spec=_scaling.scale_numerator(fp8_max, margin)))
 
 
 class _AmaxToScale(Op):
@@ -142,7 +140,7 @@ def delayed_scales(
     `write_histories` gives the next histories. Slot 0 of a history is the newest entry, slot 1 the oldest.
 
     Args:
-        histories: k arrays f32 `[H]`; H may differ.
+        histories: k arrays f32 `[H]`, k from 1 to 64; H may differ.
         stored: k arrays f32[] or f32[1]: the `scale_inv`s of the last step; their inverses are the scales of histories
             without an amax.
         fp8_max: k numbers, the largest values of the FP8 formats, 448 or 57344.
@@ -153,31 +151,12 @@ def delayed_scales(
         k `DelayedScale`s.
 
     Raises:
-        TypeError: an array is not float32; or the op is differentiated.
-        ValueError: an array has another shape, `algo` is unknown, the lengths differ or k is not 1 to 64.
+        TypeError: the op is differentiated.
     """
-    op = "delayed_scales"
-    histories = _histories(op, histories)
-    stored = _one_each(op, "stored", stored, len(histories))
-    if len(fp8_max) != len(histories):
-        raise ValueError(f"{op}: fp8_max: expected {len(histories)} numbers, one a history, got {len(fp8_max)}")
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f'{op}: algo: expected "max" or "most_recent", got {algo!r}')
     numerators = tuple(_scaling.scale_numerator(value, margin) for value in fp8_max)
-    results = _delayed_scales(*histories, *stored, spec=_Quantizers(numerators, algo == "most_recent"))
+    operands = *histories, *(jnp.reshape(value, 1) for value in stored)
+    results = _delayed_scales(*operands, spec=_Quantizers(numerators, algo == "most_recent"))
     return [DelayedScale(*results[i :: len(histories)]) for i in range(len(histories))]
-
-
-def _histories(op, histories):
-    if not 1 <= len(histories) <= MAX_QUANTIZERS:
-        raise ValueError(f"{op}: histories: expected 1 to {MAX_QUANTIZERS}, got {len(histories)}; split them up")
-    return [_checks.history(op, f"histories[{i}]", history) for i, history in enumerate(histories)]
-
-
-def _one_each(op, name, values, count):
-    if len(values) != count:
-        raise ValueError(f"{op}: {name}: expected {count} arrays, one a history, got {len(values)}")
-    return [_checks.scale(op, f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 class _Quantizers(NamedTuple):

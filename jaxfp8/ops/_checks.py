@@ -68,25 +68,6 @@ def flag(op: str, name: str, value) -> bool:
     return bool(value)
 
 
-def history(op: str, name: str, x, *, batch: tuple[int, ...] | None = ()):
-    """Return an amax history, f32 `[*batch, H]` with at least one slot; None for `batch` allows any batch."""
-    x = array(op, name, x)
-    form = ",".join([*(["..."] if batch is None else map(str, batch)), "H"])
-    if x.dtype != np.float32:
-        raise TypeError(f"{op}: {name}: expected f32[{form}], got {_describe(x)}; cast it with .astype(jnp.float32)")
-    if x.ndim == 0 or x.shape[-1] == 0 or (batch is not None and x.shape[:-1] != batch):
-        raise ValueError(f"{op}: {name}: expected f32[{form}] with at least one slot, got {_describe(x)}")
-    return x
-
-
-def state(op: str, name: str, x, expected: tuple[int, ...]):
-    """Return an f32 array of shape `expected`."""
-    x = array(op, name, x)
-    if x.dtype != np.float32:
-        raise TypeError(f"{op}: {name}: expected float32, got {_describe(x)}; cast it with .astype(jnp.float32)")
-    return shape(op, name, x, expected)
-
-
 def group_sizes(op: str, x):
     """Return the argument `group_sizes`, int32 `[g]`."""
     x = array(op, "group_sizes", x)

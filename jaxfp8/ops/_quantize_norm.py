@@ -39,7 +39,7 @@ def normalize(x: ArrayLike, gamma: ArrayLike, beta: ArrayLike | None, kind: str,
         ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
             negative or not finite.
     """
-    x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon, 0)
+    x, gamma, beta, epsilon = checked("normalize", x, gamma, beta, kind, epsilon)
     shape = (1,) * (x.ndim - 1) + gamma.shape
     gamma, beta = (None if p is None else p.astype(jnp.float32).reshape(shape) for p in (gamma, beta))
     return _affine(x, *_statistics(x, kind, epsilon), gamma, beta).astype(x.dtype)
@@ -110,12 +110,9 @@ def quantize_norm(
         `(data, data_t, amax)`: data `[..., m, n]` and data_t `[..., n, m]` (or None) of `dtype`, the amax of y.
 
     Raises:
-        TypeError: x, gamma, beta, scale, dtype or amax has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, `kind` is not one of these, beta is given with "rms", or epsilon is
-            negative or not finite.
+        TypeError: scale, dtype or amax has another dtype; or the op is differentiated.
+        ValueError: scale or amax has another shape.
     """
-    op = "quantize_norm"
-    x, gamma, beta, epsilon = checked(op, x, gamma, beta, kind, epsilon, rows)
     # The statistics of a row are known only after the whole row was read. XLA computes them, if possible in the pass
     # that writes x. Statistics and parameters are small: in f32 the kernel needs no variant for each dtype.
     statistics = jnp.concatenate([s for s in _statistics(x, kind, epsilon) if s is not None], axis=-1)
@@ -125,11 +122,11 @@ def quantize_norm(
     )
 
 
-def checked(op, x, gamma, beta, kind, epsilon, rows, names=("gamma", "beta")):
+def checked(op, x, gamma, beta, kind, epsilon, names=("gamma", "beta")):
     """Check the arguments: arrays, and an epsilon of f32. `names` are those of gamma and beta in messages."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind: expected one of {KINDS}, got {kind!r}")
-    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), rows + 1)
+    x = _checks.rank(op, "x", _checks.high_precision(op, "x", x), 1)
     gamma = _checks.shape(op, names[0], _checks.high_precision(op, names[0], gamma), x.shape[-1:])
     if beta is not None:
         if kind == "rms":

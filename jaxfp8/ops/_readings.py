@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..numerics import E4M3, _scaling
-from . import _checks, _ffi, _shapes
+from . import _ffi, _shapes
 from ._amax import MAX_QUANTIZERS
 from ._partition import WHOLE
 from ._primitive import ONE, OpOfUnits, dims, halves
@@ -39,23 +39,17 @@ def read_histories(products: Sequence[Pairs], *, fp8_max: Sequence[Sequence[floa
 
     Args:
         products: for each product k pairs of a history, f32 `[*batch, H]`, and a scale, f32 `[*batch, 1]`, which is
-            the `scale_inv` of the last step. The batch dimensions, k and H may differ; slot 0 of a history is the
-            newest entry.
+            the `scale_inv` of the last step. k is 1 to 64; the batch dimensions, k and H may differ; slot 0 of a
+            history is the newest entry.
         fp8_max: for each product k numbers, the largest values of the FP8 formats; 448 for all by default.
 
     Returns:
         For each product f32 `[*batch, 6 * k]`.
 
     Raises:
-        TypeError: an array is not float32; or the op is differentiated.
-        ValueError: an array has another shape, the lengths differ, or k is not 1 to 64.
+        TypeError: the op is differentiated.
     """
-    op = "read_histories"
-    products = _checked(op, products)
-    counts = [len(pairs) for pairs in products]
-    fp8_max = [(E4M3.max,) * count for count in counts] if fp8_max is None else fp8_max
-    if [len(values) for values in fp8_max] != counts:
-        raise ValueError(f"{op}: fp8_max: expected {counts} numbers, one a pair, got {[len(v) for v in fp8_max]}")
+    fp8_max = [(E4M3.max,) * len(pairs) for pairs in products] if fp8_max is None else fp8_max
     readings = {}
     for call in _calls(products):
         numerators = tuple(tuple(_scaling.scale_numerator(value, 0) for value in fp8_max[i]) for i in call)
@@ -85,19 +79,10 @@ def write_histories(
         For each product its k pairs of a history and a scale, in the shapes of the arguments.
 
     Raises:
-        TypeError: an array is not float32; or the op is differentiated.
-        ValueError: an array has another shape, the lengths differ or k is not 1 to 64.
+        TypeError: the op is differentiated.
     """
-    op = "write_histories"
-    products = _checked(op, products)
-    if len(recorded) != len(products):
-        raise ValueError(f"{op}: recorded: expected {len(products)} arrays, one a product, got {len(recorded)}")
     if len(products) == 1 and isinstance(recorded[0], (list, tuple)):
-        return [_write_by_quantizer(op, products[0], recorded[0])]
-    recorded = [
-        _checks.state(op, f"recorded[{i}]", x, (*pairs[0][1].shape[:-1], READING_NUMBERS * len(pairs)))
-        for i, (x, pairs) in enumerate(zip(recorded, products, strict=True))
-    ]
+        return [_write_by_quantizer(products[0], recorded[0])]
     written = {}
     for call in _calls(products):
         counts = tuple(len(products[i]) for i in call)
@@ -108,34 +93,12 @@ def write_histories(
     return [written[i] for i in range(len(products))]
 
 
-def _write_by_quantizer(op, pairs, recorded):
+def _write_by_quantizer(pairs, recorded):
     """Write the state of one product, of whose quantizers the amaxes and scales are arrays of their own."""
-    if len(recorded) != len(pairs):
-        raise ValueError(f"{op}: recorded[0]: expected {len(pairs)} pairs, one a quantizer, got {len(recorded)}")
-    numbers = [
-        _checks.state(op, f"recorded[0][{i}][{side}]", pair[side], pairs[0][1].shape)
-        for side in (0, 1)
-        for i, pair in enumerate(recorded)
-    ]
+    numbers = [pair[side] for side in (0, 1) for pair in recorded]
     histories = [history for history, _ in pairs]
     results = _write(*histories, *numbers, spec=_WriteSpec((1,) * len(pairs), by_quantizer=True))
     return list(zip(*halves(results), strict=True))
-
-
-def _checked(op, products):
-    """Return the products with arrays for their state."""
-    checked = []
-    for i, pairs in enumerate(products):
-        if not 1 <= len(pairs) <= MAX_QUANTIZERS:
-            raise ValueError(f"{op}: products[{i}]: expected 1 to {MAX_QUANTIZERS} quantizers, got {len(pairs)}")
-        batch, arrays = None, []
-        for j, (history, scale) in enumerate(pairs):
-            name = f"products[{i}][{j}]"
-            history = _checks.history(op, f"{name}[0]", history, batch=batch)
-            batch = history.shape[:-1]
-            arrays.append((history, _checks.state(op, f"{name}[1]", scale, (*batch, 1))))
-        checked.append(arrays)
-    return checked
 
 
 def _calls(products) -> Iterable[list[int]]:

@@ -1,4 +1,4 @@
-"""Bad arguments of the ops: the right exception, naming the op and the argument; differentiation raises."""
+"""Bad arguments of the public ops: the right exception, naming the op and the argument; differentiation raises."""
 
 import jax
 import jax.numpy as jnp
@@ -46,33 +46,23 @@ SCALE_SHAPES = [np.ones(shape, np.float32) for shape in ((2,), (1, 1), (0,))]
 NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype"]
 NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype"]
 ACTIVATIONS = ("quantize_activation", "quantize_activation_grad")
-QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed", *ACTIVATIONS, "quantize_norm")
+PRODUCERS = (*ACTIVATIONS, "quantize_norm")
+QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed")
 IN_BLOCKS = ("quantize_blocks", "quantize_blocks_transpose")
 READINGS = ("read_histories", "write_histories")
 PRODUCTS = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul")
 TYPE, VALUE = TypeError, ValueError
-PAIR = np.ones((4, 3, 6), np.float32)
 # ops, argument, exception, values; a dict changes several arguments.
 BAD = [
     (("amax", *QUANTIZERS, *IN_BLOCKS), "x", TYPE, WIDE),
     (QUANTIZERS, "scale", TYPE, SCALE_DTYPES),
     (QUANTIZERS, "scale", VALUE, SCALE_SHAPES),
     ((*QUANTIZERS, *IN_BLOCKS), "dtype", TYPE, NOT_FP8_DTYPES),
-    ([name for name in QUANTIZERS if "count" not in name], "amax", TYPE, SCALE_DTYPES[:-1]),
-    ([name for name in QUANTIZERS if "count" not in name], "amax", VALUE, SCALE_SHAPES),
-    (["quantize_transpose", "quantize_activation_grad"], "column_sums", TYPE, [1, None, np.ones(2, bool)]),
-    (["quantize_activation_grad"], "column_sums", VALUE, [{"column_sums": True, "transpose": False}]),
-    (["quantize_activation_grad"], "grad", TYPE, [*WIDE, X.astype(oracle.BF16)]),
-    (["quantize_activation_grad"], "grad", VALUE, [H, X[:, :3], PAIR]),
+    (QUANTIZERS[:2], "amax", TYPE, SCALE_DTYPES[:-1]),
+    (QUANTIZERS[:2], "amax", VALUE, SCALE_SHAPES),
+    (["quantize_transpose"], "column_sums", TYPE, [1, None, np.ones(2, bool)]),
     (["quantize_transpose"], "x", VALUE, [S, X[0]]),
-    (ACTIVATIONS, "activation", VALUE, ["tanh", None]),
-    (ACTIVATIONS, "x", VALUE, [H, *({"x": x, "activation": "silu_gated"} for x in (X, PAIR))]),
-    (["quantize_norm"], "kind", VALUE, ["batch"]),
-    (["quantize_norm"], "gamma", TYPE, [np.ones(6), None]),
-    (["quantize_norm"], "gamma", VALUE, [np.ones(5, np.float32)]),
-    (["quantize_norm"], "beta", VALUE, [np.ones((1, 6), np.float32), {"kind": "rms", "beta": W}]),
-    (["quantize_norm"], "epsilon", VALUE, [-1.0, np.nan, np.inf]),
-    ((*ACTIVATIONS, "quantize_norm", *IN_BLOCKS), "x", VALUE, [{"rows": 2}]),
+    (IN_BLOCKS, "x", VALUE, [{"rows": 2}]),
     (IN_BLOCKS, "block", VALUE, [32, (1, 0), (1, 2, 3), None]),
     (["transpose_blocks"], "data", TYPE, CODES),
     (["transpose_blocks"], "data", VALUE, [{"rows": 2}]),
@@ -83,41 +73,6 @@ BAD = [
     (IN_BLOCKS, "rounding", VALUE, ["floor", {"scale": "e8m0", "rounding": "up"}]),
     (IN_BLOCKS, "power_2_scale", VALUE, [{"scale": "e8m0", "power_2_scale": True}]),
     (IN_BLOCKS, "power_2_scale", TYPE, [1]),
-    (
-        ["delayed_scales"],
-        "histories",
-        TYPE,
-        [(H, h) for h in (H.astype(oracle.BF16), np.ones(4, int), None)],
-    ),
-    (["delayed_scales"], "histories", VALUE, [(), (H,) * 65, (H, H[None]), (H, H[:0]), (H, S)]),
-    *(
-        row
-        for row in (
-            (["delayed_scales"], "stored", TYPE, [(S, value) for value in SCALE_DTYPES]),
-            (["delayed_scales"], "stored", VALUE, [*((S, value) for value in SCALE_SHAPES), (S,), (S,) * 3]),
-        )
-    ),
-    (
-        READINGS,
-        "products",
-        TYPE,
-        [[[(x, STATE[1])]] for x in (STATE[0].astype(oracle.BF16), np.ones((2, 3), int), None)],
-    ),
-    (READINGS, "products", TYPE, [[[(STATE[0], x)]] for x in (STATE[1].astype(np.float16), None)]),
-    (READINGS, "products", VALUE, [[[(x, STATE[1])]] for x in (S, np.ones((2, 0), np.float32))]),
-    (READINGS, "products", VALUE, [[[(STATE[0], x)]] for x in (S, STATE[0], STATE[1][:1], STATE[1][0])]),
-    (READINGS, "products", VALUE, [[[]], [[STATE] * 65], [[STATE, (STATE[0][0], STATE[1][0])]]]),
-    (["write_histories"], "recorded", VALUE, [[[(STATE[1], STATE[1])]], [[(STATE[1], S), (STATE[1], STATE[1])]]]),
-    (["write_histories"], "recorded", TYPE, [[np.ones((2, 12), int), R[1]], [R[0], None]]),
-    (["write_histories"], "recorded", VALUE, [[], R[:1], [*R, R[0]], [R[1], R[1]], [R[0][:1], R[1]], [R[0], R[1][0]]]),
-    (["delayed_scales"], "fp8_max", VALUE, [(448.0,), (448.0,) * 3]),
-    (["read_histories"], "fp8_max", VALUE, [[(448.0,) * 2], [(448.0,), (448.0,) * 2]]),
-    (["delayed_scales"], "algo", VALUE, ["mean", max, None]),
-    *(
-        row
-        for name in ("amax", "stored")
-        for row in ((["amax_to_scale"], name, TYPE, SCALE_DTYPES), (["amax_to_scale"], name, VALUE, SCALE_SHAPES))
-    ),
     (["dequantize"], "data", TYPE, CODES),
     (["dequantize"], "scale_inv", TYPE, SCALE_DTYPES),
     (["dequantize"], "scale_inv", VALUE, SCALE_SHAPES),
@@ -195,7 +150,7 @@ def test_float32_is_right_under_x64(implementation):
 
 # An op, the argument that is differentiated, and what it is made of x `[4, 6]`.
 DIFFERENTIATED = [
-    *((op, "x", lambda x: x) for op in ("amax", *QUANTIZERS[:2], *QUANTIZERS[3:], *IN_BLOCKS)),
+    *((op, "x", lambda x: x) for op in ("amax", *QUANTIZERS[:2], *PRODUCERS, *IN_BLOCKS)),
     *((op, name, lambda x: x[0, 0]) for op in QUANTIZERS[:2] for name in ("scale", "amax")),
     ("delayed_scales", "histories", lambda x: (x[0], x[1])),
     *((op, "products", lambda x: [[STATE, (x[:2, :3], STATE[1])], [STATE]]) for op in READINGS),
