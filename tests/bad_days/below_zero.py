@@ -9,7 +9,7 @@ import optax
 
 import jaxfp8
 
-from .steps import is_clean, normal, step_of, tally_products
+from .steps import normal
 from .trainers import K, N, loss_of, operands, variables_of
 from .verdict import Tally, row
 
@@ -60,18 +60,3 @@ def stacked_rows(library):
             tally(np.isnan(got[1]).all(), f"{way}, {path}: the row's product is not NaN")
             tally(np.array_equal(want[[0, 2]], got[[0, 2]]), f"{way}, {path}: other rows have changed")
     return tally.verdict("NaN in its row alone")
-
-
-@row("the same: reset_state repairs it within one good step", peer="Flax has no such function")
-def reset(library):
-    tally = Tally()
-    variables = stepped_on(library, OPTIMIZERS["adam"])
-    repaired = jaxfp8.convert.reset_state(variables, only_bad=True)
-    tally(is_clean(repaired), "the state is not clean")
-    x, _, grad = operands(1)
-    kernel = np.asarray(variables["params"]["kernel"])
-    tally(np.array_equal(kernel, repaired["params"]["kernel"]), "a parameter has changed")
-    for what in ("first", "second"):
-        tally_products(tally, step_of(library, N)(repaired, x, grad), (x, kernel, grad), f"{what} step")
-        repaired = library.update(repaired, library.grad(loss_at(library, 1))(repaired))
-    return tally.verdict("right again")

@@ -17,7 +17,7 @@ import jaxfp8
 from jaxfp8 import convert
 
 from . import steps
-from .libraries import FLAX, HISTORY, OPERANDS, OWG
+from .libraries import HISTORY, OPERANDS, OWG
 from .steps import in_two_octaves, same_bits, step_of, tally_products
 from .verdict import Tally, refused, row
 
@@ -295,19 +295,4 @@ def bad_numbers(library):
             got = step(variables, x, grad)
             variables = got.variables
         tally_products(tally, got, operands, what)
-    return tally.verdict()
-
-
-@row("Flax's state: a converter or a named error", peer="it is Flax's own")
-def from_flax(library):
-    """A run of Flax's class goes on with ours: products right, the amax of the next step beside those of before."""
-    tally = Tally()
-    operands = steps.operands(M, K, N, 400.0, 1e-3)
-    x, kernel, grad = operands
-    theirs = step_of(FLAX, N)(FLAX.variables(kernel), x, grad).variables
-    variables = convert.from_flax(theirs)
-    got = step_of(library, N)(variables, x, grad)
-    tally_products(tally, got, operands, "the step after")
-    amax = np.abs(x).max()
-    tally(np.array_equal(library.history(got.variables, "input"), [amax, 0, 0, amax]), "another window")
     return tally.verdict()

@@ -149,24 +149,6 @@ def checkpointed_loop(library):
     return tally.verdict("the true amax, or an error")
 
 
-@row("updates of two optimizers are added up", peer=NO_WRAPPER)
-def added_updates(library):
-    """Each update overwrites state, and there is no sum of two: what is stored is below zero, which no step makes and
-    the next one shows; not a number that looks right. One after the other, or zeroed, they are right."""
-    tally, (x, kernel, grad) = Tally(), operands(0)
-    tx, variables = jaxfp8.train.optimizer(optax.sgd(1e-2)), variables_of(library)
-    grads = jax.grad(lambda v: loss_of(library, v, x, grad))(variables)
-    updates, _ = tx.update(grads, tx.init(variables), variables)
-    for add in (optax.apply_updates, jax.jit(optax.apply_updates)):
-        added = add(variables, jax.tree.map(jnp.add, updates, updates))
-        leaves = jax.tree.leaves(added[OWG])
-        tally(all(np.all(np.asarray(leaf) < 0) for leaf in leaves), f"state became {library.history(added, 'input')}")
-        once = add(variables, jax.tree.map(jnp.add, updates, jax.tree.map(jnp.zeros_like, updates)))
-        tally_state(tally, library, once, library.state(variables), (x, kernel, grad), what="added to zeros")
-        tally(steps.same_bits(add(once, updates)[OWG], once[OWG]), "one after the other")
-    return tally.verdict("loud")
-
-
 @row("a norm of all variables in the loss", any_layer=True)
 def norm_of_all(library):
     """State is no part of a norm: an error that says so, where gradients of state combine by max; of the parameters

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxfp8
 
 from .libraries import OPERANDS, OWG
-from .steps import in_two_octaves, normal, operands, same_bits, step_of, tally_products, tally_state, used_state
+from .steps import normal, same_bits, step_of, tally_state, used_state
 from .verdict import NotRun, Tally, refused, row
 
 DTYPES = (np.dtype(np.float32), oracle.BF16)
@@ -90,57 +89,6 @@ def empty_shard(library):
     return tally.verdict()
 
 
-@row("7x5x3, 217x41")
-def odd_sizes(library):
-    """No dimension is a multiple of anything: products within what FP8 may cost, ours within the oracle's bound."""
-    tally, worst = Tally(), 0.0
-    for shape, features in (((217, 41), 13), ((7, 5, 3), 41)):
-        for dtype in DTYPES[: 2 if library.is_ours else 1]:
-            x, kernel, grad = given = operands(int(np.prod(shape[:-1])), shape[-1], features, 4, 4, 4)
-            x, grad = given[0], given[2] = x.astype(dtype), grad.astype(dtype)
-            got = step_of(library, features, dtype=dtype)(
-                library.variables(kernel, used_state()), x.reshape(shape), grad.reshape(*shape[:-1], features)
-            )
-            flat = got._replace(y=np.asarray(got.y).reshape(grad.shape), dx=np.asarray(got.dx).reshape(x.shape))
-            worst = max(worst, tally_products(tally, flat, given, str(shape)))
-            if library.is_ours:
-                kinds = {"out_dtype": dtype, "dgrad_dtype": dtype, "wgrad_dtype": dtype}
-                expected = oracle.dense_step(x, kernel.astype(dtype), grad, used_state(), **kinds)
-                expected.y.check(flat.y, "y")
-                expected.dgrad.check(flat.dx, "dx")
-                # nn.Dense widens it to the f32 parameter.
-                expected.wgrad.check(np.asarray(got.dkernel).astype(dtype), "dkernel")
-            given = x, kernel.astype(dtype), grad
-            tally_state(tally, library, got.variables, used_state(), given, what=f"{shape} in {dtype}")
-    return tally.verdict(f"{tally.count} products within {worst:.2f} of what FP8 may cost")
-
-
-EQUATIONS = {  # equation -> shapes of x and kernel
-    "a,ab->b": ((8,), (8, 5)),
-    "abcde,ef->abcdf": ((2, 1, 3, 1, 8), (8, 5)),
-    "bij,bjk->bik": ((3, 4, 8), (3, 8, 5)),
-    "aij,ajk->aik": ((1, 1, 8), (1, 8, 1)),
-    "abc,cbd->ad": ((4, 2, 8), (8, 2, 5)),
-}
-
-
-@row("rank 1, rank 5, batch dims, size-1 dims")
-def ranks(library):
-    """Equations through the library's einsum, each within what rounding both operands to FP8 may cost."""
-    tally = Tally()
-    for eqn, (of_x, of_kernel) in EQUATIONS.items():
-        # Scale 1 in the first step: both fit e4m3 as they are.
-        x, kernel, layer = in_two_octaves(0, of_x, 4), in_two_octaves(1, of_kernel, 4), library.einsum()
-        variables = layer.init(jax.random.key(0), eqn, x, kernel)
-        y = np.asarray(layer.apply(variables, eqn, x, kernel), np.float64)
-        exact, total = (
-            np.einsum(eqn, f(x.astype(np.float64)), f(kernel.astype(np.float64))) for f in (lambda v: v, abs)
-        )
-        off = (np.abs(y - exact) / total).max() if y.shape == exact.shape else np.inf
-        tally(off <= (1 + 2.0**-4) ** 2 - 1 + 2.0**-16, f"{eqn}: off by {off:.2%} of the sum of magnitudes")
-    return tally.verdict()
-
-
 @row("more than 2^31 elements")
 def large(library):
     """The last values of an operand that 32-bit indices do not reach (with `--big`: 10 GiB).
@@ -201,55 +149,4 @@ def not_floats(library):
                     rf"\b{name}\b.*{dtype}" if library.is_ours else rf"\b{name}\b|{dtype}",
                     accepted=lambda y, exact=exact: np.array_equal(np.asarray(y).astype(np.complex128), exact),
                 )
-    return tally.verdict()
-
-
-@row("column-major operands")
-def column_major(library):
-    given = dict(zip(("x", "kernel", "grad"), operands(40, 36, 20, make=normal), strict=True))
-    step, tally = step_of(library, 20), Tally()
-
-    def run(x, kernel, grad):
-        return step(library.variables(kernel, used_state()), x, grad)
-
-    expected = jax.jit(run)(*given.values())
-    form = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    for which in given:
-        placed = {**given, which: jax.device_put(given[which], form)}
-        tally(placed[which].format.layout.major_to_minor == (1, 0), f"{which} lies row by row")
-        got = jax.jit(run, in_shardings=tuple(form if name == which else None for name in given))(*placed.values())
-        # Products of another layout may add up in another order: one rounding of 2**-24 for each of K < 64 terms.
-        near = all(np.allclose(a, b, rtol=1e-5, atol=1e-4) for a, b in zip(got[:3], expected[:3], strict=True))
-        near = same_bits(got[:3], expected[:3]) if library.is_ours else near
-        tally(near and same_bits(got.variables[OWG], expected.variables[OWG]), f"{which} column by column")
-    return tally.verdict()
-
-
-VIEWS = {
-    "transposed": lambda x: x.T,
-    "rows sliced": lambda x: x[1:33],
-    "columns sliced": lambda x: x[:, 3:30],
-    "every third": lambda x: x[::3, ::2],
-    "reversed": lambda x: x[::-1, ::-1],
-    "one of a stack": lambda x: x.reshape(5, 8, 36)[3],
-    "broadcast": lambda x: jnp.broadcast_to(x[:1], (7, x.shape[1])),
-}
-
-
-@row("sliced operands")
-def sliced(library):
-    """x as a view of a larger array inside jit, where XLA picks the layout; ours to the bit as a dense copy of it, in
-    float32 and bfloat16 by turns."""
-    tally = Tally()
-    for i, (name, view) in enumerate(VIEWS.items()):
-        dtype = DTYPES[i % 2 if library.is_ours else 0]
-        whole = in_two_octaves(0, (40, 36), 4).astype(dtype)
-        x = np.ascontiguousarray(np.asarray(view(whole)))
-        _, kernel, grad = operands(len(x), x.shape[1], 5, 4, 4, 4)
-        grad, step = grad.astype(dtype), step_of(library, 5, dtype=dtype)
-        variables = library.variables(kernel, used_state())
-        got = jax.jit(lambda whole, v=variables, g=grad, view=view, step=step: step(v, view(whole), g))(whole)
-        tally_products(tally, got, (x, kernel, grad), name)
-        tally(library.history(got.variables, "input")[0] == oracle.amax(x), f"{name}: amax")
-        tally(not library.is_ours or same_bits(got, step(variables, x, grad)), f"{name}: other bits")
     return tally.verdict()

@@ -6,16 +6,14 @@ import gc
 import threading
 import weakref
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxfp8
 
 from .libraries import HISTORY, OWG
-from .steps import amaxes, is_clean, normal, same_bits, step_of, tally_amaxes, tally_state, used_state
+from .steps import amaxes, normal, same_bits, step_of, tally_amaxes, tally_state, used_state
 from .uses import SHARED, USES, K, M, N, data, examples, microbatches, scan_broadcast, twice, uses_of
 from .verdict import Tally, row
 
@@ -87,23 +85,6 @@ def plain_gradient(library):
     return two_hundred_steps(library, jax.grad)
 
 
-@row("ensemble vmap: one state a member", any_layer=True)
-def ensemble(library):
-    layer, members, tally = library.dense(N), 3, Tally()
-    each = [library.variables(normal(i, (K, N)), used_state()) for i in range(members)]
-    x, g = (np.stack([v[i] for i in range(members)]) for v in data(0))
-
-    def gradient(v, x, g):
-        return jax.grad(lambda v: jnp.vdot(layer.apply(v, x), g))(v)
-
-    together = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *v: jnp.stack(v), *each), x, g)
-    for i in range(members):
-        alone = jax.jit(gradient)(each[i], x[i], g[i])
-        own = jax.tree.map(lambda leaf, i=i: leaf[i], together[OWG])
-        tally(same_bits(own, alone[OWG]), f"member {i} has not its own state")
-    return tally.verdict()
-
-
 def unused(library, loss):
     """Two steps in which the layer does not run, then one in which it does: state as it was, products right."""
     variables = start = library.variables(normal(1, (K, N)), used_state())
@@ -136,23 +117,6 @@ def unused_expert(library):
 def frozen_layer(library):
     layer, x = library.dense(N), normal(0, (M, K))
     return unused(library, lambda v: jnp.sum(layer.apply(jax.lax.stop_gradient(v), x))).verdict()
-
-
-def remat_of(library, layer):
-    fields = {name: getattr(layer, name) for name in ("features", "use_bias", "dtype", "dot_general_cls")}
-    return nn.remat(nn.Dense)(**fields)
-
-
-@row("remat: one update, bitwise as without")
-def remat(library):
-    variables, x, g, tally = library.variables(normal(1, (K, N)), used_state()), *(v[0] for v in data(0)), Tally()
-
-    def gradient(module):
-        return jax.jit(library.grad(lambda v: jnp.vdot(module.apply(v, x), g)))(variables)
-
-    plain = library.dense(N)
-    tally(same_bits(gradient(remat_of(library, plain)), gradient(plain)), "other bits")
-    return tally.verdict("the same bits")
 
 
 @row("jit = eager = second run = donated, bitwise", any_layer=True)
@@ -270,24 +234,3 @@ def accumulation_in_a_scan(library):
         return jax.lax.scan(lambda acc, use: (add(acc, one(variables, *use)), None), zeros, (x, g))[0]
 
     return accumulated(library, total)
-
-
-@row("gradient accumulation by optax.MultiSteps", any_layer=True)
-def multi_steps(library):
-    """After a step of four microbatches the window holds their largest amax, and products are finite."""
-    tally, tx = Tally(), optax.MultiSteps(optax.sgd(1e-3), USES)
-    apply, params = library.dense(N, 2 * USES).apply, library.variables(normal(9, (K, N)), history=2 * USES)
-    train = library.train_state.create(apply_fn=apply, params=params, tx=tx)
-
-    @jax.jit
-    def step(train, x, g):
-        return train.apply_gradients(grads=jax.grad(lambda v: jnp.vdot(train.apply_fn(v, x), g))(train.params))
-
-    x, g = data(1)
-    for i in range(USES):
-        train = step(train, x[i], g[i])
-    for operand, true in amaxes(x, normal(9, (K, N)), g).items():
-        top = library.history(train.params, operand).max()
-        tally(abs(top / true - 1) < 1e-6, f"{operand}: {top / true:.3g} times the true amax")
-    tally(is_clean(train.params), "state is not finite")
-    return tally.verdict("the true amax")

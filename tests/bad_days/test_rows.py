@@ -104,6 +104,6 @@ def test_every_test_named_exists():
 
 
 def test_every_row_of_the_table_is_shown():
-    """A row is a program here, or names the tests that show it; Flax has no part in a row without a program."""
+    """A row is a program here, or names the tests that show it: where Flax passes it too, or has no part in it."""
     table, judges = {cells[0].removeprefix("| ") for cells in TABLE}, {row.of for row in rows.IN_ORDER}
     assert len(table) == len(TABLE) > 60 and table - ELSEWHERE <= judges <= table, table ^ judges

@@ -320,9 +320,3 @@ def codes(library, values, scales) -> Verdict:
 @row("all 65,536 bf16 and f16 codes, both formats")
 def every_half_code(library):
     return codes(library, map(oracle.all_half_codes, (oracle.BF16, oracle.F16)), np.float32([2.0**-6, 1, 2.0**7]))
-
-
-@row("every f32 rounding midpoint, one ulp around it, both formats")
-def rounding_midpoints(library):
-    probes = np.unique(np.concatenate([oracle.rounding_probes(fmt) for fmt in oracle.FORMATS.values()]))
-    return codes(library, [probes], np.float32([1]))
