@@ -215,19 +215,6 @@ def test_errors(bad):
         quantize(bad, RULES)
 
 
-@pytest.mark.parametrize(
-    ("layer", "argument"),
-    [
-        (nn.Dense(5, dot_general_cls=jaxfp8.Fp8DotGeneral()), "Dense: dot_general_cls"),
-        (nn.MultiHeadDotProductAttention(2, qkv_dot_general_cls=jaxfp8.Fp8DotGeneral(recipe=A)),
-         "MultiHeadDotProductAttention: qkv_dot_general_cls"),
-    ],
-)  # fmt: skip
-def test_instance_in_place_of_a_class(layer, argument):
-    with pytest.raises(TypeError, match=rf"^{argument}: expected a class.* got an instance; .*functools"):
-        layer.init(jax.random.key(0), x())
-
-
 def test_bound_model_is_an_error():
     with pytest.raises(ValueError, match="linen.quantize: model: expected an unbound module"):
         quantize(model().bind(model().init(jax.random.key(0), x())), RULES)

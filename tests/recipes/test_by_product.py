@@ -175,18 +175,6 @@ def test_freeze():
     oracle.assert_bitwise(np.asarray(layer.apply(frozen, x)), np.asarray(layer.apply(variables, x)), "y")
 
 
-def test_ragged_dot():
-    lhs, rhs, sizes = jnp.ones((4, 6)), jnp.ones((2, 6, 5)), jnp.int32([2, 2])
-    recipe = jaxfp8.ByProduct(jaxfp8.Float8CurrentScaling(), jaxfp8.Float8BlockScaling(), jaxfp8.StaticScaling())
-
-    def product(lhs, rhs, recipe=recipe):
-        return jnp.sum(jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=recipe))
-
-    dlhs, drhs = jax.grad(product, argnums=(0, 1))(lhs, rhs)
-    np.testing.assert_array_equal(dlhs, np.full((4, 6), 5.0))
-    np.testing.assert_array_equal(drhs, np.full((2, 6, 5), 2.0))
-
-
 @pytest.mark.parametrize("plain", ["fprop", "dgrad", "wgrad"])
 def test_a_ragged_product_in_high_precision(plain):
     """The product without a recipe is the groups' own, in float32; the other two have the bits of their recipe."""
