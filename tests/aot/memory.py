@@ -3,8 +3,9 @@
     python -m aot.memory [--quickly] [MODEL...]
 
 Two models, forward and backward, all gradients and the next state: `llama`, a scan over 8 blocks of Llama's sizes
-(norms, the projections of attention without attention itself, and the gated MLP) without remat; and `experts`, a gated
-MLP of 16 experts over sorted rows. XLA's own buffer assignment says what is alive when.
+(norms, the projections of attention without attention itself, and the gated MLP), which computes norms again in the
+backward and nothing else; and `experts`, a gated MLP of 16 experts over sorted rows. XLA's own buffer assignment says
+what is alive when.
 """
 
 import argparse
@@ -47,10 +48,11 @@ class Block(nn.Module):
         else:
             recipe = RECIPES[self.candidate]
             dense = functools.partial(jaxfp8.linen.Dense, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
-        h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_attention")(x)
+        norm = functools.partial(nn.remat(nn.RMSNorm), dtype=jnp.bfloat16)
+        h = norm(name="norm_attention")(x)
         q, k, v = dense(WIDTH, name="q")(h), dense(WIDTH // 4, name="k")(h), dense(WIDTH // 4, name="v")(h)
         x = x + dense(WIDTH, name="o")(q + jnp.concatenate([k, v, v, k], axis=-1))
-        h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_mlp")(x)
+        h = norm(name="norm_mlp")(x)
         if self.candidate.startswith("fused"):
             mlp = jaxfp8.linen.GatedMLP(HIDDEN, recipe=recipe, use_bias=False, dtype=jnp.bfloat16, name="mlp")
             return x + mlp(h), None
