@@ -15,7 +15,7 @@ def emulated_library():
 
 
 # CI has time for one architecture; the PTX of each is other code.
-OTHER_ARCHITECTURES = [pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for name in ("89", "100")]
+OTHER_ARCHITECTURES = [pytest.param(f"ptx-{name}", marks=pytest.mark.slow) for name in ("89", "100", "120")]
 
 
 @pytest.fixture(scope="session", params=["emulated", "ptx-90a", *OTHER_ARCHITECTURES])

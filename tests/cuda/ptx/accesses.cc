@@ -22,7 +22,7 @@ uint64_t AddressOf(Warp& warp, const Instruction& in, int lane, uint64_t mask) {
 }
 constexpr uint64_t kGenericMask = ~uint64_t{0}, kSharedMask = 0xffffffff;
 
-// What was read becomes registers: integers are extended to the width of theirs (9.7.9, ld).
+// What was read becomes registers: integers are extended to the width of theirs (9.7.9.8, ld).
 void Deposit(Warp& warp, const Instruction& in, int lane, const uint8_t* data, const uint8_t* undefined) {
   const int bytes = in.bits / 8;
   for (int i = 0; i < in.elements; ++i) {
@@ -100,7 +100,7 @@ void StoreShared(Warp& warp, const Instruction& in, uint32_t lanes) {
   });
 }
 
-// 9.7.13, atom and red
+// 9.7.13.5 and 9.7.13.6, atom and red
 void AtomicMax(Warp& warp, const Instruction& in, uint32_t lanes) {
   ForLanes(lanes, [&](int lane) {
     const Register& source = warp.at(in.from[1]);
@@ -111,7 +111,7 @@ void AtomicMax(Warp& warp, const Instruction& in, uint32_t lanes) {
   });
 }
 
-// 9.7.9, cp.async [shared], [global], 16, count: the first `count` bytes, then zeros.
+// 9.7.9.25.3.1, cp.async [shared], [global], 16, count: the first `count` bytes, then zeros.
 void CopyAsync(Warp& warp, const Instruction& in, uint32_t lanes) {
   ForLanes(lanes, [&](int lane) {
     const Register &target = warp.at(in.from[1]), &count = warp.at(in.from[2]);

@@ -15,7 +15,7 @@
 namespace ptx {
 namespace {
 
-// 9.7.13, redux.sync
+// 9.7.13.12, redux.sync
 template <bool kAdds>
 void Reduce(Warp& warp, const Instruction& in, uint32_t lanes) {
   const Register& source = warp.at(in.from[1]);
@@ -29,7 +29,7 @@ void Reduce(Warp& warp, const Instruction& in, uint32_t lanes) {
   ForLanes(lanes, [&](int lane) { warp.at(in.to[0]).Set(lane, total, undefined ? 0xffffffff : 0); });
 }
 
-// 9.7.9, shfl.sync.bfly: the value of the lane whose number differs in the bits of the second operand.
+// 9.7.9.6, shfl.sync.bfly: the value of the lane whose number differs in the bits of the second operand.
 void ExchangeButterfly(Warp& warp, const Instruction& in, uint32_t lanes) {
   const Register before = warp.at(in.from[1]);
   ForLanes(lanes, [&](int lane) {
@@ -43,7 +43,7 @@ void ExchangeButterfly(Warp& warp, const Instruction& in, uint32_t lanes) {
   });
 }
 
-// 9.7.14, ldmatrix.x4: lane i has the address of row i % 8 of matrix i / 8, and gets of each matrix the pair of
+// 9.7.14.5.15, ldmatrix.x4: lane i has the address of row i % 8 of matrix i / 8, and gets of each matrix the pair of
 // elements i % 4 of row i / 4.
 void LoadMatrices(Warp& warp, const Instruction& in, uint32_t) {
   uint8_t rows[kLanes][16], undefined[kLanes][16];
@@ -65,7 +65,7 @@ void LoadMatrices(Warp& warp, const Instruction& in, uint32_t) {
   }
 }
 
-// --------------------------------------------------------------------------------------- 9.7.14, mma.m16n8k32 of fp8
+// ------------------------------------------------------------ 9.7.14.5.14, mma.m16n8k32 of fp8; fragments: 9.7.14.5.10
 // The manual leaves the accuracy of sums open. Here they are those of Ada, the least precise that are known: products
 // of 16 columns and the sum so far are cut 13 bits below their largest exponent (tests/oracle/accumulation.py).
 constexpr int kRows = 16, kColumns = 8, kDepth = 32, kTerms = 16, kSumBits = 13;
@@ -156,7 +156,7 @@ Action MultiplyAction(const std::string& opcode) {
 
 bool DecodeCollective(Parser& parser, const std::string& opcode, const std::vector<std::string>& operands,
                       Instruction* in) {
-  // 9.7.13, bar: barrier 0 of all threads.
+  // 9.7.13.1, bar: barrier 0 of all threads.
   if (opcode == "bar.sync" || opcode == "barrier.sync") {
     in->flow = Flow::kBarrier;
     return operands.size() == 1 && operands[0] == "0";

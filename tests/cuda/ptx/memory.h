@@ -62,7 +62,7 @@ class SharedMemory {
 
   void Read(uint64_t address, uint32_t bytes, uint8_t* out, uint8_t* undefined);
   void Write(uint64_t address, uint32_t bytes, const uint8_t* data, const uint8_t* undefined);
-  // 16 bytes, for the tensor cores, which are not ordered with what threads write (9.7.13, fence.proxy.async).
+  // 16 bytes, for the tensor cores, which are not ordered with what threads write (9.7.13.4, fence.proxy.async).
   void ReadByTensorCores(uint64_t address, uint8_t* out, uint8_t* undefined);
   // The thread of `position` orders what it has written.
   void Show();

@@ -12,7 +12,7 @@
 namespace ptx {
 namespace {
 
-// ------------------------------------------------------------------------------------------------------ 9.7.9, mov
+// -------------------------------------------------------------------------------------------------------- 9.7.9.3, mov
 template <class T>
 uint64_t Move(uint64_t a, uint64_t, uint64_t) { return static_cast<T>(a); }
 
@@ -42,7 +42,7 @@ void Unpack(Warp& warp, const Instruction& in, uint32_t lanes) {
   });
 }
 
-// ------------------------------------------------------------------------------------------------------ 9.7.9, cvt
+// ------------------------------------------------------------------------------------------------------- 9.7.9.21, cvt
 // Integers: the value of a From in a To, cut to its width.
 template <class To, class From>
 uint64_t Convert(uint64_t a, uint64_t, uint64_t) {
@@ -53,7 +53,7 @@ uint64_t UndefinedOfConvert(const Operands&, const Operands& undefined) {
   return Convert<To, From>(undefined.a, 0, 0);  // an undefined sign bit is extended, as the value is
 }
 
-// 9.7.9.21: .rn is to nearest even; .rzi towards zero, saturating, and 0 for NaN.
+// .rn is to nearest even; .rzi towards zero, saturating, and 0 for NaN.
 template <class From>
 uint64_t FloatOfInteger(uint64_t a, uint64_t, uint64_t) { return AsBits(static_cast<float>(static_cast<From>(a))); }
 uint64_t IntegerOfFloat(uint64_t a, uint64_t, uint64_t) {
@@ -84,7 +84,7 @@ uint64_t UndefinedOfCodes(const Operands&, const Operands& undefined) {
   return (undefined.a & 0xff00 ? 0xffff0000u : 0u) | (undefined.a & 0xff ? 0xffffu : 0u);
 }
 
-// ----------------------------------------------------------------------------------------------------- 9.7.9, prmt
+// ------------------------------------------------------------------------------------------------------- 9.7.9.7, prmt
 // Four bytes of {b, a}, each chosen by 3 bits of c; the fourth bit repeats the sign of the byte.
 uint64_t Permute(uint64_t a, uint64_t b, uint64_t c) {
   const uint64_t bytes = b << 32 | (a & 0xffffffff);
@@ -150,7 +150,7 @@ const std::unordered_map<std::string, Action> kActions = {
     {"cvt.rn.f16x2.e5m2x2", Each<HalvesOfCodes<kE5M2>, UndefinedOfCodes>},
     {"prmt.b32", Each<Permute, UndefinedOfPermute>},
     {"bfi.b32", InsertField},
-    // 9.7.9, cvta: the generic addresses of global memory are those of global memory.
+    // 9.7.9.20, cvta: the generic addresses of global memory are those of global memory.
     {"cvta.to.global.u64", Each<Move<uint64_t>, Same<uint64_t>>},
 };
 

@@ -210,7 +210,7 @@ void Parser::Decode(std::string_view statement) {
   const size_t space = std::min(statement.find_first_of(" \t\n"), statement.size());
   const std::string opcode(statement.substr(0, space));
   const std::vector<std::string> operands = SplitOperands(statement.substr(space));
-  // 9.7.12, control flow.
+  // 9.7.12.3, bra; 9.7.12.6, ret; 9.7.12.7, exit.
   if (opcode == "bra" || opcode == "bra.uni") {
     in.flow = Flow::kBranch;
     branches_.emplace_back(operands.at(0), kernel_.code.size());

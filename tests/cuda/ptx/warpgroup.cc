@@ -1,7 +1,8 @@
 // wgmma: products of FP8 matrices in shared memory, which run beside the warps of a warpgroup.
 //
-// Sections are those of NVIDIA's "Parallel Thread Execution ISA", version 9.0: 9.7.15. In one order of the warps a product
-// is made when its group is committed, in the other when its warp waits for it: both are allowed.
+// Sections are those of NVIDIA's "Parallel Thread Execution ISA", version 9.0: wgmma.mma_async is 9.7.15.5.2, its fence,
+// commit_group and wait_group are 9.7.15.7.1 to 9.7.15.7.3. In one order of the warps a product is made when its group is
+// committed, in the other when its warp waits for it: both are allowed.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -76,7 +77,7 @@ float Add(float sum, const Element* a, const Element* b, int format_bits) {
   return static_cast<float>(std::ldexp(static_cast<double>(total), last));
 }
 
-// 9.7.15.5.1, matrix descriptors, for rows of 128 bytes with the swizzle of 128: 16 bytes of `row`.
+// 9.7.15.5.1.2.2, matrix descriptors, for rows of 128 bytes with the swizzle of 128: 16 bytes of `row`.
 std::array<Element, 16> ReadChunk(Warp& warp, uint64_t descriptor, int row, int chunk, const Format& format) {
   const uint64_t start = (descriptor & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) Refuse("unknown", "matrix descriptor " + Hex(descriptor));
@@ -104,7 +105,7 @@ std::vector<std::array<Element, kDepth>> ReadRows(Warp& warp, uint64_t descripto
   return rows;
 }
 
-// Figures of 9.7.15.5.2, with g = lane / 4 and t = lane % 4: sum 4 j + c is row g + 8 (c / 2), column 8 j + 2 t + c % 2.
+// 9.7.15.5.1.1.3, with g = lane / 4 and t = lane % 4: sum 4 j + c is row g + 8 (c / 2), column 8 j + 2 t + c % 2.
 void Make(Warp& warp, Product& product) {
   if (product.is_done) return;
   product.is_done = true;
