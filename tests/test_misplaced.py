@@ -60,6 +60,18 @@ def runs_frozen(cast=lambda leaf: leaf, model=DENSE):
     return model.apply(jax.tree.map(cast, jaxfp8.freeze(DENSE, FILLED, X)), X)
 
 
+def frozen_kernel():
+    return jaxfp8.freeze(DENSE, FILLED, X)["params"]["kernel"]
+
+
+def nnx_model():
+    return jaxfp8.nnx.Linear(8, 8, recipe=RECIPE, rngs=nnx.Rngs(0))
+
+
+def frozen_nnx_model():
+    return jaxfp8.freeze(jaxfp8.calibrate(nnx_model(), [X]), X)
+
+
 def scales_as_bfloat16(leaf):
     return leaf.astype(jnp.bfloat16) if leaf.shape == (1,) else leaf
 
@@ -72,6 +84,9 @@ PARAMETERS_ALONE = "linen.TrainState: create: expected masks and labels in tx wi
 NNX_INSTANCE = r"Fp8DotGeneral: expected a call with operands.* in NNX pass the instance as dot_general="
 LINEN_INSTANCE = "{}: expected a class or a function that makes a product, got an instance; pass {}="
 SEED = "optim.quantized: seed: expected an int, got {}; pass a number of your choice, such as seed=0"
+EINSUM = nn.Einsum((8, 8), "abi,io->abo")
+FP8_EINSUM = jaxfp8.quantize(EINSUM, [(".*", jaxfp8.Float8CurrentScaling())])
+NO_ARRAY = r"frozen kernel: expected an array, got the placeholder .* give the input to that product"
 FROZEN = r"Dense.*: params: expected the kernel of a layer in high precision, got variables of jaxfp8\.freeze"
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
 CASES = {
@@ -145,6 +160,12 @@ CASES = {
     ),
     "frozen in nn.Dense": (lambda: runs_frozen(model=nn.Dense(8)), FROZEN),
     "frozen in nn.DenseGeneral": (lambda: runs_frozen(model=nn.DenseGeneral(8)), FROZEN),
+    "frozen in nn.Einsum": (
+        lambda: EINSUM.apply(jaxfp8.freeze(FP8_EINSUM, FP8_EINSUM.init(jax.random.key(0), X), X), X),
+        FROZEN.replace("Dense", "Einsum"),
+    ),
+    "frozen kernel of Linen as an array": (lambda: jnp.dot(X, frozen_kernel()), NO_ARRAY),
+    "frozen kernel of NNX as an array": (lambda: X @ frozen_nnx_model().kernel, NO_ARRAY),
     "frozen, and a rule says None": (
         lambda: runs_frozen(model=jaxfp8.quantize(DENSE, [(".*", None)])),
         FROZEN,
@@ -179,6 +200,8 @@ def test_frozen_variables_where_they_belong():
     y = runs_frozen()
     assert jnp.all(jnp.isfinite(y))
     assert jnp.array_equal(runs_frozen(model=jaxfp8.quantize(nn.Dense(8), [(".*", RECIPE)])), y)
+    frozen = jaxfp8.freeze(FP8_EINSUM, FP8_EINSUM.init(jax.random.key(0), X), X)
+    assert jnp.all(jnp.isfinite(FP8_EINSUM.apply(frozen, X)))
     frozen = jaxfp8.freeze(DENSE, FILLED, X)
     with jaxfp8.autocast(enabled=False):
         assert jnp.all(jnp.isfinite(DENSE.apply(frozen, X)))
@@ -198,10 +221,6 @@ GRADIENTS_OF_INPUTS = {
     "nnx in jit": lambda: nnx.jit(nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1))(nnx_model(), X),
     "nnx, ours": lambda: jaxfp8.nnx.grad(lambda model, x: jnp.sum(model(x)), argnums=1)(nnx_model(), X),
 }
-
-
-def nnx_model():
-    return jaxfp8.nnx.Linear(X.shape[-1], 8, recipe=RECIPE, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("run", GRADIENTS_OF_INPUTS.values(), ids=GRADIENTS_OF_INPUTS)

@@ -179,6 +179,14 @@ def stand_in(shape, dtype):
     return jnp.full(shape, jnp.nan, dtype)
 
 
+def no_array() -> ValueError:
+    """Make the error of a computation with the placeholder itself, which has no numbers."""
+    return ValueError(
+        "frozen kernel: expected an array, got the placeholder that jaxfp8.freeze leaves of a kernel whose codes are "
+        "in its FP8 product; give the input to that product or layer, or take the variables from before freeze"
+    )
+
+
 def nothing_to_freeze() -> ValueError:
     """Make the error of a model without FP8 products."""
     return ValueError(

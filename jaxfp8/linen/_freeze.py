@@ -19,6 +19,7 @@ from .._jax._trees import split_arrays
 from ..dot import _frozen
 from ..recipes import OVERWRITE_WITH_GRADIENT
 from . import _mistakes
+from ._quantize import decision
 
 PARAMS = "params"
 
@@ -44,8 +45,14 @@ class FrozenKernel(meta.AxisMetadata):
         Raises:
             ValueError: a layer of Flax without an FP8 product reads the kernel.
         """
-        _mistakes.refuse_frozen_kernel()
+        layer = _mistakes.running_module()
+        decided = None if layer is None else decision(layer)
+        _mistakes.refuse_frozen_kernel(layer, decided is not None and decided.rule.recipe is not None)
         return _frozen.stand_in(self.shape, self.dtype)
+
+    @property
+    def __jax_array__(self):
+        raise _frozen.no_array()  # JAX asks for this attribute wherever it expects an array
 
     def replace_boxed(self, val):
         """Return `val`: the box holds nothing."""

@@ -61,11 +61,21 @@ def refuse_immutable_state(product: nn.Module, recipe: Any) -> None:
     )
 
 
-def refuse_frozen_kernel() -> None:
-    """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product, which would compute NaN."""
-    layer = nn.module._context.module_stack[-1]  # no public name tells the module that runs
+def running_module() -> nn.Module | None:
+    """Get the module whose method runs; no public name tells it."""
+    return nn.module._context.module_stack[-1]
+
+
+def refuse_frozen_kernel(layer: nn.Module | None, has_rule: bool) -> None:
+    """Refuse the read of a frozen kernel by a layer of Flax without an FP8 product, which would compute NaN.
+
+    Args:
+        layer: the module that reads the kernel; None outside of modules.
+        has_rule: whether a rule gives the layer FP8.
+    """
     products = [getattr(layer, name, None) for name in ("dot_general_cls", "dot_general")]
-    if hasattr(layer, "dot_general_cls") and all(product in (None, jax.lax.dot_general) for product in products):
+    is_plain = hasattr(layer, "dot_general_cls") and all(each in (None, jax.lax.dot_general) for each in products)
+    if is_plain or (isinstance(layer, nn.Einsum) and not has_rule):
         raise ValueError(
             f"{'/'.join(layer.path) or type(layer).__name__}: params: expected the kernel of a layer in high "
             "precision, got variables of jaxfp8.freeze, which hold its codes; apply the frozen model, with the "

@@ -37,6 +37,10 @@ class FrozenKernel:
     def __getitem__(self, index):
         return self.get_value()[index]
 
+    @property
+    def __jax_array__(self):
+        raise _frozen.no_array()  # JAX asks for this attribute wherever it expects an array
+
 
 def freeze(model, args, kwargs):
     """Freeze the model in place; see `jaxfp8.freeze`."""

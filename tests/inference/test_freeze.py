@@ -267,11 +267,14 @@ def test_errors():
 def test_a_use_that_freezing_did_not_see():
     """What else reads the kernel shows: NaN, or an error; never a number that means nothing."""
     model, _, frozen = models.linen("Dense, bf16")
-    assert np.isnan(nn.Dense(N).apply({"params": frozen["params"]}, X)).all(), "in high precision"
+    with pytest.raises(ValueError, match="expected the kernel of a layer in high precision"):
+        nn.Dense(N).apply({"params": frozen["params"]}, X)
     assert jax.tree.leaves(nn.meta.unbox(frozen["params"]["kernel"]))[0].shape == (K, N)
     layer = models.NNX["Linear, bf16"](nnx.Rngs(0))
     jaxfp8.freeze(jaxfp8.calibrate(layer, [X]), X)
     assert np.isnan(layer.kernel[...]).all()
+    with pytest.raises(ValueError, match="frozen kernel: expected an array, got the placeholder"):
+        jnp.dot(X, layer.kernel)
     with pytest.raises(ValueError, match=r"nnx.quantize: : jaxfp8.freeze left codes of its kernel alone"):
         jaxfp8.nnx.quantize(layer, [(".*", jaxfp8.MXFP8BlockScaling())])
 
