@@ -7,6 +7,8 @@ from jax import lax
 
 from .._jax import _warnings
 from .._jax._mesh import varying
+from ._by_product import all_quantizers
+from ._state import keeps_state
 from ._warning import FP8StateWarning
 
 
@@ -37,7 +39,8 @@ class AmaxReduction:
             needed = f"axes of this shard_map or pmap, which has {manual}"
             raise ValueError(f"dot_general: recipe.pipeline_axes: expected {needed}, got {stages}")
         axes = tuple(axis for axis in manual if axis not in stages)
-        if recipe.pipeline_axes is None:
+        reduces = keeps_state(recipe) or any(quantizer.reduces_amax for quantizer in all_quantizers(recipe))
+        if recipe.pipeline_axes is None and reduces:
             _warnings.warn(
                 "shard_map(check_vma=False) and pmap hide over which axes FP8 state differs: amaxes are reduced over "
                 f"{axes}. If the stages of a pipeline lie along one of them, set the recipe's pipeline_axes=(name,); "

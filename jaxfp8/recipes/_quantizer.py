@@ -81,6 +81,8 @@ class Quantizer:
 
     # Whether one scale is that of the whole tensor, so that both layouts hold the same codes.
     has_one_scale = False
+    # Whether the scale of a quantizer without state is chosen by an amax over all devices that hold parts of a tensor.
+    reduces_amax = False
     # The rows and columns that share a scale, where a quantizer of FP8 has a scale for each block.
     block = None
     # A quantizer that brings its own product defines this method:

@@ -25,6 +25,7 @@ class TensorwiseQuantizer(FP8Quantizer):
     """
 
     has_one_scale = True
+    reduces_amax = True
     margin = 0
 
     def quantize_operand(self, x: jax.Array, use: Any, options: OperandOptions = DEFAULT) -> Quantized:
@@ -179,6 +180,7 @@ class StaticScalingQuantizer(TensorwiseQuantizer):
         bound: the largest magnitude that does not saturate; see `StaticScaling`.
     """
 
+    reduces_amax = False
     fp8_dtype: np.dtype
     bound: float
 

@@ -308,3 +308,31 @@ def test_unchecked_warns_unless_told(recipe, warned):
         of_state = [str(w.message) for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
         assert bool(of_state) == (warned and not checked)
         assert all("('data', 'fsdp', 'tp')" in text and "pipeline_axes=()" in text for text in of_state)
+
+
+STATELESS = {
+    jaxfp8.StaticScaling(1, 1, 1): False,
+    jaxfp8.StaticScaling(1, 1): True,
+    jaxfp8.Float8CurrentScaling(): True,
+    jaxfp8.MXFP8BlockScaling(): False,
+    jaxfp8.Float8BlockScaling(): False,
+    jaxfp8.Float8RowwiseScaling(): False,
+    jaxfp8.ByProduct(jaxfp8.MXFP8BlockScaling(), jaxfp8.StaticScaling(1, 1, 1)): False,
+    jaxfp8.ByProduct(jaxfp8.MXFP8BlockScaling(), jaxfp8.Float8CurrentScaling()): True,
+}
+
+
+@pytest.mark.parametrize("recipe, reduces", STATELESS.items(), ids=map(str, range(len(STATELESS))))
+def test_unchecked_warns_where_an_amax_is_reduced(recipe, reduces):
+    def gradients(x, kernel):
+        return jax.grad(lambda *pair: jnp.sum(jaxfp8.dot_general(*pair, (((1,), (0,)), ((), ())), recipe=recipe)))(
+            x, kernel
+        )
+
+    step = jax.jit(
+        jax.shard_map(gradients, mesh=cases.mesh(), in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)
+    )
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        text = step.lower(jnp.ones((64, 128)), jnp.ones((128, 128))).compile().as_text()
+    said = [w for w in caught if issubclass(w.category, jaxfp8.FP8StateWarning)]
+    assert (bool(said), "all-reduce" in text) == (reduces, reduces)
