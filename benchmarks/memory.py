@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--models llama experts] [--json FILE]
 
 The models are in `tests/aot/memory.py`. XLA compiles each program ahead of time; its buffer assignment says which
-temporaries are alive together. Nothing runs. "peak" is the memory that XLA reserves for temporaries, "alive" what of it
-is in use at the worst moment, and the columns after it are its parts, in MiB; "state" is an argument and beside them.
-The gradients of stacked parameters are float32 temporaries in every arm.
+temporaries are alive together. Nothing runs. "peak" is the memory that XLA reserves for temporaries, and the columns
+after it are its parts at the worst moment, in MiB. Parameters, their gradients and the state are arguments and results,
+and beside them.
 """
 
 import argparse
@@ -25,13 +25,13 @@ MIB = 2**20
 
 
 def table(model, candidates) -> str:
-    header = ("peak", "of bf16", "alive", *KINDS, "state, KiB")
+    header = ("peak", "of bf16", *KINDS, "state, KiB")
     lines = [f"| {model} | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
     bf16 = candidates["bf16"]["temporary_bytes"]
     for name, found in candidates.items():
         parts = [found["held"].get(kind, 0) for kind in KINDS]
         cells = [f"{found['temporary_bytes'] / MIB:.0f}", f"{found['temporary_bytes'] / bf16:.2f}"]
-        cells += [f"{size / MIB:.0f}" for size in (sum(parts), *parts)] + [f"{found['state_bytes'] / 1024:.1f}"]
+        cells += [f"{size / MIB:.0f}" for size in parts] + [f"{found['state_bytes'] / 1024:.1f}"]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines) + "\n"
 

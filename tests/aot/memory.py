@@ -15,7 +15,7 @@ import math
 import pathlib
 import re
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 
 import flax.linen as nn
 import jax
@@ -135,21 +135,31 @@ def kind(shape: str) -> str:
     return "transposed codes" if sizes[-1] == TOKENS else "codes"
 
 
-def held(assignment: str, live_range: str) -> dict[str, int]:
-    """The bytes of temporaries that are alive at their peak, by kind, from two of XLA's dumps."""
+def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
+    """The bytes of temporaries that are alive at their peak, by kind, from two of XLA's dumps and the program's text."""
     ranges = {
         name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M)
     }
+    # What a loop returns is the buffer that its last iteration wrote, and has a range of its own from there on.
+    ends = defaultdict(list)
+    for name, results in re.findall(r"%(while[\w.]*) = \((.*?)\) while\(", program):
+        for i, shape in enumerate(re.findall(r"\w+\[[\d,]*\]", results)):
+            begin, end = ranges.get(f"{name}{{{i}}}", (0, 0))
+            ends[begin, shape].append(end)
     temporaries = []
     for allocation in re.split(r"^allocation ", assignment, flags=re.M):
         if "preallocated-temp" in allocation.partition("\n")[0]:
-            values = re.findall(r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): (\S+)", allocation)
+            values = re.findall(
+                r"value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=\d+\): (\w+\[[\d,]*\])", allocation
+            )
             temporaries += [(ranges[name + (index or "{}")], int(size), shape) for name, index, size, shape in values]
-    temporaries = [row for row in temporaries if not row[2].startswith("(")]
-    times = {begin for (begin, _), _, _ in temporaries}
-    sums = {t: sum(size for (begin, end), size, _ in temporaries if begin <= t <= end) for t in times}
-    peak, kinds = max(sums, key=sums.get), Counter()
+    alive = []
     for (begin, end), size, shape in temporaries:
+        later = ends[end, shape]
+        alive.append((begin, later.pop() if later else end, size, shape))
+    sums = {t: sum(size for begin, end, size, _ in alive if begin <= t <= end) for t in {row[0] for row in alive}}
+    peak, kinds = max(sums, key=sums.get), Counter()
+    for begin, end, size, shape in alive:
         if begin <= peak <= end:
             kinds[kind(shape)] += size
     return dict(kinds)
@@ -165,7 +175,7 @@ def report(name: str, candidate: str, quickly=False) -> dict:
     return {
         "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
         "state_bytes": state,
-        "held": held(texts["buffer-assignment"], texts["live-range"]),
+        "held": held(texts["buffer-assignment"], texts["live-range"], program.as_text()),
     }
 
 

@@ -12,6 +12,7 @@ allocation 1: size 4096, preallocated-temp:
  value: <1 call.2{} @0> (size=16,offset=0): (f8e4m3fn[8192,2]{1,0}, f32[1]{0})
  value: <2 call.2{0} @0> (size=1000,offset=16): f8e4m3fn[8,8192,2]{2,1,0}
  value: <3 call.2{1} @0> (size=300,offset=1016): f8e4m3fn[2,8192]{1,0}
+ value: <8 update.9 @0> (size=4000,offset=4096): f8e4m3fn[8,2,8192]{2,1,0}
  value: <4 fusion.3 @0> (size=500,offset=2016): bf16[8192,2]{1,0}
  value: <5 fusion.4 @0> (size=700,offset=2016): f32[8192,2]{1,0}
  value: <6 call.5 @0> (size=20,offset=3000): f8e4m3fn[4096,4096]{1,0}
@@ -27,26 +28,34 @@ LIVE = """  BufferLiveRange:
     fusion.4{}:4-6
     call.5{}:5-8
     call.6{}:6-8
+    update.9{}:1-3
+    while.1{}:3-3
+    while.1{0}:3-3
+    while.1{1}:3-6
+"""
+PROGRAM = """
+  %while.1 = (s32[], /*index=1*/f8e4m3fn[8,2,8192]{2,1,0}) while(%tuple.4), condition=%condition, body=%body
 """
 
 
 def test_the_peak():
-    """At 5 codes, their transposes, float32 and codes of a kernel are alive; bf16 is not any more."""
-    kinds = {"codes": 1000, "transposed codes": 300, "f32": 700, "codes of kernels": 20}
-    assert memory.held(ASSIGNMENT, LIVE) == kinds
+    """At 5 codes, their transposes, float32, codes of a kernel and a loop's stack are alive; bf16 is not any more."""
+    kinds = {"codes": 1000, "transposed codes": 4300, "f32": 700, "codes of kernels": 20}
+    assert memory.held(ASSIGNMENT, LIVE, PROGRAM) == kinds
 
 
 def test_committed_bytes():
-    """Experts hold less than in bf16; GatedMLP with FP8 kept half of bf16, without the gradients of all arms."""
+    """Kinds are all of a peak. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of bf16."""
     models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
     page = (ROOT / "docs" / "performance.md").read_text()
-    for candidates in models.values():
+    for model, candidates in models.items():
+        bf16 = candidates["bf16"]["temporary_bytes"]
         for found in candidates.values():
             held, peak = found["held"], found["temporary_bytes"]
-            assert sum(held.values()) <= peak
+            assert 0.99 * peak < sum(held.values()) <= peak, model
             cells = [held.get(name, 0) for name in ("codes", "transposed codes", "codes of kernels", "f32", "bf16")]
-            assert f"| {' | '.join(f'{size / 2**20:.0f}' for size in (peak, *cells))} |" in page
+            cells = [f"{size / 2**20:.0f}" for size in cells]
+            assert f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |" in page
     experts, llama = models["experts"], models["llama"]
     assert experts["fused"]["temporary_bytes"] < experts["bf16"]["temporary_bytes"]
-    bf16, ours = (llama[name]["temporary_bytes"] - llama[name]["held"]["f32"] for name in ("bf16", "fused, FP8 kept"))
-    assert ours <= 0.5 * bf16
+    assert llama["fused, FP8 kept"]["temporary_bytes"] <= 0.5 * llama["bf16"]["temporary_bytes"]
