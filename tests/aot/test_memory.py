@@ -45,14 +45,14 @@ def test_the_peak():
 
 
 def test_committed_bytes():
-    """Kinds are all of a peak. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of bf16."""
+    """Kinds are all of a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of bf16."""
     models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
     page = (ROOT / "docs" / "performance.md").read_text()
     for model, candidates in models.items():
         bf16 = candidates["bf16"]["temporary_bytes"]
         for found in candidates.values():
             held, peak = found["held"], found["temporary_bytes"]
-            assert 0.99 * peak < sum(held.values()) <= peak, model
+            assert 0.98 * peak < sum(held.values()) <= peak, model
             cells = [held.get(name, 0) for name in ("codes", "transposed codes", "codes of kernels", "f32", "bf16")]
             cells = [f"{size / 2**20:.0f}" for size in cells]
             assert f"| {peak / 2**20:.0f} | {peak / bf16:.2f} | {' | '.join(cells)} |" in page
