@@ -23,6 +23,10 @@ def attention(product, field="qkv_dot_general_cls"):
     nnx.MultiHeadAttention(2, 8, decode=False, **{field: product}, rngs=nnx.Rngs(0))(X)
 
 
+def nnx_linear(**fields):
+    nnx.Linear(8, 8, **fields, rngs=nnx.Rngs(0))(X)
+
+
 def linen(layer, *args, **fields):
     layer(*args, **fields).init(jax.random.key(0), X)
 
@@ -37,6 +41,13 @@ def optimizer_before_quantize():
     optimizer = jaxfp8.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     jaxfp8.quantize(model, [(".*", RECIPE)])
     optimizer.update(model, nnx.state(model, jaxfp8.nnx.trainable))
+
+
+def plain_gradient():
+    model = nnx_model()
+    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
+        gradients = nnx.grad(lambda model: jnp.sum(model(X)))(model)
+    jaxfp8.nnx.Optimizer(model, optax.adam(1e-3)).update(model, gradients)
 
 
 def updates(state):
@@ -90,10 +101,9 @@ NO_ARRAY = r"frozen kernel: expected an array, got the placeholder .* give the i
 FROZEN = r"Dense.*: params: expected the kernel of a layer in high precision, got variables of jaxfp8\.freeze"
 CODES = r"QTensor \[8, 8\]: expected a product of jaxfp8, got an operation on arrays"
 CASES = {
-    "instance in nnx.Linear": (
-        lambda: nnx.Linear(8, 8, dot_general=jaxfp8.Fp8DotGeneral(), rngs=nnx.Rngs(0))(X),
-        UNBOUND,
-    ),
+    "instance in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral()), UNBOUND),
+    "class in nnx.Linear": (lambda: nnx_linear(dot_general=jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),
+    "recipe in nnx.Linear": (lambda: nnx_linear(dot_general=RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),
     "instance in attention": (lambda: attention(jaxfp8.Fp8DotGeneral()), UNBOUND),
     "class in attention": (lambda: attention(jaxfp8.Fp8DotGeneral), UNBOUND),
     "instance of NNX as a class in attention": (
@@ -125,10 +135,34 @@ CASES = {
         lambda: linen_attention(jaxfp8.Fp8DotGeneral()),
         "qk_attn_weights_einsum_cls=jaxfp8.linen.Fp8Einsum",
     ),
+    "class as a product in nn.Dense": (lambda: linen(nn.Dense, 8, dot_general=jaxfp8.Fp8DotGeneral), "dot_general_cls"),
+    "class of NNX in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.nnx.Fp8DotGeneral),
+        "jaxfp8.linen.Fp8Dot",
+    ),
+    "product of NNX in nn.Dense": (
+        lambda: linen(nn.Dense, 8, dot_general=jaxfp8.nnx.Fp8DotGeneral()),
+        "jaxfp8.linen.Fp8Dot",
+    ),
+    "recipe in nn.Dense": (lambda: linen(nn.Dense, 8, dot_general_cls=RECIPE), "make_dot_general_cls"),
+    "class of a recipe as a class": (
+        lambda: linen(nn.Dense, 8, dot_general_cls=jaxfp8.DelayedScaling),
+        "make_dot_general_cls|partial",
+    ),
     "class of a recipe": (
         lambda: linen(nn.Dense, 8, dot_general=jaxfp8.DelayedScaling),
         "DelayedScaling: a layer was given the recipe as its dot_general_cls or dot_general",
     ),
+    "features of 4.0": (lambda: linen(jaxfp8.linen.Dense, 4.0), "features: expected an int"),
+    "out_features of 4.0": (
+        lambda: jaxfp8.nnx.Linear(8, 4.0, rngs=nnx.Rngs(0)),
+        "out_features: expected an int",
+    ),
+    "x without dimensions": (
+        lambda: jaxfp8.linen.Dense(4).init(jax.random.key(0), jnp.float32(1)),
+        r"x: expected .*\[\]",
+    ),
+    "gradient of nnx.grad": (plain_gradient, "jaxfp8.nnx.grad"),
     "optimizer before quantize": (optimizer_before_quantize, OTHER_STATE),
     "state of plain optax, parameters": (lambda: updates(ADAM.init(PARAMS)), OTHER_STATE),
     "state of plain optax, variables": (lambda: updates(ADAM.init(VARIABLES)), OTHER_STATE),

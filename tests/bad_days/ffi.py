@@ -1,4 +1,4 @@
-"""Custom calls: bad buffers, errors inside programs, programs that are loaded elsewhere. Flax has no custom calls."""
+"""Programs that are loaded elsewhere. Flax has no custom calls."""
 
 import pathlib
 import tempfile
@@ -6,33 +6,11 @@ import tempfile
 import another_process
 import jax
 import jax.numpy as jnp
-from ops import answers, bad_calls, cases, targets
 
 from .steps import normal, same_bits
-from .verdict import Tally, refused, row
+from .verdict import Tally, row
 
 NONE = "Flax makes no custom calls"
-
-
-@row(
-    "wrong dtype, rank, size, number of buffers or attribute of a custom call: an error that names it, process alive",
-    peer=NONE,
-)
-def bad_buffers(library):
-    tally = Tally()
-    for op in targets.SPECS:
-        calls = [
-            (call, rf"\b{call.target}: {name}: expected")
-            for name in targets.names(op)
-            for call in bad_calls.bad_buffers(op, name)
-        ]
-        calls += [(call, rf"\b{call.target}: ") for call in bad_calls.bad_counts(op)]
-        calls += bad_calls.bad_attributes(op)
-        for call, message in calls:
-            refused(lambda call=call: cases.run_target(call), tally, str(call), message or "INVALID_ARGUMENT")
-        good = targets.filled(targets.good(op))
-        tally(same_bits(cases.run_target(good)[:3], answers.answer(good)[:3]), f"{op}: the call after")
-    return tally.verdict(f"{tally.count} of {tally.count} refused by name")
 
 
 def exported(library):

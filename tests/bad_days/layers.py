@@ -17,7 +17,7 @@ import jaxfp8
 from .libraries import HISTORY, OPERANDS, OWG
 from .steps import same_bits, tally_amaxes
 from .trainers import K, N, create, kernel_of, loss, operands
-from .verdict import Tally, refused, row
+from .verdict import Tally, row
 
 RECIPE = jaxfp8.DelayedScaling(amax_history_len=HISTORY)
 OURS_ALONE = "Flax has no FP8 layers for NNX, nor such arguments"
@@ -194,44 +194,6 @@ def two_optimizers(library):
     for got, expected in zip(*(jax.tree.leaves(run(*filters)) for filters in (groups, [nnx.Param])), strict=True):
         tally(np.allclose(got, expected, rtol=1e-5, atol=1e-6), f"{got}, with one optimizer {expected}")
     return tally.verdict("as one optimizer")
-
-
-@row("what a layer cannot take", peer=OURS_ALONE)
-def refused_arguments(library):
-    """A recipe, or another framework's product, in place of a product; sizes that are no ints: named."""
-    del library
-    x, tally, key = operands(0)[0], Tally(), jax.random.key(0)
-    linen = lambda **options: nn.Dense(N, **options).init(key, x)  # noqa: E731
-    of_nnx = lambda product: nnx.Linear(K, N, dot_general=product, rngs=nnx.Rngs(0))(x)  # noqa: E731
-    cases = {
-        "a recipe as dot_general_cls": (lambda: linen(dot_general_cls=RECIPE), "make_dot_general_cls"),
-        "a class of recipes as dot_general_cls": (
-            lambda: linen(dot_general_cls=jaxfp8.DelayedScaling),
-            "make_dot_general_cls|partial",
-        ),
-        "a recipe in NNX": (lambda: of_nnx(RECIPE), r"nnx.Fp8DotGeneral\(DelayedScaling"),
-        "an instance as dot_general_cls": (lambda: linen(dot_general_cls=jaxfp8.Fp8DotGeneral(RECIPE)), "an instance"),
-        "Linen's class in NNX": (lambda: of_nnx(jaxfp8.Fp8DotGeneral), "jaxfp8.nnx.Fp8DotGeneral"),
-        "Linen's class as dot_general": (lambda: linen(dot_general=jaxfp8.Fp8DotGeneral), "dot_general_cls"),
-        "NNX's class in Linen": (lambda: linen(dot_general_cls=jaxfp8.nnx.Fp8DotGeneral), "jaxfp8.linen.Fp8Dot"),
-        "NNX's product in Linen": (lambda: linen(dot_general=jaxfp8.nnx.Fp8DotGeneral()), "jaxfp8.linen.Fp8Dot"),
-        "features=4.0": (lambda: jaxfp8.linen.Dense(4.0).init(key, x), "features: expected an int"),
-        "out_features=4.0": (lambda: jaxfp8.nnx.Linear(K, 4.0, rngs=nnx.Rngs(0)), "out_features: expected an int"),
-        "nnx.grad with our optimizer": (lambda: plain_gradient(x), "jaxfp8.nnx.grad"),
-    }
-    for what, (call, names) in cases.items():
-        refused(call, tally, what, names)
-    shares = functools.partial(nnx.Linear, N, N, dot_general=jaxfp8.nnx.Fp8DotGeneral(RECIPE), rngs=nnx.Rngs(0))
-    rows = jaxfp8.report(nnx.List([shares(), shares()])).rows
-    tally(["shares" in row["why"] for row in rows] == [False, True], "the report does not show a shared product")
-    return tally.verdict("named errors")
-
-
-def plain_gradient(x):
-    layer = nnx_layer()
-    with warnings.catch_warnings(action="ignore", category=jaxfp8.FP8StateWarning):
-        gradients = nnx.grad(lambda layer: layer(x).sum())(layer)
-    jaxfp8.nnx.Optimizer(layer, optax.adam(1e-3)).update(layer, gradients)
 
 
 @row("initializers with names of mesh axes", peer=OURS_ALONE)

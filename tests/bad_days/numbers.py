@@ -12,14 +12,12 @@ import oracle
 from jax import export
 
 import jaxfp8
-from jaxfp8 import ops
 
 from .steps import in_two_octaves, next_state, normal, operands, same_bits, step_of, tally_products
 from .verdict import Tally, refused, row
 
 M, K, N = 16, 24, 8
 NUMBERS = (((1,), (0,)), ((), ()))
-FUNCTIONS = "it is a function of ours"
 RECIPES = (
     jaxfp8.Float8CurrentScaling(),
     jaxfp8.Float8RowwiseScaling(),
@@ -172,82 +170,4 @@ def vmap_of_cond(library):
     with tally.raising("lax.map"):  # the remedy
         ratio = amax(by_map) / largest
         tally(ratio == 1, f"with lax.map the amax is {ratio} times the true one")
-    return tally.verdict()
-
-
-@row("arguments that cannot be: an error that names them and what to pass", peer=FUNCTIONS)
-def messages(library):
-    del library
-    tally, (x, kernel, _), recipe = Tally(), operands(M, K, N), RECIPES[0]
-
-    def product(x=x, kernel=kernel, numbers=NUMBERS, **options):
-        return jaxfp8.dot_general(x, kernel, numbers, **{"recipe": recipe} | options)
-
-    def second(function, x):
-        # The square: the gradient of a sum depends on nothing that was quantized, and its derivative is right.
-        return jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(function(x) ** 2))(x)))(jnp.asarray(x))
-
-    def codes_of(kernel):
-        codes, _ = recipe.quantizers()[1].quantize(jax.lax.stop_gradient(kernel), None)
-        return jaxfp8.QTensor(codes.data, codes.scale_inv, source=kernel)
-
-    def weighted(weight):
-        return jaxfp8.accumulate_gradients(None, {"params": {"kernel": kernel}}, weight=weight)
-
-    def first_row(states):
-        return jnp.sum(product(recipe=delayed, state=jax.tree.map(lambda leaf: leaf[0], states)))
-
-    delayed, swapped = jaxfp8.DelayedScaling(amax_history_len=4), x.astype(">f4")
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), jaxfp8.init_state(delayed))
-    cases = {
-        **{
-            f"numbers {numbers}": (lambda numbers=numbers: product(numbers=numbers), r"dimension_numbers: .*\(\(\(1")
-            for numbers in (1, None, "ab", ((1,), (0,)), ((1, 0), ((), ())), (((1.0,), (0,)), ((), ())))
-        },
-        "swapped bytes": (lambda: product(swapped), r"x: .*swapped.*\.astype\(np\.float32\)"),
-        "swapped bytes of an op": (lambda: ops.quantize(swapped, 1.0, jnp.float8_e4m3fn), r"x: .*\.astype\("),
-        "x without dimensions": (lambda: product(np.float32(1)), r"x\(\)"),
-        "x of a layer without dimensions": (
-            lambda: jaxfp8.linen.Dense(4).init(jax.random.key(0), np.float32(1)),
-            r"x: expected .*\[\]",
-        ),
-        **{
-            f"weight {weight}": (lambda weight=weight: weighted(weight), "accumulate_gradients: weight: expected")
-            for weight in ("one third", [1, 2], 1j, np.ones(3))
-        },
-        **{
-            f"a second derivative {what}": (lambda f=f, x=x: second(f, x), "^jaxfp8.dot_general.*first derivatives")
-            for what, f, x in (
-                ("of x", product, x),
-                ("of a norm", lambda x: product(jaxfp8.normalized(x, np.ones(K, x.dtype), kind="rms")), x),
-                ("of an activation", lambda x: product(jaxfp8.activated(x, "silu")), x),
-                ("of codes", lambda kernel: product(kernel=codes_of(kernel)), kernel),
-            )
-        },
-        "a row of stacked state": (lambda: jax.jit(jaxfp8.grad(first_row))(stacked), "jnp.unstack"),
-        "a row, outside of jit": (lambda: jaxfp8.grad(first_row)(stacked), "jnp.unstack"),
-        "shapes, and no state": (lambda: product(kernel=kernel[:5], recipe=delayed), r"dimension_numbers.*kernel\(5"),
-        "no state": (lambda: product(recipe=delayed), r"state: DelayedScaling keeps state"),
-    }  # fmt: skip
-    for what, (call, names) in cases.items():
-        refused(call, tally, what, names)
-    return tally.verdict()
-
-
-@row("a recipe as an argument of a jitted function", peer="Flax has one recipe")
-def recipe_as_argument(library):
-    del library
-    tally, (x, kernel, _), traces = Tally(), operands(M, K, N), []
-
-    @jax.jit
-    def run(x, recipe):
-        traces.append(recipe)
-        return jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)
-
-    for recipe in (*RECIPES, *(type(recipe)() for recipe in RECIPES)):
-        got, expected = run(x, recipe), jaxfp8.dot_general(x, kernel, NUMBERS, recipe=recipe)
-        tally(same_bits(np.asarray(got), np.asarray(expected)), repr(recipe))
-    tally(len(traces) == len(RECIPES), f"{len(traces)} traces")
-    tree = {"a": RECIPES[0], "b": x}
-    tally(jax.tree.map(lambda leaf: leaf, tree)["a"] == RECIPES[0] and len(jax.tree.leaves(tree)) == 1, "a tree")
     return tally.verdict()

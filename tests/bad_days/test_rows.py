@@ -18,9 +18,8 @@ from bad_days.verdict import Outcome, judged
 FOLDER = pathlib.Path(__file__).parent
 README = (FOLDER / "README.md").read_text()
 TABLE = [line.split(" | ") for line in README.splitlines() if line.startswith("| ") and not line.startswith("| row | ")]
-# Rows that other tests show are of the scoreboard, and nightly, but for those whose other tests show CUDA alone.
+# Rows that other tests show are of the scoreboard, and nightly.
 ELSEWHERE = {cells[0].removeprefix("| ") for cells in TABLE if "::test_" in cells[1]}
-CUDA_ELSEWHERE = {"bad_buffers"}
 # One of each kind is what `make test` shows. Those that start processes, need 12 GiB or train are slow.
 SHOWN = {
     "bad_value_in_x",
@@ -39,7 +38,7 @@ def _cases():
     for row in rows.IN_ORDER:
         for name, layer in LAYERS.items() if row.any_layer else [("Linen", OURS)]:
             is_shown = row.name in SHOWN and name == "Linen"
-            is_slow = row.name in SLOW or (row.of in ELSEWHERE and row.name not in CUDA_ELSEWHERE)
+            is_slow = row.name in SLOW or row.of in ELSEWHERE
             marks = [] if is_shown else [pytest.mark.slow] if is_slow else [pytest.mark.ci]
             yield pytest.param(row, layer, marks=marks, id=f"{row.subject}-{row.name}-{name}")
 

@@ -176,6 +176,12 @@ def test_autocast():
             assert (found[layer]["recipe"], found[layer]["why"]) == (None, "autocast is off")
 
 
+def test_a_product_that_two_layers_share():
+    product = jaxfp8.nnx.Fp8DotGeneral(A)
+    layers = nnx.List([nnx.Linear(8, 8, dot_general=product, rngs=nnx.Rngs(0)) for _ in range(2)])
+    assert ["shares" in row["why"] for row in jaxfp8.report(layers).rows] == [False, True]
+
+
 def test_unused_rules():
     rules = [("own", A), ("own", None), ("nothing", A)]
     for model, args in ((linen.quantize(Linen(), rules), [X]), (jaxfp8.nnx.quantize(Nnx(nnx.Rngs(0)), rules), [])):

@@ -55,6 +55,7 @@ TYPE, VALUE = TypeError, ValueError
 # ops, argument, exception, values; a dict changes several arguments.
 BAD = [
     (("amax", *QUANTIZERS, *IN_BLOCKS), "x", TYPE, WIDE),
+    (QUANTIZERS, "x", TYPE, [X.astype(">f4")]),
     (QUANTIZERS, "scale", TYPE, SCALE_DTYPES),
     (QUANTIZERS, "scale", VALUE, SCALE_SHAPES),
     ((*QUANTIZERS, *IN_BLOCKS), "dtype", TYPE, NOT_FP8_DTYPES),

@@ -203,6 +203,8 @@ REFUSED = {
     "a step": lambda layer: loss((layer[0] - of_kernel(layer, X), layer[1]), X),
     "a value beside its gradient": lambda layer: sum(map(jnp.sum, jax.value_and_grad(loss, 1)(layer, X))),
     "codes": squared(of_codes),
+    "a norm": squared(jax.grad(lambda layer, x: loss(layer, jaxfp8.normalized(x, X[0], kind="rms")), 1)),
+    "an activation": squared(jax.grad(lambda layer, x: loss(layer, jaxfp8.activated(x, "silu")), 1)),
     "experts": squared(of_experts),
 }
 

@@ -132,6 +132,19 @@ def test_the_arithmetic_of_scales_is_not_in_the_program(recipe):
     assert "shift_left" not in program
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda gradient: gradient], ids=["jit", "eager"])
+def test_a_row_by_its_index_names_unstack(jit):
+    """Outside of a loop; the dtype of a gradient of state has no such rule."""
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * LAYERS), jaxfp8.init_state(DELAYED))
+
+    def first(states):
+        state = jax.tree.map(lambda leaf: leaf[0], states)
+        return jnp.sum(layer(DELAYED, jnp.ones((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH)), state))
+
+    with pytest.raises(TypeError, match="jnp.unstack"):
+        jit(jaxfp8.grad(first))(states)
+
+
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_loops(loop, reads):
     assert_same_steps(loop, DELAYED)

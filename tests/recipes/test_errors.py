@@ -153,10 +153,15 @@ BATCHES = {
     "dimension_numbers": (((2,), (1,)), ((0,), (0,))),
 }
 PAIR = np.ones((6, 2, 5), np.float32)
+NO_NUMBERS = [1, None, "ab", ((1,), (0,)), ((1, 0), ((), ())), (((1.0,), (0,)), ((), ()))]
 # The argument, its exception and values, and a pattern; a dict changes several arguments.
 ARGUMENTS = [
     ("dot_general", "x", TYPE, [X.astype(np.float64)], ""),
     ("dot_general", "", VALUE, [{"kernel": np.ones((5, 4), np.float32)}], "contracting"),
+    ("dot_general", "x", TYPE, [X.astype(">f4")], r"swapped.*\.astype\(np\.float32\)"),
+    ("dot_general", "", VALUE, [{"x": np.float32(1)}], r"x\(\)"),
+    ("dot_general", "dimension_numbers", (TYPE, VALUE), NO_NUMBERS, r"\(\(\(1"),
+    ("dot_general", "dimension_numbers", VALUE, [{"kernel": KERNEL[:5], "state": None}], r"kernel\(5"),
     ("dot_general", "", VALUE, [BATCHES], "batch"),
     ("dot_general", "", VALUE, [{"dimension_numbers": (((2,), (0,)), ((), ()))}], "dimension"),
     ("dot_general", "state", VALUE, [None], r".*DotGeneralState\(None, None, None\)"),
@@ -236,6 +241,22 @@ def test_recipes_are_values():
         DELAYED().margin = 3
     defaults = {"margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max", "fp8_format": jaxfp8.HYBRID}
     assert DELAYED() == DELAYED(**defaults, first_step="unit", reduce_amax=True) == dataclasses.replace(DELAYED())
+
+
+def test_recipes_are_no_leaves():
+    """They may be arguments of a jitted function: equal recipes are one program."""
+    traces, recipes = [], [cls() for cls in STATELESS]
+
+    @jax.jit
+    def run(x, recipe):
+        traces.append(recipe)
+        return jaxfp8.dot_general(x, KERNEL, MATMUL, recipe=recipe)
+
+    for recipe in recipes + [cls() for cls in STATELESS]:
+        np.testing.assert_array_equal(run(X, recipe), jaxfp8.dot_general(X, KERNEL, MATMUL, recipe=recipe))
+    assert traces == recipes
+    assert jax.tree.leaves({"a": RECIPE, "b": 1}) == [1]
+    assert jax.tree.map(lambda leaf: leaf, {"a": RECIPE, "b": 1}) == {"a": RECIPE, "b": 1}
 
 
 def test_no_stages_and_nothing_said_are_two_recipes():
