@@ -136,7 +136,7 @@ def kind(shape: str) -> str:
 
 
 def held(assignment: str, live_range: str, program: str) -> dict[str, int]:
-    """The bytes of temporaries that are alive at their peak, by kind, from two of XLA's dumps and the program's text."""
+    """The bytes of temporaries that are alive at their peak, by kind, from two dumps of XLA and the program's text."""
     ranges = {
         name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S+\{[\d,]*\}):(\d+)-(\d+)", live_range, re.M)
     }

@@ -45,7 +45,7 @@ def test_the_peak():
 
 
 def test_committed_bytes():
-    """Kinds are all of a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of bf16."""
+    """Kinds are a peak but for gaps. Experts hold less than in bf16, GatedMLP with FP8 kept less than half of it."""
     models = json.loads((ROOT / "benchmarks" / "results" / "memory_h200.json").read_text())["models"]
     page = (ROOT / "docs" / "performance.md").read_text()
     for model, candidates in models.items():
