@@ -9,8 +9,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 _PARTS = 8  # of an amax; with 16 the estimate falls by half a percent of a Dense step
+
+# Programs of one device: on a mesh XLA may cut any dimension.
+ONE_DEVICE = ("one", "shard")
 
 # The devices of the TPU program that is traced, as `_compat.devices_of` names them: "one", "mesh", "shard", "unknown";
 # None where the program is for another platform. The context is part of jit's cache key.
@@ -26,7 +30,11 @@ def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN where the product is NaN or x is Inf."""
     x, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     saturated = jnp.clip(x * scale, -largest, largest)
-    return jnp.where(_is_finite(x), saturated, jnp.float32(jnp.nan)).astype(dtype)
+    codes = jnp.where(_is_finite(x), saturated, jnp.float32(jnp.nan)).astype(dtype)
+    if x.ndim > 2 and x.shape[-2] == 2 and devices.value in ONE_DEVICE:
+        # Each half of a pair in its own tiles: tiles of 2 rows would take four times the steps.
+        codes = with_layout_constraint(codes, Layout((x.ndim - 2, *range(x.ndim - 2), x.ndim - 1)))
+    return codes
 
 
 def decode(data, scale_inv, dtype):
@@ -41,13 +49,18 @@ def abs_max(x, axis):
     return jnp.max(jnp.where(_is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
 
 
+def larger(x, y):
+    """Compute the larger magnitude of each element of two f32 arrays; NaN counts as infinite."""
+    return jnp.maximum(*(jnp.where(_is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y)))
+
+
 def abs_max_by_parts(x):
     """Compute `abs_max` over all axes of an x whose amax no pass over x computes along with codes.
 
     XLA estimates a fixed cost for each step of a reduction, so each step takes the largest of eight parts of x. A part
     is whole tiles of 8 or 16 rows. On a mesh the parts may lie on other devices: there x is reduced as it is.
     """
-    if devices.value not in ("one", "shard") or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
+    if devices.value not in ONE_DEVICE or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
         return abs_max(x, None)
     magnitudes = [jnp.where(_is_finite(part), jnp.abs(part), jnp.inf) for part in jnp.split(x, _PARTS)]
     return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(jnp.float32)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _checks, _shapes
+from ..numerics import _tpu
+from . import _checks, _pairs, _quantize, _shapes
 from ._primitive import dims
 from ._quantize_transpose import Producer
 
@@ -75,12 +76,17 @@ def activate(x: ArrayLike, activation: str) -> jax.Array:
 
 
 def _activate(x, activation):
-    x = x.astype(jnp.float32)
-    function = _FUNCTIONS[activation]
-    if not is_gated(activation):
-        return function(x)
-    gate, up = (lax.index_in_dim(x, i, axis=x.ndim - 2, keepdims=False) for i in range(2))
-    return function(gate) * up
+    if not _tpu.is_target():
+        x = x.astype(jnp.float32)  # a TPU widens the halves: XLA finds them in a product where nothing widens the pair
+    return _gate(activation, *_halves(x)) if is_gated(activation) else _FUNCTIONS[activation](x.astype(jnp.float32))
+
+
+def _halves(x):
+    return [half.astype(jnp.float32) for half in _pairs.halves(x)]
+
+
+def _gate(activation, gate, up):
+    return _FUNCTIONS[activation](gate) * up
 
 
 def quantize_activation(
@@ -243,6 +249,29 @@ class _QuantizeActivationGrad(Producer):
 
     def produce(self, x, grad, vmap_dims, option):
         return activation_grad(x, grad, option)
+
+    def tpu(self, x, scale, grad, *amax_so_far, vmap_dims, spec, devices):
+        """Compute the gradients of gate and up apart, with one amax."""
+        if not is_gated(spec.option):
+            return super().tpu(x, scale, grad, *amax_so_far, vmap_dims=vmap_dims, spec=spec, devices=devices)
+        _, vjp = jax.vjp(functools.partial(_gate, spec.option), *_halves(x))
+        gradients = vjp(grad.astype(jnp.float32))
+        quantize = functools.partial(
+            _quantize.reference,
+            vmap_dims=vmap_dims,
+            dtype=spec.dtype,
+            with_amax=False,
+            transpose=spec.transpose,
+            rows=spec.rows,
+            cols=1,
+            column_sums=spec.column_sums,
+        )
+        with _tpu.devices(devices):
+            (data, *rest), amax = zip(*(quantize(half, scale) for half in gradients), strict=True), []
+            if spec.with_amax:
+                amax = [_shapes.raise_amax(_shapes.abs_max(_tpu.larger(*gradients), vmap_dims), *amax_so_far)]
+        data_t = [jnp.stack(codes, axis=-2 - spec.rows) for codes in rest[: spec.transpose]]
+        return [_pairs.joined(data), *data_t, *amax, *map(_pairs.joined, rest[spec.transpose :])]
 
     def canonical(self, x, grad, vmap_dims, rows, option):
         (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, option)

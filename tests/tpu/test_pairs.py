@@ -1,0 +1,98 @@
+"""Gate and up, `[..., 2, n]`, whose halves programs for TPUs compute apart: codes, products and a layer's step."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+
+import jaxfp8
+from jaxfp8 import ops
+
+from . import compiler
+
+E4M3, E5M2 = oracle.FORMATS.values()
+ONE = np.ones(1, np.float32)
+
+
+def whole(rng, *shape):
+    """Small whole numbers, whose sums of products are exact in any order."""
+    return rng.integers(-4, 5, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("special", [1.0, np.nan])
+def test_codes_of_a_pair_are_the_oracles(special):
+    x = np.random.default_rng(0).standard_normal((24, 2, 40)).astype(np.float32)
+    x[3, 1, 5] = special
+    scale = np.float32([3.7])
+
+    def quantized(x):
+        return ops.quantize_transpose(x, scale, E4M3.dtype, cols=2, amax=ONE)
+
+    with ops.implementation("tpu"):
+        one, each = jax.jit(quantized)(x), jax.jit(jax.vmap(quantized))(x[None])
+    codes, _ = oracle.quantize(x, scale[0], E4M3)
+    for data, data_t, amax in (one, [array[0] for array in each]):
+        oracle.assert_bitwise(data, codes, "data")
+        oracle.assert_bitwise(data_t, np.moveaxis(codes, 0, -1), "data_t")
+        oracle.assert_bitwise(amax, np.maximum(oracle.amax(x), ONE), "amax")
+
+
+# The second shape is that of a gradient `[k, 2, n]` whose tiles of 2 rows are written as tiles of 8 rows.
+@pytest.mark.parametrize("m, n", [(5, 24), (16, 512)])
+@pytest.mark.parametrize("out_dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_a_product_with_a_pair_is_exact(m, n, out_dtype, is_gradient):
+    rng = np.random.default_rng(1)
+    a, b, bias = whole(rng, m, 12), whole(rng, 2, n, 12), whole(rng, 2, n)
+    codes = a.astype(E4M3.dtype), b.astype(E5M2.dtype)
+    scales = np.float32([0.5]), np.float32([0.25])
+    options = {"batch": 0, "out_dtype": out_dtype, "narrow_sums": is_gradient}
+    with ops.implementation("tpu"):
+        product = ops.scaled_matmul(*codes, *scales, **options)
+        with_bias = ops.scaled_matmul(*codes, *scales, bias=bias, **options)
+    expected = np.einsum("mk,pnk->mpn", a, b) / 8
+    oracle.assert_bitwise(product, expected.astype(out_dtype), "product")
+    oracle.assert_bitwise(with_bias, (expected + bias).astype(out_dtype), "with a bias")
+
+
+def test_a_product_over_a_pair_is_exact():
+    rng = np.random.default_rng(2)
+    a, b = whole(rng, 3, 5, 2, 24), whole(rng, 7, 2, 24)
+    options = {"batch": 0, "contracting": 2, "out_dtype": jnp.bfloat16}
+    with ops.implementation("tpu"):
+        product = ops.scaled_matmul(a.astype(E5M2.dtype), b.astype(E4M3.dtype), ONE, ONE, **options)
+    expected = np.einsum("abpn,kpn->abk", a, b).astype(ml_dtypes.bfloat16)
+    oracle.assert_bitwise(product, expected, "product")
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("recipe", [jaxfp8.DelayedScaling(amax_history_len=4), jaxfp8.Float8CurrentScaling()])
+def test_a_step_of_a_gated_layer_is_that_of_the_reference(recipe, use_bias):
+    layer = jaxfp8.linen.GatedMLP(512, recipe=recipe, use_bias=use_bias, dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (3, 16, 32), jnp.bfloat16)
+    variables, results = layer.init(jax.random.key(1), x), []
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(layer.apply(variables, x).astype(jnp.float32)))
+
+    for name in ("reference", "tpu"):
+        with ops.implementation(name):
+            results.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(variables, x))
+    for expected, got in zip(*map(jax.tree.leaves, results), strict=True):
+        assert expected.dtype == got.dtype
+        # Sums may be in another order.
+        expected, got = np.float32(expected), np.float32(got)
+        np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-9 * np.max(np.abs(expected)))
+
+
+def test_a_gated_layer_takes_no_more_cycles_than_flax():
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    rows = json.loads(compiler.run("programs", "gated mlp", "--size", "2048", "--candidates", "flax", "fused"))
+    flax, fused = (rows["gated mlp"][name] for name in ("flax", "fused"))
+    assert flax["without_estimate"] == fused["without_estimate"] == 0
+    assert 0 < fused["cycles"] <= flax["cycles"]
