@@ -214,6 +214,11 @@ class Op:
         in_jnp = functools.partial(self.reference, vmap_dims=vmap_dims, spec=spec)
         if implementation == "tpu" or (platform == "tpu" and implementation != "reference"):
             devices = _compat.devices_of(ctx)
+            if devices == "mesh" and self.on_shards is not None:  # JAX registers no custom partitioning for TPUs
+                raise NotImplementedError(
+                    f"jaxfp8.ops.{self.name}: expected operands of one device, got a mesh of TPUs, where XLA cannot "
+                    "cut this op; call it inside of jax.shard_map, each device with its own rows or groups"
+                )
             program = in_jnp = functools.partial(self.tpu, vmap_dims=vmap_dims, spec=spec, devices=devices)
         on_shards = self.on_shards and functools.partial(self.on_shards, vmap_dims=vmap_dims, spec=spec)
         return lower_partitioned(

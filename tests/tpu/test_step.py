@@ -66,3 +66,19 @@ def test_a_loop_keeps_codes_as_the_first_product_reads_them(name):
 def test_recipes_of_blocks_are_refused_by_name(recipe):
     with ops.implementation("tpu"), pytest.raises(NotImplementedError, match="Float8RowwiseScaling"):
         jaxfp8.dot_general(jnp.ones((32, 256)), jnp.ones((256, 32)), NUMBERS["rows"], recipe=recipe)
+
+
+def test_a_ragged_product_on_a_mesh_is_refused_outside_of_shard_map():
+    mesh = jax.make_mesh((2,), ("experts",), devices=jax.devices()[:2])
+    cut, sizes = jax.NamedSharding(mesh, jax.P("experts")), jnp.array([3, 4])
+    lhs, rhs, sizes = jax.device_put((jnp.ones((8, 16)), jnp.ones((2, 16, 32)), sizes), cut)
+
+    def multiply(lhs, rhs, sizes):
+        return jaxfp8.ragged_dot(lhs, rhs, sizes, recipe=jaxfp8.Float8CurrentScaling(power_2_scale=True))
+
+    specs = {"in_specs": (jax.P("experts"),) * 3, "out_specs": jax.P("experts")}
+    with ops.implementation("tpu"):
+        with pytest.raises(NotImplementedError, match="ragged_matmul: expected operands .* jax.shard_map"):
+            jax.jit(multiply)(lhs, rhs, sizes)
+        y = jax.jit(jax.shard_map(multiply, mesh=mesh, **specs))(lhs, rhs, sizes)
+    np.testing.assert_array_equal(y, np.float32([16] * 3 + [0] + [16] * 4)[:, None] * np.ones(32))
