@@ -42,7 +42,8 @@ def main():
     args = parser.parse_args()
     if reason := compiler.missing():
         sys.exit(f"benchmarks/tpu.py: {reason}")
-    cases, described = {}, environment() | {"topology": args.topology, "size": int(args.size)}
+    libtpu = next(compiler.LIBRARY.parents[1].glob("libtpu-*.dist-info")).stem.removeprefix("libtpu-")
+    cases, described = {}, environment() | {"topology": args.topology, "size": int(args.size), "libtpu": libtpu}
     for case in args.cases:
         options = ("--size", args.size, "--topology", args.topology)
         cases |= json.loads(compiler.run("programs", case, *options))
