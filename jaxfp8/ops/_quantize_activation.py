@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
-from . import _checks, _pairs, _quantize, _shapes
+from . import _checks, _quantize, _shapes
 from ._primitive import dims
 from ._quantize_transpose import Producer
 
@@ -82,7 +82,7 @@ def _activate(x, activation):
 
 
 def _halves(x):
-    return [half.astype(jnp.float32) for half in _pairs.halves(x)]
+    return [half.astype(jnp.float32) for half in _tpu.halves(x)]
 
 
 def _gate(activation, gate, up):
@@ -271,7 +271,7 @@ class _QuantizeActivationGrad(Producer):
             if spec.with_amax:
                 amax = [_shapes.raise_amax(_shapes.abs_max(_tpu.larger(*gradients), vmap_dims), *amax_so_far)]
         data_t = [jnp.stack(codes, axis=-2 - spec.rows) for codes in rest[: spec.transpose]]
-        return [_pairs.joined(data), *data_t, *amax, *map(_pairs.joined, rest[spec.transpose :])]
+        return [_tpu.joined(data), *data_t, *amax, *map(_tpu.joined, rest[spec.transpose :])]
 
     def canonical(self, x, grad, vmap_dims, rows, option):
         (x,), attributes = _quantize_activation.canonical(x, vmap_dims, rows, option)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..numerics import _tpu
-from . import _checks, _ffi, _pairs, _shapes
+from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op
 from ._product import ProductSpec, bias_operands, rescaled
 from ._quantize import widening_on_cpu
@@ -212,17 +212,17 @@ class _ScaledMatmul(Op):
         a, b, *scales, bias, accumulator = spec.split(operands)
         leading = vmap_dims + spec.batch
         columns, contracted = b.shape[leading : -spec.contracting], b.shape[-spec.contracting :]
-        if accumulator is None and _pairs.are_apart(columns, devices):
-            biases = [()] * 2 if bias is None else zip(_pairs.halves(bias))
+        if accumulator is None and _tpu.are_apart(columns, devices):
+            biases = [()] * 2 if bias is None else zip(_tpu.halves(bias))
             parts = [
                 multiply(a, kernel, *scales, *half, spec=spec)[0]
-                for kernel, half in zip(_pairs.halves(b, leading), biases, strict=True)
+                for kernel, half in zip(_tpu.halves(b, leading), biases, strict=True)
             ]
             # The product of `narrow_sums` is the gradient of a kernel.
-            return [_pairs.joined(parts, is_gradient=spec.narrow_sums)]
-        if accumulator is None and bias is None and _pairs.are_apart(contracted, devices):
+            return [_tpu.joined(parts, is_gradient=spec.narrow_sums)]
+        if accumulator is None and bias is None and _tpu.are_apart(contracted, devices):
             in_f32 = dataclasses.replace(spec, contracting=1, out_dtype=np.dtype(np.float32))
-            pairs = zip(_pairs.halves(a), _pairs.halves(b), strict=True)
+            pairs = zip(_tpu.halves(a), _tpu.halves(b), strict=True)
             gate, up = (multiply(*halves, *scales, spec=in_f32)[0] for halves in pairs)
             return [(gate + up).astype(spec.out_dtype)]
         return multiply(*operands, spec=spec)
