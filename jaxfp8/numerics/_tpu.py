@@ -31,7 +31,7 @@ def encode(x, scale, dtype):
     """Compute the FP8 codes of `x * scale`; NaN where the product is NaN or x is Inf."""
     x, largest = x.astype(jnp.float32), float(jnp.finfo(dtype).max)
     saturated = jnp.clip(x * scale, -largest, largest)
-    codes = jnp.where(_is_finite(x), saturated, jnp.float32(jnp.nan)).astype(dtype)
+    codes = jnp.where(jnp.abs(x) < jnp.inf, saturated, jnp.float32(jnp.nan)).astype(dtype)
     if x.ndim > 2 and x.shape[-2] == 2 and devices.value in ONE_DEVICE:
         # Each half of a pair in its own tiles: tiles of 2 rows would take four times the steps.
         codes = with_layout_constraint(codes, Layout((x.ndim - 2, *range(x.ndim - 2), x.ndim - 1)))
@@ -46,13 +46,15 @@ def decode(data, scale_inv, dtype):
 def abs_max(x, axis):
     """Compute the max of |x| as f32, where NaN counts as +inf; 0 for an empty array."""
     # Not in bfloat16: XLA fuses the reduction with the quantization of x where both begin with the same conversion.
+    # `is_finite` is not the comparison in `encode`: if both were one, XLA would quantize the slices of stacked kernels
+    # twice, in two shapes, and with no |x| in common it would read float32 kernels twice.
     x = x.astype(jnp.float32)
-    return jnp.max(jnp.where(_is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
+    return jnp.max(jnp.where(lax.is_finite(x), jnp.abs(x), jnp.float32(jnp.inf)), axis=axis, initial=0)
 
 
 def larger(x, y):
     """Compute the larger magnitude of each element of two f32 arrays; NaN counts as infinite."""
-    return jnp.maximum(*(jnp.where(_is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y)))
+    return jnp.maximum(*(jnp.where(lax.is_finite(z), jnp.abs(z), jnp.float32(jnp.inf)) for z in (x, y)))
 
 
 def abs_max_by_parts(x):
@@ -63,7 +65,7 @@ def abs_max_by_parts(x):
     """
     if devices.value not in ONE_DEVICE or x.ndim < 2 or x.shape[0] % (16 * _PARTS):
         return abs_max(x, None)
-    magnitudes = [jnp.where(_is_finite(part), jnp.abs(part), jnp.inf) for part in jnp.split(x, _PARTS)]
+    magnitudes = [jnp.where(lax.is_finite(part), jnp.abs(part), jnp.inf) for part in jnp.split(x, _PARTS)]
     return jnp.max(functools.reduce(jnp.maximum, magnitudes), initial=0).astype(jnp.float32)
 
 
@@ -104,8 +106,3 @@ def joined(parts: list[jax.Array], is_gradient: bool = False) -> jax.Array:
 
 def _row_major(x):
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-
-
-def _is_finite(x):
-    """Tell where x is neither NaN nor infinite."""
-    return jnp.abs(x) < jnp.inf

@@ -38,6 +38,13 @@ def test_compilation_is_no_trap(rows):
     assert rows["drop-in"]["compile_seconds"] <= 4 * rows["flax"]["compile_seconds"] + 20
 
 
+def test_drop_ins_in_a_scan_take_no_more_cycles_than_flax():
+    if reason := compiler.missing():
+        pytest.skip(reason)
+    rows = json.loads(compiler.run("programs", "scan", "--size", "1024", "--candidates", "flax", "drop-in"))["scan"]
+    assert 0 < rows["drop-in"]["cycles"] <= rows["flax"]["cycles"]
+
+
 def cycles(case, name):
     """Thousands of cycles, and their ratio to Flax's; "-" where the case has no such layer."""
     if name not in CASES[case]:
