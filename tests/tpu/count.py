@@ -2,7 +2,8 @@
 
 - **Cycles** are XLA's own estimates, one for each fusion and copy, times the trips of the loops around. They are no
   time: only ratios of programs that one compiler compiled mean something. An operation without an estimate has 2^63 - 1
-  or no number; it counts as 0, and `without_estimate` counts such operations.
+  or no number; it counts as 0, and `without_estimate` counts such operations: those with 2^63 - 1, fusions, and
+  reshapes of data, which move it.
 - **A product** is a convolution or a dot, which TPU programs have in fusions. It is named by the dtypes of its factors,
   in alphabetical order, such as "f8e4m3fn x f8e5m2".
 - **A collective** has the bytes of its results on one device, those of its operands for a reduce-scatter.
@@ -15,6 +16,7 @@ from aot import hlo
 from aot.count import COLLECTIVES
 
 _NO_ESTIMATE = 2**63 - 1
+_SCALARS = 1024  # elements at most of amaxes and other scalars, which are no data
 
 
 def count(text: str) -> dict:
@@ -33,14 +35,14 @@ def count(text: str) -> dict:
                 if kind == "all-gather":
                     arrays = instruction.arrays[len(arrays) :]
             for array in arrays:
-                if array.elements > 1024:  # amaxes and other scalars are no data
+                if array.elements > _SCALARS:
                     found = collective[f"{kind} {array.dtype}"]
                     found[0] += times
                     found[1] += times * array.bytes
         estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
         if estimate and int(estimate[1]) != _NO_ESTIMATE:
             cycles += times * int(estimate[1])
-        elif estimate or kind == "fusion":
+        elif estimate or kind == "fusion" or (kind == "reshape" and instruction.arrays[0].elements > _SCALARS):
             without += times
     return {
         "cycles": cycles,
