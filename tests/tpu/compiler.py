@@ -13,6 +13,12 @@ def missing() -> str | None:
     return None if LIBRARY.exists() else "needs libtpu in the environment's folder `tpu` (tools/setup.sh installs it)"
 
 
+def is_of_goals() -> bool:
+    """Tell whether this is the libtpu of our goals, 0.0.50 or newer; JAX 0.10 has an older one."""
+    (folder,) = LIBRARY.parents[1].glob("libtpu-*.dist-info")
+    return tuple(map(int, folder.name.split("-")[1].split(".")[:3])) >= (0, 0, 50)
+
+
 def run(module: str, *arguments: str) -> str:
     """Runs a module of this folder as a program where `tpu` topologies can be made; returns what it prints."""
     environment = {"XLA_FLAGS": None, "JAX_PLATFORMS": "cpu", "PYTHONPATH": another_process.PATH}
