@@ -21,7 +21,6 @@ from ._tree import Path, at
 
 _CODES = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE, _frozen.INPUT_SCALE_INV)
 _FLOATS = ("F8_E4M3", "F8_E5M2", "BF16", "F16", "F32", "F64")
-_FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def from_safetensors(
@@ -113,11 +112,11 @@ def _frozen_kernel(path: Path, templates: tuple[Template, ...], old: dict, tenso
         name = filled(templates[0], index)
         parts = [_tensor(path, filled(template, index), tensors) for template in templates]
         for part in parts:
-            if _FP8.get(part.dtype) != codes.dtype.name:
+            if part.data.dtype != codes.dtype:
                 raise _error(path, name, f"codes in {codes.dtype.name}", part.dtype, "load a model that is not frozen")
         data = np.concatenate([part.data for part in parts])
         _check_shape(path, name, data, "[out, in]", _fits(data, codes.shape[stacked:]))
-        new[_frozen.KERNEL][index] = data.view(codes.dtype).reshape(codes.shape[stacked:])
+        new[_frozen.KERNEL][index] = data.reshape(codes.shape[stacked:])
         new[_frozen.KERNEL_SCALE_INV][index] = _scales(path, name, parts, scale_inv, scale_inv.shape[stacked:])
         if has_input:
             inputs = {None if part.input_scale_inv is None else float(part.input_scale_inv[0]) for part in parts}
@@ -153,7 +152,7 @@ def _tensor(path: Path, name: str, tensors: dict[str, StoredTensor]) -> StoredTe
         raise _error(path, name, "this tensor in the file", "none", f"the file has {some(sorted(tensors), 4)}")
     if tensor.dtype not in _FLOATS:
         raise _error(path, name, f"a dtype of {_FLOATS}", tensor.dtype, "no other weights are read")
-    if tensor.dtype in _FP8 and tensor.scale_inv is None:
+    if tensor.dtype.startswith("F8") and tensor.scale_inv is None:
         needed = f"scales {name}_scale or {name}_scale_inv"
         raise _error(path, name, needed, "none", "give all files of the model; scales may be in another one")
     return tensor

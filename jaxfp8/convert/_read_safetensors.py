@@ -1,4 +1,4 @@
-"""Read FP8 weights and their scales from a safetensors file; this file needs numpy only, so it works on its own."""
+"""Read FP8 weights and their scales from safetensors files."""
 
 import dataclasses
 import json
@@ -6,15 +6,22 @@ import math
 import os
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-# Codes and bfloat16 are kept as unsigned integers: numpy has no such floats.
-_KEPT_AS = {"F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}
-_KEPT_AS |= {"BOOL": "?", "U8": "u1", "I8": "i1"} | {f"{k}{8 * n}": f"<{k.lower()}{n}" for k in "UI" for n in (2, 4, 8)}
+# The dtypes of arrays by the names that safetensors gives to them.
+DTYPES = {
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": jnp.dtype(jnp.float8_e5m2),
+    "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "BOOL": np.dtype(bool),
+}
+DTYPES |= {f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)}
+DTYPES |= {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "UI" for n in (1, 2, 4, 8)}
 # Some writers have no E8M0, and store its codes as uint8.
 _E8M0 = ("F8_E8M0", "U8")
 _OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
-_MAX_HEADER = 100_000_000  # bytes, the format's limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +29,7 @@ class StoredTensor:
     """A tensor of a safetensors file, in the file's dtype, with the scales that belong to the tensor.
 
     Attributes:
-        data: codes and bfloat16 numbers as unsigned integers of their bits, other dtypes as they are.
+        data: the tensor, mapped from the file.
         dtype: the name that safetensors gives to the dtype: `"F8_E4M3"`, `"BF16"`, `"F32"`, ...
         scale_inv: f32[1], or f32 `[rows / r, cols / c]`, rounded up, a scale for each block; None without scales.
         block: `(r, c)`, the rows and columns that share a scale, c = None for all columns; None for one scale, and
@@ -38,7 +45,7 @@ class StoredTensor:
 
     def decode(self, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         """Return `data * scale_inv`; in float64 exactly, in float32 rounded once."""
-        values = _values(self.data, self.dtype)
+        values = self.data
         if self.scale_inv is not None:
             scales = self.scale_inv.astype(np.float64)
             if self.block is not None:
@@ -73,7 +80,8 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
     Raises:
         ValueError: the file is not in the safetensors format (tensors overlap, gaps, names that are there twice), or is
             cut off; a dtype is unknown; scales fit none of the layouts above; or two files have a tensor of one name.
-            The message has the tensor's name.
+            The message has the file's name, and the tensor's where it is about one.
+        ImportError: the package safetensors is not installed.
 
     References:
         The format: https://huggingface.co/docs/safetensors, "Format".
@@ -95,70 +103,49 @@ def read_safetensors(path: str | os.PathLike | Sequence[str | os.PathLike]) -> d
 
 
 def _tensors_of_file(where: str, path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Return the tensors of one file, scales among them."""
-    file = np.asarray(np.memmap(path, np.uint8, "r")) if os.path.getsize(path) else np.zeros(0, np.uint8)
-    begin = 8 + int.from_bytes(file[:8].tobytes(), "little")
-    if not 8 <= len(file) >= begin:
-        raise ValueError(f"{where}: expected a header of {begin} bytes, got a file of {len(file)}")
-    if begin > 8 + _MAX_HEADER:
-        raise ValueError(f"{where}: expected a header of at most {_MAX_HEADER} bytes, got {begin - 8}")
+    """Return the tensors of one file, scales among them; safetensors has checked that they fill it without gaps."""
+    safetensors = package("read_safetensors")
     try:
-        header = json.loads(file[8:begin].tobytes().decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: expected a header in JSON; is it a safetensors file? {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{where}: expected a header with an entry for each tensor, got a {type(header).__name__}")
-    header.pop("__metadata__", None)
-    return _tensors(where, header, file[begin:])
-
-
-def _without_duplicates(pairs: list[tuple]) -> dict:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return entries
-
-
-def _tensors(where, header, data) -> dict[str, StoredTensor]:
-    """Return the tensors of a header, which have to fill the data without gaps."""
-    tensors, places, end = {}, {}, 0
-    for name, entry in header.items():
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, after]} if all(
-                type(number) is int and number >= 0 for number in (*shape, begin, after)
-            ):
-                tensors[name] = _tensor(f"{where}: {name}", data, dtype, tuple(shape), begin, after)
-                places[name] = begin, after
-            case _:
-                raise ValueError(
-                    f"{where}: {name}: expected a dtype, a shape and two data_offsets, of whole numbers, got {entry}"
-                )
-    for name, (begin, after) in sorted(places.items(), key=lambda item: item[1]):
-        if begin != end:
-            raise ValueError(f"{where}: {name}: expected tensors without gaps, from {end} on, got offset {begin}")
-        end = after
-    if end != len(data):
-        raise ValueError(f"{where}: expected tensors that fill the file, got {len(data) - end} bytes after the last")
+        with safetensors.safe_open(path, "numpy") as file:
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            entries = [(name, part.get_dtype(), part.get_shape()) for name, part in slices]
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{where}: expected a safetensors file that is whole; {error}") from error
+    # safetensors makes no numpy arrays of FP8 dtypes, so the data is mapped here.
+    data = np.asarray(np.memmap(path, np.uint8, "r"))
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    _check_twice(where, data[8:begin].tobytes())
+    tensors = {}
+    for name, dtype, shape in entries:
+        if dtype not in DTYPES:
+            raise ValueError(f"{where}: {name}: expected a dtype of {sorted(DTYPES)}, got {dtype}")
+        end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        try:
+            if begin == end:
+                np.empty(shape, np.float64)  # as `decode` makes it: numpy limits also the shapes of nothing
+            tensors[name] = StoredTensor(data[begin:end].view(DTYPES[dtype]).reshape(shape), dtype)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{where}: {name}: expected a shape that numpy has, got {shape}: {error}") from error
+        begin = end
     return tensors
 
 
-def _tensor(where, data, dtype, shape, begin, end) -> StoredTensor:
-    if dtype not in _KEPT_AS:
-        raise ValueError(f"{where}: expected a dtype of {sorted(_KEPT_AS)}, got {dtype}")
-    kept = np.dtype(_KEPT_AS[dtype])
-    size = math.prod(shape) * kept.itemsize
-    if not begin <= end <= len(data) or end - begin != size:
-        raise ValueError(
-            f"{where}: expected {size} bytes for {dtype}{list(shape)}, got offsets {[begin, end]} of {len(data)}; "
-            "the file is damaged or cut off"
-        )
+def _check_twice(where: str, header: bytes) -> None:
+    """Raise a ValueError for a name that is there twice; safetensors takes the last."""
+    names = json.loads(header, object_pairs_hook=lambda pairs: [name for name, _ in pairs])
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where}: {next(name for name in names if names.count(name) > 1)} is there twice")
+
+
+def package(function: str):
+    """Import safetensors, which is no dependency."""
     try:
-        if size == 0:
-            np.empty(shape, np.float64)  # as `decode` makes it: numpy limits also the shapes of nothing
-        return StoredTensor(data[begin:end].view(kept).reshape(shape), dtype)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: expected a shape that numpy has, got {list(shape)}: {error}") from error
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: needs the package safetensors; install it: pip install 'jaxfp8[safetensors]'"
+        ) from error
+    return safetensors
 
 
 def _with_scales(where, name, weight, tensors):
@@ -212,29 +199,4 @@ def _scales(where, scale: StoredTensor) -> np.ndarray:
     """Return stored scales in float32, exactly."""
     if scale.dtype not in _OF_SCALES:
         raise ValueError(f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}")
-    return _values(scale.data, "F8_E8M0" if scale.dtype in _E8M0 else scale.dtype).astype(np.float32)
-
-
-def _values(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the exact values of stored numbers, in a dtype that numpy has."""
-    if dtype == "BF16":
-        return (data.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "F8_E8M0":
-        return np.where(data == 255, np.nan, np.ldexp(1.0, data.astype(np.int32) - 127))
-    return _codes(*{"F8_E4M3": (4, 7), "F8_E5M2": (5, 15)}[dtype])[data] if dtype.startswith("F8") else data
-
-
-def _codes(exponent_bits: int, bias: int) -> np.ndarray:
-    """Return the values of the 256 codes of an FP8 format, f32.
-
-    References:
-        Micikevicius et al. 2022, "FP8 Formats for Deep Learning", table 1.
-    """
-    codes, bits = np.arange(256), 7 - exponent_bits
-    exponent, mantissa = (codes & 127) >> bits, codes & (2**bits - 1)
-    values = np.where(exponent > 0, 2**bits + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - bias - bits)
-    if exponent_bits == 5:
-        values[exponent == 31] = np.where(mantissa[exponent == 31] == 0, np.inf, np.nan)
-    else:
-        values[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -values, values).astype(np.float32)
+    return (scale.data.view(DTYPES["F8_E8M0"]) if scale.dtype == "U8" else scale.data).astype(np.float32)

@@ -1,6 +1,5 @@
 """Write a frozen model to a safetensors file, which loaders of FP8 weights read."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,12 +9,11 @@ import numpy as np
 
 from .._jax import _files
 from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
+from ._read_safetensors import DTYPES, package
 from ._tensor_names import Names, Template, filled
 from ._tree import Path, at
 
 _METADATA = "__metadata__"  # an entry of the header that is no tensor
-_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16", "bool": "BOOL"}
-_DTYPES |= {f"{name}{8 * n}": f"{name[0].upper()}{8 * n}" for name in ("float", "int", "uint") for n in (1, 2, 4, 8)}
 
 
 def to_safetensors(
@@ -59,9 +57,11 @@ def to_safetensors(
             parameter has no name, or two have the same name; an expression matches no parameter; a kernel is not a
             matrix, or cannot be divided. No file is written then.
         TypeError: `frozen` is neither variables nor an NNX model; or a parameter has a dtype that the format lacks.
+        ImportError: the package safetensors is not installed.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"to_safetensors: layout: expected one of {sorted(LAYOUTS)}, got {layout!r}")
+    safetensors = package("to_safetensors")
     leaves = parameters("to_safetensors: frozen", frozen)
     kernels = take_fp8_kernels(leaves)
     find, tensors, ignored, fixed = Names("to_safetensors", names), {}, [], {True: [], False: []}
@@ -71,9 +71,11 @@ def to_safetensors(
             raise ValueError(
                 f"to_safetensors: names: two tensors would be {name!r}; every parameter needs its own name"
             )
-        if array.dtype.name not in _DTYPES:
-            raise TypeError(f"to_safetensors: {name}: expected a dtype of {sorted(_DTYPES)}, got {array.dtype}")
-        tensors[name] = array
+        if array.dtype not in DTYPES.values():
+            raise TypeError(
+                f"to_safetensors: {name}: expected a dtype of {[*map(str, DTYPES.values())]}, got {array.dtype}"
+            )
+        tensors[name] = np.ascontiguousarray(array).reshape(array.shape)  # safetensors reads its memory as it lies
 
     # 1. FP8 kernels and their scales.
     for kernel in kernels:
@@ -103,7 +105,8 @@ def to_safetensors(
             if path_[-1] == "kernel":
                 ignored.append(name.removesuffix(".weight"))
     find.check_used()
-    _write(path, tensors)
+    with _files.replaced(path, "wb") as file:
+        file.write(safetensors.numpy.save(tensors, {"format": "pt"}))
     return quantization_config(layout, ignored, bool(fixed[True]))
 
 
@@ -127,19 +130,3 @@ def _arrays(path: Path, leaf: Any, templates: tuple[Template, ...]) -> Iterator[
         divided = np.split(one, len(templates)) if templates[1:] else [one]
         for template, part in zip(templates, divided, strict=True):
             yield filled(template, index), part
-
-
-def _write(path: str | os.PathLike, tensors: dict[str, np.ndarray]) -> None:
-    """Write tensors: the length of the header in 8 bytes, the header in JSON, then the tensors without gaps."""
-    # Wide dtypes come first, so that all tensors are aligned.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
-    header, end = {_METADATA: {"format": "pt"}}, 0
-    for name, array in ordered.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with _files.replaced(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in ordered.values():
-            file.write(np.ascontiguousarray(array).view(np.uint8).data)

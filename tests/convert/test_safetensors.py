@@ -2,9 +2,7 @@
 
 import functools
 import json
-import pathlib
 import resource
-import subprocess
 import sys
 
 import flax.linen as nn
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import safetensors.numpy
 from flax import nnx
 from inference import models
 from inference.models import OWG
@@ -21,7 +20,7 @@ from oracle import blocks as oracle_blocks
 import jaxfp8
 import jaxfp8.nnx
 from convert import numpy_reader
-from convert.exported import LAYOUTS, NAMES, K, N, X, trained
+from convert.exported import LAYOUTS, NAMES, K, X, trained
 from jaxfp8.convert import read_safetensors, to_safetensors
 
 
@@ -204,55 +203,29 @@ def test_nnx(tmp_path):
     assert_near(read_safetensors(tmp_path / "file")["1.down.weight"], kernel_matrix(kernels, 1, 1)[1])
 
 
-def write(path, tensors):
-    """A file of another writer: `{name: (dtype, array)}`."""
-    header, data = {}, b""
-    for name, (dtype, array) in tensors.items():
-        entry = {"dtype": dtype, "shape": array.shape, "data_offsets": (len(data), len(data) + array.nbytes)}
-        header[name], data = entry, data + array.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
 def test_the_reader_decodes_every_code(tmp_path):
-    """By ml_dtypes, which the reader does without; its tensors need not be aligned."""
     codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
-    halves = np.arange(0, 65536, 7, dtype=np.uint16)
-    dtypes = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-    write(
-        tmp_path / "file",
-        {name: (name, codes) for name in dtypes} | {"one": ("U8", codes[:1, :1]), "b": ("BF16", halves)},
-    )
+    halves = np.arange(0, 65536, 7, dtype=np.uint16).view(oracle.BF16)
+    dtypes = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
+    tensors = {name: codes.view(dtype) for name, dtype in dtypes.items()}
+    safetensors.numpy.save_file(tensors | {"one": codes[:1, :1], "b": halves}, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
-    for name, dtype in dtypes.items():
-        np.testing.assert_array_equal(read[name].decode(np.float64), codes.view(jnp.dtype(dtype)).astype(np.float64))
-    np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves.view(oracle.BF16)))
+    assert {name: read[name].dtype for name in read} == {name: name for name in dtypes} | {"one": "U8", "b": "BF16"}
+    np.testing.assert_array_equal(read["F8_E4M3"].decode(np.float64), numpy_reader.E4M3[codes])
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(read[name].decode(np.float64), tensor.astype(np.float64))
+    np.testing.assert_array_equal(read["b"].decode(), oracle.widen(halves))
     # Scales of other writers: E8M0 for 128 x 128, and one number without a dimension.
-    scale = np.full((1, 1), 130, np.uint8)
-    entries = {"x.weight": ("F8_E4M3", codes), "x.weight_scale_inv": ("F8_E8M0", scale)}
-    entries |= {"y.weight": ("F8_E4M3", codes), "y.weight_scale_inv": ("F32", np.float32(3)[None][0])}
-    write(tmp_path / "file", entries | {"y.activation_scale": ("F32", np.float32(5)[None][0])})
+    weights = {
+        "x.weight": tensors["F8_E4M3"],
+        "x.weight_scale_inv": np.full((1, 1), 130, np.uint8).view(oracle_blocks.E8M0),
+    }
+    weights |= {"y.weight": tensors["F8_E4M3"], "y.weight_scale_inv": np.array(3, np.float32)}
+    safetensors.numpy.save_file(weights | {"y.activation_scale": np.array(5, np.float32)}, tmp_path / "file")
     read = read_safetensors(tmp_path / "file")
     assert set(read) == {"x.weight", "y.weight"} and read["y.weight"].input_scale_inv == 5
-    values = numpy_reader.E4M3[codes]
-    np.testing.assert_array_equal(read["x.weight"].decode(np.float64), 8 * values)
-    np.testing.assert_array_equal(read["y.weight"].decode(np.float64), 3 * values)
-
-
-def test_the_reader_runs_outside_of_the_package(tmp_path):
-    to_safetensors(trained("block128")[2], tmp_path / "file", NAMES, layout="block128")
-    script = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("reader", sys.argv[1])
-reader = importlib.util.module_from_spec(spec)
-sys.modules["reader"] = reader
-spec.loader.exec_module(reader)
-print(reader.read_safetensors(sys.argv[2])["model.up_proj.weight"].decode().shape)
-assert not {"jax", "jaxfp8", "ml_dtypes"} & set(sys.modules)
-"""
-    source = pathlib.Path(jaxfp8.convert.__file__).with_name("_read_safetensors.py")
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / "file")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"({N}, {K})\n"
+    np.testing.assert_array_equal(read["x.weight"].decode(np.float64), 8 * numpy_reader.E4M3[codes])
+    np.testing.assert_array_equal(read["y.weight"].decode(np.float64), 3 * numpy_reader.E4M3[codes])
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -290,30 +263,84 @@ def test_braces_in_the_names_of_modules(tmp_path):
         assert set(read_safetensors(tmp_path / "file")) == expected
 
 
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda raw: b"", "expected a header of 8 bytes, got a file of 0"),
-        (lambda raw: raw[:40], "expected a header of"),
-        (lambda raw: raw[:-1], "the file is damaged or cut off"),
-        (lambda raw: raw[:8] + b"?" + raw[9:], "expected a header in JSON"),
-        (lambda raw: raw.replace(b'"F32"', b'"F99"', 1), "expected a dtype of .*F99"),
-    ],
-)  # fmt: skip
-def test_damaged_files(damage, message, tmp_path):
-    file = tmp_path / "file"
-    to_safetensors(trained("tensor")[2], file, NAMES, layout="tensor")
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=f"read_safetensors: .*{message}"):
-        read_safetensors(file)
+def file_with(*entries, data=b""):
+    """The bytes of a file; an entry is `(name, dtype, shape, data_offsets)`."""
+    text = [
+        f'"{name}": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": {offsets}}}'
+        for name, dtype, shape, offsets in entries
+    ]
+    header = ("{" + ", ".join(text) + "}").encode()
+    return len(header).to_bytes(8, "little") + header + data
 
 
-def test_scales_of_another_shape_are_not_read(tmp_path):
-    codes = np.zeros((200, 160), np.uint8)
-    write(
-        tmp_path / "file", {"x.weight": ("F8_E4M3", codes), "x.weight_scale_inv": ("F32", np.ones((2, 1), np.float32))}
-    )
-    with pytest.raises(
-        ValueError, match=r"x.weight: expected scales \(2, 2\), or one, for .* \(200, 160\), got \(2, 1\)"
-    ):
+A, B = ("a", "U8", [2], [0, 2]), ("b", "U8", [2], [2, 4])
+WHOLE = file_with(A, B, data=b"1234")
+# name -> (bytes of a file, message)
+DAMAGED = {
+    "empty": (b"", "whole.*header too small"),
+    "header cut off": (WHOLE[:20], "whole.*header"),
+    "data cut off": (WHOLE[:-1], "whole.*not fully covered"),
+    "bytes after the last": (WHOLE + b"0", "whole.*not fully covered"),
+    "no JSON": (WHOLE[:8] + b"?" + WHOLE[9:], "whole.*invalid JSON"),
+    "no dict": ((4).to_bytes(8, "little") + b"null", "whole.*invalid JSON"),
+    "nested": ((90_000).to_bytes(8, "little") + b"[" * 90_000, "whole.*invalid JSON"),
+    "a gap": (file_with(A, ("b", "U8", [2], [3, 5]), data=b"12345"), "whole.*invalid offset for tensor `b`"),
+    "overlap": (file_with(A, ("b", "U8", [2], [1, 3]), data=b"123"), "whole.*invalid offset for tensor `b`"),
+    "size": (file_with(("a", "F32", [2], [0, 2]), data=b"12"), "whole.*tensor|whole.*shape"),
+    "a name twice": (file_with(A, A, data=b"12"), "a is there twice"),
+    "unknown dtype": (file_with(("a", "F99", [2], [0, 2]), data=b"12"), "whole.*unknown variant `F99`"),
+    "packed dtype": (file_with(("a", "F4", [4], [0, 2]), data=b"12"), "a: expected a dtype of .*, got F4"),
+    "rank": (file_with(("a", "U8", [1] * 70, [0, 1]), data=b"1"), "a: expected a shape that numpy has"),
+    "nothing, huge": (file_with(("a", "U8", [0, 2**61], [0, 0])), "a: expected a shape that numpy has"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files(name, tmp_path):
+    raw, message = DAMAGED[name]
+    (tmp_path / "file").write_bytes(raw)
+    with pytest.raises(ValueError, match=f"^read_safetensors: {tmp_path}/file: .*{message}"):
         read_safetensors(tmp_path / "file")
+
+
+def test_a_whole_file_is_read(tmp_path):
+    """The control of the damaged ones; its tensors need not be in order, or aligned."""
+    (tmp_path / "file").write_bytes(
+        file_with(("c", "F32", [1], [5, 9]), ("d", "U8", [1], [4, 5]), B, A, data=b"12" * 4 + b"1")
+    )
+    read = read_safetensors(tmp_path / "file")
+    assert {name: tensor.data.tobytes() for name, tensor in read.items()} == {
+        "a": b"12",
+        "b": b"12",
+        "d": b"1",
+        "c": b"2121",
+    }
+    np.testing.assert_array_equal(read["c"].decode(), np.frombuffer(b"2121", np.float32))
+
+
+CODES = np.zeros((200, 160), oracle.E4M3)
+# name -> (tensors beside x.weight, message)
+REFUSED = {
+    "shape": ({"weight_scale_inv": np.ones((2, 1), np.float32)}, r"scales \(2, 2\), or one, for .*, got \(2, 1\)"),
+    "E8M0": ({"weight_scale": np.ones((2, 2), np.uint8)}, r"scales \(200, 5\), or one, for .*, got \(2, 2\)"),
+    "dtype": ({"weight_scale": np.ones(1)}, "weight_scale: expected scales in .*, got F64"),
+    "two": (dict.fromkeys(("weight_scale", "weight_scale_inv"), np.ones(1, np.float32)), "expected .* or .*, got both"),
+    "inputs": ({"input_scale": np.ones(2, np.float32)}, "expected one scale of the input, got .* of x.input_scale"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_scales_that_fit_no_layout(name, tmp_path):
+    tensors, message = REFUSED[name]
+    tensors = {f"x.{end}": array for end, array in tensors.items()} | {"x.weight": CODES}
+    safetensors.numpy.save_file(tensors, tmp_path / "file")
+    with pytest.raises(ValueError, match=f"^read_safetensors: {tmp_path}/file: x.weight: .*{message}"):
+        read_safetensors(tmp_path / "file")
+
+
+def test_without_safetensors(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"^read_safetensors: .* pip install 'jaxfp8\[safetensors\]'"):
+        read_safetensors(tmp_path / "file")
+    with pytest.raises(ImportError, match="^to_safetensors: needs the package safetensors"):
+        to_safetensors(trained("tensor")[2], tmp_path / "file", NAMES, layout="tensor")
