@@ -41,7 +41,7 @@ test:
 test-all:
 	$(SETUP) test cuda || tools/setup.sh $(VENV) test
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
-	@$(BIN)/python -m tests.bad_days.fuzz --minutes 5 --seed $$(date +%s)
+	@$(BIN)/python -m pytest -q -n 2 tests/bad_days/fuzz --fuzz $$(date +%s):15000
 
 docs:
 	$(SETUP) docs

@@ -85,6 +85,14 @@ def nothing_stays_traced():
     jax.clear_caches()
 
 
+def pytest_addoption(parser):
+    def seeds(text):
+        first, count = text.split(":")
+        return int(first), int(count)
+
+    parser.addoption("--fuzz", metavar="FIRST:COUNT", type=seeds, default="0:40", help="seeds of bad_days/fuzz")
+
+
 def pytest_ignore_collect(collection_path, config):
     """Do not import what `make test` leaves to CI: each of its processes would take seconds for it."""
     path = collection_path.relative_to(TESTS) if collection_path.is_relative_to(TESTS) else None

@@ -1,1 +1,1 @@
-"""Random calls of handlers and ops: `python -m tests.bad_days.fuzz --minutes 5 --seed 0`."""
+"""Random calls of handlers and ops: `pytest -n 2 tests/bad_days/fuzz --fuzz 0:15000`."""

@@ -1,6 +1,8 @@
-"""A few random calls that are the same in every run, and that the checks see a handler or an op that is wrong.
+"""Random calls of the CPU handlers and the ops, and that the checks see a handler or an op that is wrong.
 
-`make test-all` goes on for five minutes with seeds of its own: `python -m tests.bad_days.fuzz`.
+A call must give the answer of the oracle or an error that names the op. The seeds are the same in every run;
+`make test-all` takes others, of the day: `--fuzz FIRST:COUNT`. Where a call ends its process, pytest-xdist (`-n`) names
+the seeds and goes on in another.
 """
 
 import numpy as np
@@ -10,19 +12,30 @@ import jaxfp8
 
 from . import ops as fuzzed_ops, targets
 
-# Their calls are of every target and op, good ones and bad ones; see test_seeds_cover_everything.
+# Calls of every target and op, good ones and bad ones.
 SEEDS = range(40)
 
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_traced")  # programs of random shapes are of no use later
 
 
-def test_some_calls_of_handlers():
-    assert {"right", "refused"} <= {targets.check(seed) for seed in SEEDS}
+def pytest_generate_tests(metafunc):
+    if "seeds" in metafunc.fixturenames:
+        first, count = metafunc.config.getoption("fuzz")
+        blocks = [range(i, i + len(SEEDS)) for i in range(first, first + count, len(SEEDS))]
+        metafunc.parametrize("seeds", blocks, ids=lambda seeds: f"{seeds.start}:{len(seeds)}")
 
 
-def test_some_calls_of_ops():
-    assert {fuzzed_ops.check(seed) for seed in range(12)} == {"right", "refused"}
+@pytest.mark.parametrize("calls", [targets, fuzzed_ops], ids=["handlers", "ops"])
+def test_random_calls(calls, seeds):
+    outcomes = set()
+    for seed in seeds:
+        try:
+            outcomes.add(calls.check(seed))
+        except Exception as error:  # also what no call should raise
+            error.add_note(f"This was seed {seed}.")
+            raise
+    assert {"right", "refused"} <= outcomes
 
 
 def test_a_bad_call_that_is_accepted(monkeypatch):
