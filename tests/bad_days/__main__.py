@@ -9,52 +9,43 @@ import collections
 import concurrent.futures
 import importlib.metadata
 import json
+import multiprocessing
 import pathlib
 import platform
-import subprocess
 import sys
-import threading
 
 from tests import conftest as conftest  # eight CPU devices; `import oracle`
 
+from . import worker
 from .libraries import LIBRARIES
 from .rows import BY_NAME, IN_ORDER, SUBJECTS
 from .verdict import Outcome, Verdict
 
-ROOT = pathlib.Path(__file__).parents[2]
+SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 240  # for one row
 
 
 def verdicts(library: str, names: list[str], big: bool, said=lambda name, found: None) -> dict[str, Verdict]:
     """Of the rows with these names, for one library."""
-    found, left = {}, list(names)
-    while left:
-        command = [sys.executable, "-m", "tests.bad_days.worker", library, "big" if big else "small", *left]
-        worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        errors = collections.deque(maxlen=5)
-        threading.Thread(target=lambda w=worker, e=errors: e.extend(w.stderr), daemon=True).start()
-        running, timer = left[0], None
-        for line in worker.stdout:
-            if not line.startswith("{"):
-                continue  # Gloo says that it is connected
-            message = json.loads(line)
-            if timer:
-                timer.cancel()
-            if "begins" in message:
-                running = message["begins"]
-                timer = threading.Timer(SECONDS, worker.kill)
-                timer.start()
-            else:
-                found[message["row"]] = Verdict(Outcome[message["outcome"]], message["measured"])
-                said(message["row"], found[message["row"]])
-        code = worker.wait()
-        if timer:
-            timer.cancel()
-        left = [name for name in left if name not in found]
-        if left:
-            found[running] = Verdict(Outcome.CRASH, f"exit status {code}: {''.join(errors)[-120:].strip()}")
-            said(running, found[running])
-            left = [name for name in left if name != running]
+    found, process = {}, None
+    for name in names:
+        if process is None:
+            pipe, end = SPAWN.Pipe()
+            process = SPAWN.Process(target=worker.work, args=(end, library, big))
+            process.start()
+            end.close()
+        pipe.send(name)
+        try:
+            if not pipe.poll(SECONDS):
+                process.kill()
+            found[name] = pipe.recv()
+        except (EOFError, ConnectionError):
+            process.join()
+            found[name], process = Verdict(Outcome.CRASH, f"exit status {process.exitcode}"), None
+        said(name, found[name])
+    if process is not None:
+        pipe.close()
+        process.join()
     return found
 
 
