@@ -268,16 +268,11 @@ def transpose_blocks(
         that of scale_inv.
 
     Raises:
-        TypeError: data or scale_inv has another dtype, or the op is differentiated.
-        ValueError: data has fewer dimensions than `rows + cols`, block is not `(1, c)`, or scale_inv has another shape.
+        TypeError: scale_inv has another dtype, or the op is differentiated.
+        ValueError: scale_inv has another shape.
     """
-    op = "transpose_blocks"
-    data = _checks.rank(op, "data", _checks.fp8(op, "data", data), rows + cols)
-    block = _blocks.checked(op, "block", block)
-    if block[0] != 1 or block[1] is None:
-        raise ValueError(f"{op}: block: expected (1, columns), got {block}; transpose other blocks by quantizing again")
     leading, row, col = _shapes.parts(data.shape, rows, cols)
-    scale_inv, _ = _blocks.checked_scale(op, "", scale_inv, block, leading, row, col)
+    scale_inv, block = _blocks.checked_scale("transpose_blocks", "", scale_inv, block, leading, row, col)
     data_t, scale_inv_t = _transpose_blocks(data, scale_inv, spec=_TransposeSpec(block, int(rows), int(cols)))
     return data_t, scale_inv_t
 

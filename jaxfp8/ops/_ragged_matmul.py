@@ -10,14 +10,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from . import _blocks, _checks, _ffi, _shapes
+from . import _blocks, _ffi, _shapes
 from ._partition import WHOLE
 from ._primitive import ONE, Op
 from ._product import rescaled
 from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
 
-RAGGED = ("rows", "contraction")
 # The numbers of rows that the jnp program multiplies at once lie between these: about the rows of a group.
 _FEWEST_ROWS, _MOST_ROWS = 32, 512
 
@@ -76,32 +75,22 @@ def ragged_matmul(
         `[m, n]` of `out_dtype`, or `[g, p, n]` for "contraction".
 
     Raises:
-        TypeError: an argument has another dtype; or the op is differentiated.
-        ValueError: an argument has another shape, `ragged` is not one of these, or a block is not a pair of positive
-            ints or Nones.
+        TypeError: a scale has another dtype, or the op is differentiated.
+        ValueError: scales have another shape, or a block is not a pair of positive ints or Nones. `ragged_dot` has
+            checked all else.
     """
     op = "ragged_matmul"
-    if ragged not in RAGGED:
-        raise ValueError(f'{op}: ragged: expected "rows" or "contraction", got {ragged!r}')
-    a, b = _checks.fp8(op, "a", a), _checks.fp8(op, "b", b)
-    group_sizes = _checks.group_sizes(op, group_sizes)
-    if a.ndim != 2:
-        raise ValueError(f"{op}: a: expected rank 2, got {a.shape}")
     leading = () if ragged == "contraction" else (group_sizes.size,)
-    if b.ndim != 2 + len(leading) or b.shape[:-2] != leading or b.shape[-1] != a.shape[1]:
-        expected = f"[{', '.join(map(str, (*leading, 'n', a.shape[1])))}]"
-        groups = group_sizes.size
-        raise ValueError(f"{op}: b: expected {expected} to go with a{list(a.shape)} and {groups} groups, got {b.shape}")
     a_scale_inv, a_block = _blocks.checked_scale(op, "a_", a_scale_inv, a_block, (), a.shape[:1], a.shape[1:])
     b_rows, b_cols = b.shape[-2:-1], b.shape[-1:]
     b_scale_inv, b_block = _blocks.checked_scale(op, "b_", b_scale_inv, b_block, leading, b_rows, b_cols)
     operands = [a, b, a_scale_inv, b_scale_inv, group_sizes]
     if b_t is not None:
-        operands.append(_checks.shape(op, "b_t", _checks.fp8(op, "b_t", b_t), (*leading, *b.shape[:-3:-1])))
+        operands.append(b_t)
     spec = _Spec(
         ragged == "rows",
-        _checks.dtype(op, "out_dtype", out_dtype, _checks.HIGH_PRECISION),
-        _checks.flag(op, "precise", precise),
+        np.dtype(out_dtype),
+        precise,
         a_block,
         b_block,
         has_b_t=b_t is not None,
