@@ -1,4 +1,7 @@
-"""Compiles a two-layer MLP for eight H200s and prints, as JSON, the collectives and custom calls of each layout."""
+"""Compiles a two-layer MLP for eight H200s and prints, as JSON, the collectives and custom calls of each layout.
+
+Of a scan over layers it prints how often each all-reduce of amaxes runs in a step.
+"""
 
 import dataclasses
 import json
@@ -12,6 +15,7 @@ from mesh.hlo import collectives
 
 import jaxfp8
 
+from . import count
 from .programs import AXES, gpus
 
 BATCH, LENGTH, WIDTH, HIDDEN = 16, 512, 1024, 4096
@@ -59,8 +63,46 @@ def compiled(mesh, fp8, x, w1, w2, h) -> str:
     return step.lower(weights, states, of_shape((BATCH, LENGTH, WIDTH), jnp.bfloat16, x)).compile().as_text()
 
 
+def scanned(mesh, in_shard_map, policy) -> str:
+    """Return the compiled gradient of a scan over eight layers with FSDP, whose bodies `jax.checkpoint` wraps."""
+    layers, specs = 8, (P(None, AXES), P(), P(AXES))
+
+    def loss(kernels, states, x):
+        def layer(x, kernel_and_state):
+            kernel, state = kernel_and_state
+            if in_shard_map:
+                kernel = jax.lax.all_gather(kernel, AXES, axis=0, tiled=True)
+            return jnp.tanh(dot(True, x, kernel, state)), None
+
+        layer = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        total = jnp.sum(jax.lax.scan(layer, x, (kernels, states))[0].astype(jnp.float32) ** 2)
+        return jax.lax.psum(total, AXES) if in_shard_map else total
+
+    step = jaxfp8.grad(loss, argnums=(0, 1))
+    if in_shard_map:
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    states = jax.eval_shape(lambda: jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), jaxfp8.init_state(RECIPE)))
+    kernels = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    step = jax.jit(step, in_shardings=shardings, out_shardings=tuple(shardings[:2]))
+    return step.lower(kernels, states, x).compile().as_text()
+
+
+POLICIES = {
+    "all saved": None,
+    "codes saved": jaxfp8.checkpoint_policies.save_fp8_residuals,
+    "nothing saved": jax.checkpoint_policies.nothing_saveable,
+}
+
+
 def main():
-    mesh, report = gpus("h200", (4, 2)), {}
+    mesh, report = gpus("h200", (4, 2)), {"scan": {}}
+    for name, policy in POLICIES.items():
+        for in_shard_map in (False, True):
+            found = count.summary(scanned(mesh, in_shard_map, policy))["collectives"]
+            amaxes = [c["times"] for c in found if c["reducer"] == "maximum"]
+            report["scan"][f"{'shard_map' if in_shard_map else 'jit'}, {name}"] = amaxes
     for name, layout in LAYOUTS.items():
         for fp8 in (True, False):
             text = compiled(mesh, fp8, *layout)

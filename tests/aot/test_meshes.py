@@ -58,3 +58,20 @@ def test_every_gemm_is_fp8_on_shards(report, layout):
     calls = report[f"{layout} fp8"]["custom_calls"]
     assert calls["scaled_matmul"] == 5
     assert calls["quantize_transpose"] + calls.get("quantize", 0) == 6
+
+
+# How often each all-reduce of amaxes runs in a scan over eight layers. XLA moves one out of a loop for each result that
+# the loop stacks, and the combiner does not merge those of two loops, of which the second reads what the first gives.
+SCANS = {
+    "shard_map, all saved": [1],
+    "shard_map, codes saved": [1],
+    "shard_map, nothing saved": [1],
+    "jit, all saved": [1, 1],
+    "jit, codes saved": [1, 1],
+    "jit, nothing saved": [1, 8],
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_all_reduces_of_a_scan(report, name):
+    assert sorted(report["scan"][name]) == SCANS[name]

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import jaxfp8
 from jaxfp8.ops import _partition
 from mesh import cases, hlo
 
@@ -152,3 +153,45 @@ def test_separate_reductions_are_caught(monkeypatch):
     text = compiled("auto", "all")
     with pytest.raises(ValueError):
         check_amaxes(text, "all")
+
+
+def scanned(kind, in_shard_map, policy) -> str:
+    """The compiled gradient of a scan over three layers with FSDP."""
+    specs, mesh = (P(None, cases.AXES), P(), P(cases.AXES)), cases.mesh(kind)
+    recipe, dims = jaxfp8.DelayedScaling(amax_history_len=4), (((1,), (0,)), ((), ()))
+
+    def loss(kernels, states, x):
+        def layer(x, kernel_and_state):
+            kernel, state = kernel_and_state
+            if in_shard_map:
+                kernel = lax.all_gather(kernel, cases.AXES, axis=0, tiled=True)
+            elif kind == "explicit":
+                kernel = jax.sharding.reshard(kernel, P())
+            return jnp.tanh(jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state)), None
+
+        layer = layer if policy is None else jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        total = jnp.sum(lax.scan(layer, x, (kernels, states))[0] ** 2)
+        return lax.psum(total, cases.AXES) if in_shard_map else total
+
+    step = jaxfp8.grad(loss, argnums=(0, 1))
+    if in_shard_map:
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), jaxfp8.init_state(recipe))
+    arguments = jnp.ones((3, 64, 64)), states, jnp.ones((128, 64))
+    with jax.set_mesh(mesh):
+        arguments = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+        return jax.jit(step).lower(*arguments).compile(hlo.QUICKLY).as_text()
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["all saved", "none saved"])
+def test_a_scan_in_a_shard_map(policy):
+    """Devices keep the amaxes of their shards until the backward: one all-reduce for those of a product."""
+    (amaxes,) = (c for c in hlo.collectives(scanned("auto", True, policy)) if c.is_amax)
+    assert amaxes.results == (("f32", (18,)),)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_scan_in_jit(kind):
+    """The control: what the loop of the forward gives to that of the backward is reduced before."""
+    amaxes = [c for c in hlo.collectives(scanned(kind, False, None)) if c.is_amax]
+    assert sorted(len(c.results) for c in amaxes) == ([1, 2] if kind == "auto" else [1, 1])
