@@ -39,12 +39,13 @@ GOOD = {
     "ragged_matmul": PRODUCT | {"b": np.ones((2, 5, 6), oracle.E5M2.dtype), "group_sizes": np.int32([2, 1])},
 }
 # Wrong dtype is a TypeError, wrong shape a ValueError.
-WIDE = [np.ones((4, 6), dtype) for dtype in (np.float64, np.int32, np.uint8, bool, np.complex64, E4M3)] + ["text", None]
-CODES = [X, *(np.ones((4, 6), dtype) for dtype in (oracle.BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")), None]
-SCALE_DTYPES = [*(np.ones((), dtype) for dtype in (oracle.BF16, np.float16, np.int32, np.complex64, E4M3)), None]
+ODD = ["text", object(), {1}, jnp.float32, None]
+WIDE = [np.ones((4, 6), dtype) for dtype in (np.float64, np.int32, np.uint8, bool, np.complex64, E4M3)] + ODD
+CODES = [X, *(np.ones((4, 6), dtype) for dtype in (oracle.BF16, np.int8, np.uint8, bool, "float8_e4m3b11fnuz")), *ODD]
+SCALE_DTYPES = [*(np.ones((), dtype) for dtype in (oracle.BF16, np.float16, np.int32, np.complex64, E4M3)), True, *ODD]
 SCALE_SHAPES = [np.ones(shape, np.float32) for shape in ((2,), (1, 1), (0,))]
-NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype"]
-NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype"]
+NOT_FP8_DTYPES = [np.float32, np.int8, "float8_e4m3b11fnuz", "no such dtype", 7, None]
+NOT_WIDE_DTYPES = [np.float64, np.int32, E4M3, "no such dtype", 7, None]
 ACTIVATIONS = ("quantize_activation", "quantize_activation_grad")
 PRODUCERS = (*ACTIVATIONS, "quantize_norm")
 QUANTIZERS = ("quantize", "quantize_transpose", "count_saturated_and_flushed")

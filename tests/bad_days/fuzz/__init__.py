@@ -1,1 +1,1 @@
-"""Random calls of handlers and ops: `pytest -n 2 tests/bad_days/fuzz --fuzz 0:15000`."""
+"""Random calls of the handlers: `pytest -n 2 tests/bad_days/fuzz --fuzz 0:15000`."""

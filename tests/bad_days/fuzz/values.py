@@ -6,7 +6,6 @@ import oracle
 
 HIGH = (np.dtype(np.float32), oracle.BF16, oracle.F16)
 FP8 = (oracle.E4M3.dtype, oracle.E5M2.dtype)
-FORMAT_OF = {fmt.dtype: fmt for fmt in oracle.FORMATS.values()}
 DTYPES = (
     *HIGH,
     *FP8,
