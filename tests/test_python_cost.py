@@ -50,7 +50,8 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     if platform == "cpu" and not ops._ffi.has_cpu_kernels:
         pytest.skip("needs the CPU library: the reference writes the codec out")
     ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
-    assert ours <= (51 if platform == "cpu" else 10)  # on a CPU the products are written out, and their scales' factors
+    # Four are bytes of codes kept for the backward. On a CPU the products are written out, and the factors of scales.
+    assert ours <= (55 if platform == "cpu" else 14)
     assert ours < 0.4 * flax
 
 

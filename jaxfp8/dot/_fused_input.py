@@ -23,7 +23,7 @@ from ..numerics import E4M3
 from ..ops import _checks, _quantize_activation, _quantize_norm
 from ..ops._quantize_activation import activation_grad
 from ..ops._support import using
-from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized
+from ..recipes import Float8CurrentScalingQuantizer, OperandOptions, QTensor, Quantized, as_bytes, as_codes
 
 # Name for rematerialization policies (checkpoint_policies.py).
 RESIDUAL_NAME = "jaxfp8_residual"
@@ -288,13 +288,13 @@ def _quantize_by(quantize, quantizer, use, options, current_amax) -> tuple:
 
 
 def compressed(x: jax.Array) -> QTensor:
-    """Quantize x to e4m3 with a power of two as the scale, from the amax of x and without state.
+    """Quantize x to e4m3, as bytes, with a power of two as the scale, from the amax of x and without state.
 
     Inside `shard_map` each device has a scale of its own, because the codes never leave the device.
     """
     quantizer = Float8CurrentScalingQuantizer(E4M3.dtype, power_2_scale=True)
     q, _ = quantizer.quantize_operand(x, None, OperandOptions(rows=x.ndim - 1, columnwise=False))
-    return checkpoint_name(q, RESIDUAL_NAME)
+    return checkpoint_name(as_bytes(q), RESIDUAL_NAME)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -313,7 +313,7 @@ def _value_forward(function, fp8_residual, x, *operands):
 
 def _value_backward(function, fp8_residual, operands, ct):
     x, *operands = operands
-    return jax.vjp(function, x.dequantize(ct.dtype) if fp8_residual else x, *operands)[1](ct)
+    return jax.vjp(function, as_codes(x).dequantize(ct.dtype) if fp8_residual else x, *operands)[1](ct)
 
 
 _value.defvjp(_value_forward, _value_backward)

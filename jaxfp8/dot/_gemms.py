@@ -201,7 +201,8 @@ def forward(product: Product, x, kernel, bias, state: DotGeneralState, codes, gr
         if is_kept and _is_turned_late(q):
             last, residual = dataclasses.replace(last, data_t=None), dataclasses.replace(q, data_t=None)
         operands.append(last)
-        residuals.append(residual)
+        # Codes from outside of the product stay as they are: a loop that runs over them keeps no copy.
+        residuals.append(residual if isinstance(codes[i], QTensor) else recipes.as_bytes(residual))
         is_quantized_again = is_read_again and not is_kept
         again.append(_quantized_again(product, i, operand, layout, uses) if is_quantized_again else None)
 
@@ -231,7 +232,7 @@ def _quantized_again(product, i, operand, layout, uses) -> QTensor:
     options = layout.options(columnwise=not first, reduce=product.reduce)
     quantizer, use = recipes.second(product.quantizers, i), recipes.second(uses, i)
     q, _ = quantizer.quantize_operand(layout.ordered(operand), use, options)
-    return both_layouts(q, len(layout.batch), first, True)[1]
+    return recipes.as_bytes(both_layouts(q, len(layout.batch), first, True)[1])
 
 
 def backward(product: Product, x_shape, kernel_shape, differentiated, residuals, grad, group_sizes):
@@ -249,7 +250,8 @@ def backward(product: Product, x_shape, kernel_shape, differentiated, residuals,
         each = functools.partial(backward, product.with_vmap_dims(-1), x_shape[1:], kernel_shape[1:], differentiated)
         return jax.vmap(each)(residuals, grad, group_sizes)
     grad = product.in_groups(grad, group_sizes)
-    (x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use), histories = residuals
+    kept, histories = residuals
+    x, kernel, x_again, kernel_again, output, *grad_uses, input_grad_use = recipes.as_codes(kept)
     if recipes.is_reading(histories) and recipes.reading_suffices(product.quantizers):
         *uses, grad_uses[0] = recipes.read_states(product.quantizers[:3], [histories] * 3, histories)
         x, kernel = (

@@ -20,7 +20,7 @@ from .. import ops
 from .._jax import _compat, _mesh
 from .._jax._primitives import compiled, refuse_derivative
 from ..ops._support import selected, using
-from ..recipes import QTensor, value_of
+from ..recipes import QTensor, as_codes, value_of
 from ._autodiff import checked_codes, repeat, repeat_state, state_is_left_out, warn_of_state
 from ._contexts import wrapped
 from ._fused_input import RESIDUAL_NAME, ActivationGradient, FusedInput, compressed
@@ -271,7 +271,7 @@ def _transpose(cotangents, *args, product, is_linear, residual_tree, operands, s
     del outs
     # 1. Find the gradient of y.
     residuals, y, group_sizes = jax.tree.unflatten(residual_tree, args[sum(is_linear) :])
-    y = y.dequantize(product.out_dtype) if isinstance(y, QTensor) else y
+    y = as_codes(y).dequantize(product.out_dtype) if isinstance(y, QTensor) else y
     grad = _gradient(product, y, *cotangents)
     if grad is None:
         return [None] * len(args)

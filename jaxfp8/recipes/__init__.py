@@ -22,7 +22,7 @@ from ._recipe import HighPrecision, HighPrecisionQuantizer, Recipe, checked
 from ._rules import Rule, Rules, checked_rules, first_match, kind, layer_names, relative, some, warn_of_idle_rules
 from ._state import DotGeneralState, QuantizerState, StateUse, init_state, keeps_state, map_variables
 from ._state_tree import OVERWRITE_WITH_GRADIENT, prefix_of, slot_axis
-from ._tensor import Block, QTensor, dequantized, value_of
+from ._tensor import Block, QTensor, as_bytes, as_codes, dequantized, value_of
 from ._tensorwise import (
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,

@@ -1,16 +1,19 @@
 """QTensor: a quantized tensor, from codes to GEMM, and how it is dequantized."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import ops
 from ..numerics import FP8_DTYPES
 from ..ops import _blocks
+from ..ops._support import is_for_tpu
 
 Block = tuple[int | None, int | None]
 
@@ -227,3 +230,35 @@ def dequantized(data: jax.Array, scale_inv: jax.Array, block: Block | None, cols
             f"{scale_inv.shape}; block=(rows, cols) says how many elements share a scale"
         )
     return _blocks.scaled(data.astype(jnp.float32), scale_inv, block, m, n)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["dtype"])
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    """FP8 numbers as uint8 `data`, and their `dtype`."""
+
+    data: jax.Array
+    dtype: np.dtype
+
+
+def as_bytes(q: QTensor) -> QTensor:
+    """Return a QTensor with bytes in place of FP8, as the backward keeps it.
+
+    A loop stacks what its backward keeps, and XLA's CPU compiler has no stacks of FP8: each iteration would convert the
+    whole stack to float16 and back. Programs for TPUs keep FP8.
+    """
+
+    def convert(x):
+        is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+        return _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
+
+    return q if is_for_tpu() else jax.tree.map(convert, q)
+
+
+def as_codes(tree: Any) -> Any:
+    """Return a tree with FP8 in place of the bytes of `as_bytes`."""
+
+    def convert(x):
+        return jax.lax.bitcast_convert_type(x.data, x.dtype) if isinstance(x, _Bytes) else x
+
+    return jax.tree.map(convert, tree, is_leaf=lambda x: isinstance(x, _Bytes))

@@ -1,0 +1,91 @@
+"""A loop stacks bytes for its backward, and no FP8, which XLA converts to float16 and back on a CPU."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxfp8
+from jaxfp8.ops import _ffi
+
+LAYERS, ROWS, WIDTH = 5, 32, 64
+RECIPES = {
+    "delayed": jaxfp8.DelayedScaling(),
+    "delayed, margin": jaxfp8.DelayedScaling(margin=1),
+    "current": jaxfp8.Float8CurrentScaling(),
+    "row-wise": jaxfp8.Float8RowwiseScaling(),
+    "block": jaxfp8.Float8BlockScaling(),
+    "MXFP8": jaxfp8.MXFP8BlockScaling(),
+    "by product": jaxfp8.ByProduct(
+        jaxfp8.StaticScaling(224.0, 224.0, 1.0), jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling()
+    ),
+}
+POLICIES = {"no remat": None, "codes saved": jaxfp8.checkpoint_policies.save_fp8_residuals}
+
+
+def compiled(layer, policy=None, max_grad=True) -> str:
+    """The program of a training step of layers in a scan."""
+    layer = layer if policy is None else nn.remat(layer, policy=policy, prevent_cse=False)
+
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scanned = nn.scan(
+                lambda module, x, _: (x + module(x), None),
+                variable_axes={"params": 0, "_overwrite_with_gradient": 0},
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
+            return scanned(layer(), x, None)[0]
+
+    model, x = Layers(), jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    variables = model.init(jax.random.key(0), x)
+
+    def loss(variables, x):
+        return jnp.sum(model.apply(jaxfp8.max_grad(variables) if max_grad else variables, x).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.grad(loss)).lower(variables, x).compile().as_text()
+
+
+def dense(recipe):
+    return functools.partial(jaxfp8.linen.Dense, WIDTH, recipe=recipe, use_bias=False, dtype=jnp.bfloat16)
+
+
+def assert_no_stack_is_converted(program):
+    assert f"[{LAYERS},{ROWS},{WIDTH}]" in program or f"[{LAYERS},{WIDTH},{ROWS}]" in program, "nothing is kept"
+    for dtype in ("f16", "f8e4m3fn", "f8e5m2", "f8e8m0fnu"):
+        assert f" {dtype}[{LAYERS}," not in program, dtype
+
+
+@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_recipes(recipe, policy):
+    assert_no_stack_is_converted(compiled(dense(recipe), policy))
+
+
+@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+def test_state_that_the_loop_reads():
+    assert_no_stack_is_converted(compiled(dense(RECIPES["delayed"]), max_grad=False))
+
+
+@pytest.mark.skipif(not _ffi.has_cpu_kernels, reason="needs the CPU library")
+@pytest.mark.parametrize("fp8_residuals", [False, True])
+def test_gated_mlp(fp8_residuals):
+    recipe = jaxfp8.DelayedScaling(fp8_residuals=fp8_residuals)
+    mlp = functools.partial(jaxfp8.linen.GatedMLP, 2 * WIDTH, recipe=recipe, norm="rms", dtype=jnp.bfloat16)
+    assert_no_stack_is_converted(compiled(mlp))
+
+
+def test_xla_converts_a_stack_of_fp8():
+    """The day that this fails, `as_bytes` can go."""
+
+    @jax.jit
+    def stacked(x):
+        return lax.scan(lambda x, _: (x + 1, x.astype(jnp.float8_e4m3fn)), x, length=LAYERS)[1]
+
+    with pytest.raises(AssertionError, match="f16"):
+        assert_no_stack_is_converted(stacked.lower(jnp.ones((ROWS, WIDTH))).compile().as_text())
