@@ -112,7 +112,18 @@ def placed_as(aval, x):
     return jax.sharding.reshard(x, aval.sharding)
 
 
+def without_reduced(x):
+    """Give `x` a type without `reduced` axes, which no op takes; its gradient becomes `unreduced` over them."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec(*spec.partitions)) if spec.reduced else x
+
+
 def cotangent_of(aval, ct):
-    """Turn `ct` into a cotangent of type `aval`: sum it over the axes over which that type does not vary."""
+    """Turn `ct` into a cotangent of type `aval`: sum it over the axes over which that type does not vary.
+
+    On a mesh with explicit axes XLA is told the sharding also where types agree: where the cotangent becomes
+    `unreduced`, XLA would take the sums of our products for the parts of one device, and add them up again.
+    """
     axes = varying(ct) - varying(aval)
-    return placed_as(aval, lax.psum(ct, tuple(sorted(axes))) if axes else ct)
+    ct = lax.psum(ct, tuple(sorted(axes))) if axes else ct
+    return jax.sharding.reshard(ct, aval.sharding) if aval.sharding.mesh.explicit_axes else placed_as(aval, ct)

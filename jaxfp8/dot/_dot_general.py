@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import recipes
+from .._jax import _mesh
 from ..ops import _checks, _quantize_activation
 from ..ops._support import selected
 from ..recipes import DotGeneralState, QTensor, Recipe
@@ -94,7 +95,8 @@ def dot_general(
     out_dtype = result_dtype("dot_general", preferred_element_type, (x, kernel), (x_codes, kernel_codes))
     if bias is not None:
         free = tuple(kernel.shape[d] for d in both[1].free)
-        bias = _checks.shape("dot_general", "bias", _checks.high_precision("dot_general", "bias", bias), free)
+        bias = _mesh.without_reduced(_checks.high_precision("dot_general", "bias", bias))
+        bias = _checks.shape("dot_general", "bias", bias, free)
     if activation is not None:
         result = jax.ShapeDtypeStruct(out_shape(*both), out_dtype)
         _quantize_activation.check("dot_general", result, activation, name="activation: the product")
@@ -159,9 +161,9 @@ def operand(name: str, value) -> tuple[jax.Array, QTensor | None]:
         value: the argument.
     """
     if isinstance(value, QTensor):
-        return value.data if value.source is None else value.source, value
+        return _mesh.without_reduced(value.data if value.source is None else value.source), value
     value = value.value if isinstance(value, FusedInput) else value
-    return _checks.high_precision(*name.split(": "), value), None
+    return _mesh.without_reduced(_checks.high_precision(*name.split(": "), value)), None
 
 
 def without_source(codes: QTensor | FusedInput | None) -> QTensor | FusedInput | None:
@@ -214,16 +216,21 @@ def checked_quantizers(op: str, recipe, state) -> tuple[tuple, DotGeneralState]:
         raise TypeError(f"{op}: state: expected a DotGeneralState, got {type(state).__name__}")
     for field, quantizer in zip(dataclasses.fields(DotGeneralState), recipes.with_state(quantizers), strict=True):
         quantizer.check_state(f"{op}: state.{field.name}", getattr(state, field.name))
+    if any(jax.typeof(leaf).sharding.spec.reduced for leaf in jax.tree.leaves(state)):
+        raise ValueError(f"{op}: state: expected one without `reduced` axes, because uses of a state are not summed")
     return quantizers, state
 
 
 def spec_of(op: str, out_sharding) -> PartitionSpec | None:
     """Return the PartitionSpec of an argument `out_sharding` of `op`."""
-    if out_sharding is None or isinstance(out_sharding, PartitionSpec):
-        return out_sharding
-    if isinstance(out_sharding, NamedSharding):
-        return out_sharding.spec
-    raise TypeError(f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    if not isinstance(spec, PartitionSpec | None):
+        raise TypeError(f"{op}: out_sharding: expected a PartitionSpec or NamedSharding, got {out_sharding!r}")
+    if spec is not None and spec.unreduced:
+        raise ValueError(
+            f"{op}: out_sharding: expected one without `unreduced`, got {spec}; FP8 products are summed over devices"
+        )
+    return spec
 
 
 def _precise(precision, recipe) -> frozenset:

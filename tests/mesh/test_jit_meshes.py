@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P, reshard
 
+import jaxfp8
 from jaxfp8.ops import _partition
 from mesh import cases
 
@@ -45,6 +47,65 @@ def test_gradient_of_the_input(kind, name):
         weights, state, batches = cases.arguments(mesh, layout, dtype=jnp.float32)
         step = jax.jit(cases.step_on(mesh, layout, make_step=make_step))
         cases.assert_same(step(weights, state, batches[0]), wanted, f"{kind} {name}")
+
+
+# Gradients of a kernel [32, 16]. x has small whole numbers, which FP8 and sums of any order keep.
+REDUCED_RECIPES = {"delayed": jaxfp8.DelayedScaling(amax_history_len=4), "current": jaxfp8.Float8CurrentScaling()}
+
+
+def _by_recipe(recipe, product, kernel, x):
+    state = jaxfp8.init_state(recipe) if recipe == REDUCED_RECIPES["delayed"] else None
+    if product == "ragged_dot":
+        sizes = jnp.full((1,), x.shape[0], jnp.int32)
+        return jaxfp8.ragged_dot(reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state)
+    bias = jnp.zeros(kernel.shape[1:])
+    dims = (((1,), (0,)), ((), ()))
+    return jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, bias=bias)
+
+
+@pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
+@pytest.mark.parametrize("product", ["dot_general", "ragged_dot"])
+@pytest.mark.parametrize("recipe", REDUCED_RECIPES.values(), ids=REDUCED_RECIPES)
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_gradients_of_reduced_kernels(implementation, recipe, product):
+    """A kernel that is `reduced` over the data axes has an unreduced gradient, whose sum is that of a plain kernel."""
+    axes = set(cases.AXES)
+    kernel = jax.random.randint(jax.random.key(0), (32, 16), -4, 5).astype(jnp.float32)
+    x = jax.random.randint(jax.random.key(1), (64, 32), -4, 5).astype(jnp.float32)
+
+    def gradient(kernel, x):
+        return jax.grad(lambda kernel: jnp.sum(_by_recipe(recipe, product, kernel, x)))(kernel)
+
+    def summed(kernel, x):
+        unreduced = gradient(reshard(kernel, P(None, None, reduced=axes)), x)
+        assert jax.typeof(unreduced).sharding.spec.unreduced == axes
+        return reshard(unreduced, P(None, None))
+
+    def made_plain_again(kernel, x):
+        return jax.grad(
+            lambda kernel: jnp.sum(
+                _by_recipe(recipe, product, reshard(reshard(kernel, P(None, None, reduced=axes)), P(None, None)), x)
+            )
+        )(kernel)
+
+    with jax.set_mesh(cases.mesh("explicit")), jaxfp8.ops.implementation(implementation):
+        kernel, x = reshard(kernel, P(None, None)), reshard(x, P(cases.AXES, None))
+        expected = jax.jit(gradient)(kernel, x)
+        for function in (summed, made_plain_again):
+            assert jnp.array_equal(jax.jit(function)(kernel, x), expected), function.__name__
+
+
+def test_a_reduced_state_and_an_unreduced_result_are_refused():
+    recipe, dims, axes = REDUCED_RECIPES["delayed"], (((1,), (0,)), ((), ())), set(cases.AXES)
+    with jax.set_mesh(cases.mesh("explicit")):
+        x, kernel, state = (
+            reshard(tree, P()) for tree in (jnp.ones((64, 32)), jnp.ones((32, 16)), jaxfp8.init_state(recipe))
+        )
+        reduced = jax.tree.map(lambda leaf: reshard(leaf, P(None, reduced=axes)), state)
+        with pytest.raises(ValueError, match="dot_general: state: expected one without `reduced` axes"):
+            jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=reduced)
+        with pytest.raises(ValueError, match="dot_general: out_sharding: expected one without `unreduced`"):
+            jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, out_sharding=P(unreduced=axes))
 
 
 def no_reduction(of):
