@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from .._jax import _mesh
 from .._jax._primitives import without_numpy
 from ..dot import shared
 from ..recipes import AmaxReduction, OperandOptions, QuantizerState, _state_tree, checked, read_states, some
@@ -95,6 +96,7 @@ def quantize_params(params: Any, state: Any, recipe: Any, where: str | None = No
 def _quantized(quantizer, kernel, state, reduce):
     """Return the QTensor of a kernel, with its source."""
     # Codes have no derivative: the gradient of the product goes to `source`, the next state to the product's state.
+    kernel = _mesh.without_reduced(without_numpy(kernel))
     x, state = jax.lax.stop_gradient((kernel, shared(state)))
     (step,) = read_states([quantizer], [state])
     # One scale holds for the whole kernel, whose columns may be several dimensions; blocks lie in matrices.
@@ -102,7 +104,7 @@ def _quantized(quantizer, kernel, state, reduce):
     if quantizer.has_one_scale:
         options = options._replace(cols=x.ndim - 1, columnwise=x.ndim == 2)
     q, _ = quantizer.quantize_operand(x, step, options)
-    return dataclasses.replace(q, source=without_numpy(kernel))
+    return dataclasses.replace(q, source=kernel)
 
 
 def _states_of_kernels(tree, state, quantizer):

@@ -58,13 +58,14 @@ def _by_recipe(recipe, product, kernel, x):
     if product == "ragged_dot":
         sizes = jnp.full((1,), x.shape[0], jnp.int32)
         return jaxfp8.ragged_dot(reshard(x, P()), kernel[None], sizes, recipe=recipe, state=state)
-    bias = jnp.zeros(kernel.shape[1:])
-    dims = (((1,), (0,)), ((), ()))
+    bias, dims = jnp.zeros(kernel.shape[1:]), (((1,), (0,)), ((), ()))
+    if product == "quantize_params":
+        kernel = jaxfp8.quantize_params(kernel, None, recipe, where=".*")
     return jaxfp8.dot_general(x, kernel, dims, recipe=recipe, state=state, bias=bias)
 
 
 @pytest.mark.filterwarnings("ignore:this gradient never updates FP8 state")
-@pytest.mark.parametrize("product", ["dot_general", "ragged_dot"])
+@pytest.mark.parametrize("product", ["dot_general", "ragged_dot", "quantize_params"])
 @pytest.mark.parametrize("recipe", REDUCED_RECIPES.values(), ids=REDUCED_RECIPES)
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
 def test_gradients_of_reduced_kernels(implementation, recipe, product):
