@@ -76,9 +76,18 @@ def decode(data, amax, exponent):
 
 
 def encode(data, amax, exponent, after, keys, squared):
-    """`(data, amax, exponent)` of `after`; `keys` is None or u32, one a block."""
-    x, n = blocks(after), data.shape[1]
-    same = (bits(blocks(decode(data, amax, exponent))) == bits(x)).all(-1, keepdims=True)
+    """`(data, amax, exponent)` of `after`, where a block is not what it was; `keys` is None or u32, one a block."""
+    n, old = data.shape[1], blocks(decode(data, amax, exponent))
+    same = (bits(old) == bits(blocks(after))).all(-1)
+    codes, new_amax, new_exponent = encode_all(after, keys, squared)
+    codes = np.where(same[..., None], bits(blocks(data)), bits(blocks(codes))).astype(np.uint8).view(E4M3.dtype)
+    amax = np.where(same, bits(amax), bits(new_amax)).view(F32)
+    return rows(codes, n), amax, np.where(same, exponent, new_exponent)
+
+
+def encode_all(x, keys, squared):
+    """`(data, amax, exponent)` of x `[g, n]`, all of its blocks."""
+    x, n = blocks(x), x.shape[1]
     # 1. The span.
     magnitude = flushed(np.abs(x))
     is_number = (magnitude > 0) & np.isfinite(magnitude)
@@ -104,7 +113,4 @@ def encode(data, amax, exponent, after, keys, squared):
     if squared:
         codes = np.maximum(codes, is_number)
     codes = np.where(np.isfinite(x), codes, 0x7F) | np.where(np.signbit(x), 0x80, 0)
-    # 4. Blocks that are the same.
-    codes = np.where(same, bits(blocks(data)), codes).astype(np.uint8).view(E4M3.dtype)
-    amax = np.where(same[..., 0], bits(amax), bits(top[..., 0])).view(F32)
-    return rows(codes, n), amax, np.where(same[..., 0], exponent, k[..., 0]).astype(np.int8)
+    return rows(codes.astype(np.uint8).view(E4M3.dtype), n), top[..., 0], k[..., 0].astype(np.int8)
