@@ -5,6 +5,7 @@
 #include <functional>
 #include <utility>
 
+#include "common/ffi/adam_update.h"
 #include "common/ffi/amax.h"
 #include "common/ffi/amax_to_scale.h"
 #include "common/ffi/dequantize.h"
@@ -67,6 +68,8 @@ auto OnPool() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
 
 }  // namespace
 
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_adam_update_v1, (kParallel<AdamUpdateOp, AdamUpdate>),
+                             AdamUpdateOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_v1, (kParallel<AmaxOp, Amax>), AmaxOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_amax_to_scale_v1, (kSerial<AmaxToScaleOp, AmaxToScale>),
                              AmaxToScaleOp::Bind(OnThread()));

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/adam.h"
 #include "common/block_scale.h"
 #include "common/dispatch.h"
 #include "common/params.h"
@@ -59,9 +60,10 @@ struct KernelTable {
   // The codes of a panel, rows Panel::kStride apart, to its data and its data_t, each of which may be null.
   void (*write_codes)(uint8_t* codes, const Panel& panel, Store store);
   void (*dequantize[2][3])(const uint8_t* data, float scale_inv, void* out, int64_t size, Store store);
-  // The blocks [begin, end) of all rows (moments.h); these two run inside a ScopedFlush.
+  // The blocks [begin, end) of all rows (moments.h); these run inside a ScopedFlush.
   void (*decode_moment)(const DecodeMomentParams& params, int64_t begin, int64_t end);
   void (*encode_moment)(const EncodeMomentParams& params, int64_t begin, int64_t end);
+  void (*adam_update)(const AdamLeaf& leaf, int64_t begin, int64_t end);
 };
 
 constexpr int HighPrecisionIndex(Dtype dtype) { return dtype == Dtype::kBF16 ? 0 : dtype == Dtype::kF16 ? 1 : 2; }

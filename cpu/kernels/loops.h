@@ -157,6 +157,7 @@ constexpr KernelTable MakeTable(const char* isa) {
        {DequantizeSpan<Blocks, E5M2, BF16>, DequantizeSpan<Blocks, E5M2, F16>, DequantizeSpan<Blocks, E5M2, F32>}},
       DecodeMomentBlocks,
       EncodeMomentBlocks,
+      AdamUpdateBlocks,
   };
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "common/adam.h"
 #include "common/fp8.h"
 #include "common/moment.h"
 #include "common/params.h"
@@ -100,6 +101,20 @@ void EncodeBlock(const float* x, uint32_t key, uint8_t* codes, float* amax, int8
   encode(x, unit, inverse, key, codes);
 }
 
+// A step of Adam on up to a block of elements. The moments are replaced by those after it.
+template <bool kApply>
+void AdamElements(const AdamHyper& hyper, const float* grads, const float* params, float* __restrict mu,
+                  float* __restrict nu, float* __restrict out, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    const float grad = FlushInput(grads[i]);
+    const float next_mu = NextMu(hyper, mu[i], grad), next_nu = NextNu(hyper, nu[i], grad);
+    const float update = AdamUpdate(hyper, next_mu, next_nu);
+    out[i] = kApply ? AdamApply(hyper, update, FlushInput(params[i])) : update;
+    mu[i] = EncodedMu(next_mu);
+    nu[i] = EncodedNu(next_nu);
+  }
+}
+
 // Calls visit(block, offset of its first element, number of elements) for the blocks [begin, end) of all rows.
 template <class Visitor>
 void ForEachMomentBlock(int64_t n, int64_t begin, int64_t end, const Visitor& visit) {
@@ -147,6 +162,40 @@ void EncodeMomentBlocks(const EncodeMomentParams& params, int64_t begin, int64_t
     params.next_amax[block] = amax;
     params.next_exponent[block] = exponent;
   });
+}
+
+// The code of a whole block, or of one that has fewer elements and is filled up with zeros.
+template <bool kSquared>
+void EncodeAdamBlock(const AdamMoment& moment, int64_t block, int64_t offset, int64_t size, const float* x) {
+  uint8_t padded[kMomentBlock];
+  uint8_t* codes = size < kMomentBlock ? padded : moment.next_data + offset;
+  EncodeBlock<true, kSquared>(x, moment.keys[block], codes, moment.next_amax + block, moment.next_exponent + block);
+  if (size < kMomentBlock) memcpy(moment.next_data + offset, padded, size);
+}
+
+template <bool kApply>
+void AdamLeafBlocks(const AdamLeaf& leaf, int64_t begin, int64_t end) {
+  ForEachMomentBlock(leaf.n, begin, end, [&](int64_t block, int64_t offset, int64_t size) {
+    AdamHyper hyper;
+    memcpy(&hyper, leaf.hyper + offset / leaf.n / leaf.rows_per_hyper * kAdamHypers, sizeof(hyper));
+    alignas(64) float mu[kMomentBlock], nu[kMomentBlock], out[kMomentBlock];
+    if (size < kMomentBlock) {
+      memset(mu, 0, sizeof(mu));
+      memset(nu, 0, sizeof(nu));
+    }
+    const uint8_t* nu_codes = leaf.nu.data + offset;
+    DecodeBlock(leaf.mu.data + offset, leaf.mu.amax[block], leaf.mu.exponent[block], mu, size);
+    DecodeBlock(nu_codes, leaf.nu.amax[block], leaf.nu.exponent[block], nu, size);
+    for (int64_t i = 0; i < size; ++i) nu[i] = nu_codes[i] == 0xff ? BitsToFloat(kInfBits) : nu[i];
+    AdamElements<kApply>(hyper, leaf.grads + offset, kApply ? leaf.params + offset : nullptr, mu, nu, out, size);
+    memcpy(leaf.out + offset, out, size * sizeof(float));
+    EncodeAdamBlock<false>(leaf.mu, block, offset, size, mu);
+    EncodeAdamBlock<true>(leaf.nu, block, offset, size, nu);
+  });
+}
+
+void AdamUpdateBlocks(const AdamLeaf& leaf, int64_t begin, int64_t end) {
+  (leaf.params != nullptr ? AdamLeafBlocks<true> : AdamLeafBlocks<false>)(leaf, begin, end);
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
 // Moments of an optimizer in FP8: blocks of 128 elements of a row, each with codes, an amax and an exponent
 // (jaxfp8/ops/_moments.py has the definition).
 //
-// decode gives the f32 elements. encode quantizes `after`; blocks that decode to `after` already keep their bits.
+// decode gives the f32 elements. encode quantizes `after`; blocks that decode to `after` already keep their bits. A step
+// of Adam (jaxfp8/ops/_adam.py) decodes, averages and encodes both moments of each leaf in one pass.
 #ifndef JAXFP8_CPU_KERNELS_MOMENTS_H_
 #define JAXFP8_CPU_KERNELS_MOMENTS_H_
 
+#include "common/adam.h"
 #include "common/params.h"
 #include "cpu/kernels/task_pool.h"
 
@@ -12,6 +14,7 @@ namespace jaxfp8::cpu {
 
 void DecodeMoment(TaskPool& pool, const DecodeMomentParams& params);
 void EncodeMoment(TaskPool& pool, const EncodeMomentParams& params);
+void AdamUpdate(TaskPool& pool, const AdamUpdateParams& params);
 
 }  // namespace jaxfp8::cpu
 

@@ -1,0 +1,103 @@
+// A step of Adam whose moments are in FP8: what the CPU and CUDA kernels of adam_update are given, and the arithmetic of
+// an element, to the bit (jaxfp8/ops/_adam.py has the definition).
+//
+// No operation has a subnormal operand, and what can be subnormal is flushed: threads that flush and others agree.
+#ifndef JAXFP8_COMMON_ADAM_H_
+#define JAXFP8_COMMON_ADAM_H_
+
+#include <cstdint>
+
+#include "common/fp8.h"
+#include "common/moment.h"
+#include "common/scale.h"
+
+namespace jaxfp8 {
+
+// All pointers of a call travel as the parameter of one kernel launch, which has room for 4 KiB.
+constexpr int kMaxLeaves = 16;
+
+// A moment and the one after the step, which may be in the same buffers.
+struct AdamMoment {
+  const uint8_t* data;     // e4m3 [rows, n]
+  const float* amax;       // [rows, ceil(n / 128)]
+  const int8_t* exponent;  // [rows, ceil(n / 128)]
+  const uint32_t* keys;    // of the random bits [rows, ceil(n / 128)]
+  uint8_t* next_data;      // e4m3 [rows, n]
+  float* next_amax;        // [rows, ceil(n / 128)]
+  int8_t* next_exponent;   // [rows, ceil(n / 128)]
+};
+
+struct AdamLeaf {
+  const float* grads;   // [rows, n]
+  const float* params;  // [rows, n], or null: `out` is the update
+  float* out;           // [rows, n]; may be `grads`, or `params` where there are any
+  AdamMoment mu, nu;
+  const float* hyper;  // [hypers, kAdamHypers]
+  int64_t rows;
+  int64_t n;
+  int64_t rows_per_hyper;  // at least 1
+};
+
+struct AdamUpdateParams {
+  AdamLeaf leaves[kMaxLeaves];
+  int64_t count;
+  bool apply;
+};
+
+static_assert(sizeof(AdamUpdateParams) <= 4096 - 16 * kMaxLeaves);
+
+// A row of `hyper`.
+struct AdamHyper {
+  float b1, a1, b2, a2;    // a1 = 1 - b1, a2 = 1 - b2
+  float c1, c2;            // 1 / (1 - b1^t), 1 / (1 - b2^t)
+  float eps_root, eps;
+  float rate, decay;       // for the next parameters
+};
+constexpr int64_t kAdamHypers = sizeof(AdamHyper) / sizeof(float);
+
+// Rounded once, as products are.
+JAXFP8_HD float Sum(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rn(x, y);
+#else
+  return x + y;
+#endif
+}
+
+// Terms below 2^-102 are zeros: differences and sums of others are multiples of 2^-125.
+JAXFP8_HD float FlushTerm(float x) { return (FloatToBits(x) & kAbsMask) < (25u << 23) ? 0.0f : x; }
+
+// Subnormal numbers count as zero.
+JAXFP8_HD float FlushInput(float x) { return (FloatToBits(x) & kAbsMask) < kSmallestNormalBits ? 0.0f : x; }
+
+JAXFP8_HD float Average(float b, float old, float a, float x) { return Sum(FlushTerm(Product(a, x)), FlushTerm(Product(b, old))); }
+
+// The moments after the step, of a gradient and the moments before.
+JAXFP8_HD float NextMu(const AdamHyper& hyper, float mu, float grad) { return Average(hyper.b1, mu, hyper.a1, grad); }
+JAXFP8_HD float NextNu(const AdamHyper& hyper, float nu, float grad) {
+  return Average(hyper.b2, nu, hyper.a2, FlushTerm(Product(grad, grad)));
+}
+
+JAXFP8_HD float AdamUpdate(const AdamHyper& hyper, float mu, float nu) {
+  const float root = Root(Sum(Product(nu, hyper.c2), hyper.eps_root));
+  return FlushTerm(Divide(Product(mu, hyper.c1), Sum(root, hyper.eps)));
+}
+
+JAXFP8_HD float AdamApply(const AdamHyper& hyper, float update, float param) {
+  const float decayed = Sum(update, FlushTerm(Product(hyper.decay, param)));
+  return Sum(param, -FlushTerm(Product(hyper.rate, decayed)));
+}
+
+// What stands for a mu or a nu that is not finite: a NaN whose code depends on no platform. With a sign it stands for an
+// infinite nu.
+JAXFP8_HD float EncodedMu(float mu) {
+  return (FloatToBits(mu) & kAbsMask) < kInfBits ? mu : BitsToFloat(0x7fc00000u);
+}
+JAXFP8_HD float EncodedNu(float nu) {
+  const uint32_t bits = FloatToBits(nu);
+  return (bits & kAbsMask) < kInfBits ? nu : BitsToFloat(bits == kInfBits ? 0xffc00000u : 0x7fc00000u);
+}
+
+}  // namespace jaxfp8
+
+#endif  // JAXFP8_COMMON_ADAM_H_
