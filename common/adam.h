@@ -1,5 +1,5 @@
 // A step of Adam whose moments are in FP8: what the CPU and CUDA kernels of adam_update are given, and the arithmetic of
-// an element, to the bit (jaxfp8/ops/_adam.py has the definition).
+// an element, to the bit (jaxfp8/ops/_moments.py has the definition).
 //
 // No operation has a subnormal operand, and what can be subnormal is flushed: threads that flush and others agree.
 #ifndef JAXFP8_COMMON_ADAM_H_
@@ -51,7 +51,8 @@ struct AdamHyper {
   float b1, a1, b2, a2;    // a1 = 1 - b1, a2 = 1 - b2
   float c1, c2;            // 1 / (1 - b1^t), 1 / (1 - b2^t)
   float eps_root, eps;
-  float rate, decay;       // for the next parameters
+  float rate, decay;       // of the next parameters
+  float factor;            // of gradients
 };
 constexpr int64_t kAdamHypers = sizeof(AdamHyper) / sizeof(float);
 
@@ -70,9 +71,15 @@ JAXFP8_HD float FlushTerm(float x) { return (FloatToBits(x) & kAbsMask) < (25u <
 // Subnormal numbers count as zero.
 JAXFP8_HD float FlushInput(float x) { return (FloatToBits(x) & kAbsMask) < kSmallestNormalBits ? 0.0f : x; }
 
-JAXFP8_HD float Average(float b, float old, float a, float x) { return Sum(FlushTerm(Product(a, x)), FlushTerm(Product(b, old))); }
+JAXFP8_HD float Average(float b, float old, float a, float x) {
+  return Sum(FlushTerm(Product(a, x)), FlushTerm(Product(b, old)));
+}
 
-// The moments after the step, of a gradient and the moments before.
+JAXFP8_HD float AdamGrad(const AdamHyper& hyper, float grad) {
+  return FlushTerm(Product(FlushInput(grad), hyper.factor));
+}
+
+// The moments after the step, of AdamGrad and the moments before.
 JAXFP8_HD float NextMu(const AdamHyper& hyper, float mu, float grad) { return Average(hyper.b1, mu, hyper.a1, grad); }
 JAXFP8_HD float NextNu(const AdamHyper& hyper, float nu, float grad) {
   return Average(hyper.b2, nu, hyper.a2, FlushTerm(Product(grad, grad)));

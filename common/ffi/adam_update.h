@@ -1,6 +1,6 @@
 // jaxfp8_adam_update_v1: of 1 to 16 leaves, one after the other, grads f32 [g, n]; with `apply` params f32 [g, n]; the
 // two moments, each data e4m3 [g, n], amax f32 [g, ceil(n / 128)], exponent s8 and keys u32 of the shape of amax; hyper
-// f32 [h, 10], of which each row is for g / h rows -> of each leaf out f32 [g, n]; data, amax and exponent of the moments.
+// f32 [h, 11], of which each row is for g / h rows -> of each leaf out f32 [g, n]; data, amax and exponent of the moments.
 #ifndef JAXFP8_COMMON_FFI_ADAM_UPDATE_H_
 #define JAXFP8_COMMON_FFI_ADAM_UPDATE_H_
 

@@ -106,7 +106,7 @@ template <bool kApply>
 void AdamElements(const AdamHyper& hyper, const float* grads, const float* params, float* __restrict mu,
                   float* __restrict nu, float* __restrict out, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
-    const float grad = FlushInput(grads[i]);
+    const float grad = AdamGrad(hyper, grads[i]);
     const float next_mu = NextMu(hyper, mu[i], grad), next_nu = NextNu(hyper, nu[i], grad);
     const float update = AdamUpdate(hyper, next_mu, next_nu);
     out[i] = kApply ? AdamApply(hyper, update, FlushInput(params[i])) : update;

@@ -2,7 +2,7 @@
 // (jaxfp8/ops/_moments.py has the definition).
 //
 // decode gives the f32 elements. encode quantizes `after`; blocks that decode to `after` already keep their bits. A step
-// of Adam (jaxfp8/ops/_adam.py) decodes, averages and encodes both moments of each leaf in one pass.
+// of Adam decodes, averages and encodes both moments of each leaf in one pass.
 #ifndef JAXFP8_CPU_KERNELS_MOMENTS_H_
 #define JAXFP8_CPU_KERNELS_MOMENTS_H_
 
