@@ -23,6 +23,7 @@ import numpy as np
 
 # Versions of custom calls, by the platforms that have a handler. A version goes up when the handler's contract changes.
 _ON_BOTH = {
+    "adam_update": 1,
     "amax": 1,
     "amax_to_scale": 1,
     "delayed_scales": 3,

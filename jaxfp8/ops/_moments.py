@@ -1,4 +1,4 @@
-"""decode_moment and encode_moment: the moments of an optimizer in FP8, with an amax and an exponent for each block.
+"""Ops on the moments of an optimizer in FP8, with an amax and an exponent for each block; and a whole step of Adam.
 
 A moment is `(data, amax, exponent)`: float8_e4m3fn codes in its shape; and for each block of 128 elements along an axis
 the largest finite magnitude a, f32, and the binary logarithm of k, int8. The codes are of `sign(x) 448 u**k`, where
@@ -18,26 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..numerics import E4M3, _scaling, rounded
+from .._jax import _compat
+from ..numerics._moments import BLOCK, adam_step, changes_and_span, decoded, encoded, join, split
 from . import _blocks, _ffi
-from ._primitive import Op, dims
+from ._partition import WHOLE
+from ._primitive import Op, OpOfUnits, dims
 
-BLOCK = 128
-_MAX = np.float32(E4M3.max)
-_MAX_INV = np.float32(1 / E4M3.max)
-_NAN_CODE = 0x7F
-_NAN_BITS = np.int32(0x7FC00000)
-_MIN_NORMAL_BITS = np.uint32(0x00800000)
-_INF_BITS = np.uint32(0x7F800000)
-_DROPPED_BITS = 20  # of the significand of an f32, in e4m3
-_FRACTION = (1 << _DROPPED_BITS) - 1
-_BIAS = 120  # of the exponents of f32, less that of e4m3
-_SMALLEST_NORMAL = np.float32(2.0**-6)
-# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code: rounding to
-# nearest flushes nothing, and stochastic rounding makes an element at most 2**(1/k) times what it was. Of squares,
-# whose roots divide, it is a normal number, with an error of 2**-4 at most.
-_SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
-_SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
+# The largest number of leaves in one call of `adam_update`, and how many numbers a step of a leaf has.
+MAX_LEAVES = 16
+ADAM_NUMBERS = 11
 
 
 def decode_moment(data: jax.Array, amax: jax.Array, exponent: jax.Array, *, axis: int) -> jax.Array:
@@ -81,153 +70,58 @@ def encode_moment(
     return tuple(_encode(data, amax, exponent, after, *keys, spec=_Spec(axis - data.ndim, squared)))
 
 
-def mix(x: jax.Array) -> jax.Array:
-    """Mix the bits of a u32: a bijection in which each bit of x changes half of the bits of the result.
+class AdamLeaf(NamedTuple):
+    """A leaf of the parameters, as `adam_update` takes it.
 
-    The finalizer of MurmurHash3 (Appleby, public domain), from a number that is not its fixed point 0.
+    Attributes:
+        grads: f32, of any shape.
+        params: f32 in that shape; None where the update is the result, and not the next parameters.
+        mu, nu: the moments, each `(data, amax, exponent)`.
+        mu_keys, nu_keys: u32 in the shape of the amaxes, for the random bits of rounding, as in `encode_moment`.
+        numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 - b2**t, eps_root, eps, the
+            learning rate, the weight decay, and a factor on the gradient, by which it is clipped.
     """
-    x = x + np.uint32(0x9E3779B9)
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+
+    grads: jax.Array
+    params: jax.Array | None
+    mu: tuple[jax.Array, jax.Array, jax.Array]
+    mu_keys: jax.Array
+    nu: tuple[jax.Array, jax.Array, jax.Array]
+    nu_keys: jax.Array
+    numbers: jax.Array
 
 
-# ------------------------------------------------------------------------------------------------ the reference
+def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array, tuple, tuple]]:
+    """Take a step of Adam: decode the moments of leaves, average, compute the updates and encode the moments, at once.
 
+        g = factor grads
+        m = (1 - b1) g + b1 m
+        v = (1 - b2) g**2 + b2 v
+        u = m c1 / (sqrt(v c2 + eps_root) + eps)
+        p = p - rate (u + decay p)
 
-def _decoded(codes, amax, exponent):
-    """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros for those that are subnormal.
+    in f32, each operation rounded to nearest once, with 0 in place of products below 2**-102, so that no platform meets
+    subnormal numbers. Moments are encoded as `encode_moment` does, but for two things: blocks that do not change are
+    encoded too, and NaN and infinite elements have codes without their signs. Squares that overflow stay infinite.
 
-    CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round it as a subnormal number, so
-    the product times 2**24, which is none, tells what to flush.
+    Args:
+        leaves: all with params or all without.
+        axes: for each leaf the axis that blocks cut.
 
-    Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
-    of its own. So exponents are compared with the sign of a magnitude, which is 0. `codes` are u8, because GPUs do not
-    keep the sign of a NaN that they convert.
+    Returns:
+        For each leaf `(p, mu, nu)`, without params `(u, mu, nu)`. In place, where XLA finds that it can: p in params, u
+        in grads.
     """
-    magnitudes = codes & np.uint8(0x7F)
-    exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
-    zero = lax.bitcast_convert_type(magnitudes >> 7, jnp.int8)
-    fraction = _decoded_fraction(_numbers(magnitudes), exponent, zero)
-    times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
-    bits = _scaling.to_bits(jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax))
-    bits = jnp.where(magnitudes == _NAN_CODE, _NAN_BITS, bits)
-    return _scaling.from_bits(bits | (codes & np.uint8(0x80)).astype(jnp.int32) << 24)
-
-
-def _numbers(codes):
-    return lax.bitcast_convert_type(codes, E4M3.dtype).astype(jnp.float32)
-
-
-def _decoded_fraction(codes, exponent, zero=0):
-    """Return the fraction u of the amax that codes without a sign stand for."""
-    power = codes * _MAX_INV
-    return jnp.where(exponent > zero, _scaling.round_sqrt(power), jnp.where(exponent < zero, power * power, power))
-
-
-def _block_numbers(codes, amax, exponent, blocks, axis):
-    """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
-    changed = _scaling.to_bits(_decoded(codes, amax, exponent)) ^ _scaling.to_bits(blocks)
-    bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
-    # Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
-    # larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
-    # numbers wrap around, which the min so skips.
-    changed, top, bottom = lax.reduce(
-        (changed, bits - _INF_BITS, bits - _MIN_NORMAL_BITS),
-        (np.int32(0), np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS),
-        lambda x, y: (x[0] | y[0], jnp.maximum(x[1], y[1]), jnp.minimum(x[2], y[2])),
-        (blocks.ndim + axis,),
-    )
-    top, bottom = (lax.bitcast_convert_type(x, jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS))
-    return tuple(jnp.expand_dims(x, axis) for x in (changed == 0, _magnitude(top), bottom))
-
-
-def _magnitude(blocks):
-    """Return |x|, with 0 for subnormal numbers.
-
-    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0 and Inf into tests of bits,
-    which do not flush subnormal numbers.
-    """
-    bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
-    return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
-
-
-def _split(x, axis):
-    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up."""
-    size, place = x.shape[axis], x.ndim + axis
-    width = min(max(size, 1), BLOCK)
-    count = -(-size // width)
-    if missing := count * width - size:
-        x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
-    return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
-
-
-def _join(blocks, axis, shape):
-    """Undo `_split` of an array of `shape`."""
-    place = len(shape) + axis
-    size = blocks.shape[place] * blocks.shape[place + 1]
-    return lax.slice_in_dim(blocks.reshape(*shape[:place], size, *shape[place + 1 :]), 0, shape[place], axis=place)
-
-
-def _random_bits(keys, blocks, axis):
-    elements = [1] * blocks.ndim
-    elements[axis] = blocks.shape[axis]
-    return mix(mix(jnp.expand_dims(keys, axis) ^ lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)))
-
-
-def _fraction(magnitude, amax):
-    """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
-    # The inverse of an amax above 2**126 would be subnormal.
-    unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
-    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
-    return jnp.minimum(magnitude * unit * inverse, 1)
-
-
-def _fixed_point(y):
-    """Return the code of y in [0, 448] in e4m3, as an integer with 20 bits after the point."""
-    multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
-    return jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
-
-
-def _round_signed(u, y, exponent, random_bits):
-    """Return the code, as an integer, of a neighbour of y = 448 u**k in e4m3, so that u keeps its mean.
-
-    With the fractions that the neighbours decode to, the probability of the code above is
-
-        (u - below) / (above - below)
-
-    No product is added to anything here: compilers would round the two at once on some platforms.
-    """
-    code = _fixed_point(y) >> _DROPPED_BITS
-    # Above the largest code is NaN, which is never taken.
-    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in (code, code + 1))
-    draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
-    return code + (draw * (above - below) < u - below).astype(jnp.int32)
-
-
-def _round_square(y, exponent, random_bits):
-    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
-
-    With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
-    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for
-    which (15 - m) / 120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
-
-        f + f (1 - f) (1 - a) / (2 (8 + m))
-
-    The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
-    root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
-    """
-    # 1. Write y as a code with 20 bits after the point.
-    fixed_point = _fixed_point(y)
-    code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
-
-    # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
-    product = (fraction * ((_FRACTION + 1 - fraction) >> 9)) >> 11
-    c = jnp.where(exponent > 0, 119, jnp.where(exponent < 0, 68, 102))
-    probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
-
-    # 3. Round up with that probability.
-    return code + ((probability + (random_bits & _FRACTION).astype(jnp.int32)) >> _DROPPED_BITS)
+    results = []
+    for start in range(0, len(leaves), MAX_LEAVES):
+        call = leaves[start : start + MAX_LEAVES]
+        spec = _AdamSpec(
+            tuple(axis - leaf.grads.ndim for leaf, axis in zip(call, axes[start:], strict=False)),
+            call[0].params is not None,
+        )
+        flat = _adam(*(operand for leaf in call for operand in jax.tree.leaves(leaf)), spec=spec)
+        results += [(out, tuple(both[:3]), tuple(both[3:])) for out, *both in _batched(flat, _ADAM_RESULTS)]
+    return results
 
 
 # ------------------------------------------------------------------------------------------------ the custom calls
@@ -248,10 +142,20 @@ def _from_rows(rows, axis, shape):
 # ------------------------------------------------------------------------------------------------ the primitives
 
 
-def _names(data, axis):
+def _names(rank, axis, leaf=""):
     """Return the names of the dimensions of elements, and those of blocks."""
-    before, after = dims("x", data)[: data + axis], dims("x", data)[data + axis + 1 :]
-    return (*before, "col0", *after), (*before, "blocks", *after)
+    names = dims(f"{leaf}x", rank)
+    before, after = names[: rank + axis], names[rank + axis + 1 :]
+    return (*before, f"{leaf}col0", *after), (*before, f"{leaf}blocks", *after)
+
+
+def _aligned(axes, sizes, mesh_shape, leaf=""):
+    """Cut amaxes and exponents where the codes are cut, and these between blocks."""
+    blocks, column = f"{leaf}blocks", f"{leaf}col0"
+    # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
+    if blocks in axes and column not in axes:
+        axes = axes | {column: axes[blocks]}
+    return _blocks.aligned(axes, sizes, mesh_shape, {f"{leaf}col": {blocks: BLOCK}})
 
 
 class _Spec(NamedTuple):
@@ -266,10 +170,7 @@ class _Moment(Op):
 
     def align(self, axes, sizes, mesh_shape, spec):
         """Cut amaxes and exponents where the codes are cut, and these between blocks."""
-        # More operands count blocks than elements: a mesh axis that cuts both has been given to the blocks.
-        if "blocks" in axes and "col0" not in axes:
-            axes = axes | {"col0": axes["blocks"]}
-        return _blocks.aligned(axes, sizes, mesh_shape, {"col": {"blocks": BLOCK}})
+        return _aligned(axes, sizes, mesh_shape)
 
 
 class _DecodeMoment(_Moment):
@@ -281,9 +182,9 @@ class _DecodeMoment(_Moment):
 
     def reference(self, data, amax, exponent, vmap_dims, spec):
         axis = spec.axis
-        codes = _split(lax.bitcast_convert_type(data, jnp.uint8), axis)
-        values = _decoded(codes, *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
-        return (_join(values, axis, data.shape),)
+        codes = split(lax.bitcast_convert_type(data, jnp.uint8), axis)
+        values = decoded(codes, *(jnp.expand_dims(x, axis) for x in (amax, exponent)))
+        return (join(values, axis, data.shape),)
 
     def cpu(self, data, amax, exponent, vmap_dims, spec):
         rows = [_to_rows(x, spec.axis) for x in (data, amax, exponent)]
@@ -309,31 +210,15 @@ class _EncodeMoment(_Moment):
         # step and the next have in common, which would be more bytes than the moment.
         codes, after = lax.optimization_barrier((lax.bitcast_convert_type(data, jnp.uint8), after))
         old_amax, old_exponent = jnp.expand_dims(amax, axis), jnp.expand_dims(exponent, axis)
-        keep, top, bottom = _block_numbers(_split(codes, axis), old_amax, old_exponent, _split(after, axis), axis)
+        blocks = split(after, axis)
+        keep, top, bottom = changes_and_span(split(codes, axis), old_amax, old_exponent, blocks, axis)
         old, after, keep, top, bottom = lax.optimization_barrier((codes, after, keep, top, bottom))
 
-        # 2. Find k of each block, divide by the amax and take the power.
-        of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
-        power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
-        blocks = _split(after, axis)
-        magnitude = _magnitude(blocks)
-        u = _fraction(magnitude, top)
-        y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
-
-        # 3. Round. Squares that are not zero have at least the smallest code.
-        if not keys:
-            codes = rounded(y, E4M3.dtype)
-        elif squared:
-            codes = _round_square(y, power, _random_bits(keys[0], blocks, axis))
-        else:
-            codes = _round_signed(u, y, power, _random_bits(keys[0], blocks, axis))
-        if squared:
-            codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
-        codes = jnp.where(magnitude < np.inf, codes, _NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0)
-
-        # 4. Keep the bits of blocks that are the same. Select bytes: XLA's CPU compiler may move FP8 through float16.
-        codes = jnp.where(keep, _split(old, axis), codes.astype(jnp.uint8))
-        data = lax.bitcast_convert_type(_join(codes, axis, data.shape), data.dtype)
+        # 2. Encode all blocks, and keep the bits of those that are the same. Select bytes: XLA's CPU compiler may move
+        # FP8 through float16.
+        codes, power = encoded(split(after, axis), top, bottom, keys[0] if keys else None, squared, axis)
+        codes = jnp.where(keep, split(old, axis), codes.astype(jnp.uint8))
+        data = lax.bitcast_convert_type(join(codes, axis, data.shape), data.dtype)
         new = (jnp.where(keep, old_amax, top), jnp.where(keep, old_exponent, power))
         return data, *(jnp.squeeze(x, axis) for x in new)
 
@@ -345,5 +230,88 @@ class _EncodeMoment(_Moment):
         return [_from_rows(x, spec.axis, old.shape) for x, old in zip(new, operands[:3], strict=True)]
 
 
+_ADAM_RESULTS = 7  # of a leaf
+
+
+def _batched(items, count):
+    return [items[i : i + count] for i in range(0, len(items), count)]
+
+
+class _AdamSpec(NamedTuple):
+    """The static part: the axes that blocks cut, counted from the end, and whether parameters are given and stepped."""
+
+    axes: tuple[int, ...]
+    applies: bool
+
+    @property
+    def operands(self) -> int:
+        """The number of operands of a leaf."""
+        return 10 + self.applies
+
+    def units(self, operand_count):
+        each, results = self.operands, _ADAM_RESULTS
+        return [
+            (list(range(each * i, each * (i + 1))), list(range(results * i, results * (i + 1))))
+            for i in range(len(self.axes))
+        ]
+
+    def chosen(self, indices):
+        return _AdamSpec(tuple(self.axes[i] for i in indices), self.applies)
+
+
+class _AdamUpdate(OpOfUnits):
+    name = "adam_update"
+
+    def names(self, *ranks, spec):
+        operands, results = [], []
+        for i, axis in enumerate(spec.axes):
+            elements, blocks = _names(ranks[spec.operands * i], axis, f"leaf{i}_")
+            moment = [elements, blocks, blocks]
+            operands += [elements] * (1 + spec.applies) + 2 * [*moment, blocks] + [(f"{WHOLE}_numbers{i}",)]
+            results += [elements, *moment, *moment]
+        return operands, results
+
+    def dtypes(self, *operands, spec):
+        f32, moment = np.dtype(np.float32), [x.dtype for x in operands[1 + spec.applies :][:3]]
+        return [f32, *moment, *moment] * len(spec.axes)
+
+    def align(self, axes, sizes, mesh_shape, spec):
+        return _aligned(axes, sizes, mesh_shape, "leaf0_")
+
+    def lower(self, ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec):
+        """Lower each leaf by itself on a mesh, which may cut each along other axes."""
+        if _compat.devices_of(ctx) != "mesh" or len(spec.axes) == 1:
+            return super().lower(ctx, operands, platform, native, is_loaded, implementation, vmap_dims, spec)
+        results = []
+        for i, (ins, outs) in enumerate(spec.units(len(operands))):
+            types = [[avals[j] for j in part] for avals, part in ((ctx.avals_in, ins), (ctx.avals_out, outs))]
+            results += super().lower(
+                ctx.replace(avals_in=types[0], avals_out=types[1]),
+                *([operands[j] for j in ins], platform, native, is_loaded, implementation, vmap_dims),
+                spec.chosen([i]),
+            )
+        return results
+
+    def reference(self, *operands, vmap_dims, spec):
+        leaves = zip(spec.axes, _batched(operands, spec.operands), strict=True)
+        return [x for axis, leaf in leaves for x in adam_step(*leaf, axis=axis, vmap_dims=vmap_dims)]
+
+    def cpu(self, *operands, vmap_dims, spec):
+        leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
+        rows, results, aliases = [], [], {}
+        for i, (axis, leaf) in enumerate(leaves):
+            # The parameters, or else the gradients, and both moments are written over.
+            first = len(rows) + spec.applies
+            places = first, *range(first + 1, first + 4), *range(first + 5, first + 8)
+            rows += [_to_rows(x, axis) for x in leaf[:-1]] + [leaf[-1].reshape(-1, ADAM_NUMBERS)]
+            results += [(rows[place].shape, rows[place].dtype) for place in places]
+            aliases |= dict(zip(places, range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)), strict=True))
+        new = _ffi.call("adam_update", results, *rows, aliases=aliases, apply=spec.applies)
+        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *2 * leaf[1 + spec.applies :][:3])]
+        axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
+        return list(map(_from_rows, new, axes, shapes))
+
+
+_adam = _AdamUpdate()
 _decode = _DecodeMoment()
 _encode = _EncodeMoment()

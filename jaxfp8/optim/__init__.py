@@ -1,5 +1,6 @@
 """Optimizer states in FP8: the moments of any optax transformation, at a quarter of their bytes."""
 
+from ._adam import AppliedTransformation as AppliedTransformation, adamw as adamw
 from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
 from ._quantized import (
     QuantizedState as QuantizedState,

@@ -15,8 +15,7 @@ import optax
 from jax import lax
 
 from .._jax import _warnings
-from ..numerics import E4M3
-from ..ops import _moments
+from ..numerics import E4M3, _moments
 from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, decode, encode, encode_changes
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
@@ -84,12 +83,7 @@ def quantized(
     """
     table = MOMENTS | dict(moments or {})
     tx = optax.with_extra_args_support(tx)
-    try:
-        seed = operator.index(seed) % 2**32
-    except TypeError as error:
-        raise TypeError(
-            f"optim.quantized: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0"
-        ) from error
+    seed = to_seed("optim.quantized", seed)
 
     def init(params):
         return quantize_state(tx.init(params), min_size=min_size, moments=moments)
@@ -118,6 +112,16 @@ def quantized(
         return updates, QuantizedState(optax.safe_increment(state.update_count), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def to_seed(function: str, seed: Any) -> int:
+    """Return a seed modulo 2**32; raise a TypeError in the name of `function` if it is no int."""
+    try:
+        return operator.index(seed) % 2**32
+    except TypeError as error:
+        raise TypeError(
+            f"{function}: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0"
+        ) from error
 
 
 def leaf_key(seed: int, step: jax.Array, leaf: int) -> jax.Array:

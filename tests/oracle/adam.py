@@ -5,7 +5,19 @@ import numpy as np
 from oracle import E4M3, F32, bits, moments
 
 LEAST = 2.0**-102
-HYPER = ("b1", "one_less_b1", "b2", "one_less_b2", "unbias_mu", "unbias_nu", "eps_root", "eps", "rate", "decay")
+HYPER = (
+    "b1",
+    "one_less_b1",
+    "b2",
+    "one_less_b2",
+    "unbias_mu",
+    "unbias_nu",
+    "eps_root",
+    "eps",
+    "rate",
+    "decay",
+    "factor",
+)
 
 
 def flushed(x):
@@ -34,12 +46,12 @@ def encoded(x, keys, squared):
 def step(grads, params, mu, nu, mu_keys, nu_keys, hyper):
     """`(out, mu, nu)`: the update, or the next parameters where there are some; moments are (data, amax, exponent).
 
-    `hyper` is f32 `[h, 10]`, each row for `g / h` rows of the others.
+    `hyper` is f32 `[h, 11]`, each row for `g / h` rows of the others.
     """
     hyper = np.repeat(hyper, len(grads) // len(hyper), axis=0) if len(grads) else hyper[:0]
-    b1, one_less_b1, b2, one_less_b2, unbias_mu, unbias_nu, eps_root, eps, rate, decay = hyper.T[..., None]
+    b1, one_less_b1, b2, one_less_b2, unbias_mu, unbias_nu, eps_root, eps, rate, decay, factor = hyper.T[..., None]
     with np.errstate(all="ignore"):
-        g = without_subnormals(grads)
+        g = flushed(without_subnormals(grads) * factor)
         m = flushed(one_less_b1 * g) + flushed(b1 * moments.decode(*mu))
         v = flushed(one_less_b2 * flushed(g * g)) + flushed(b2 * decoded_square(*nu))
         out = flushed(m * unbias_mu / (np.sqrt(v * unbias_nu + eps_root) + eps))

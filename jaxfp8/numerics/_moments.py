@@ -1,0 +1,281 @@
+"""The arithmetic of moments in FP8, in which blocks of elements share an amax and an exponent; and a step of Adam.
+
+`jaxfp8/ops/_moments.py` says what a moment is. Here an axis of elements is two axes: blocks, and the elements of one.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _scaling
+from ._codec import rounded
+from ._formats import E4M3
+
+BLOCK = 128
+_MAX = np.float32(E4M3.max)
+_MAX_INV = np.float32(1 / E4M3.max)
+NAN_CODE = 0x7F
+_INF_CODE = 0xFF  # of squares: a NaN with a sign
+_SMALLEST, _LEAST = np.float32(2.0**-126), np.float32(2.0**-102)  # the smallest normal number; that of a step of Adam
+_NAN_BITS = np.int32(0x7FC00000)
+_MIN_NORMAL_BITS = np.uint32(0x00800000)
+_INF_BITS = np.uint32(0x7F800000)
+_DROPPED_BITS = 20  # of the significand of an f32, in e4m3
+_FRACTION = (1 << _DROPPED_BITS) - 1
+_BIAS = 120  # of the exponents of f32, less that of e4m3
+_SMALLEST_NORMAL = np.float32(2.0**-6)
+# The smallest u that k = 2 and k = 1 allow. Of both signs, 448 u**k is above half of the smallest code: rounding to
+# nearest flushes nothing, and stochastic rounding makes an element at most 2**(1/k) times what it was. Of squares,
+# whose roots divide, it is a normal number, with an error of 2**-4 at most.
+_SIGNED_SPANS = (np.float32(2.0**-9.4), np.float32(2.0**-18.8))
+_SQUARED_SPANS = (np.float32(2.0**-7.4), np.float32(2.0**-14.8))
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """Mix the bits of a u32: a bijection in which each bit of x changes half of the bits of the result.
+
+    The finalizer of MurmurHash3 (Appleby, public domain), from a number that is not its fixed point 0.
+    """
+    x = x + np.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def decoded(codes, amax, exponent):
+    """Return the numbers that codes stand for, with NaN of one bit pattern, and zeros for those that are subnormal.
+
+    CPUs flush a product that is below 2**-126 once it is rounded to 24 bits. GPUs round it as a subnormal number, so
+    the product times 2**24, which is none, tells what to flush.
+
+    Every operation has an operand that differs between the elements of a block: XLA computes what has none in launches
+    of its own. So exponents are compared with the sign of a magnitude, which is 0. `codes` are u8, because GPUs do not
+    keep the sign of a NaN that they convert.
+    """
+    magnitudes = codes & np.uint8(0x7F)
+    exponent = lax.broadcast_in_dim(exponent, codes.shape, range(codes.ndim))
+    zero = lax.bitcast_convert_type(magnitudes >> 7, jnp.int8)
+    fraction = _decoded_fraction(_numbers(magnitudes), exponent, zero)
+    times_2_24 = _scaling.from_bits(_scaling.to_bits(fraction) + (24 << 23)) * amax
+    bits = _scaling.to_bits(jnp.where(times_2_24 < np.float32(2.0**-102), 0, fraction * amax))
+    bits = jnp.where(magnitudes == NAN_CODE, _NAN_BITS, bits)
+    return _scaling.from_bits(bits | (codes & np.uint8(0x80)).astype(jnp.int32) << 24)
+
+
+def _numbers(codes):
+    return lax.bitcast_convert_type(codes, E4M3.dtype).astype(jnp.float32)
+
+
+def _decoded_fraction(codes, exponent, zero=0):
+    """Return the fraction u of the amax that codes without a sign stand for."""
+    power = codes * _MAX_INV
+    return jnp.where(exponent > zero, _scaling.round_sqrt(power), jnp.where(exponent < zero, power * power, power))
+
+
+def changes_and_span(codes, amax, exponent, blocks, axis):
+    """Return of each block, by one reduction: whether it decodes to its bits, its largest and its smallest number."""
+    changed = _scaling.to_bits(decoded(codes, amax, exponent)) ^ _scaling.to_bits(blocks)
+    # The numbers above the largest finite one and below the smallest normal one wrap around, as `span` says.
+    changed, top, bottom = lax.reduce(
+        (changed, *_from_inf_and_from_normal(blocks)),
+        (np.int32(0), *_FIRST),
+        lambda x, y: (x[0] | y[0], *_further(x[1:], y[1:])),
+        (blocks.ndim + axis,),
+    )
+    return jnp.expand_dims(changed == 0, axis), *_to_span(top, bottom, axis)
+
+
+def span(blocks, axis):
+    """Return the largest and the smallest number of each block, by one reduction; 0 and infinity of a block of zeros.
+
+    Unsigned bits of magnitudes sort like the magnitudes. Less the bits of Inf, finite numbers wrap around and are
+    larger than Inf and NaN, which the max so skips; less the bits of the smallest normal number, zeros and subnormal
+    numbers wrap around, which the min so skips.
+    """
+    return _to_span(*lax.reduce(_from_inf_and_from_normal(blocks), _FIRST, _further, (blocks.ndim + axis,)), axis)
+
+
+_FIRST = np.uint32(2**32 - 0x7F800000), _INF_BITS - _MIN_NORMAL_BITS
+
+
+def _from_inf_and_from_normal(blocks):
+    bits = (_scaling.to_bits(blocks) & 0x7FFFFFFF).astype(jnp.uint32)
+    return bits - _INF_BITS, bits - _MIN_NORMAL_BITS
+
+
+def _further(x, y):
+    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
+
+
+def _to_span(top, bottom, axis):
+    top, bottom = (lax.bitcast_convert_type(x, jnp.float32) for x in (top + _INF_BITS, bottom + _MIN_NORMAL_BITS))
+    return tuple(jnp.expand_dims(x, axis) for x in (_magnitude(top), bottom))
+
+
+def encoded(blocks, top, bottom, keys, squared, axis):
+    """Return the codes of all elements, as int32, and the exponents of their blocks.
+
+    Args:
+        blocks: f32, with the elements of a block along `axis`, counted from the end.
+        top, bottom: the `span` of the blocks.
+        keys: u32, one for each block, for random bits; None rounds to nearest.
+        squared: whether the elements are squares.
+    """
+    # 1. Find k of each block, divide by the amax and take the power.
+    of_2, of_1 = _SQUARED_SPANS if squared else _SIGNED_SPANS
+    power = jnp.where(bottom >= top * of_2, 1, jnp.where(bottom >= top * of_1, 0, -1)).astype(jnp.int8)
+    magnitude = _magnitude(blocks)
+    u = _fraction(magnitude, top)
+    y = _MAX * jnp.where(power > 0, u * u, jnp.where(power < 0, _scaling.round_sqrt(u), u))
+
+    # 2. Round. Squares that are not zero have at least the smallest code.
+    if keys is None:
+        codes = rounded(y, E4M3.dtype)
+    elif squared:
+        codes = _round_square(y, power, _random_bits(keys, blocks, axis))
+    else:
+        codes = _round_signed(u, y, power, _random_bits(keys, blocks, axis))
+    if squared:
+        codes = jnp.maximum(codes, (magnitude > 0).astype(jnp.int32))
+    return jnp.where(magnitude < np.inf, codes, NAN_CODE) | jnp.where(jnp.signbit(blocks), 0x80, 0), power
+
+
+def _magnitude(blocks):
+    """Return |x|, with 0 for subnormal numbers.
+
+    The comparison is one of integers: XLA's CPU compiler turns float comparisons with 0 and Inf into tests of bits,
+    which do not flush subnormal numbers.
+    """
+    bits = _scaling.to_bits(blocks) & 0x7FFFFFFF
+    return lax.bitcast_convert_type(jnp.where(bits < _MIN_NORMAL_BITS.astype(np.int32), 0, bits), jnp.float32)
+
+
+def split(x, axis):
+    """Split an axis, counted from the end, into blocks and their elements, with zeros to fill the last block up."""
+    size, place = x.shape[axis], x.ndim + axis
+    width = min(max(size, 1), BLOCK)
+    count = -(-size // width)
+    if missing := count * width - size:
+        x = jnp.pad(x, [(0, missing if i == place else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:place], count, width, *x.shape[place + 1 :])
+
+
+def join(blocks, axis, shape):
+    """Undo `_split` of an array of `shape`."""
+    place = len(shape) + axis
+    size = blocks.shape[place] * blocks.shape[place + 1]
+    return lax.slice_in_dim(blocks.reshape(*shape[:place], size, *shape[place + 1 :]), 0, shape[place], axis=place)
+
+
+def _random_bits(keys, blocks, axis):
+    elements = [1] * blocks.ndim
+    elements[axis] = blocks.shape[axis]
+    return mix(mix(jnp.expand_dims(keys, axis) ^ lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)))
+
+
+def _fraction(magnitude, amax):
+    """Divide by the amax: u in [0, 1], with an error of at most 1.5 ulp."""
+    # The inverse of an amax above 2**126 would be subnormal.
+    unit = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(1))
+    inverse = _scaling.round_quotient(jnp.ones_like(amax), jnp.maximum(amax * unit, np.float32(2.0**-126)))
+    return jnp.minimum(magnitude * unit * inverse, 1)
+
+
+def _fixed_point(y):
+    """Return the code of y in [0, 448] in e4m3, as an integer with 20 bits after the point."""
+    multiple = (y * np.float32(512 << _DROPPED_BITS)).astype(jnp.int32)
+    return jnp.where(y < _SMALLEST_NORMAL, multiple, _scaling.to_bits(y) - (_BIAS << 23))
+
+
+def _round_signed(u, y, exponent, random_bits):
+    """Return the code, as an integer, of a neighbour of y = 448 u**k in e4m3, so that u keeps its mean.
+
+    With the fractions that the neighbours decode to, the probability of the code above is
+
+        (u - below) / (above - below)
+
+    No product is added to anything here: compilers would round the two at once on some platforms.
+    """
+    code = _fixed_point(y) >> _DROPPED_BITS
+    # Above the largest code is NaN, which is never taken.
+    below, above = (_decoded_fraction(_numbers(c.astype(jnp.uint8)), exponent) for c in (code, code + 1))
+    draw = (random_bits >> 8).astype(jnp.int32).astype(u.dtype) * np.float32(2.0**-24)
+    return code + (draw * (above - below) < u - below).astype(jnp.int32)
+
+
+def _round_square(y, exponent, random_bits):
+    """Return the code, as an integer, of a neighbour of y in [0, 448] in e4m3, so that x**(1/4) keeps its mean.
+
+    With f of the gap below y, the probability of the code above is f + f (1 - f) c (15 - m) / 2**15, where m are the
+    three bits of the code's significand and c is 68, 102 or 119 for k = 1/2, 1 or 2. The gap is 1 / (8 + m) of y, for
+    which (15 - m) / 120 stands. To second order in it x**(1/4), a power a = 1 / (4 k) of y, keeps its mean with
+
+        f + f (1 - f) (1 - a) / (2 (8 + m))
+
+    The moving average adds up what rounding changes. Where x**p keeps its mean, an error of relative variance s in the
+    root of x makes the mean of its inverse, and so the step of an optimizer, larger by (2 p - 1/2) s: by 0 for p = 1/4.
+    """
+    # 1. Write y as a code with 20 bits after the point.
+    fixed_point = _fixed_point(y)
+    code, fraction = fixed_point >> _DROPPED_BITS, fixed_point & _FRACTION
+
+    # 2. Find the probability of the code above, in 20 bits: the product of fractions has 40.
+    product = (fraction * ((_FRACTION + 1 - fraction) >> 9)) >> 11
+    c = jnp.where(exponent > 0, 119, jnp.where(exponent < 0, 68, 102))
+    probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
+
+    # 3. Round up with that probability.
+    return code + ((probability + (random_bits & _FRACTION).astype(jnp.int32)) >> _DROPPED_BITS)
+
+
+# A step of Adam -------------------------------------------------------------------------------------------------------
+
+
+def adam_step(grads, *operands, axis, vmap_dims):
+    """Take the step of one leaf, as `jaxfp8.ops._moments.adam_update` says.
+
+    It reads its operands twice: for the numbers of blocks, and for the codes. The barriers keep XLA from storing what
+    both have in common, which would be more bytes than the moments. Between a product and a sum is always a selection:
+    compilers would round the two at once on some platforms.
+    """
+    *params, mu, mu_amax, mu_exponent, mu_keys, nu, nu_amax, nu_exponent, nu_keys, numbers = operands
+    broadcast = (*numbers.shape[:vmap_dims], *[1] * (grads.ndim + 1 - vmap_dims), 11)
+    b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = jnp.unstack(
+        numbers.reshape(broadcast), axis=-1
+    )
+    scales = [jnp.expand_dims(x, axis) for x in (mu_amax, mu_exponent, nu_amax, nu_exponent)]
+    mu, nu = (lax.bitcast_convert_type(x, jnp.uint8) for x in (mu, nu))
+
+    def moments(grads, mu, nu):
+        grads, mu_codes, nu_codes = (split(x, axis) for x in (grads, mu, nu))
+        g = _above(_above(grads, _SMALLEST) * factor)
+        before = decoded(nu_codes, *scales[2:])
+        before = jnp.where(nu_codes == np.uint8(_INF_CODE), np.float32(np.inf), before)
+        mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *scales[:2]))
+        return mean, _above(one_less_b2 * _above(g * g)) + _above(b2 * before)
+
+    # 1. Find the largest and the smallest number of each block.
+    once = lax.optimization_barrier((grads, mu, nu))
+    spans = [span(x, axis) for x in moments(*once)]
+    twice, spans = lax.optimization_barrier((once, spans))
+
+    # 2. Compute the update and the codes.
+    m, v = moments(*twice)
+    out = _above(m * c1 / (jnp.sqrt(_above(v * c2) + eps_root) + eps))
+    if params:
+        p = _above(split(params[0], axis), _SMALLEST)
+        out = _above(p - _above(rate * (out + _above(decay * p))), _SMALLEST)
+    results = [join(out, axis, grads.shape)]
+    for x, (top, bottom), keys, squared in ((m, spans[0], mu_keys, False), (v, spans[1], nu_keys, True)):
+        codes, exponent = encoded(x, top, bottom, keys, squared, axis)
+        codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
+        codes = jnp.where(x == np.inf, _INF_CODE, codes) if squared else codes
+        data = lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3.dtype)
+        results += [join(data, axis, grads.shape), *(jnp.squeeze(number, axis) for number in (top, exponent))]
+    return results
+
+
+def _above(x, least=_LEAST):
+    """Return 0 in place of what is below `least`."""
+    return jnp.where(jnp.abs(x) < least, np.float32(0), x)

@@ -1,0 +1,176 @@
+"""adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from ..ops import _moments as ops
+from ._moments import block_axis
+from ._quantized import QuantizedState, block_keys, is_moment, leaf_key, quantize_state, to_seed
+
+# Leaves of up to this number of elements share a launch.
+_SMALL = 2**20
+
+
+class AppliedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also write the next parameters itself.
+
+    Attributes:
+        apply: `(grads, state, params) -> (params, state)`: `update` and `optax.apply_updates` in one pass.
+    """
+
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __new__(cls, init, update, apply):
+        """Make the transformation; optax unpacks it as a pair."""
+        transformation = super().__new__(cls, init, update)
+        transformation.apply = apply
+        return transformation
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    eps_root: ArrayLike = 0.0,
+    weight_decay: ArrayLike = 1e-4,
+    mask: Any = None,
+    *,
+    max_norm: ArrayLike | None = None,
+    min_size: int = 4096,
+    seed: int = 0,
+) -> AppliedTransformation:
+    """Make AdamW with moments in FP8: `quantized(optax.adamw(...))` with one op that does all of a step.
+
+        tx = jaxfp8.optim.adamw(1e-3, max_norm=1.0)
+        opt_state = tx.init(params)
+        params, opt_state = tx.apply(grads, opt_state, params)
+
+    The op decodes moments, averages, divides and encodes: no moment is in memory in f32. `apply` also writes the next
+    parameters, so that a step moves 16.4 bytes a parameter; float32 Adam moves 28, and `update` with
+    `optax.apply_updates` 24.4. `update` is that of any transformation, for `optax.chain` and everything that takes one.
+
+        m = (1 - b1) g + b1 m
+        v = (1 - b2) g**2 + b2 v
+        p = p - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay p)
+
+    Averages are f32 whatever the dtype of a parameter, with 0 in place of products below 2**-102. Moments of less than
+    `min_size` elements stay as optax keeps them, and are stepped by optax.
+
+    Args:
+        learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. A learning rate may be a function of
+            the number of steps so far.
+        mask: a tree of bools, or a function from parameters to one, which says what `weight_decay` decays.
+        max_norm: gradients whose global norm is larger are scaled to this norm first, as by
+            `optax.clip_by_global_norm`, in the same pass; in a chain, clipped gradients would be written and read.
+        min_size: the number of elements from which on a moment is quantized.
+        seed: an int, modulo 2**32 the seed of the random bits that round moments.
+
+    Returns:
+        The transformation; its state is the `QuantizedState` of an `optax.ScaleByAdamState`.
+
+    Raises:
+        TypeError: `seed` is no int.
+        ValueError: in `update`, `params` is None although there is a weight decay.
+    """
+    small = optax.scale_by_adam(b1, b2, eps, eps_root)
+    seed = to_seed("optim.adamw", seed)
+
+    def init(params):
+        return quantize_state(small.init(params), min_size=min_size)
+
+    def numbers(count, rate, decay, factor):
+        """Return the numbers of a step as `ops.adam_update` takes them; `count` is that of this step."""
+        one, t = jnp.float32(1), count.astype(jnp.float32)
+        averages = (x for b in (b1, b2) for x in (b, one - b))
+        unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
+        return jnp.stack(
+            [jnp.asarray(x, jnp.float32) for x in (*averages, *unbias, eps_root, eps, rate, decay, factor)]
+        )
+
+    def step(grads, state, params, applies):
+        """Return the updates, or with `applies` the next parameters, and the next state."""
+        # 1. Bring the leaves of all trees together.
+        grads, treedef = jax.tree.flatten(grads)
+        params = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        moments = [treedef.flatten_up_to(tree) for tree in (state.inner.mu, state.inner.nu)]
+        decays = [weight_decay] * len(grads) if mask is None else _decays(mask, treedef, params, weight_decay)
+        count = optax.safe_increment(state.inner.count)
+        rate = learning_rate(state.inner.count) if callable(learning_rate) else learning_rate
+        factor = _clip_factor(grads, max_norm)
+
+        # 2. Let optax step the leaves whose moments are not in FP8.
+        plain = [i for i, mu in enumerate(moments[0]) if not is_moment(mu)]
+        plain_state = optax.ScaleByAdamState(state.inner.count, *([tree[i] for i in plain] for tree in moments))
+        clipped = [grads[i] if max_norm is None else (grads[i] * factor).astype(grads[i].dtype) for i in plain]
+        updates, plain_state = small.update(clipped, plain_state)
+        results = dict(zip(plain, zip(updates, plain_state.mu, plain_state.nu, strict=True), strict=True))
+
+        # 3. Step the others by one op for a large leaf, or for several small ones; of float32 parameters up to the end.
+        written = {i for i in range(len(grads)) if applies and i not in results and params[i].dtype == jnp.float32}
+        for group in _groups([i for i in range(len(grads)) if i not in results], grads, written):
+            leaves = []
+            for i in group:
+                mu, nu = (tuple(jax.tree.leaves(tree[i])) for tree in moments)
+                # The leaves of the state are numbered: the count, all of mu, all of nu.
+                keys = (
+                    block_keys(leaf_key(seed, state.update_count, 1 + i + n), grads[i].shape) for n in (0, len(grads))
+                )
+                rest = numbers(count, rate, decays[i], factor)
+                param = params[i] if i in written else None
+                leaves.append(ops.AdamLeaf(grads[i].astype(jnp.float32), param, mu, next(keys), nu, next(keys), rest))
+            stepped = ops.adam_update(leaves, [block_axis(grads[i].shape) for i in group])
+            for i, (out, *new) in zip(group, stepped, strict=True):
+                kinds = (jax.tree.structure(tree[i]) for tree in moments)
+                results[i] = out, *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True))
+
+        # 4. Decay and scale what is an update yet.
+        outs, mu, nu = ([results[i][part] for i in range(len(grads))] for part in range(3))
+        for i, grad in enumerate(grads):
+            if i not in written:
+                decay = 0 if params[i] is None else decays[i] * params[i]
+                update = (-rate * (outs[i] + decay)).astype(grad.dtype)
+                outs[i] = jnp.asarray(params[i] + update, params[i].dtype) if applies else update
+        inner = optax.ScaleByAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
+        return treedef.unflatten(outs), QuantizedState(optax.safe_increment(state.update_count), inner)
+
+    def update(grads, state, params=None, **extra_args):
+        del extra_args
+        if params is None and not (isinstance(weight_decay, (int, float)) and weight_decay == 0):
+            raise ValueError(
+                "optim.adamw: update: params: expected the parameters that weight_decay decays, got None; pass them: "
+                "tx.update(grads, opt_state, params)"
+            )
+        return step(grads, state, params, applies=False)
+
+    def apply(grads, state, params):
+        return step(grads, state, params, applies=True)
+
+    return AppliedTransformation(init, update, apply)
+
+
+def _decays(mask, treedef, params, weight_decay):
+    """Return the weight decay of each leaf."""
+    mask = mask(treedef.unflatten(params)) if callable(mask) else mask
+    return [jnp.where(x, weight_decay, 0) for x in jax.tree.leaves(jax.tree.broadcast(mask, treedef.unflatten(params)))]
+
+
+def _clip_factor(grads, max_norm):
+    """Return the factor that brings the global norm of the gradients down to `max_norm`."""
+    if max_norm is None:
+        return jnp.float32(1)
+    norm = optax.tree.norm([grad.astype(jnp.float32) for grad in grads])
+    return jnp.where(norm < max_norm, jnp.float32(1), max_norm / norm)
+
+
+def _groups(indices, grads, written):
+    """Divide leaves among calls of the op: a large leaf alone, and small leaves of a kind together."""
+    groups = {}
+    for i in indices:
+        groups.setdefault((i in written, i if grads[i].size > _SMALL else None), []).append(i)
+    return groups.values()
