@@ -38,13 +38,16 @@ JAXFP8_HD float Power(float u, int exponent) {
   return exponent > 0 ? Product(u, u) : exponent < 0 ? Root(u) : u;
 }
 
-// The fraction of the amax that a code in [0, 0x7f) stands for. On CPUs 0x7f gives NaN, on GPUs a number.
+// The fraction of the amax that a code in [0, 0x7f) stands for. 0x7f gives a number too.
 JAXFP8_HD float DecodeFraction(uint32_t code, int exponent) {
 #if defined(__CUDA_ARCH__)
   // Times 2^-120 a code is a float of the same bits, also a subnormal one: GPUs do not flush it.
   return Power(__fmul_rn(BitsToFloat(code << kDropped), 0x1p120f / kMomentMax), -exponent);
 #else
-  return Power(Decode<E4M3>(static_cast<uint8_t>(code)) * (1 / kMomentMax), -exponent);
+  // In 32 bits throughout, which compilers vectorise. With an exponent one higher a subnormal code is off by 2^-6.
+  const bool is_subnormal = code < 8;
+  const float value = BitsToFloat((code << kDropped) + (is_subnormal ? 121u << 23 : 120u << 23));
+  return Power((value - (is_subnormal ? 0x1p-6f : 0.0f)) * (1 / kMomentMax), -exponent);
 #endif
 }
 

@@ -21,8 +21,9 @@ constexpr int32_t kSmallestNormal = kSmallestNormalBits, kInfinity = kInfBits;
 
 template <int kExponent>
 float DecodeElement(uint8_t code, float amax) {
-  const float magnitude = DecodeFraction(code & 0x7f, kExponent) * amax;
-  return BitsToFloat(FloatToBits(magnitude) ^ static_cast<uint32_t>(code & 0x80) << 24);
+  const uint32_t magnitude = code & 0x7fu;
+  const uint32_t bits = FloatToBits(DecodeFraction(magnitude, kExponent) * amax);
+  return BitsToFloat((magnitude == E4M3::kNanCode ? 0x7fc00000u : bits) | (code & 0x80u) << 24);
 }
 
 template <int kExponent>
