@@ -167,6 +167,27 @@ def _encode_moment(kind, rng):
     return function, (data, amax, exponent, after, keys)
 
 
+def _adam_update(kind, rng):
+    # Two leaves in one call, with or without parameters.
+    applies, leaves = kind.turn((False, True)), []
+    for _ in range(2):
+        (_, mu), (_, (data, *scales)) = _decode_moment(kind, rng), _decode_moment(kind, rng)
+        squares = data.view(np.uint8) & 0x7F
+        grads, params = (numbers(rng, kind.shape, _F32, hard=kind.hard) for _ in range(2))
+        keys, nu_keys = (rng.integers(0, 2**32, mu[1].shape, np.uint32) for _ in range(2))
+        hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
+        nu = squares.view(data.dtype), *scales
+        leaves.append(_moments.AdamLeaf(grads, params if applies else None, mu, keys, nu, nu_keys, hyper))
+
+    arguments, treedef = jax.tree.flatten(leaves)
+
+    def function(*arguments):
+        stepped = _moments.adam_update(treedef.unflatten(arguments), [1, 1])
+        return [out for out, *_ in stepped] + [x for _, *moments in stepped for x in jax.tree.leaves(moments)]
+
+    return function, arguments
+
+
 def _amax_to_scale(kind, rng):
     function = jax.vmap(lambda amax, scale_inv: ops.amax_to_scale(amax, scale_inv, fp8_max=kind.form.max))
     return function, [_history(kind, rng), _history(kind, rng)]
@@ -285,7 +306,8 @@ def _wide(x, factor=1.0):
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
-    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize, _decode_moment, _encode_moment),
+    *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
+    *(_adam_update, _decode_moment, _encode_moment),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import oracle
-from oracle import blocks as oracle_blocks, moments as oracle_moments
+from oracle import adam as oracle_adam, blocks as oracle_blocks, moments as oracle_moments
 
 from .targets import ATTRIBUTES, F32, Call, fault, quantizers, with_groups
 
@@ -29,6 +29,8 @@ def _attributes_are_good(call: Call) -> bool:
         return repr(given) == repr(ATTRIBUTES[call.op])  # the table has the sizes of these alone
     if call.op == "encode_moment":
         return set(given) == {"squared"} and isinstance(given["squared"], np.bool_)
+    if call.target == "adam_update":
+        return repr(given) == repr(ATTRIBUTES[call.op])
     if call.op not in ("delayed_scales", "read_histories"):
         return not given
     names = {"numerators"} if call.op == "read_histories" else {"numerators", "most_recent"}
@@ -112,6 +114,15 @@ def _encode_moment(data, amax, exponent, after, keys, results, squared):
     return list(oracle_moments.encode(data, amax, exponent, after, keys, squared))
 
 
+def _adam_update(grads, *operands, results, apply):
+    *params, mu, mu_amax, mu_exponent, mu_keys, nu, nu_amax, nu_exponent, nu_keys, hyper = operands
+    mu, nu = (mu, mu_amax, mu_exponent), (nu, nu_amax, nu_exponent)
+    if not (np.isfinite(mu_amax).all() and np.isfinite(nu_amax).all()):  # as every amax is
+        return [None] * 7
+    out, mu, nu = oracle_adam.step(grads, params[0] if params else None, mu, nu, mu_keys, nu_keys, hyper)
+    return [None if np.isnan(out).any() else out, *mu, *nu]  # a NaN has the bits of its platform
+
+
 def _amax_to_scale(amax, stored, results, numerator):
     return list(oracle.scale_pair(amax, stored, numerator))
 
@@ -155,7 +166,7 @@ _ANSWERS = {
             _dequantize,
             _amax_to_scale,
         ),
-        *(_decode_moment, _encode_moment, _delayed_scales, _read_histories, _write_histories),
+        *(_adam_update, _decode_moment, _encode_moment, _delayed_scales, _read_histories, _write_histories),
     )
 }
 

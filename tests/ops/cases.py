@@ -31,6 +31,7 @@ EMPTY_MATRIX_SHAPES = ((0, 5), (5, 0), (0, 0))
 
 # The custom calls of the CPU, and those of CUDA, under the names that programs carry.
 TARGETS = {
+    "adam_update": "jaxfp8_adam_update_v1",
     "amax": "jaxfp8_amax_v1",
     "amax_to_scale": "jaxfp8_amax_to_scale_v1",
     "decode_moment": "jaxfp8_decode_moment_v1",

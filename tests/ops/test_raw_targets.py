@@ -26,7 +26,14 @@ EVERYWHERE = pytest.mark.parametrize(
 # One template of common/ffi checks the buffers of both modules, and the CPU gets every bad call: two of each buffer
 # show that the handler of CUDA calls it.
 IN_COMMON = {"amax", "amax_to_scale", "delayed_scales", "dequantize", "quantize", "quantize_transpose"}
-IN_COMMON |= {"encode_moment", "read_histories", "transpose_blocks", "write_histories"}
+IN_COMMON |= {
+    "adam_update",
+    "adam_update, no params",
+    "encode_moment",
+    "read_histories",
+    "transpose_blocks",
+    "write_histories",
+}
 # What ones give: 48 products of ones and two ones, 160 and 6 products; gelu(1) is 0.841, next to the code 0.8125, and
 # the amax so far is 1; the gradient of relu is 1, in each of 3 rows; a row of ones is 0 / 0 when it is centered.
 ANSWERS = {

@@ -1,0 +1,142 @@
+"""adam_update: bitwise against the oracle, of several leaves, along any axis, under vmap and on meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from oracle import adam
+
+from jaxfp8.ops import _moments
+
+from . import test_moments as moments
+
+APPLIES = pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
+
+
+def step_numbers(rng, rows=1, eps_root=1e-12):
+    """The numbers of steps of some lengths, with and without clipping."""
+    b1, b2 = rng.choice([0.5, 0.9, 0.95], rows), rng.choice([0.9, 0.99, 0.999], rows)
+    t = rng.integers(1, 30, rows)
+    columns = b1, 1 - b1, b2, 1 - b2, 1 / (1 - b1**t), 1 / (1 - b2**t), eps_root, 1e-8, 1e-3, 0.1
+    return np.stack([*np.broadcast_arrays(*columns), rng.choice([1, 0.37], rows)], axis=-1).astype(np.float32)
+
+
+def make_leaf(rng, shape, applies):
+    """A leaf of any numbers and codes; the blocks of a moment have one of three exponents."""
+    mu, nu = moments.moment(rng, shape), moments.moment(rng, shape)
+    # Most squares have no sign; a NaN with one is infinity.
+    signed = oracle.bits(nu[0]) & np.where(rng.random(shape) < 0.1, 0xFF, 0x7F).astype(np.uint8)
+    signed = np.where((signed > 0x80) & (signed < 0xFF), signed & 0x7F, signed).astype(np.uint8)
+    mu_keys, nu_keys = (rng.integers(0, 2**32, mu[1].shape, np.uint32) for _ in range(2))
+    grads, params = (moments.numbers(rng, shape) for _ in range(2))
+    nu = signed.view(nu[0].dtype), *nu[1:]
+    return _moments.AdamLeaf(grads, params if applies else None, mu, mu_keys, nu, nu_keys, step_numbers(rng)[0])
+
+
+def expected(leaf, numbers=None):
+    numbers = leaf.numbers[None] if numbers is None else numbers
+    return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, leaf.mu_keys, leaf.nu_keys, numbers)
+
+
+def assert_same(got, right, what=""):
+    out, exact = np.asarray(got[0]), right[0]
+    nan = np.isnan(exact)
+    np.testing.assert_array_equal(np.isnan(out), nan, f"{what} result")
+    oracle.assert_bitwise(np.where(nan, 0, out), np.where(nan, 0, exact).astype(np.float32), f"{what} result")
+    for name, values, exact in zip(("mu", "nu"), got[1:], right[1:], strict=True):
+        moments.assert_same(values, exact, f"{what} {name}:")
+
+
+@APPLIES
+@pytest.mark.parametrize("shape", moments.SHAPES, ids=str)
+def test_values(implementation, shape, applies):
+    rng = np.random.default_rng(shape[1])
+    for _ in range(3):
+        leaf = make_leaf(rng, shape, applies)
+        assert_same(jax.jit(lambda x: _moments.adam_update([x], [1]))(leaf)[0], expected(leaf))
+
+
+@APPLIES
+def test_leaves_share_a_call(implementation, applies):
+    """More leaves than one call takes; each has numbers and keys of its own. One is empty."""
+    rng = np.random.default_rng(2)
+    shapes = [(int(rows), int(n)) for rows, n in rng.integers(1, 300, (_moments.MAX_LEAVES + 3, 2))] + [(0, 5)]
+    leaves = [make_leaf(rng, shape, applies) for shape in shapes]
+    run = jax.jit(lambda x: _moments.adam_update(x, [1] * len(x)))
+    for i, (got, leaf) in enumerate(zip(run(leaves), leaves, strict=True)):
+        assert_same(got, expected(leaf), f"leaf {i}:")
+    if implementation == "ffi":
+        assert run.lower(leaves).as_text().count("@jaxfp8_adam_update_v1") == 2
+
+
+@APPLIES
+def test_in_place(implementation, applies):
+    """Donated arrays are written over; others stay."""
+    rng = np.random.default_rng(0)
+    leaf = make_leaf(rng, (128, 1000), applies)
+    given, exact = jax.tree.map(jnp.array, leaf), expected(leaf)
+    for donated in (None, 0):
+        assert_same(jax.jit(lambda x: _moments.adam_update([x], [1]), donate_argnums=donated)(given)[0], exact)
+        if donated is None:
+            jax.tree.map(lambda x, y: oracle.assert_bitwise(x, y, "operand"), given, leaf)
+
+
+def test_axes_and_vmap(implementation):
+    """Blocks along any axis, and of each member of a batch, are those of rows; a batch may have numbers of its own."""
+    rng = np.random.default_rng(1)
+    rows = make_leaf(rng, (12, 300), True)
+    numbers = step_numbers(rng, 3)
+
+    def move(x, place):
+        return np.moveaxis(np.reshape(x, (3, 4, -1)), -1, place)
+
+    for axis in range(3):
+        cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim == 2 else x, rows)
+        right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows))
+        assert_same(_moments.adam_update([cube], [axis])[0], right, f"axis {axis}:")
+        for batch in {0, 1, 2} - {axis}:
+
+            def run(leaf, lone, a=axis - (batch < axis)):
+                return _moments.adam_update([leaf, lone], [a, 1])
+
+            # The second leaf is not batched: it is stepped once.
+            axes = jax.tree.map(lambda x, b=batch: b if x.ndim == 3 else None, cube)
+            got, lone = jax.vmap(run, (axes, None), [batch, None])(cube, rows)
+            assert_same(got, right, f"axis {axis}, batch {batch}:")
+            assert_same(lone, expected(rows), "not batched:")
+        if axis:
+            axes = jax.tree.map(lambda x: 0, cube)
+            got = jax.vmap(lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], axes)(
+                cube._replace(numbers=numbers)
+            )
+            right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows, numbers))
+            assert_same(got, right, f"axis {axis}, numbers for each:")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", moments.SPECS, ids=str)
+@pytest.mark.parametrize("n", [1024, 384, 200])
+def test_meshes(n, spec, kind):
+    """The bits of one device, also of a leaf in the same call that lies otherwise; whole blocks are not gathered."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    rng = np.random.default_rng(n)
+    leaves = [make_leaf(rng, (16, n), True), make_leaf(rng, (8, 256), True)]
+
+    def shards(entry):
+        return int(np.prod([mesh.shape[name] for name in entry or ()]))
+
+    def put(x, spec):
+        divisible = (entry if size % shards(entry) == 0 else None for size, entry in zip(x.shape, spec, strict=False))
+        return jax.device_put(x, NamedSharding(mesh, P(*divisible)))
+
+    with jax.set_mesh(mesh):
+        operands = [
+            jax.tree.map(lambda x, s=s: put(x, s), leaf) for leaf, s in zip(leaves, (spec, P("y")), strict=True)
+        ]
+        program = jax.jit(lambda x: _moments.adam_update(x, [1, 1])).lower(operands).compile()
+        results = program(operands)
+    for got, leaf in zip(results, leaves, strict=True):
+        assert_same(got, expected(leaf))
+    assert ("all-gather(" in program.as_text()) == (n % (128 * shards(spec[1])) != 0 and shards(spec[1]) > 1)
