@@ -8,6 +8,7 @@ import optax
 from flax import core, linen as nn
 from flax.training import train_state
 
+from ..optim import AppliedTransformation
 from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
 from ..train import _steps, apply_with_max_grad, max_grad
 
@@ -24,7 +25,8 @@ class TrainState(train_state.TrainState):
     other collections. Of a variables dict `tx` sees the collection `params` only, and `opt_state` is that of Flax;
     quantizer state becomes `jaxfp8.update_state(old, gradient)`; every other collection stays as it is. With
     `optax.MultiSteps` in `tx` the state of the mini-steps combines by max, is kept in `opt_state` and stored in the
-    step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was.
+    step that MultiSteps takes. A step that `optax.apply_if_finite` rejects leaves the state as it was. A `tx` that can
+    write the next parameters itself, such as `jaxfp8.optim.adamw`, does so.
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
@@ -49,8 +51,12 @@ class TrainState(train_state.TrainState):
         inner = _steps.inner(self.opt_state)
         advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
         with _steps.naming_state("linen.TrainState: apply_gradients", self.tx, params, inner, advice):
-            updates, opt_state = self.tx.update(params_gradient, inner, params)
-        changed = {"params": optax.apply_updates(params, updates)}
+            if isinstance(self.tx, AppliedTransformation):
+                updates, (params, opt_state) = (), self.tx.apply(params_gradient, inner, params)
+            else:
+                updates, opt_state = self.tx.update(params_gradient, inner, params)
+                params = optax.apply_updates(params, updates)
+        changed = {"params": params}
         if OVERWRITE_WITH_GRADIENT in self.params and OVERWRITE_WITH_GRADIENT in grads:
             old, new = ({OVERWRITE_WITH_GRADIENT: tree[OVERWRITE_WITH_GRADIENT]} for tree in (self.params, grads))
             state, opt_state = _steps.finish(old, new, self.opt_state, opt_state, updates)

@@ -1,0 +1,267 @@
+"""adamw: codes and parameters of its steps, beside the oracle, `quantized(optax.adamw)` and optax."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equality import assert_same_bits
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from oracle import adam
+
+import jaxfp8
+from jaxfp8 import optim
+
+from . import cases, oracle
+
+pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
+DECAY = dict(weight_decay=0.1)
+
+
+def steps(tx, variables, count, apply):
+    """The parameters and the state after some steps."""
+    if not apply:
+        return cases.train(tx, variables, count)
+    state, step = tx.init(variables), jax.jit(tx.apply)
+    for i in range(count):
+        variables, state = step(cases.grads(i), state, variables)
+    return variables, state
+
+
+def of_oracle(shape, axis, grads, params, mu, nu, step, numbers, seed=0):
+    """A step of one leaf, of whose moments the numbers in the state are 1 and 2."""
+    keys = [oracle.keys(seed, step, leaf, shape, axis) for leaf in (1, 2)]
+
+    def function(g, p, *moments):
+        m, n, k = moments[:3], moments[3:6], moments[6:]
+        out, mu, nu = adam.step(g, p, m, n, *k, np.float32([numbers]))
+        return out, *mu, *nu
+
+    out, *both = oracle.on_rows(function, axis, shape, grads, params, *mu, *nu, *keys)
+    return out, tuple(both[:3]), tuple(both[3:])
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
+def test_steps_are_those_of_the_oracle(shape):
+    """Parameters and moments to the bit, of gradients that are clipped: b1**t is 0.5**t, which is exact."""
+    axis, b1, b2 = cases.SHAPES[shape], 0.5, 0.75
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=shape).astype(np.float32)
+    tx = optim.adamw(2.0**-7, b1, b2, 1e-8, 1e-12, weight_decay=0.25, seed=3, min_size=1)
+    state = tx.init(jnp.asarray(params))
+    mu, nu = (tuple(map(np.asarray, moment)) for moment in (state.inner.mu, state.inner.nu))
+    got = jnp.asarray(params)
+    # Half of the rows have gradients of one size, the others of all sizes: blocks have several exponents.
+    spread = np.expand_dims(np.arange(shape[0]) < shape[0] // 2, tuple(range(1, len(shape))))
+    for t in range(1, 4):
+        grads = rng.choice([-1, 1], shape) * np.float32(2.0) ** (spread * rng.uniform(-20, 20, shape))
+        grads = grads.astype(np.float32)
+        got, state = jax.jit(tx.apply)(jnp.asarray(grads), state, got)
+        one = np.float32(1)
+        numbers = [b1, 1 - b1, b2, 1 - b2, one / (one - b1**t), one / (one - b2**t), 1e-12, 1e-8, 2.0**-7, 0.25, 1]
+        params, mu, nu = of_oracle(shape, axis, grads, params, mu, nu, t - 1, np.float32(numbers), seed=3)
+        np.testing.assert_array_equal(got, params, f"parameters after step {t}")
+        assert_same_bits(tuple(state.inner.mu), mu)
+        assert_same_bits(tuple(state.inner.nu), nu)
+    assert len(np.unique(np.append(mu[2], nu[2]))) > 1
+
+
+def test_apply_is_update_and_apply_updates():
+    """States are the same to the bit; a sum of two roundings is 2 ulp of the larger term from that of other two."""
+    tx = optim.adamw(1e-2, **DECAY)
+    (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, apply) for apply in (False, True))
+    assert_same_bits(cases.moments(a_state), cases.moments(b_state))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
+    assert a_state.update_count == b_state.update_count == a_state.inner.count == 3
+
+
+def test_it_is_quantized_adamw():
+    """With its random bits. Products and sums in XLA may be rounded at once, by which few codes are others."""
+    fused, whole = optim.adamw(1e-2, **DECAY), optim.quantized(optax.adamw(1e-2, **DECAY))
+    (a, a_state), (b, b_state) = (steps(tx, cases.params(), 3, False) for tx in (fused, whole))
+    pairs = list(zip(cases.moments(a_state), cases.moments(b_state), strict=True))
+    same = [np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) for x, y in pairs]
+    assert min(same) > 0.999
+    other = cases.moments(steps(optim.adamw(1e-2, **DECAY, seed=1), cases.params(), 3, False)[1])
+    pairs = zip(cases.moments(a_state), other, strict=True)
+    assert min(np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) for x, y in pairs) < 0.9
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)  # a step is 1e-2, of which a code's neighbour has 0.3
+
+
+@pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_max_norm_clips_as_optax(max_norm, apply):
+    """By a factor in place of a quotient and a product: gradients differ by 2 ulp, their codes hardly."""
+    clip, rest = optax.clip_by_global_norm(max_norm), optim.adamw(1e-2, **DECAY)
+    a, a_state = steps(optax.chain(clip, rest), cases.params(), 2, False)
+    b, b_state = steps(optim.adamw(1e-2, **DECAY, max_norm=max_norm), cases.params(), 2, apply)
+    for x, y in zip(cases.moments(a_state), cases.moments(b_state), strict=True):
+        assert np.mean(np.asarray(x.data).view(np.uint8) == np.asarray(y.data).view(np.uint8)) > 0.999
+        np.testing.assert_allclose(x.amax, y.amax, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3)
+    # The control: the norm is that of all gradients, and not of each leaf.
+    amax = max(float(x.amax.max()) for x in cases.moments(b_state))
+    assert (amax < 0.05) == (max_norm == 0.5)
+
+
+def test_masks_schedules_and_traced_numbers():
+    """What decays is what `mask` says; a learning rate may be a schedule or a traced number."""
+    params = cases.params()
+    masks = {"tree": lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)}
+    masks |= {
+        "values": masks["tree"](params),
+        "prefix": {"dense": True, "odd": False, "layers": True, "embedding": True},
+    }
+
+    def schedule(count):
+        return jnp.where(count < 1, 1e-2, 3e-3)
+
+    for name, mask in masks.items():
+        got, expected = (
+            steps(make(schedule, weight_decay=0.5, mask=mask), params, 3, apply)
+            for make, apply in ((optim.adamw, True), (optax.adamw, False))
+        )
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got[0]), jax.tree.leaves(expected[0]), strict=True):
+            # The decay moves a parameter of size 1 by 8e-3; an update is off by 3 parts in 10.
+            np.testing.assert_allclose(x, y, rtol=0, atol=5e-3, err_msg=f"{name}{jax.tree_util.keystr(path)}")
+
+    @jax.jit
+    def step(rate, grads, state, params):
+        return optim.adamw(rate, **DECAY).apply(grads, state, params)
+
+    state = optim.adamw(0.0).init(params)
+    got, expected = (
+        step(1e-2, cases.grads(0), state, params),
+        jax.jit(optim.adamw(1e-2, **DECAY).apply)(cases.grads(0), state, params),
+    )
+    assert_same_bits(cases.moments(got[1]), cases.moments(expected[1]))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got[0], expected[0])
+
+
+def test_dtypes_of_parameters_and_gradients():
+    """Moments of bfloat16 parameters are averaged in float32: a step of b2 = 0.999 is not lost."""
+    params = {"a": jnp.ones((64, 128), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)}
+    grads = jax.tree.map(lambda x: 0.5 * x, params)
+    tx = optim.adamw(1e-2, **DECAY)
+    state = tx.init(params)
+    updates, _ = jax.jit(tx.update)(grads, state, params)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    after = params
+    for _ in range(300):
+        after, state = jax.jit(tx.apply)(grads, state, after)
+    assert {x.dtype for x in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
+    nu = optim.dequantize_state(state).nu["a"]
+    # Each rounding keeps the mean of the fourth root, with an error of 3 % at most; 8192 elements are averaged.
+    np.testing.assert_allclose(nu.mean(), 0.25 * (1 - 0.999**300), rtol=0.02)
+
+
+def test_an_ensemble_has_numbers_and_codes_of_its_members():
+    rng = np.random.default_rng(0)
+    params = {"a": jnp.asarray(rng.normal(size=(3, 64, 130)), jnp.float32), "b": jnp.asarray(rng.normal(size=(3, 5)))}
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    rates = jnp.float32([1e-2, 1e-3, 1e-4])
+
+    def step(rate, grads, state, params):
+        return optim.adamw(rate, **DECAY).apply(grads, state, params)
+
+    state = jax.vmap(optim.adamw(0.0).init)(params)
+    state = state._replace(inner=state.inner._replace(count=jnp.arange(3, dtype=jnp.int32)))
+    got = jax.jit(jax.vmap(step))(rates, params, state, params)
+    for i in range(3):
+        of_member = jax.tree.map(lambda x, i=i: x[i], (rates, params, state, params))
+        member = jax.jit(step)(*of_member)
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], got[1].inner.nu["a"]), member[1].inner.nu["a"])
+        np.testing.assert_allclose(got[0]["a"][i], member[0]["a"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
+    """Parameters cut along rows, with whole blocks on each device; one is on all."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    rng = np.random.default_rng(0)
+    shapes, specs = {"a": (64, 256), "b": (16, 3, 130), "c": (70, 70)}, {"a": P("d"), "b": P("d"), "c": P()}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    tx = optim.adamw(1e-2, **DECAY)
+    lone = jax.jit(tx.apply)(params, tx.init(params), params)
+    cut = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    shardings = optim.shardings(jax.eval_shape(tx.init, cut), cut)
+    state = jax.jit(tx.init, out_shardings=shardings)(cut)
+    program = jax.jit(tx.apply).lower(cut, state, cut).compile()
+    got = program(cut, state, cut)
+    assert_same_bits(jax.device_get(cases.moments(got[1])), jax.device_get(cases.moments(lone[1])))
+    jax.tree.map(np.testing.assert_array_equal, got[0], lone[0])
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", program.as_text())
+    assert got[1].inner.mu["a"].data.sharding.spec[0] == "d"
+
+
+def test_train_state_writes_parameters_in_one_pass():
+    """Of a model with FP8 layers: its state is stored, and no update is an array of the program."""
+    model = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral)
+    x = jax.random.normal(jax.random.key(0), (16, 128))
+    variables = model.init(jax.random.key(1), x)
+
+    @jax.jit
+    def step(train):
+        def loss_fn(variables):
+            return jnp.mean(train.apply_fn(variables, x) ** 2)
+
+        return train.apply_gradients(grads=jax.grad(loss_fn)(train.params))
+
+    losses = {}
+    for name, tx in {"fused": optim.adamw(1e-2), "optax": optax.adamw(1e-2)}.items():
+        train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=tx)
+        text = step.lower(train).as_text()
+        assert len(re.findall(r"adam_update_v1.*apply = true", text)) == (name == "fused")
+        for _ in range(10):
+            train = step(train)
+        losses[name] = float(jnp.mean(train.apply_fn(train.params, x) ** 2))
+        history = train.params["_overwrite_with_gradient"]["Fp8DotGeneral_0"]["input_amax_history"]
+        assert (history[0] > 0).all()
+    assert losses["fused"] == pytest.approx(losses["optax"], rel=0.05)
+
+
+def test_nnx():
+    model = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
+    optimizer = jaxfp8.nnx.Optimizer(model, optim.adamw(1e-2), wrt=nnx.Param)
+    x = jnp.ones((4, 128))
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    first = step(model, optimizer)
+    for _ in range(5):
+        last = step(model, optimizer)
+    assert last < 0.9 * first
+
+
+def test_state_converts():
+    """A float32 state becomes one in FP8 and goes on; the reverse."""
+    params, tx = cases.params(), optim.adamw(1e-2)
+    plain = optax.scale_by_adam()
+    _, plain_state = plain.update(cases.grads(0), plain.init(params), params)
+    state = optim.quantize_state(plain_state)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    _, state = jax.jit(tx.apply)(cases.grads(1), state, params)
+    assert state.inner.count == 2
+    assert jax.tree.structure(optim.dequantize_state(state)) == jax.tree.structure(plain_state)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'"):
+        optim.adamw(1e-3, seed="0")
+    params, tx = cases.params(), optim.adamw(1e-3)
+    with pytest.raises(ValueError, match=r"optim.adamw: update: params: expected the parameters .*tx.update\(grads"):
+        tx.update(params, tx.init(params))
+    tx = optim.adamw(1e-3, weight_decay=0.0)
+    tx.update(params, tx.init(params))
