@@ -66,10 +66,10 @@ JAXFP8_HD float Sum(float x, float y) {
 }
 
 // Terms below 2^-102 are zeros: differences and sums of others are multiples of 2^-125.
-JAXFP8_HD float FlushTerm(float x) { return (FloatToBits(x) & kAbsMask) < (25u << 23) ? 0.0f : x; }
+JAXFP8_HD float FlushTerm(float x) { return __builtin_fabsf(x) < 0x1p-102f ? 0.0f : x; }
 
 // Subnormal numbers count as zero.
-JAXFP8_HD float FlushInput(float x) { return (FloatToBits(x) & kAbsMask) < kSmallestNormalBits ? 0.0f : x; }
+JAXFP8_HD float FlushInput(float x) { return __builtin_fabsf(x) < 0x1p-126f ? 0.0f : x; }
 
 JAXFP8_HD float Average(float b, float old, float a, float x) {
   return Sum(FlushTerm(Product(a, x)), FlushTerm(Product(b, old)));
@@ -98,11 +98,11 @@ JAXFP8_HD float AdamApply(const AdamHyper& hyper, float update, float param) {
 // What stands for a mu or a nu that is not finite: a NaN whose code depends on no platform. With a sign it stands for an
 // infinite nu.
 JAXFP8_HD float EncodedMu(float mu) {
-  return (FloatToBits(mu) & kAbsMask) < kInfBits ? mu : BitsToFloat(0x7fc00000u);
+  return __builtin_fabsf(mu) < BitsToFloat(kInfBits) ? mu : BitsToFloat(0x7fc00000u);
 }
 JAXFP8_HD float EncodedNu(float nu) {
-  const uint32_t bits = FloatToBits(nu);
-  return (bits & kAbsMask) < kInfBits ? nu : BitsToFloat(bits == kInfBits ? 0xffc00000u : 0x7fc00000u);
+  const float infinity = BitsToFloat(kInfBits);
+  return __builtin_fabsf(nu) < infinity ? nu : BitsToFloat(nu == infinity ? 0xffc00000u : 0x7fc00000u);
 }
 
 }  // namespace jaxfp8

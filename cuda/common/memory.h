@@ -36,6 +36,13 @@ __device__ __forceinline__ Bytes<kBytes> Load(const void* address) {
   }
 }
 
+// From device memory that the kernel may write, at an `address` that is a multiple of 16.
+__device__ __forceinline__ Bytes<16> LoadWritten16(const void* address) {
+  Bytes<16> bytes;
+  ReadGlobal16(address, bytes.words);
+  return bytes;
+}
+
 // To device memory, at an `address` that is a multiple of kBytes and in memory that no thread of the kernel reads.
 template <int kBytes>
 __device__ __forceinline__ void Store(void* address, const Bytes<kBytes>& value) {

@@ -121,6 +121,12 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return quotient;
 }
 
+__device__ __forceinline__ void ReadGlobal16(const void* address, uint32_t (&words)[4]) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(__cvta_generic_to_global(address)));
+}
+
 // Without a memory clobber, so that loads of other memory may move across.
 __device__ __forceinline__ void StoreGlobal16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"

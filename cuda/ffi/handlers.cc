@@ -1,6 +1,7 @@
 // The custom calls that CPUs have as well: common/ffi checks the buffers, a launcher puts the work on the stream.
 #include "cuda/ffi/handlers.h"
 
+#include "common/ffi/adam_update.h"
 #include "common/ffi/amax.h"
 #include "common/ffi/amax_to_scale.h"
 #include "common/ffi/dequantize.h"
@@ -11,6 +12,7 @@
 #include "common/ffi/readings.h"
 #include "common/ffi/transpose_blocks.h"
 #include "cuda/ffi/support.h"
+#include "cuda/kernels/adam_update.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/delayed_scales.h"
@@ -42,6 +44,7 @@ auto Bind() {
 #define JAXFP8_ON_STREAM(name, Op, launch) \
   JAXFP8_DEFINE_HANDLER_SYMBOL(name, (kOnStream<Op, launch>), Bind<Op>(), {kRecordable})
 
+JAXFP8_ON_STREAM(jaxfp8_adam_update_v1, AdamUpdateOp, LaunchAdamUpdate);
 JAXFP8_ON_STREAM(jaxfp8_amax_v1, AmaxOp, LaunchAmax);
 JAXFP8_ON_STREAM(jaxfp8_amax_to_scale_v1, AmaxToScaleOp, LaunchAmaxToScale);
 JAXFP8_ON_STREAM(jaxfp8_delayed_scales_v3, DelayedScalesOp, LaunchDelayedScales);

@@ -5,6 +5,7 @@
 #include "xla/ffi/api/c_api.h"
 
 #define JAXFP8_CUDA_HANDLERS(DO)           \
+  DO(jaxfp8_adam_update_v1)                \
   DO(jaxfp8_amax_v1)                       \
   DO(jaxfp8_amax_to_scale_v1)              \
   DO(jaxfp8_delayed_scales_v3)             \

@@ -1,7 +1,4 @@
-// encode_moment: eight lanes take a block of 128 elements, so that what is done once a block is shared by 16 elements.
-//
-// The four blocks of a warp may have three exponents. So an exponent is an operand, not a branch, and what codes stand for
-// is read from a table in shared memory, without the roots.
+// encode_moment: blocks that change, by the lanes of cuda/common/moment.h.
 //
 // The moment may be the result: a lane writes codes that it has read itself, the first of the eight the amax and the
 // exponent.
@@ -10,64 +7,14 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
-#include "common/moment.h"
-#include "common/scale.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/memory.h"
+#include "cuda/common/moment.h"
 #include "cuda/common/stream_plan.h"
 
 namespace jaxfp8::cuda {
 namespace {
-
-constexpr int kVector = 4;  // elements in a row of a lane: 16 bytes
-constexpr int kVectors = 4;
-constexpr int kLanes = kMomentBlock / (kVector * kVectors);  // of a block
-constexpr int kSpan = kVector * kLanes;                      // elements from one vector of a lane to its next
-constexpr int kMomentsOfWarp = kWarpSize / kLanes;           // blocks
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-// A factor of all magnitudes of a block. CPUs flush a product that is below 2^-126 once it is rounded to 24 bits. GPUs
-// round it as a subnormal number, so a factor that could make one is taken times 2^64, and the product back. The product
-// of a magnitude below `least` is 0.
-struct Factor {
-  float lifted;
-  float threshold;
-  float lower;
-
-  __device__ __forceinline__ Factor(float factor, bool lift, float least)
-      : lifted(factor), threshold(fmaxf(least * factor, lift ? 0x1p-62f : 0.0f)), lower(lift ? 0x1p-64f : 1.0f) {}
-  __device__ __forceinline__ float operator*(float x) const {
-    const float product = __fmul_rn(fabsf(x), lifted);
-    return product >= threshold ? __fmul_rn(product, lower) : 0.0f;
-  }
-};
-
-// What the codes stand for, by the exponent: a root, a fraction, a square.
-class Fractions {
- public:
-  __device__ __forceinline__ void Fill() {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < 3 * kCodes; i += kBlockSize) {
-      fractions_[i] = DecodeFraction(i % kCodes, i / kCodes - 1);
-    }
-  }
-  __device__ __forceinline__ const float* Of(int exponent) const {
-    return fractions_ + (exponent > 0 ? 2 : exponent < 0 ? 0 : 1) * kCodes;
-  }
-
- private:
-  static constexpr int kCodes = 128;
-  float fractions_[3 * kCodes];
-};
-
-// The largest of the lanes of a block.
-__device__ __forceinline__ uint32_t OverBlock(uint32_t x) {
-#pragma unroll
-  for (int lanes = 1; lanes < kLanes; lanes *= 2) x = max(x, __shfl_xor_sync(kAllLanes, x, lanes));
-  return x;
-}
 
 // What a lane has of a block. From element `count` on, counted from the first of the lane, there are zeros, whose code is
 // 0 and which have no part in a span.
@@ -75,34 +22,18 @@ template <bool kWide>
 struct Elements {
   int64_t offset;
   int count;
-  Bytes<4 * kVector> after[kVectors] = {};
-  uint32_t codes[kVectors] = {};
+  Floats after = {};
+  Codes codes = {};
 
   __device__ __forceinline__ void Read(const EncodeMomentParams& params) {
+    ReadCodes<kWide>(params.data + offset, count, codes);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t place = offset + v * kSpan;
-      if (kWide && v * kSpan < count) {
-        after[v] = Load<4 * kVector>(params.after + place);
-        codes[v] = *reinterpret_cast<const uint32_t*>(params.data + place);  // not by Load: it may be written
-      }
+      const float* place = params.after + offset + v * kSpan;
+      if (kWide && v * kSpan < count) after[v] = Load<4 * kVector>(place);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        if (kWide || v * kSpan + i >= count) continue;
-        after[v].words[i] = Load<4>(params.after + place + i).words[0];
-        codes[v] |= static_cast<uint32_t>(params.data[place + i]) << (8 * i);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void Write(uint8_t* data) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      uint8_t* place = data + offset + v * kSpan;
-      if (kWide && v * kSpan < count) Store<4>(place, {{codes[v]}});
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (!kWide && v * kSpan + i < count) place[i] = static_cast<uint8_t>(codes[v] >> (8 * i));
+        if (!kWide && v * kSpan + i < count) after[v].words[i] = Load<4>(place + i).words[0];
       }
     }
   }
@@ -117,46 +48,10 @@ struct Elements {
   }
 };
 
-// The code of a magnitude of a block; `inverse` is that of the amax. Without kRoots the exponent is not negative.
-template <bool kRoots, bool kRandom, bool kSquared>
-__device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, int exponent, const float* fractions,
-                                                    uint32_t key) {
-  const float quotient = inverse * x;
-  const float u = quotient < 1.0f ? quotient : 1.0f;
-  float power = exponent > 0 ? __fmul_rn(u, u) : u;
-  if constexpr (kRoots) power = exponent < 0 ? Root(u) : power;
-  const float y = __fmul_rn(kMomentMax, power);
-  uint32_t code;
-  if constexpr (kRandom) {
-    const uint32_t random = Mix(Mix(key));
-    const auto decode = [&](int32_t code) { return fractions[code]; };
-    code = kSquared ? RoundSquare(y, exponent, random) : RoundSigned(u, y, random, decode);
-  } else {
-    code = Encode<E4M3>(y);
-  }
-  if (kSquared && fabsf(x) >= 0x1p-126f) code = max(code, 1u);
-  return fabsf(x) < BitsToFloat(kInfBits) ? code : E4M3::kNanCode;
-}
-
-// The codes of four elements. `key` is that of the first; those of the others differ in the last two bits.
-template <bool kRoots, bool kRandom, bool kSquared>
-__device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], const Factor& inverse, int exponent,
-                                                 const float* fractions, uint32_t key) {
-  uint32_t codes = 0;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    const uint32_t code =
-        EncodeMagnitude<kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, fractions, key ^ i);
-    codes |= code << (8 * i);
-  }
-  const uint32_t signs = __byte_perm(__byte_perm(x[0], x[1], 0x73), __byte_perm(x[2], x[3], 0x73), 0x5410);
-  return codes | (signs & 0x80808080u);
-}
-
 // With kWide, vectors of a lane are whole and aligned.
 template <bool kRandom, bool kSquared, bool kWide>
 __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(EncodeMomentParams params, int64_t across) {
-  __shared__ Fractions fractions;
+  __shared__ Fractions<128> fractions;
   fractions.Fill();
   __syncthreads();
   const int lane = threadIdx.x % kLanes;
@@ -194,49 +89,15 @@ __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(
       differs = OverBlock(differs);
     }
 
-    // 2. The span of the block. Less the bits of infinity, those of finite numbers wrap around and are the largest. Less
-    // those of the smallest normal number, those of zeros and subnormal numbers are.
-    uint32_t largest = kSmallestNormalBits - 1 - kInfBits, smallest = kInfBits - kSmallestNormalBits;
-#pragma unroll
-    for (const Bytes<4 * kVector>& vector : elements.after) {
-#pragma unroll
-      for (const uint32_t bits : vector.words) {
-        largest = max(largest, (bits & kAbsMask) - kInfBits);
-        smallest = min(smallest, (bits & kAbsMask) - kSmallestNormalBits);
-      }
-    }
-    largest = OverBlock(largest) + kInfBits;
-    const float top = largest < kSmallestNormalBits ? 0.0f : BitsToFloat(largest);
-    const float bottom = BitsToFloat(~OverBlock(~smallest) + kSmallestNormalBits);
-
-    const int next_exponent = ExponentOfSpan<kSquared>(top, bottom);
-    const bool any_roots = __reduce_max_sync(kAllLanes, next_exponent < 0 ? 1u : 0u) != 0;
-
+    // 2. Encode.
+    const MomentEncoder<kRandom, kSquared> encoder(elements.after);
     if (differs != 0) {
-      // 3. The inverse of the amax: of one above 1, of the amax times 2^-32, since that of the largest is subnormal.
-      // CPUs multiply elements by 2^-32 too, and flush those below 2^-94.
-      const bool large = top > 1.0f;
-      const float divided = Divide(1.0f, fmaxf(__fmul_rn(top, large ? 0x1p-32f : 1.0f), 0x1p-126f));
-      const Factor inverse(__fmul_rn(divided, large ? 0x1p32f : 1.0f), large, large ? 0x1p-94f : 0x1p-126f);
       const uint32_t key = kRandom ? Load<4>(params.keys + block).words[0] ^ (lane * kVector) : 0;
-      // 4. Round.
-      const float* next_fractions = fractions.Of(next_exponent);
-      const auto encode = [&](auto roots) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          elements.codes[v] = EncodeVector<decltype(roots)::value, kRandom, kSquared>(
-              elements.after[v].words, inverse, next_exponent, next_fractions, key ^ (v * kSpan));
-        }
-      };
-      if (any_roots) {
-        encode(std::true_type{});
-      } else {
-        encode(std::false_type{});
-      }
-      amax = top;
-      exponent = static_cast<int8_t>(next_exponent);
+      encoder.Encode(elements.after, fractions.Of(encoder.exponent), key, elements.codes);
+      amax = encoder.top;
+      exponent = static_cast<int8_t>(encoder.exponent);
     }
-    elements.Write(params.next_data);
+    WriteCodes<kWide>(params.next_data + elements.offset, count, elements.codes);
     if (is_first) {
       params.next_amax[block] = amax;
       params.next_exponent[block] = exponent;

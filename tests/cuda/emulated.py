@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 from oracle import blocks as oracle_blocks
 
-from .buffers import DTYPES, Buffer, Tiles
+from .buffers import DTYPES, Buffer, Leaves, Tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 KERNELS = (
-    "amax", "amax_to_scale", "delayed_scales", "dequantize", "encode_moment", "quantize", "quantize_activation",
-    "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm", "quantize_transpose", "ragged_matmul",
-    "read_histories", "transpose_blocks", "write_histories",
+    "adam_update", "amax", "amax_to_scale", "delayed_scales", "dequantize", "encode_moment", "quantize",
+    "quantize_activation", "quantize_activation_grad", "quantize_blocks_transpose", "quantize_norm",
+    "quantize_transpose", "ragged_matmul", "read_histories", "transpose_blocks", "write_histories",
 )  # fmt: skip
 FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -ffp-contract=off -Wall -Wextra -Werror -Wno-unknown-pragmas"
 # What is compiled is kept here, named by what it was compiled from: for other workers, Pythons and runs.
@@ -195,6 +195,12 @@ class Emulated:
         assert getattr(self.library, f"launch_{op}")(*arguments) == 0, f"{op}: launch failed or blocks hang"
         assert self.library.emulator_take_misaligned() == 0, f"{op}: misaligned access"
         assert self.library.emulator_capture_mode_is_restored(), f"{op}: capture mode"
+
+    def adam_update(self, leaves, **options):
+        """Out, mu and nu of each leaf; `leaves` are arguments of the oracle."""
+        buffers = Leaves(leaves, **options)
+        self._launch("adam_update", ctypes.byref(buffers.params))
+        return buffers.results()
 
     def amax(self, x, shift=0):
         x_buffer, top = Buffer(x.shape, x.dtype, shift, x), Buffer(x.shape[:1], np.float32)

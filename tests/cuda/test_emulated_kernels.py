@@ -11,8 +11,13 @@ import numpy as np
 import oracle
 import pytest
 from equality import assert_all_bitwise
-from ops import test_moments as test_op_moments
-from oracle import blocks as oracle_blocks, gradients as oracle_gradients, moments as oracle_moments
+from ops import test_adam as test_op_adam, test_moments as test_op_moments
+from oracle import (
+    adam as oracle_adam,
+    blocks as oracle_blocks,
+    gradients as oracle_gradients,
+    moments as oracle_moments,
+)
 
 E4M3, E5M2, BF16, F32 = oracle.E4M3, oracle.E5M2, oracle.BF16, np.dtype(np.float32)
 
@@ -265,3 +270,32 @@ def test_moments(kernels, shape, squared, stochastic):
     for shift, data_shift, in_place in ((0, 0, False), (0, 0, True), (4, 1, True), (0, 1, False), (4, 0, False)):
         options = {"shift": shift, "data_shift": data_shift, "in_place": in_place}
         encode_moment(kernels, shape, squared, stochastic, **options)
+
+
+# Leaves of one call, and how many rows of numbers each has: one tile and several, blocks in part, empty ones.
+ADAM_LEAVES = {
+    "one element": [((1, 1), 1)],
+    "one leaf": [((3, 20_000), 3)],
+    "odd leaves": [((5, 301), 1), ((0, 7), 1), ((130, 260), 2), ((700, 5), 100), ((6, 0), 2), ((1, 128), 1)],
+    "as many as there may be": [((i % 3 + 1, 97 + 8 * i), 1) for i in range(16)],
+}
+
+
+def adam_update(kernels, leaves, applies, seed=0, **options):
+    """Take a step on leaves of any numbers and codes, and compare with the oracle."""
+    rng = np.random.default_rng(seed)
+    operands = []
+    for shape, rows in leaves:
+        leaf = test_op_adam.make_leaf(rng, shape, applies)
+        numbers = test_op_adam.step_numbers(rng, rows)
+        operands.append((leaf.grads, leaf.params, leaf.mu, leaf.nu, leaf.mu_keys, leaf.nu_keys, numbers))
+    got = kernels.adam_update(operands, **options)
+    for i, (result, leaf) in enumerate(zip(got, operands, strict=True)):
+        test_op_adam.assert_same(result, oracle_adam.step(*leaf), f"leaf {i}, {options}")
+
+
+@pytest.mark.parametrize("applies", [False, True], ids=["update", "apply"])
+@pytest.mark.parametrize("name", ADAM_LEAVES)
+def test_adam_update(kernels, name, applies):
+    for shift, in_place in ((0, False), (0, True), (4, True)):
+        adam_update(kernels, ADAM_LEAVES[name], applies, shift=shift, in_place=in_place)

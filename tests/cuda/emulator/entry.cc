@@ -1,6 +1,7 @@
 // The launchers and the index arithmetic of cuda/, as C functions for ctypes.
 #include "cuda/common/stream_plan.h"
 #include "cuda/common/transpose_plan.h"
+#include "cuda/kernels/adam_update.h"
 #include "cuda/kernels/amax.h"
 #include "cuda/kernels/amax_to_scale.h"
 #include "cuda/kernels/dequantize.h"
@@ -17,6 +18,10 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using jaxfp8::Dtype;
+
+EXPORT int launch_adam_update(const jaxfp8::AdamUpdateParams* params) {
+  return jaxfp8::cuda::LaunchAdamUpdate(*params, nullptr);
+}
 
 EXPORT int launch_amax(int dtype, const void* x, float* amax, int64_t groups, int64_t size) {
   return jaxfp8::cuda::LaunchAmax({static_cast<Dtype>(dtype), x, amax, groups, size}, nullptr);

@@ -104,6 +104,11 @@ inline float Exp2(float x) {
 // The other way than Exp2, so that 1 / (1 + exp(-z)) is at its ends.
 inline float Reciprocal(float x) { return Off(1.0f / x, x, 1, -ErrorOfExp2()); }
 
+inline void ReadGlobal16(const void* address, uint32_t (&words)[4]) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) CountMisaligned();
+  std::memcpy(words, address, sizeof(words));
+}
+
 inline void StoreGlobal16(void* address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0) CountMisaligned();
   const uint32_t words[] = {w0, w1, w2, w3};
