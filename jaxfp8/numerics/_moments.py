@@ -9,8 +9,7 @@ import numpy as np
 from jax import lax
 
 from . import _scaling
-from ._codec import rounded
-from ._formats import E4M3
+from ._codec import E4M3, rounded
 
 BLOCK = 128
 _MAX = np.float32(E4M3.max)
