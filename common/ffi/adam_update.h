@@ -1,6 +1,7 @@
 // jaxfp8_adam_update_v1: of 1 to 16 leaves, one after the other, grads f32 [g, n]; with `apply` params f32 [g, n]; the
-// two moments, each data e4m3 [g, n], amax f32 [g, ceil(n / 128)], exponent s8 and keys u32 of the shape of amax; hyper
-// f32 [h, 11], of which each row is for g / h rows -> of each leaf out f32 [g, n]; data, amax and exponent of the moments.
+// two moments, each data e4m3 [g, n], amax f32 [g, ceil(n / 128)] and exponent s8 of the shape of amax; hyper f32 [h, 11],
+// of which each row is for g / h rows; then of all leaves the keys of both moments, u32 [2 g ceil(n / 128) + ...]
+// -> of each leaf out f32 [g, n]; data, amax and exponent of the moments.
 #ifndef JAXFP8_COMMON_FFI_ADAM_UPDATE_H_
 #define JAXFP8_COMMON_FFI_ADAM_UPDATE_H_
 
@@ -27,16 +28,18 @@ struct AdamUpdateOp {
   }
 
   static ffi::Error ToParams(ffi::RemainingArgs operands, ffi::RemainingRets results, bool apply, Params* params) {
-    const int64_t of_leaf = apply ? 11 : 10, count = static_cast<int64_t>(results.size()) / kResults;
+    const int64_t of_leaf = apply ? 9 : 8, count = static_cast<int64_t>(results.size()) / kResults;
     if (count < 1 || count > kMaxLeaves || static_cast<int64_t>(results.size()) != count * kResults ||
-        static_cast<int64_t>(operands.size()) != count * of_leaf) {
+        static_cast<int64_t>(operands.size()) != count * of_leaf + 1) {
       return ffi::Error::InvalidArgument(
           std::string(kName) + ": expected " + std::to_string(of_leaf) + " operands and " + std::to_string(kResults) +
-          " results for each of 1 to " + std::to_string(kMaxLeaves) + " leaves, got " +
+          " results for each of 1 to " + std::to_string(kMaxLeaves) + " leaves, and keys, got " +
           std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) + " results");
     }
     params->count = count;
     params->apply = apply;
+    const ffi::AnyBuffer keys = *operands.get<ffi::AnyBuffer>(operands.size() - 1);
+    int64_t key_count = 0;
     for (int64_t i = 0; i < count; ++i) {
       const std::string leaf = " " + std::to_string(i);
       int64_t operand = i * of_leaf, result = i * kResults;
@@ -61,23 +64,30 @@ struct AdamUpdateOp {
         const std::string moment = is_nu ? "nu" : "mu";
         AdamMoment& to_moment = is_nu ? to.nu : to.mu;
         const ffi::AnyBuffer data = next_operand(), amax = next_operand(), exponent = next_operand();
-        const ffi::AnyBuffer keys = next_operand();
         JAXFP8_RETURN_IF_ERROR(CheckMoment(moment, leaf, data, amax, exponent, grads));
-        const std::string keys_name = moment + " keys" + leaf;
-        const Operand keys_operand{kName, keys_name.c_str(), keys};
-        JAXFP8_RETURN_IF_ERROR(CheckDtype(keys_operand, {ffi::DataType::U32}));
-        JAXFP8_RETURN_IF_ERROR(CheckShape(keys_operand, amax.dimensions()));
         const ffi::AnyBuffer next_data = next_result(), next_amax = next_result(), next_exponent = next_result();
         JAXFP8_RETURN_IF_ERROR(CheckMoment("next " + moment, leaf, next_data, next_amax, next_exponent, grads));
-        to_moment = {Data<const uint8_t>(data),     Data<const float>(amax), Data<const int8_t>(exponent),
-                     Data<const uint32_t>(keys),    Data<uint8_t>(next_data), Data<float>(next_amax),
-                     Data<int8_t>(next_exponent)};
+        // The keys are added below, when it is known that there are as many.
+        to_moment = {Data<const uint8_t>(data), Data<const float>(amax),  Data<const int8_t>(exponent),  nullptr,
+                     Data<uint8_t>(next_data),  Data<float>(next_amax), Data<int8_t>(next_exponent)};
+        key_count += static_cast<int64_t>(amax.element_count());
       }
       const ffi::AnyBuffer hyper = next_operand();
       JAXFP8_RETURN_IF_ERROR(CheckHyper("hyper" + leaf, hyper, to.rows));
       to.hyper = Data<const float>(hyper);
       const int64_t hypers = hyper.dimensions()[0];
       to.rows_per_hyper = hypers == 0 || to.rows == 0 ? 1 : to.rows / hypers;
+    }
+    const Operand keys_operand{kName, "keys", keys};
+    JAXFP8_RETURN_IF_ERROR(CheckDtype(keys_operand, {ffi::DataType::U32}));
+    JAXFP8_RETURN_IF_ERROR(CheckShape(keys_operand, {key_count}));
+    const uint32_t* next_keys = Data<const uint32_t>(keys);
+    for (int64_t i = 0; i < count; ++i) {
+      AdamLeaf& leaf = params->leaves[i];
+      const int64_t blocks = leaf.rows * (leaf.n / kMomentBlock + (leaf.n % kMomentBlock != 0));
+      leaf.mu.keys = next_keys;
+      leaf.nu.keys = next_keys + blocks;
+      next_keys += 2 * blocks;
     }
     return ffi::Error::Success();
   }

@@ -298,15 +298,21 @@ class _AdamUpdate(OpOfUnits):
 
     def cpu(self, *operands, vmap_dims, spec):
         leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
-        rows, results, aliases = [], [], {}
-        for i, (axis, leaf) in enumerate(leaves):
+        rows, keys, results, aliases = [], [], [], {}
+        for i, (axis, (*leaf, numbers)) in enumerate(leaves):
             # The parameters, or else the gradients, and both moments are written over.
             first = len(rows) + spec.applies
-            places = first, *range(first + 1, first + 4), *range(first + 5, first + 8)
-            rows += [_to_rows(x, axis) for x in leaf[:-1]] + [leaf[-1].reshape(-1, ADAM_NUMBERS)]
+            *moments, nu_keys = leaf[1 + spec.applies :]
+            mu_keys = moments.pop(3)
+            # The keys of all leaves are one operand: XLA computes them in one launch.
+            keys += [_to_rows(x, axis).reshape(-1) for x in (mu_keys, nu_keys)]
+            rows += [_to_rows(x, axis) for x in (*leaf[: 1 + spec.applies], *moments)]
+            places = range(first, first + _ADAM_RESULTS)
             results += [(rows[place].shape, rows[place].dtype) for place in places]
             aliases |= dict(zip(places, range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)), strict=True))
-        new = _ffi.call("adam_update", results, *rows, aliases=aliases, apply=spec.applies)
+            rows.append(numbers.reshape(-1, ADAM_NUMBERS))
+        operands = *rows, jnp.concatenate(keys)
+        new = _ffi.call("adam_update", results, *operands, aliases=aliases, apply=spec.applies)
         shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *2 * leaf[1 + spec.applies :][:3])]
         axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
         return list(map(_from_rows, new, axes, shapes))

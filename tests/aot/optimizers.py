@@ -17,22 +17,31 @@ from jaxfp8.ops import _ffi
 
 from . import count, programs
 
-ONE, FOUR = [(8192, 8192)], [(4096, 4096)] * 3 + [(2048, 8192)]
-ADAMW, LION = optax.adamw(1e-3), optax.lion(1e-3)
-# name -> the transformation, the shapes of the kernels
+ONE, FOUR, SMALL = [(8192, 8192)], [(4096, 4096)] * 3 + [(2048, 8192)], [(512, 1024)] * 32
+ADAMW, LION, FUSED = optax.adamw(1e-3), optax.lion(1e-3), optim.adamw(1e-3)
+# name -> the transformation, the shapes of the kernels. `apply` writes the parameters of those that can.
 PROGRAMS = {
     "float32": (ADAMW, ONE),
     "fp8": (optim.quantized(ADAMW), ONE),
     "fp8, four leaves": (optim.quantized(ADAMW), FOUR),
+    "adamw, update": (FUSED, ONE),
+    "adamw, apply": (FUSED, ONE),
+    "adamw, apply, clipped": (optim.adamw(1e-3, max_norm=1.0), ONE),
+    "float32, clipped": (optax.chain(optax.clip_by_global_norm(1.0), ADAMW), ONE),
+    "adamw, apply, four leaves": (FUSED, FOUR),
+    "adamw, apply, 32 small leaves": (FUSED, SMALL),
+    "float32, 32 small leaves": (ADAMW, SMALL),
     "lion, float32": (LION, ONE),
     "lion, fp8": (optim.quantized(LION), ONE),
 }
 
 
-def report(tx, shapes) -> dict:
-    """What is in the program of one update."""
+def report(name, tx, shapes) -> dict:
+    """What is in the program of one update. Gradients are temporary in a step, so they may be written over."""
 
     def update(params, opt_state, grads):
+        if "apply" in name:
+            return tx.apply(grads, opt_state, params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
@@ -50,4 +59,4 @@ def report(tx, shapes) -> dict:
 
 if __name__ == "__main__":
     _ffi.cuda_architectures = list  # nothing runs here: the build may have code for one GPU alone
-    print(json.dumps({name: report(*program) for name, program in PROGRAMS.items()}))
+    print(json.dumps({name: report(name, *program) for name, program in PROGRAMS.items()}))

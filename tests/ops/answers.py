@@ -115,7 +115,8 @@ def _encode_moment(data, amax, exponent, after, keys, results, squared):
 
 
 def _adam_update(grads, *operands, results, apply):
-    *params, mu, mu_amax, mu_exponent, mu_keys, nu, nu_amax, nu_exponent, nu_keys, hyper = operands
+    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, hyper, keys = operands
+    mu_keys, nu_keys = keys.reshape(2, *mu_amax.shape)
     mu, nu = (mu, mu_amax, mu_exponent), (nu, nu_amax, nu_exponent)
     if not (np.isfinite(mu_amax).all() and np.isfinite(nu_amax).all()):  # as every amax is
         return [None] * 7

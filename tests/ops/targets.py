@@ -5,6 +5,7 @@ CPU handlers, emulated CUDA handlers, the fuzzer and the sanitizers all read thi
 
 import dataclasses
 import itertools
+import math
 import re
 
 import numpy as np
@@ -19,11 +20,11 @@ KINDS |= {"e4m3": (E4M3,), "s8": (np.dtype(np.int8),), "u32": (np.dtype(np.uint3
 
 # `name dtypes[sides]` for each buffer, as in common/README.md. A dtype `=data` is that of the buffer `data`; `1|g` is
 # one side or another and `0/g n` one shape or another, of which a good call has the last; an upper-case side is not 0;
-# `*` are any sides, `?` is any side, `g%` any divisor of g; a `g?` of 1 may be left out, in all buffers of a call or in
-# none; `name?` may be absent; buffers with `#` are there once for each of k quantizers.
+# `*` are any sides, `?` is any side, `g%` any divisor of g, `2*g` a product; a `g?` of 1 may be left out, in all
+# buffers of a call or in none; `name?` may be absent; buffers with `#` are there once for each of k quantizers.
 _MOMENT = "{0} data 0 e4m3[g n], {0} amax 0 f32[g n/128], {0} exponent 0 s8[g n/128]"
-_MU, _NU = (_MOMENT.format(name) + f", {name} keys 0 u32[g n/128]" for name in ("mu", "nu"))
-_STEPPED = ", ".join(("out 0 f32[g n]", *map(_MOMENT.format, ("next mu", "next nu"))))
+_MU, _NU, _NEXT_MU, _NEXT_NU = map(_MOMENT.format, ("mu", "nu", "next mu", "next nu"))
+_STEPPED = f"{_MU}, {_NU}, hyper 0 f32[g% 11], keys u32[2*g*n/128] -> out 0 f32[g n], {_NEXT_MU}, {_NEXT_NU}"
 SPECS = {
     "amax": "x high[g n] -> amax f32[g]",
     "quantize": "x high[g n], scale f32[1|g], amax_so_far f32[0|g] -> data fp8[g n], amax f32[0|g]",
@@ -38,8 +39,8 @@ SPECS = {
     "decode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128] -> out f32[g n]",
     "encode_moment": "data e4m3[g n], amax f32[g n/128], exponent s8[g n/128], after f32[g n], keys u32[0/g n/128] -> "
     "next data e4m3[g n], next amax f32[g n/128], next exponent s8[g n/128]",
-    "adam_update": f"grads 0 f32[g n], params 0 f32[g n], {_MU}, {_NU}, hyper 0 f32[g% 11] -> {_STEPPED}",
-    "adam_update, no params": f"grads 0 f32[g n], {_MU}, {_NU}, hyper 0 f32[g% 11] -> {_STEPPED}",
+    "adam_update": f"grads 0 f32[g n], params 0 f32[g n], {_STEPPED}",
+    "adam_update, no params": f"grads 0 f32[g n], {_STEPPED}",
     "amax_to_scale": "amax f32[g], stored f32[g] -> scale f32[g], scale_inv f32[g]",
     "delayed_scales": "history # f32[g? H#], stored # f32[g] -> scale # f32[g], scale_inv # f32[g], amax # f32[g]",
     "read_histories": "history # f32[g? H#], stored # f32[g] -> reading 0 f32[g 6k]",
@@ -169,6 +170,8 @@ def table(op: str, k: int = 2) -> tuple[list[Buffer], list[Buffer]]:
 
 
 def side_of(side: str, sizes: dict) -> int:
+    if "*" in side:
+        return math.prod(side_of(factor, sizes) for factor in side.split("*"))
     name, _, part = side.replace("g?", "g").rstrip("%").partition("/")
     size = int(name) if name.isdigit() else sizes[name]
     return -(-size // int(part)) if part else size

@@ -108,7 +108,7 @@ def test_axes_and_vmap(implementation):
             assert_same(lone, expected(rows), "not batched:")
         if axis:
             axes = jax.tree.map(lambda x: 0, cube)
-            got = jax.vmap(lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], axes)(
+            got = jax.vmap(lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], (axes,))(
                 cube._replace(numbers=numbers)
             )
             right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows, numbers))
