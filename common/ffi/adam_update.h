@@ -22,7 +22,7 @@ struct AdamUpdateOp {
   template <class Binding>
   static auto Bind(Binding context) {
     return std::move(context)
-        .RemainingArgs()  // of each leaf grads, params with `apply`, two moments with their keys, hyper
+        .RemainingArgs()  // of each leaf grads, params with `apply`, two moments, hyper; keys
         .RemainingRets()  // of each leaf out, two moments
         .template Attr<bool>("apply");
   }

@@ -23,7 +23,7 @@ template <int kExponent>
 float DecodeElement(uint8_t code, float amax) {
   const uint32_t magnitude = code & 0x7fu;
   const uint32_t bits = FloatToBits(DecodeFraction(magnitude, kExponent) * amax);
-  return BitsToFloat((magnitude == E4M3::kNanCode ? 0x7fc00000u : bits) | (code & 0x80u) << 24);
+  return BitsToFloat((magnitude == E4M3::kNanCode ? 0x7fc00000u : bits) ^ (code & 0x80u) << 24);
 }
 
 template <int kExponent>

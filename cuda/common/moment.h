@@ -45,14 +45,16 @@ struct Factor {
   }
 };
 
-// What the codes stand for, by the exponent: a root, a fraction, a square. There are 128 codes, or 256: with a sign.
+// What the codes stand for, by the exponent: a root, a fraction, a square; or NaN. There are 128 codes, or 256: with a
+// sign.
 template <int kCodes>
 class Fractions {
  public:
   __device__ __forceinline__ void Fill() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < 3 * kCodes; i += kBlockSize) {
-      const float fraction = DecodeFraction(i % 128, i / kCodes - 1);
+      const bool is_nan = E4M3::IsNan(i % kCodes);
+      const float fraction = is_nan ? BitsToFloat(0x7fc00000u) : DecodeFraction(i % 128, i / kCodes - 1);
       fractions_[i] = i % kCodes < 128 ? fraction : -fraction;
     }
   }

@@ -71,9 +71,14 @@ class Moment {
     const float* table = fractions.Of(exponent_);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      const uint32_t code = codes[v] >> (8 * i) & 0xffu;
-      x[i] = __fmul_rn(table[code], amax_);
-      if (E4M3::IsNan(code)) x[i] = BitsToFloat(kSquared && code == 0xffu ? kInfBits : 0x7fc00000u);
+      x[i] = __fmul_rn(table[codes[v] >> (8 * i) & 0xffu], amax_);
+    }
+    // A byte is 0xff where its lower bits become a sign and it has one itself.
+    if (kSquared && (((codes[v] & 0x7f7f7f7fu) + 0x01010101u) & codes[v] & 0x80808080u) != 0) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if ((codes[v] >> (8 * i) & 0xffu) == 0xffu) x[i] = BitsToFloat(kInfBits);
+      }
     }
   }
 

@@ -94,6 +94,12 @@ def moments(squared):
     return run
 
 
+def adam(interpreted):
+    """Two leaves in place, with numbers of each row, and numbers of all sizes."""
+    for applies in (False, True):
+        kernels.adam_update(interpreted, [((60, 256), 60), ((7, 130), 1)], applies, in_place=True)
+
+
 class Control(NamedTuple):
     """An edit of a kernel's PTX, a call that meets it, and the kind of fault that has to come."""
 
@@ -218,6 +224,15 @@ CONTROLS = {
     "a code above the largest": Control("encode_moment", "min.s32", "max.s32", moments(False), RESULTS),
     "shuffled over fewer lanes": Control("encode_moment", r"(mov.u32\s+%r\d+), 4;", r"\1, 2;", moments(True), RESULTS),
     "a moment read past its writes": Control("encode_moment", "ld.global.u32", "ld.global.nc.u32", moments(True), "nc"),
+    "random bits of Adam mixed less": Control("adam_update", "2048144789", "2048144787", adam, RESULTS),
+    "the step of another row": Control("adam_update", r"(mul\S+\s+%rd\d+, %r\d+), 44;", r"\1, 0;", adam, RESULTS),
+    "numbers of a step exchanged": Control("adam_update", r"(add.s64\s+%rd\d+, %rd\d+), 8;", r"\1, 0;", adam, RESULTS),
+    "terms that are not flushed": Control("adam_update", "0f0C800000", "0f00000000", adam, RESULTS),
+    "maxima over fewer lanes": Control("adam_update", r"(mov.\S+\s+%r\d+), 4;", r"\1, 2;", adam, RESULTS),
+    "a leaf in the place of another": Control(
+        "adam_update", r"(mul.lo.s64\s+%rd\d+, %rd\d+), 168;", r"\1, 0;", adam, "race"
+    ),
+    "a gradient read past its update": Control("adam_update", "ld.global.v4.u32", "ld.global.nc.v4.u32", adam, "nc"),
     "an instruction of another kind": Control("quantize", "copysign.f32", "lg2.approx.f32", quantize, "unknown"),
 }
 
@@ -273,11 +288,12 @@ def test_controls_of_custom_calls(op, pattern, replacement, kind, tmp_path):
     assert re.match(kind, machine.take_fault(library))
 
 
-def test_no_product_of_moments_is_fused():
+@pytest.mark.parametrize("kernel", ["adam_update", "encode_moment"])
+def test_no_product_of_moments_is_fused(kernel):
     """A product that is rounded with a sum differs too seldom for tests of numbers."""
     if reason := machine.why_not():
         pytest.skip(reason)
-    assert "fma" not in (machine.compiled() / "encode_moment.ptx").read_text()
+    assert "fma" not in (machine.compiled() / f"{kernel}.ptx").read_text()
 
 
 def test_every_kernel_is_known(interpreted):

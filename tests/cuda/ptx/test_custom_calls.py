@@ -14,6 +14,14 @@ from . import machine
 # Products have no kernels of ours. Ones are multiplied, activated and normalized by the tests of the launchers.
 WITHOUT_ANSWER = ("scaled_matmul", "block_scaled_matmul", "ragged_matmul", "quantize_activation", "quantize_norm")
 OPS = [op for op in targets.CUDA_SPECS if not op.startswith((*WITHOUT_ANSWER, "quantize_blocks_transpose"))]
+# operand -> result
+IN_PLACE = {
+    "write_histories": {0: 0, 1: 1},
+    "write_histories, a product": {0: 0, 1: 1},
+    "encode_moment": {0: 0, 1: 1, 2: 2},
+    "adam_update": {result + 1: result for result in range(7)},
+    "adam_update, no params": {result: result for result in range(7)},
+}
 SIZES = [{}, {"g": 3}, {"m": 0, "*": (0, 4)}, {"n": 0, "*": (3, 0)}]
 
 
@@ -25,9 +33,7 @@ def test_good_calls(op, sizes):
     for call in targets.every_choice(op, targets.SIZES | sizes):
         with np.errstate(invalid="ignore"):  # integers have no infinity
             call = targets.filled(call, lambda shape, dtype: values.not_negative(rng, shape).astype(dtype))
-        places = {"write_histories": 2, "encode_moment": 3}.get(call.target, 0)
-        for count in {0, places}:
-            alias = {i: i for i in range(count)}
+        for alias in ({}, IN_PLACE.get(op, {})):
             got = cases.run_target(call, "ptx_cuda_", input_output_aliases=alias)
             fault = machine.take_fault(library)
             assert not fault, fault
