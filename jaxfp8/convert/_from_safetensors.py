@@ -15,8 +15,7 @@ from ..dot import _frozen
 from ..linen._freeze import PARAMS
 from ..recipes import some
 from ._frozen_kernels import PLACEHOLDERS, parameters
-from ._read_safetensors import StoredTensor, read_safetensors
-from ._tensor_names import Name, Names, Template, filled
+from ._read_safetensors import Name, Names, StoredTensor, Template, filled, read_safetensors
 from ._tree import Path, at
 
 _CODES = (_frozen.KERNEL, _frozen.KERNEL_SCALE_INV, _frozen.INPUT_SCALE, _frozen.INPUT_SCALE_INV)

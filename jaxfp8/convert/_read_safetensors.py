@@ -1,13 +1,16 @@
-"""Read FP8 weights and their scales from safetensors files."""
+"""Read FP8 weights and their scales from safetensors files; the names that the parameters of a model have there."""
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+
+from ._tree import Path, at
 
 # The dtypes of arrays by the names that safetensors gives to them.
 DTYPES = {
@@ -22,6 +25,11 @@ DTYPES |= {f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "UI" for
 # Some writers have no E8M0, and store its codes as uint8.
 _E8M0 = ("F8_E8M0", "U8")
 _OF_SCALES = (*_E8M0, "BF16", "F16", "F32")
+# The names of Flax for parameters that PyTorch calls "weight".
+_WEIGHTS = ("kernel", "embedding", "scale")
+# A name: the texts between the places of an index.
+Template = tuple[str, ...]
+Name = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,3 +208,49 @@ def _scales(where, scale: StoredTensor) -> np.ndarray:
     if scale.dtype not in _OF_SCALES:
         raise ValueError(f"{where}: expected scales in {sorted(_OF_SCALES)}, got {scale.dtype}")
     return (scale.data.view(DTYPES["F8_E8M0"]) if scale.dtype == "U8" else scale.data).astype(np.float32)
+
+
+class Names:
+    """Find the names of a parameter in the file.
+
+    Attributes:
+        where: the function, for messages.
+        names: its argument `names`: a dict of expressions, a function of a path, or None; see `to_safetensors`.
+        unused: the expressions that have decided about no parameter so far.
+    """
+
+    def __init__(self, where: str, names: Mapping[str, Name] | Callable[[str], Name] | None):
+        self.where, self.names = where, names
+        self.unused = {} if names is None or callable(names) else dict.fromkeys(names)
+
+    def __call__(self, path: Path) -> tuple[Template, ...]:
+        """Return a template for each part of a parameter's rows; an empty tuple where `names` leaves it out."""
+        if self.names is None:
+            return ((".".join((*path[:-1], "weight" if path[-1] in _WEIGHTS else path[-1])),),)
+        if callable(self.names):
+            return self._templates(path, self.names(at(path)), str)
+        for pattern, name in self.names.items():
+            if match := re.fullmatch(pattern, at(path)):
+                self.unused.pop(pattern, None)
+                # Groups are names of the model: braces in them are no places of an index.
+                return self._templates(path, name, match.expand)
+        raise ValueError(f"{self.where}: names: {at(path)} matches no expression; map it to None to leave it out")
+
+    def _templates(self, path, name, expand) -> tuple[Template, ...]:
+        parts = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        templates = tuple(tuple(map(expand, part.split("{}"))) for part in parts)
+        if len(set(map(len, templates))) > 1:
+            raise ValueError(f"{self.where}: names: {at(path)}: expected as many {{}} in each of {parts}")
+        return templates
+
+    def check_used(self) -> None:
+        """Raise a ValueError for an expression that decided about no parameter."""
+        if self.unused:
+            raise ValueError(
+                f"{self.where}: names: {list(self.unused)} match no parameter, or none that is left by those before"
+            )
+
+
+def filled(template: Template, index: tuple[int, ...]) -> str:
+    """Return the name of one of stacked parameters."""
+    return template[0] + "".join(f"{i}{text}" for i, text in zip(index, template[1:], strict=True))

@@ -9,8 +9,7 @@ import numpy as np
 
 from .._jax import _files
 from ._frozen_kernels import LAYOUTS, parameters, quantization_config, take_fp8_kernels
-from ._read_safetensors import DTYPES, package
-from ._tensor_names import Names, Template, filled
+from ._read_safetensors import DTYPES, Names, Template, filled, package
 from ._tree import Path, at
 
 _METADATA = "__metadata__"  # an entry of the header that is no tensor
