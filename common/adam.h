@@ -68,21 +68,23 @@ JAXFP8_HD float Sum(float x, float y) {
 // Terms below 2^-102 are zeros: differences and sums of others are multiples of 2^-125.
 JAXFP8_HD float FlushTerm(float x) { return __builtin_fabsf(x) < 0x1p-102f ? 0.0f : x; }
 
+// Of squares, which have no sign, no sum is subnormal if no term is; a platform may flush a term below 2^-126.
+JAXFP8_HD float FlushSquare(float x) { return x < 0x1p-125f ? 0.0f : x; }
+
 // Subnormal numbers count as zero.
 JAXFP8_HD float FlushInput(float x) { return __builtin_fabsf(x) < 0x1p-126f ? 0.0f : x; }
-
-JAXFP8_HD float Average(float b, float old, float a, float x) {
-  return Sum(FlushTerm(Product(a, x)), FlushTerm(Product(b, old)));
-}
 
 JAXFP8_HD float AdamGrad(const AdamHyper& hyper, float grad) {
   return FlushTerm(Product(FlushInput(grad), hyper.factor));
 }
 
 // The moments after the step, of AdamGrad and the moments before.
-JAXFP8_HD float NextMu(const AdamHyper& hyper, float mu, float grad) { return Average(hyper.b1, mu, hyper.a1, grad); }
+JAXFP8_HD float NextMu(const AdamHyper& hyper, float mu, float grad) {
+  return Sum(FlushTerm(Product(hyper.a1, grad)), FlushTerm(Product(hyper.b1, mu)));
+}
 JAXFP8_HD float NextNu(const AdamHyper& hyper, float nu, float grad) {
-  return Average(hyper.b2, nu, hyper.a2, FlushTerm(Product(grad, grad)));
+  const float square = FlushSquare(Product(grad, grad));
+  return Sum(FlushSquare(Product(hyper.a2, square)), FlushSquare(Product(hyper.b2, __builtin_fabsf(nu))));
 }
 
 JAXFP8_HD float AdamUpdate(const AdamHyper& hyper, float mu, float nu) {

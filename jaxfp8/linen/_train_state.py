@@ -8,7 +8,6 @@ import optax
 from flax import core, linen as nn
 from flax.training import train_state
 
-from ..optim import AppliedTransformation
 from ..recipes import OVERWRITE_WITH_GRADIENT, without_max
 from ..train import _steps, apply_with_max_grad, max_grad
 
@@ -45,13 +44,16 @@ class TrainState(train_state.TrainState):
                 `opt_state` is not that of `tx` and the parameters.
         """
         if not _is_variables(self.params):
-            return super().apply_gradients(grads=grads, **kwargs)
+            if not hasattr(self.tx, "apply"):
+                return super().apply_gradients(grads=grads, **kwargs)
+            params, opt_state = self.tx.apply(grads, self.opt_state, self.params)
+            return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
         params_gradient = grads["params"] if "params" in grads else grads
         params = self.params["params"]
         inner = _steps.inner(self.opt_state)
         advice = "Make it by jaxfp8.linen.TrainState.create, or by tx.init(variables['params'])"
         with _steps.naming_state("linen.TrainState: apply_gradients", self.tx, params, inner, advice):
-            if isinstance(self.tx, AppliedTransformation):
+            if hasattr(self.tx, "apply"):
                 updates, (params, opt_state) = (), self.tx.apply(params_gradient, inner, params)
             else:
                 updates, opt_state = self.tx.update(params_gradient, inner, params)

@@ -16,7 +16,8 @@ _MAX = np.float32(E4M3.max)
 _MAX_INV = np.float32(1 / E4M3.max)
 NAN_CODE = 0x7F
 _INF_CODE = 0xFF  # of squares: a NaN with a sign
-_SMALLEST, _LEAST = np.float32(2.0**-126), np.float32(2.0**-102)  # the smallest normal number; that of a step of Adam
+# The smallest normal number; the smallest terms in a step of Adam, of which no difference or sum is subnormal.
+_SMALLEST, _LEAST, _LEAST_SQUARE = np.float32(2.0**-126), np.float32(2.0**-102), np.float32(2.0**-125)
 _NAN_BITS = np.int32(0x7FC00000)
 _MIN_NORMAL_BITS = np.uint32(0x00800000)
 _INF_BITS = np.uint32(0x7F800000)
@@ -161,7 +162,7 @@ def split(x, axis):
 
 
 def join(blocks, axis, shape):
-    """Undo `_split` of an array of `shape`."""
+    """Undo `split` of an array of `shape`."""
     place = len(shape) + axis
     size = blocks.shape[place] * blocks.shape[place + 1]
     return lax.slice_in_dim(blocks.reshape(*shape[:place], size, *shape[place + 1 :]), 0, shape[place], axis=place)
@@ -252,7 +253,8 @@ def adam_step(grads, *operands, axis, vmap_dims):
         before = decoded(nu_codes, *scales[2:])
         before = jnp.where(nu_codes == np.uint8(_INF_CODE), np.float32(np.inf), before)
         mean = _above(one_less_b1 * g) + _above(b1 * decoded(mu_codes, *scales[:2]))
-        return mean, _above(one_less_b2 * _above(g * g)) + _above(b2 * before)
+        square = _above(g * g, _LEAST_SQUARE)
+        return mean, _above(one_less_b2 * square, _LEAST_SQUARE) + _above(b2 * jnp.abs(before), _LEAST_SQUARE)
 
     # 1. Find the largest and the smallest number of each block.
     once = lax.optimization_barrier((grads, mu, nu))
@@ -261,7 +263,7 @@ def adam_step(grads, *operands, axis, vmap_dims):
 
     # 2. Compute the update and the codes.
     m, v = moments(*twice)
-    out = _above(m * c1 / (jnp.sqrt(_above(v * c2) + eps_root) + eps))
+    out = _above(m * c1 / (jnp.sqrt(_above(v * c2, _LEAST_SQUARE) + eps_root) + eps))
     if params:
         p = _above(split(params[0], axis), _SMALLEST)
         out = _above(p - _above(rate * (out + _above(decay * p))), _SMALLEST)

@@ -100,9 +100,10 @@ def adam_update(leaves: list[AdamLeaf], axes: list[int]) -> list[tuple[jax.Array
         u = m c1 / (sqrt(v c2 + eps_root) + eps)
         p = p - rate (u + decay p)
 
-    in f32, each operation rounded to nearest once, with 0 in place of products below 2**-102, so that no platform meets
-    subnormal numbers. Moments are encoded as `encode_moment` does, but for two things: blocks that do not change are
-    encoded too, and NaN and infinite elements have codes without their signs. Squares that overflow stay infinite.
+    in f32, each operation rounded to nearest once, with 0 in place of products below 2**-102 (of squares 2**-125), so
+    that no platform meets subnormal numbers. Moments are encoded as `encode_moment` does, but for two things: blocks
+    that do not change are encoded too, and NaN and infinite elements have codes without their signs. Squares that
+    overflow stay infinite.
 
     Args:
         leaves: all with params or all without.

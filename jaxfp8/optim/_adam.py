@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from ..ops import _moments as ops
 from ._moments import block_axis
-from ._quantized import QuantizedState, block_keys, is_moment, leaf_key, quantize_state, to_seed
+from ._quantized import MOMENTS, QuantizedState, block_keys, check, is_moment, leaf_key, quantize_state, to_seed
 
 # Leaves of up to this number of elements share a launch.
 _SMALL = 2**20
@@ -31,6 +31,10 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
         transformation.apply = apply
         return transformation
 
+    def __getnewargs__(self):
+        """Return what a copy is made of."""
+        return (*self, self.apply)
+
 
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
@@ -38,9 +42,9 @@ def adamw(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
+    *,
     weight_decay: ArrayLike = 1e-4,
     mask: Any = None,
-    *,
     max_norm: ArrayLike | None = None,
     min_size: int = 4096,
     seed: int = 0,
@@ -51,57 +55,85 @@ def adamw(
         opt_state = tx.init(params)
         params, opt_state = tx.apply(grads, opt_state, params)
 
-    The op decodes moments, averages, divides and encodes: no moment is in memory in f32. `apply` also writes the next
-    parameters, so that a step moves 16.4 bytes a parameter; float32 Adam moves 28, and `update` with
-    `optax.apply_updates` 24.4. `update` is that of any transformation, for `optax.chain` and everything that takes one.
+    For a large leaf, or for several small ones, one op decodes moments, averages, divides and encodes: no moment is in
+    memory in f32. `apply` also writes the next parameters, so that a step moves 16.3 bytes a parameter; float32 Adam
+    moves 28, and `update` with `optax.apply_updates` 24.3. `update` is that of any transformation, for `optax.chain`
+    and everything that takes one.
 
         m = (1 - b1) g + b1 m
         v = (1 - b2) g**2 + b2 v
         p = p - learning_rate (m / (1 - b1**t) / (sqrt(v / (1 - b2**t) + eps_root) + eps) + weight_decay p)
 
-    Averages are f32 whatever the dtype of a parameter, with 0 in place of products below 2**-102. Moments of less than
-    `min_size` elements stay as optax keeps them, and are stepped by optax.
+    Averages of moments in FP8 are f32 whatever the dtype of a parameter, with 0 in place of products below 2**-102, of
+    squares below 2**-125. Moments of less than `min_size` elements stay as optax keeps them, and are stepped by optax.
+    Nothing differentiates through a step; `quantized(optax.adamw(...))` has derivatives.
 
     Args:
-        learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. A learning rate may be a function of
-            the number of steps so far.
+        learning_rate, b1, b2, eps, eps_root, weight_decay: as in `optax.adamw`. The learning rate and the weight decay
+            may be functions of the number of steps so far. `eps` and `eps_root` are 0 or normal f32 numbers.
         mask: a tree of bools, or a function from parameters to one, which says what `weight_decay` decays.
         max_norm: gradients whose global norm is larger are scaled to this norm first, as by
             `optax.clip_by_global_norm`, in the same pass; in a chain, clipped gradients would be written and read.
+            Inside of `jax.shard_map` it is the norm of the shards of one device.
         min_size: the number of elements from which on a moment is quantized.
-        seed: an int, modulo 2**32 the seed of the random bits that round moments.
+        seed: an int, modulo 2**32 the seed of the random bits that round moments. In `optax.inject_hyperparams` name
+            it, as `static_args=("min_size", "seed")`.
 
     Returns:
         The transformation; its state is the `QuantizedState` of an `optax.ScaleByAdamState`.
 
     Raises:
         TypeError: `seed` is no int.
-        ValueError: in `update`, `params` is None although there is a weight decay.
+        ValueError: `max_norm` is not positive. In `init`, `mask` has another tree than the parameters. In `apply` and
+            `update`, the state is of another transformation, a gradient has another shape than its parameter, or
+            `params` is None; of `update` it may be if `weight_decay` is the number 0 and there is no mask.
     """
     small = optax.scale_by_adam(b1, b2, eps, eps_root)
     seed = to_seed("optim.adamw", seed)
 
+    if isinstance(max_norm, (int, float)) and not max_norm > 0:
+        raise ValueError(f"optim.adamw: max_norm: expected a positive number, got {max_norm}")
+    is_decayed = mask is not None or not (isinstance(weight_decay, (int, float)) and weight_decay == 0)
+
     def init(params):
+        if mask is not None:
+            jax.tree.broadcast(mask(params) if callable(mask) else mask, params)
         return quantize_state(small.init(params), min_size=min_size)
 
     def numbers(count, rate, decay, factor):
         """Return the numbers of a step as `ops.adam_update` takes them; `count` is that of this step."""
         one, t = jnp.float32(1), count.astype(jnp.float32)
-        averages = (x for b in (b1, b2) for x in (b, one - b))
+        averages = (x for b in (b1, b2) for x in (b, 1 - b))
         unbias = (one / (one - jnp.asarray(b, jnp.float32) ** t) for b in (b1, b2))
         return jnp.stack(
             [jnp.asarray(x, jnp.float32) for x in (*averages, *unbias, eps_root, eps, rate, decay, factor)]
         )
 
-    def step(grads, state, params, applies):
-        """Return the updates, or with `applies` the next parameters, and the next state."""
+    def step(name, grads, state, params):
+        """Return the updates, or of `apply` the next parameters, and the next state."""
         # 1. Bring the leaves of all trees together.
-        grads, treedef = jax.tree.flatten(grads)
-        params = [None] * len(grads) if params is None else treedef.flatten_up_to(params)
+        applies = name == "apply"
+        if params is None and (applies or is_decayed):
+            raise ValueError(
+                f"optim.adamw: {name}: params: expected the parameters, got None; pass them: "
+                f"tx.{name}(grads, opt_state, params)"
+            )
+        check(f"optim.adamw: {name}", state, MOMENTS, min_size, optax.ScaleByAdamState)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+        grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+        params = [None] * len(grads) if params is None else list(map(jnp.asarray, treedef.flatten_up_to(params)))
         moments = [treedef.flatten_up_to(tree) for tree in (state.inner.mu, state.inner.nu)]
-        decays = [weight_decay] * len(grads) if mask is None else _decays(mask, treedef, params, weight_decay)
-        count = optax.safe_increment(state.inner.count)
-        rate = learning_rate(state.inner.count) if callable(learning_rate) else learning_rate
+        for path, grad, mu in zip(paths, grads, moments[0], strict=True):
+            shape = jax.tree.leaves(mu)[0].shape  # that of its codes
+            if grad.shape != shape:
+                raise ValueError(
+                    f"optim.adamw: {name}: grads{path}: expected the shape of the parameter, {shape}, got {grad.shape}"
+                )
+        steps = state.inner.count
+        decay = weight_decay(steps) if callable(weight_decay) else weight_decay
+        decays = [decay] * len(grads) if mask is None else _decays(mask, treedef, params, decay)
+        count = optax.safe_increment(steps)
+        rate = learning_rate(steps) if callable(learning_rate) else learning_rate
         factor = _clip_factor(grads, max_norm)
 
         # 2. Let optax step the leaves whose moments are not in FP8.
@@ -129,27 +161,26 @@ def adamw(
                 kinds = (jax.tree.structure(tree[i]) for tree in moments)
                 results[i] = out, *(kind.unflatten(x) for kind, x in zip(kinds, new, strict=True))
 
-        # 4. Decay and scale what is an update yet.
+        # 4. Decay and scale what is an update yet, in the dtype in which optax adds a parameter and its update.
         outs, mu, nu = ([results[i][part] for i in range(len(grads))] for part in range(3))
-        for i, grad in enumerate(grads):
-            if i not in written:
-                decay = 0 if params[i] is None else decays[i] * params[i]
-                update = (-rate * (outs[i] + decay)).astype(grad.dtype)
-                outs[i] = jnp.asarray(params[i] + update, params[i].dtype) if applies else update
+        for i in set(range(len(grads))) - written:
+            if params[i] is None:
+                outs[i] = (-rate * outs[i]).astype(
+                    grads[i].dtype if jnp.issubdtype(grads[i].dtype, jnp.floating) else jnp.float32
+                )
+            else:
+                change = -rate * (outs[i] + decays[i] * params[i])
+                dtype = jnp.result_type(grads[i].dtype, params[i].dtype)
+                outs[i] = (params[i] + change).astype(params[i].dtype) if applies else change.astype(dtype)
         inner = optax.ScaleByAdamState(count, treedef.unflatten(mu), treedef.unflatten(nu))
         return treedef.unflatten(outs), QuantizedState(optax.safe_increment(state.update_count), inner)
 
     def update(grads, state, params=None, **extra_args):
         del extra_args
-        if params is None and not (isinstance(weight_decay, (int, float)) and weight_decay == 0):
-            raise ValueError(
-                "optim.adamw: update: params: expected the parameters that weight_decay decays, got None; pass them: "
-                "tx.update(grads, opt_state, params)"
-            )
-        return step(grads, state, params, applies=False)
+        return step("update", grads, state, params)
 
     def apply(grads, state, params):
-        return step(grads, state, params, applies=True)
+        return step("apply", grads, state, params)
 
     return AppliedTransformation(init, update, apply)
 

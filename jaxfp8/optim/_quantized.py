@@ -90,7 +90,7 @@ def quantized(
 
     def update(grads, state, params=None, **extra_args):
         # 1. Update with the moments that the transformation would have: `init` tells their dtypes.
-        check(state, table, min_size)
+        check("optim.quantized: update", state, table, min_size)
         like = jax.eval_shape(tx.init, grads if params is None else params)
 
         def decode_like(x, like):
@@ -120,7 +120,8 @@ def to_seed(function: str, seed: Any) -> int:
         return operator.index(seed) % 2**32
     except TypeError as error:
         raise TypeError(
-            f"{function}: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0"
+            f"{function}: seed: expected an int, got {seed!r}; pass a number of your choice, such as seed=0, and to "
+            'optax.inject_hyperparams static_args=("min_size", "seed")'
         ) from error
 
 
@@ -253,15 +254,19 @@ def map_moments(function, tree, table: Table) -> Any:
     return jax.tree.map(map_fields, tree, is_leaf=is_leaf)
 
 
-def check(state: Any, table: Table, min_size: int) -> None:
-    """Raise a ValueError unless `state` is that of `quantized` with this table and `min_size`.
+def check(function: str, state: Any, table: Table, min_size: int, inner: type | None = None) -> None:
+    """Raise a ValueError in the name of `function` unless `state` is a QuantizedState with this table and `min_size`.
 
-    A state that was restored from the checkpoint of another transformation fails here.
+    A state that was restored from the checkpoint of another transformation fails here. The state in it is of the class
+    `inner`; None is any class.
     """
-    if not isinstance(state, QuantizedState):
+    kinds = [type(state)] + ([type(state.inner)] if isinstance(state, QuantizedState) and inner else [])
+    expected = [QuantizedState, inner][: len(kinds)]
+    if kinds != expected:
+        got, right = (" of a ".join(kind.__name__ for kind in each) for each in (kinds, expected))
         raise ValueError(
-            f"jaxfp8.optim.quantized: update: state: expected a QuantizedState, got {type(state).__name__}; restore a "
-            "checkpoint into what init returns, and convert a float32 state by jaxfp8.optim.quantize_state"
+            f"jaxfp8.{function}: state: expected a {right}, got {got}; restore a checkpoint into what init returns, "
+            "and convert a float32 state by jaxfp8.optim.quantize_state"
         )
 
     def check_leaf(kind, leaf):
@@ -272,7 +277,7 @@ def check(state: Any, table: Table, min_size: int) -> None:
         elif not is_large(leaf, min_size):
             return leaf
         raise ValueError(
-            f"jaxfp8.optim.quantized: update: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax "
+            f"jaxfp8.{function}: state: expected a {kind.__name__} of float8_e4m3fn codes with an amax "
             f"and an exponent for each block, got shapes {jax.tree.map(jnp.shape, leaf)} in "
             f"{jax.tree.map(jnp.result_type, leaf)}; restore the checkpoint with the min_size and the moments that "
             "it was made with, or convert it by jaxfp8.optim.dequantize_state and quantize_state"

@@ -1,5 +1,6 @@
 """adamw: codes and parameters of its steps, beside the oracle, `quantized(optax.adamw)` and optax."""
 
+import copy
 import functools
 import re
 
@@ -246,22 +247,95 @@ def test_nnx():
 
 
 def test_state_converts():
-    """A float32 state becomes one in FP8 and goes on; the reverse."""
+    """A float32 state of optax becomes one in FP8 and goes on, as does one of `quantized(optax.adamw)`; the reverse."""
     params, tx = cases.params(), optim.adamw(1e-2)
-    plain = optax.scale_by_adam()
-    _, plain_state = plain.update(cases.grads(0), plain.init(params), params)
-    state = optim.quantize_state(plain_state)
+    _, plain_state = cases.train(optax.adamw(1e-2), params, 1)
+    state = optim.quantize_state(plain_state[0])
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
     _, state = jax.jit(tx.apply)(cases.grads(1), state, params)
     assert state.inner.count == 2
-    assert jax.tree.structure(optim.dequantize_state(state)) == jax.tree.structure(plain_state)
+    assert jax.tree.structure(optim.dequantize_state(state)) == jax.tree.structure(plain_state[0])
+    _, whole = cases.train(optim.quantized(optax.adamw(1e-2)), params, 1)
+    of_adam = optim.QuantizedState(whole.update_count, whole.inner[0])
+    _, state = jax.jit(tx.update)(cases.grads(1), of_adam, params)
+    _, whole = cases.train(optim.quantized(optax.adamw(1e-2)), params, 1, 1, whole)
+    a, b = (np.asarray(cases.moments(tree)[0].data).view(np.uint8) for tree in (state, whole))
+    assert np.mean(a == b) > 0.999
+
+
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_have_the_dtypes_of_optax(dtype, grad_dtype):
+    """Neither is rounded to the dtype of the gradient: float16 would lose a learning rate of 1e-8."""
+    params = {"large": jnp.ones((64, 128), dtype), "small": jnp.ones(8, dtype)}
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape, grad_dtype), params)
+    tx, plain = optim.adamw(1e-8, weight_decay=0.0), optax.adamw(1e-8, weight_decay=0.0)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    expected, _ = plain.update(grads, plain.init(params), params)
+    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(*(z.astype(jnp.float32) for z in (x, y)), rtol=0.3), updates, expected
+    )
+    without, _ = tx.update(grads, tx.init(params))
+    assert all((np.asarray(x, np.float32) < 0).all() for x in jax.tree.leaves(without)) or grad_dtype == "float16"
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-15, 1e-20])
+@pytest.mark.parametrize("size", [1e-12, 1e-15, 1e-17])
+def test_gradients_that_are_small(size, eps):
+    """Squares have the range that they have in float32, whose smallest with b2 = 0.999 is that of 3.4e-18."""
+    params = {"a": jnp.zeros((64, 128))}
+    grads = {"a": jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (64, 128)) * size, jnp.float32)}
+    got, expected = (
+        tx.update(grads, tx.init(params), params)[0]["a"]
+        for tx in (optim.adamw(1.0, eps=eps, weight_decay=0.0), optax.adamw(1.0, eps=eps, weight_decay=0.0))
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_copies_and_what_takes_the_place_of_a_function():
+    tx, params = optim.adamw(1e-2), cases.params()
+    for other in (copy.copy(tx), copy.deepcopy(tx)):
+        assert_same_bits(
+            other.apply(cases.grads(0), tx.init(params), params), tx.apply(cases.grads(0), tx.init(params), params)
+        )
+    train = jaxfp8.linen.TrainState.create(apply_fn=None, params=params, tx=tx._replace(update=tx.update))
+    train.apply_gradients(grads=cases.grads(0))
+
+
+def test_train_state_of_parameters_alone():
+    params = cases.params()
+    train = jaxfp8.linen.TrainState.create(apply_fn=None, params=params, tx=optim.adamw(1e-2))
+    step = jax.jit(lambda train, grads: train.apply_gradients(grads=grads))
+    assert re.findall(r"adam_update_v1.*apply = true", step.lower(train, cases.grads(0)).as_text())
+    after = step(train, cases.grads(0))
+    jax.tree.map(
+        np.testing.assert_array_equal, after.params, jax.jit(train.tx.apply)(cases.grads(0), train.opt_state, params)[0]
+    )
+    assert after.step == 1
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'"):
+    with pytest.raises(TypeError, match=r"optim.adamw: seed: expected an int, got '0'.*static_args"):
         optim.adamw(1e-3, seed="0")
+    for norm in (0, -1.0):
+        with pytest.raises(ValueError, match=f"optim.adamw: max_norm: expected a positive number, got {norm}"):
+            optim.adamw(1e-3, max_norm=norm)
     params, tx = cases.params(), optim.adamw(1e-3)
-    with pytest.raises(ValueError, match=r"optim.adamw: update: params: expected the parameters .*tx.update\(grads"):
-        tx.update(params, tx.init(params))
+    state = tx.init(params)
+    for name in ("update", "apply"):
+        with pytest.raises(ValueError, match=rf"optim.adamw: {name}: params: .*got None; pass them: tx.{name}\(grads"):
+            getattr(tx, name)(params, state, None)
+        for other in (optax.adamw(1e-3), optim.quantized(optax.adamw(1e-3)), optim.quantized(optax.lion(1e-3))):
+            with pytest.raises(ValueError, match=rf"optim.adamw: {name}: state: expected a QuantizedState"):
+                getattr(tx, name)(params, other.init(params), params)
+        with pytest.raises(ValueError, match=rf"optim.adamw: {name}: grads\['odd'\]\['kernel'\]: expected the shape"):
+            getattr(tx, name)(params | {"odd": {"kernel": jnp.ones((200, 48))}}, state, params)
     tx = optim.adamw(1e-3, weight_decay=0.0)
     tx.update(params, tx.init(params))
+    with pytest.raises(ValueError, match="broadcast"):
+        optim.adamw(1e-3, mask={"a": True}).init(params)
+    with pytest.raises(ValueError, match="linen.TrainState: create: expected masks and labels in tx"):
+        mask = jax.tree.map(lambda x: True, {"params": params, "other": params})
+        variables = {"params": params, "other": params}
+        jaxfp8.linen.TrainState.create(apply_fn=None, params=variables, tx=optim.adamw(1e-3, mask=mask))

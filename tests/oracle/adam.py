@@ -4,7 +4,7 @@ import numpy as np
 
 from oracle import E4M3, F32, bits, moments
 
-LEAST = 2.0**-102
+LEAST, LEAST_SQUARE = 2.0**-102, 2.0**-125
 HYPER = (
     "b1",
     "one_less_b1",
@@ -20,9 +20,9 @@ HYPER = (
 )
 
 
-def flushed(x):
-    """Zero where |x| is below 2**-102: no product here is a subnormal number on any platform."""
-    return np.where(np.abs(x) < F32(LEAST), F32(0), x).astype(F32)
+def flushed(x, least=LEAST):
+    """Zero where |x| is below `least`: no product here is a subnormal number on any platform."""
+    return np.where(np.abs(x) < F32(least), F32(0), x).astype(F32)
 
 
 def without_subnormals(x):
@@ -53,7 +53,8 @@ def step(grads, params, mu, nu, mu_keys, nu_keys, hyper):
     with np.errstate(all="ignore"):
         g = flushed(without_subnormals(grads) * factor)
         m = flushed(one_less_b1 * g) + flushed(b1 * moments.decode(*mu))
-        v = flushed(one_less_b2 * flushed(g * g)) + flushed(b2 * decoded_square(*nu))
+        square, before = flushed(g * g, LEAST_SQUARE), np.abs(decoded_square(*nu))
+        v = flushed(one_less_b2 * square, LEAST_SQUARE) + flushed(b2 * before, LEAST_SQUARE)
         out = flushed(m * unbias_mu / (np.sqrt(v * unbias_nu + eps_root) + eps))
         if params is not None:
             p = without_subnormals(params)
