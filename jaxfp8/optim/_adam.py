@@ -1,7 +1,7 @@
 """adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,13 @@ class AppliedTransformation(optax.GradientTransformationExtraArgs):
 
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 
-    def __new__(cls, init, update, apply):
+    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
         """Make the transformation; optax unpacks it as a pair."""
         transformation = super().__new__(cls, init, update)
         transformation.apply = apply
         return transformation
 
-    def __getnewargs__(self):
+    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
         """Return what a copy is made of."""
         return (*self, self.apply)
 
