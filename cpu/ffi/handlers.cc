@@ -17,6 +17,7 @@
 #include "common/ffi/transpose_blocks.h"
 #include "cpu/ffi/decode_moment.h"
 #include "cpu/ffi/quantize_blocks_transpose.h"
+#include "cpu/ffi/reading_numbers.h"
 #include "cpu/kernels/amax.h"
 #include "cpu/kernels/amax_to_scale.h"
 #include "cpu/kernels/delayed_scales.h"
@@ -26,6 +27,7 @@
 #include "cpu/kernels/quantize_blocks_transpose.h"
 #include "cpu/kernels/quantize_transpose.h"
 #include "cpu/kernels/read_histories.h"
+#include "cpu/kernels/reading_numbers.h"
 #include "cpu/kernels/task_pool.h"
 #include "cpu/kernels/transpose_blocks.h"
 #include "cpu/kernels/write_histories.h"
@@ -81,6 +83,8 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_dequantize_v1, (kParallel<DequantizeOp, Dequ
                              DequantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_encode_moment_v1, (kParallel<EncodeMomentOp, EncodeMoment>),
                              EncodeMomentOp::Bind(OnPool()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_join_recorded_v1, (kSerial<JoinRecordedOp, JoinRecorded>),
+                             JoinRecordedOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_v3, (kParallel<QuantizeOp, Quantize>), QuantizeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_blocks_transpose_v2,
                              (kParallel<QuantizeBlocksTransposeOp, QuantizeBlocksTranspose>),
@@ -89,6 +93,8 @@ JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_quantize_transpose_v3, (kParallel<QuantizeTr
                              QuantizeTransposeOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_read_histories_v3, (kSerial<ReadHistoriesOp, ReadHistories>),
                              ReadHistoriesOp::Bind(OnThread()));
+JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_split_reading_v1, (kSerial<SplitReadingOp, SplitReading>),
+                             SplitReadingOp::Bind(OnThread()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_transpose_blocks_v1, (kParallel<TransposeBlocksOp, TransposeBlocks>),
                              TransposeBlocksOp::Bind(OnPool()));
 JAXFP8_DEFINE_HANDLER_SYMBOL(jaxfp8_write_histories_v4, (kSerial<WriteHistoriesOp, WriteHistories>),

@@ -12,10 +12,12 @@
   DO(jaxfp8_delayed_scales_v3)            \
   DO(jaxfp8_dequantize_v1)                \
   DO(jaxfp8_encode_moment_v1)             \
+  DO(jaxfp8_join_recorded_v1)             \
   DO(jaxfp8_quantize_v3)                  \
   DO(jaxfp8_quantize_blocks_transpose_v2) \
   DO(jaxfp8_quantize_transpose_v3)        \
   DO(jaxfp8_read_histories_v3)            \
+  DO(jaxfp8_split_reading_v1)             \
   DO(jaxfp8_transpose_blocks_v1)          \
   DO(jaxfp8_write_histories_v4)
 

@@ -217,6 +217,15 @@ def _write_histories(kind, rng):
     return function, [_history(kind, rng), factors(rng, 12)]
 
 
+def _split_reading(kind, rng):
+    return ops.split_reading, [factors(rng, 6 * kind.turn((1, 3)))]
+
+
+def _join_recorded(kind, rng):
+    count = kind.turn((1, 3))
+    return lambda *numbers: ops.join_recorded([numbers] * count), [_history(kind, rng)[:1], factors(rng, 1)]
+
+
 def _scaled_matmul(kind, rng):
     m, n, k = kind.shape
     bias, accumulator = (numbers(rng, shape, _F32, octaves=1) for shape in ((n,), (m, n)))
@@ -305,6 +314,7 @@ def _wide(x, factor=1.0):
 # The call of each op, by the name of its custom call.
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
+    *(_split_reading, _join_recorded),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
     *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
     *(_adam_update, _decode_moment, _encode_moment),

@@ -29,6 +29,7 @@ from ._quantize_blocks import (
 from ._quantize_norm import normalize as normalize, quantize_norm
 from ._quantize_transpose import quantize_transpose as quantize_transpose
 from ._ragged_matmul import ragged_matmul as ragged_matmul
+from ._reading_numbers import join_recorded, split_reading
 from ._readings import READING_NUMBERS, read_histories, write_histories
 from ._scaled_matmul import scaled_matmul as scaled_matmul
 from ._support import implementation as implementation

@@ -9,7 +9,6 @@ A reading has the scales of `DelayedScaling()` too: the arithmetic of a scale is
 compile once for each product and pass. Other options of the recipe take their scales in the loop, from the amaxes.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ def without_max(tree: Any) -> Any:
 
     def plain(leaf):
         if is_reading(leaf):
-            return _columns(_compat.from_max(leaf)[..., -ops.READING_NUMBERS :])[1]
+            return _compat.from_max(leaf)[..., -4:-3]  # the scale of the last quantizer
         return _compat.from_max(leaf) if _compat.is_max(leaf) else leaf
 
     return jax.tree.map(plain, tree)
@@ -127,17 +126,8 @@ read.defvjp(_read_forward, _read_backward)
 
 
 def by_quantizer(reading: jax.Array) -> list[list[jax.Array]]:
-    """Return of each quantizer of a reading `[6 * k]` a history `(2,)`; stored, a zero, scale and scale_inv `(1,)`.
-
-    The history has the newest and the largest entry, and so the scale and the emptiness of the whole.
-    """
-    numbers, each = lax.stop_gradient(_compat.from_max(reading)), ops.READING_NUMBERS
-    return [_columns(lax.slice_in_dim(numbers, i, i + each)) for i in range(0, numbers.size, each)]
-
-
-def _columns(numbers):
-    starts, size = (0, 2, 3, 4, 5, ops.READING_NUMBERS), numbers.ndim - 1
-    return [lax.slice_in_dim(numbers, i, j, axis=size) for i, j in itertools.pairwise(starts)]
+    """Return of each quantizer of a reading the parts that `ops.split_reading` gives."""
+    return ops.split_reading(lax.stop_gradient(_compat.from_max(reading)))
 
 
 def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array) -> jax.Array:
@@ -148,10 +138,6 @@ def cotangent(recorded: Sequence[tuple | None], reduce: Any, reading: jax.Array)
         reduce: `(amax, state leaf) -> amax`, over the devices that share the state.
         reading: the reading, in whose dtype the cotangent is.
     """
-    zero, rest = jnp.zeros((1,), jnp.float32), jnp.zeros((ops.READING_NUMBERS - 2,), jnp.float32)
-    *operands, (amax, scale_inv) = [(zero, zero) if pair is None else pair for pair in recorded]
-    flat = [x for pair in operands for x in (*pair, rest)] + [zero, scale_inv, rest]
-    # The amax of the gradient comes last: XLA moves the all-reduce of an amax out of a loop where nothing but updates
-    # of slices is between it and the result of the loop.
-    ct = lax.dynamic_update_slice(lax.concatenate(flat, 0), amax, (ops.READING_NUMBERS * len(operands),))
+    zero = jnp.zeros((1,), jnp.float32)
+    ct = ops.join_recorded([(zero, zero) if pair is None else pair for pair in recorded])
     return _compat.to_max(reduce(ct, reading), READING)

@@ -155,6 +155,20 @@ def _write_histories(*operands, results):
     return [*written, *scales]
 
 
+def _split_reading(reading, results):
+    k = reading.shape[1] // 6
+    rows = reading.reshape(-1, k, 6)
+    return [*(rows[:, i, :2] for i in range(k)), *(rows[:, i, j] for j in range(2, 6) for i in range(k))]
+
+
+def _join_recorded(*operands, results):
+    k = len(operands) // 2
+    recorded = np.zeros((len(operands[0]), k, 6), F32)
+    for i, numbers in enumerate(operands):
+        recorded[:, i % k, i // k] = numbers
+    return [recorded.reshape(len(recorded), 6 * k)]
+
+
 _ANSWERS = {
     function.__name__[1:]: function
     for function in (
@@ -168,6 +182,7 @@ _ANSWERS = {
             _amax_to_scale,
         ),
         *(_adam_update, _decode_moment, _encode_moment, _delayed_scales, _read_histories, _write_histories),
+        *(_split_reading, _join_recorded),
     )
 }
 

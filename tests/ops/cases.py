@@ -38,14 +38,16 @@ TARGETS = {
     "delayed_scales": "jaxfp8_delayed_scales_v3",
     "dequantize": "jaxfp8_dequantize_v1",
     "encode_moment": "jaxfp8_encode_moment_v1",
+    "join_recorded": "jaxfp8_join_recorded_v1",
     "quantize": "jaxfp8_quantize_v3",
     "quantize_blocks_transpose": "jaxfp8_quantize_blocks_transpose_v2",
     "quantize_transpose": "jaxfp8_quantize_transpose_v3",
     "read_histories": "jaxfp8_read_histories_v3",
+    "split_reading": "jaxfp8_split_reading_v1",
     "transpose_blocks": "jaxfp8_transpose_blocks_v1",
     "write_histories": "jaxfp8_write_histories_v4",
 }
-CPU_ONLY = ("decode_moment",)
+CPU_ONLY = ("decode_moment", "join_recorded", "split_reading")
 CUDA_TARGETS = {op: name for op, name in TARGETS.items() if op not in CPU_ONLY} | {
     "quantize_activation": "jaxfp8_quantize_activation_v2",
     "quantize_activation_grad": "jaxfp8_quantize_activation_grad_v1",

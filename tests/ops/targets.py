@@ -47,8 +47,11 @@ SPECS = {
     "write_histories": "history # f32[g? H#], recorded 0 f32[g 6k] -> next history # f32[g? H#], next scale # f32[g]",
     "write_histories, a product": "history # f32[g? H#], amax # f32[g], scale_inv # f32[g] -> "
     "next history # f32[g? H#], next scale # f32[g]",
+    "split_reading": "reading f32[g 6k] -> "
+    "history # f32[g 2], stored # f32[g], amax # f32[g], scale # f32[g], scale_inv # f32[g]",
+    "join_recorded": "amax # f32[g], scale_inv # f32[g] -> recorded f32[g 6k]",
 }
-NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment")
+NOT_OF_CUDA = ("quantize_blocks_transpose", "decode_moment", "join_recorded", "split_reading")
 CUDA_SPECS = {op: spec for op, spec in SPECS.items() if not op.startswith(NOT_OF_CUDA)} | {
     "scaled_matmul": "a fp8[g? m k], b fp8[g? n k], a_scale_inv f32[1/1 4/g 4], b_scale_inv f32[1/1 4/g 4], "
     "bias half[n], accumulator f32[g? m n] -> out f32[g? m n], workspace u8[w]",
@@ -97,6 +100,7 @@ ATTRIBUTES = {
 ALL_OR_NONE = ("quantize_blocks_transpose", "quantize_blocks_transpose, MX")
 # The most quantizers of one call.
 LARGEST_K = dict.fromkeys(("delayed_scales", "read_histories", "write_histories", "write_histories, a product"), 64)
+LARGEST_K |= {"split_reading": 64, "join_recorded": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +234,8 @@ def with_quantizers(op: str, k: int) -> Call:
 
 def quantizers(call: Call) -> int:
     """k, as the handlers count it."""
+    if call.op == "split_reading":
+        return len(call.results) // 5
     return len(call.results if call.op.startswith("write_histories") else call.operands) // 2
 
 

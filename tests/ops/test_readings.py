@@ -128,6 +128,31 @@ def test_a_product_by_itself(implementation):
             assert_tree(got, (expected[0], expected[1].reshape(1)), f"quantizer {i}")
 
 
+def split_and_join(numbers):
+    """The parts of readings f32 `[6 k]`, and what a step records that has their first two numbers."""
+    parts = ops.split_reading(numbers)
+    return parts, ops.join_recorded([(pair[:1], pair[1:]) for pair, *_ in parts])
+
+
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("k", [1, 3, 64])
+def test_numbers_of_a_reading(implementation, batch, k):
+    """All bits pass as they are: of subnormal numbers, infinities and NaN with any payload."""
+    bits = np.random.default_rng(k).integers(0, 2**32, (*batch, k, 6), np.uint32)
+    bits[..., ::2, :2] = np.uint32([1, 0xFFC12345])
+    rows = bits.view(np.float32)
+    function = split_and_join
+    for _ in batch:
+        function = jax.vmap(function)
+    parts, recorded = jax.jit(function)(rows.reshape(*batch, 6 * k))
+    for i, got in enumerate(parts):
+        expected = np.split(rows[..., i, :], (2, 3, 4, 5), -1)
+        for name, part, numbers in zip(("history", "stored", "zero", "scale", "inv"), got, expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(part).view(np.uint32), numbers.view(np.uint32), name)
+    bits[..., 2:] = 0
+    np.testing.assert_array_equal(np.asarray(recorded).view(np.uint32), bits.reshape(*batch, 6 * k), "recorded")
+
+
 def overwrite():
     """Check a step whose histories may be overwritten, as those of a training step that gives its state away."""
     (pairs,) = products = [product((3,), (1, 2, 3, 256, 257, 258, 1000))]
