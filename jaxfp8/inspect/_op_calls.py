@@ -314,10 +314,9 @@ def _wide(x, factor=1.0):
 # The call of each op, by the name of its custom call.
 _FUNCTIONS = (
     *(_amax, _amax_to_scale, _delayed_scales, _read_histories, _write_histories),
-    *(_split_reading, _join_recorded),
     *(_quantize, _quantize_transpose, _quantize_activation, _quantize_activation_grad, _quantize_norm),
     *(_quantize_blocks_transpose, _transpose_blocks, _dequantize),
-    *(_adam_update, _decode_moment, _encode_moment),
+    *(_adam_update, _decode_moment, _encode_moment, _join_recorded, _split_reading),
     *(_scaled_matmul, _block_scaled_matmul, _ragged_matmul),
 )
 OPS = {function.__name__.removeprefix("_"): function for function in _FUNCTIONS}

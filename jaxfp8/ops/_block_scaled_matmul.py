@@ -12,8 +12,8 @@ from jax.typing import ArrayLike, DTypeLike
 from ..numerics import _tpu
 from . import _blocks, _checks, _ffi, _shapes
 from ._primitive import ONE, Op
-from ._product import ProductSpec, bias_operands, rescaled
 from ._scaled_matmul import ALIGNMENT, E5M2, WORKSPACE_BYTES
+from ._shapes import ProductSpec, bias_operands, rescaled
 
 
 def block_scaled_matmul(

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 from . import _blocks, _ffi, _shapes
 from ._partition import WHOLE
 from ._primitive import ONE, Op
-from ._product import rescaled
 from ._quantize import widening_on_cpu
 from ._scaled_matmul import to_f32
+from ._shapes import rescaled
 
 # The numbers of rows that the jnp program multiplies at once lie between these: about the rows of a group.
 _FEWEST_ROWS, _MOST_ROWS = 32, 512

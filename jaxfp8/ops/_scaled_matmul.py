@@ -13,8 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 from ..numerics import _tpu
 from . import _checks, _ffi, _shapes
 from ._primitive import ONE, Op
-from ._product import ProductSpec, bias_operands, rescaled
 from ._quantize import widening_on_cpu
+from ._shapes import ProductSpec, bias_operands, rescaled
 
 # The workspace of cuBLASLt, in bytes: NVIDIA's advice for Hopper, more than Ada needs. XLA lends the memory to other
 # steps of the program.

