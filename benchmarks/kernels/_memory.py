@@ -171,6 +171,33 @@ def encode_moment(m, n, squared):
     return Work(step, arguments, check)
 
 
+def adam_update(m, n, applies):
+    """A step of Adam on one leaf; moments are those of jnp to the bit, and the rest but for its division and root."""
+
+    def arguments(seed):
+        blocks = m, -(-n // _moments.BLOCK)
+        mu, nu = codes(seed, (m, n)), jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3)
+        scales = jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
+        keys, nu_keys = (jax.random.bits(jax.random.key(seed + i), blocks, jnp.uint32) for i in range(2))
+        grads, params = (normal(seed + i, (m, n), F32) for i in (2, 3))
+        numbers = jnp.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
+        return grads, params if applies else None, (mu, *scales), keys, (nu, *scales), nu_keys, numbers
+
+    def step(*leaf):
+        out, mu, nu = _moments.adam_update([_moments.AdamLeaf(*leaf)], [1])[0]
+        return out, *mu, *nu
+
+    def check(results, *leaf):
+        with ops.implementation("reference"):
+            out, *moments = jax.jit(lambda *x: step(*x))(*leaf)
+        # A sum of terms below 16 is off by a few units of their last place where it cancels.
+        expect("adam_update", jnp.all(jnp.abs(results[0] - out) <= 1e-5 * jnp.maximum(jnp.abs(out), 0.1)))
+        for result, reference in zip(results[1:], moments, strict=True):
+            expect("adam_update", jnp.all(result == reference))
+
+    return Work(step, arguments, check)
+
+
 KERNELS = {
     **{f"amax {name}": functools.partial(amax, dtype=dtype) for dtype, name in NAMES.items()},
     **{f"quantize {name}": functools.partial(quantize, dtype=dtype) for dtype, name in NAMES.items()},
@@ -197,5 +224,7 @@ KERNELS = {
     },
     "transpose_blocks 1x32": transpose_blocks,
     **{f"encode_moment {name}": functools.partial(encode_moment, squared=name == "squared") for name in MOMENTS},
+    "adam_update": functools.partial(adam_update, applies=False),
+    "adam_update, parameters": functools.partial(adam_update, applies=True),
     **{f"dequantize to {name}": functools.partial(dequantize, dtype=dtype) for dtype, name in NAMES.items()},
 }
