@@ -25,3 +25,4 @@ def test_figures():
     for arm, name in {"apply": "`apply`: ", "update": "`update`", "quantized": "`quantized(optax.adamw)`"}.items():
         (row,) = (line for line in page.splitlines() if name in line and line.endswith(" times |  |"))
         assert f"| {results['time'][arm]['ratio']:.1f} times" in row
+    assert results["time"]["apply"]["ratio"] <= results["time"]["update"]["ratio"] <= 2.0
