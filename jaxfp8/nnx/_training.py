@@ -233,10 +233,22 @@ class Optimizer(nnx.Optimizer):
     ):
         super().__init__(model, optimizer(tx), wrt=nnx.Any(wrt, OverwriteWithGradient), graph=graph)
 
-    def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates:
-        """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through."""
+    def update(self, model: Any, *grads: Any, **kwargs: Any) -> optax.Updates | None:
+        """Update as `nnx.Optimizer.update` does; FP8 state is float32 then, whatever cast the model went through.
+
+        Returns:
+            The updates; None where `tx` writes the next parameters itself, as `jaxfp8.optim.adamw` does.
+        """
         # Flax applies updates in the dtype of a leaf, so that state which was cast would stay so.
         state = nnx.state(model, OverwriteWithGradient, graph=self.graph)
         if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(state)):
             nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state))
-        return super().update(model, *grads, **kwargs)
+        if not hasattr(self.tx, "apply") or len(grads) != 1 or kwargs:
+            return super().update(model, *grads, **kwargs)
+        variables = (nnx.state(tree, self.wrt, graph=self.graph) for tree in (model, *grads))
+        params, gradients, opt_state = map(nnx.as_pure, (*variables, self.opt_state))
+        params, opt_state = self.tx.apply(gradients, opt_state, params)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        self.step[...] += 1
+        return None

@@ -1,6 +1,7 @@
 """Optimizer states in FP8: the moments of any optax transformation, at a quarter of their bytes."""
 
-from ._adam import AppliedTransformation as AppliedTransformation, adamw as adamw
+from ..train import AppliedTransformation as AppliedTransformation
+from ._adam import adamw as adamw
 from ._moments import Moment as Moment, SignedMoment as SignedMoment, SquaredMoment as SquaredMoment
 from ._quantized import (
     QuantizedState as QuantizedState,

@@ -1,7 +1,6 @@
 """adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +8,12 @@ import optax
 from jax.typing import ArrayLike
 
 from ..ops import _moments as ops
+from ..train import AppliedTransformation
 from ._moments import block_axis
 from ._quantized import MOMENTS, QuantizedState, block_keys, check, is_moment, leaf_key, quantize_state, to_seed
 
 # Leaves of up to this number of elements share a launch.
 _SMALL = 2**20
-
-
-class AppliedTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that can also write the next parameters itself.
-
-    Attributes:
-        apply: `(grads, state, params) -> (params, state)`: `update` and `optax.apply_updates` in one pass.
-    """
-
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
-
-    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
-        """Make the transformation; optax unpacks it as a pair."""
-        transformation = super().__new__(cls, init, update)
-        transformation.apply = apply
-        return transformation
-
-    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
-        """Return what a copy is made of."""
-        return (*self, self.apply)
 
 
 def adamw(

@@ -1,6 +1,10 @@
 """Carry state from step to step: uses combine by max, optimizers do not see state, `update_state` checks and stores."""
 
-from ._optimizer import apply_updates as apply_updates, optimizer as optimizer
+from ._optimizer import (
+    AppliedTransformation as AppliedTransformation,
+    apply_updates as apply_updates,
+    optimizer as optimizer,
+)
 from ._quantize_params import quantize_params
 from ._sharing import apply_with_max_grad, fork, grad, max_grad, named_errors, value_and_grad
 from ._steps import accumulate_gradients as accumulate_gradients

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,26 @@ from .._jax._trees import Tree
 from ..recipes import FP8StateWarning, _state_tree
 from . import _steps
 from ._update import expect_state
+
+
+class AppliedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also write the next parameters itself.
+
+    Attributes:
+        apply: `(grads, state, params) -> (params, state)`: `update` and `optax.apply_updates` in one pass.
+    """
+
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __new__(cls, init: Callable, update: Callable, apply: Callable) -> Self:
+        """Make the transformation; optax unpacks it as a pair."""
+        transformation = super().__new__(cls, init, update)
+        transformation.apply = apply
+        return transformation
+
+    def __getnewargs__(self) -> tuple[Callable, Callable, Callable]:
+        """Return what a copy is made of."""
+        return (*self, self.apply)
 
 
 def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -48,6 +69,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     Returns:
         A transformation for any tree that mixes parameters with state: variables dicts, NNX states, pytrees with
         `DotGeneralState`. Its `update` raises a ValueError without `params`, and where `grads` holds none of the state.
+        It can `apply` where `tx` can (`jaxfp8.optim.adamw`): `variables, opt_state = tx.apply(grads, opt_state,
+        variables)` writes the next parameters and the next FP8 state.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -64,13 +87,14 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         paths = _state_tree.flatten(params).in_variables
         return _InVariables(opt_state, paths) if paths else opt_state
 
-    def update(grads, opt_state, params=None, **extra_args):
+    def step(name, grads, opt_state, params, extra_args):
+        """Return the result of `tx.update` or `tx.apply`, without state; the tree with the next state; `opt_state`."""
         if params is None:
             raise ValueError(
-                "jaxfp8.train.optimizer: update: params: expected the parameters with their FP8 state, got None; call "
-                "update(grads, opt_state, params)"
+                f"jaxfp8.train.optimizer: {name}: params: expected the parameters with their FP8 state, got None; call "
+                f"{name}(grads, opt_state, params)"
             )
-        # 1. Restore what only the types of NNX variables said at `init`: Flax gives arrays to `update`.
+        # 1. Restore what only the types of NNX variables said at `init`: Flax gives arrays to the optimizer.
         paths = opt_state.paths if isinstance(opt_state, _InVariables) else None
         if paths:
             params, grads = (_state_tree.marked(tree, paths) for tree in (params, grads))
@@ -78,7 +102,8 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         trained = _trained(params)
         before = _state_tree.flatten(trained)
         expect_state(before, _state_tree.flatten(grads).by_path())
-        _warn_of_cast_state(before)
+        if name == "update":
+            _warn_of_cast_state(before)
         # 2. Let `tx` see parameters alone, in its arguments as well.
         extra_args = {name: _argument_without_state(value, trained) for name, value in extra_args.items()}
         parameters, inner = _without_state(params), _steps.inner(opt_state)
@@ -86,15 +111,24 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; in NNX make the "
             "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model"
         )
-        with _steps.naming_state("jaxfp8.train.optimizer: update", tx, parameters, inner, advice):
-            updates, after = tx.update(_without_state(grads), inner, parameters, **extra_args)
-        # 3. Take the next state where `tx` has made a step, and put it among the updates.
-        state, opt_state = _steps.finish(trained, grads, opt_state, after, updates)
+        with _steps.naming_state(f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice):
+            result, after = getattr(tx, name)(_without_state(grads), inner, parameters, **extra_args)
+        # 3. Take the next state where `tx` has made a step.
+        state, opt_state = _steps.finish(trained, grads, opt_state, after, result)
         state = state if trained is params else optax.LookaheadParams(fast=state, slow=state)
-        updates = _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by)
-        return updates, _InVariables(opt_state, paths) if paths else opt_state
+        return result, state, _InVariables(opt_state, paths) if paths else opt_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def update(grads, opt_state, params=None, **extra_args):
+        updates, state, opt_state = step("update", grads, opt_state, params, extra_args)
+        return _with_state(updates, state, NeedsJaxfp8ApplyUpdates.by), opt_state
+
+    def apply(grads, opt_state, params):
+        parameters, state, opt_state = step("apply", grads, opt_state, params, {})
+        return _with_state(parameters, state, jnp.asarray), opt_state
+
+    if not hasattr(tx, "apply"):
+        return optax.GradientTransformationExtraArgs(init, update)
+    return AppliedTransformation(init, update, apply)
 
 
 def _warn_of_cast_state(before: _state_tree.StateTree) -> None:

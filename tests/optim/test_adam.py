@@ -229,21 +229,46 @@ def test_train_state_writes_parameters_in_one_pass():
     assert losses["fused"] == pytest.approx(losses["optax"], rel=0.05)
 
 
-def test_nnx():
-    model = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
-    optimizer = jaxfp8.nnx.Optimizer(model, optim.adamw(1e-2), wrt=nnx.Param)
-    x = jnp.ones((4, 128))
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_nnx_optimizer_writes_parameters_in_one_pass(graph):
+    """Moments and FP8 state are those of `update`; state that a cast of the model made bf16 is f32 again."""
 
-    @nnx.jit
-    def step(model, optimizer):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
+    def trained(tx):
+        model = jaxfp8.nnx.quantize(nnx.Linear(128, 256, rngs=nnx.Rngs(0)), [("", jaxfp8.DelayedScaling())])
+        optimizer = jaxfp8.nnx.Optimizer(model, tx, wrt=nnx.Param, graph=graph)
+        state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
+        nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
 
-    first = step(model, optimizer)
-    for _ in range(5):
-        last = step(model, optimizer)
-    assert last < 0.9 * first
+        @nnx.jit
+        def step(model, optimizer, x):
+            _, grads = jaxfp8.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            return optimizer.update(model, grads)
+
+        updates = step(model, optimizer, jax.random.normal(jax.random.key(1), (16, 128)))
+        assert optimizer.step.get_value() == 1
+        state = nnx.state(model, jaxfp8.nnx.OverwriteWithGradient)
+        return updates, model.kernel.get_value(), jax.device_get(nnx.as_pure((state, optimizer.opt_state)))
+
+    tx = optim.adamw(1e-2)
+    applied, updated = trained(tx), trained(optax.GradientTransformationExtraArgs(*tx))
+    assert applied[0] is None and jax.tree.leaves(updated[0])
+    np.testing.assert_allclose(applied[1], updated[1], rtol=6 * 2.0**-23, atol=6 * 2.0**-23)
+    assert_same_bits(applied[2], updated[2])
+    assert {x.dtype for x in jax.tree.leaves(applied[2][0])} == {np.dtype(np.float32)}
+
+
+def test_optimizer_of_variables_writes_parameters_in_one_pass():
+    model, x = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral), jnp.ones((16, 128))
+    variables = model.init(jax.random.key(1), x)
+    grads = jaxfp8.grad(lambda variables: jnp.mean(model.apply(variables, x) ** 2))(variables)
+    train = jaxfp8.linen.TrainState.create(apply_fn=model.apply, params=variables, tx=optim.adamw(1e-2))
+    tx = jaxfp8.train.optimizer(train.tx)
+    after, opt_state = jax.jit(tx.apply)(grads, tx.init(variables), variables)
+    expected = jax.jit(lambda train: train.apply_gradients(grads=grads))(train)
+    assert_same_bits(jax.device_get(after), jax.device_get(expected.params))
+    jax.tree.map(np.testing.assert_array_equal, *map(cases.moments, (opt_state, expected.opt_state)))
+    with pytest.raises(ValueError, match=r"train.optimizer: apply: params: .* call apply\(grads, opt_state, params\)"):
+        tx.apply(grads, opt_state, None)
 
 
 def test_state_converts():
