@@ -13,7 +13,7 @@ import numpy as np
 from .. import ops
 from ..numerics import FP8_DTYPES
 from ..ops import _blocks
-from ..ops._support import is_for_tpu, selected
+from ..ops._support import backend, selected
 
 Block = tuple[int | None, int | None]
 
@@ -245,15 +245,16 @@ def as_bytes(q: QTensor) -> QTensor:
     """Return a QTensor with bytes in place of FP8, as the backward keeps it.
 
     A loop stacks what its backward keeps, and XLA's CPU compiler has no stacks of FP8: each iteration would convert the
-    whole stack to float16 and back. Programs for TPUs keep FP8, and those under `implementation("xla")`, in which XLA
-    would gather the codes of a kernel once as FP8 and once as bytes.
+    whole stack to float16 and back. Programs for other platforms keep FP8: on a mesh XLA gathers a kernel's codes once
+    for both products that read them, where codes and bytes would be gathered each.
     """
 
     def convert(x):
         is_fp8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
         return _Bytes(jax.lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if is_fp8 else x
 
-    return q if is_for_tpu() or selected() == "xla" else jax.tree.map(convert, q)
+    is_for_cpu = backend() == "cpu" and selected() not in ("xla", "tpu")
+    return jax.tree.map(convert, q) if is_for_cpu else q
 
 
 def as_codes(tree: Any) -> Any:

@@ -23,6 +23,7 @@ RECIPES = {
         jaxfp8.StaticScaling(224.0, 224.0, 1.0), jaxfp8.DelayedScaling(), jaxfp8.Float8CurrentScaling()
     ),
 }
+FP8 = {"float8_e4m3fn"}
 POLICIES = {"no remat": None, "codes saved": jaxfp8.checkpoint_policies.save_fp8_residuals}
 
 
@@ -89,3 +90,14 @@ def test_xla_converts_a_stack_of_fp8():
 
     with pytest.raises(AssertionError, match="f16"):
         assert_no_stack_is_converted(stacked.lower(jnp.ones((ROWS, WIDTH))).compile().as_text())
+
+
+@pytest.mark.parametrize(("platform", "dtypes"), {"cpu": {"uint8"}, "gpu": FP8, "tpu": FP8}.items())
+@pytest.mark.parametrize("recipe", [jaxfp8.Float8CurrentScaling(), jaxfp8.Float8RowwiseScaling()], ids=str)
+def test_other_platforms_keep_fp8(recipe, platform, dtypes, monkeypatch):
+    """There a mesh would gather a kernel's codes twice, once as bytes."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    x = jnp.ones((16, 16))
+    product = functools.partial(jaxfp8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe)
+    _, backward = jax.eval_shape(lambda *operands: jax.vjp(product, *operands), x, x)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(backward) if leaf.dtype.itemsize == 1} == dtypes
