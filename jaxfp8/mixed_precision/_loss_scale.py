@@ -40,7 +40,7 @@ class DynamicLossScale:
     changes the object.
 
     Args:
-        initial: the first `value`, from 2**-126 to 2**126.
+        init_scale: the first `value`, from 2**-126 to 2**126.
         growth_factor: the factor by which the value grows, above 1.
         backoff_factor: the factor by which the value shrinks, between 0 and 1.
         growth_interval: the number of finite steps in a row after which the value grows.
@@ -53,20 +53,20 @@ class DynamicLossScale:
         ValueError: an argument is out of its range.
     """
 
-    initial: dataclasses.InitVar[float] = 2.0**16
+    init_scale: dataclasses.InitVar[float] = 2.0**16
     growth_factor: float = dataclasses.field(default=2.0, metadata={"static": True})
     backoff_factor: float = dataclasses.field(default=0.5, metadata={"static": True})
     growth_interval: int = dataclasses.field(default=2000, metadata={"static": True})
     value: Any = dataclasses.field(default=_UNSET, kw_only=True)
     good_steps: Any = dataclasses.field(default=_UNSET, kw_only=True)
 
-    def __post_init__(self, initial: float) -> None:
-        # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `initial` of a
+    def __post_init__(self, init_scale: float) -> None:
+        # JAX unflattens pytrees through this method, with tracers or placeholders as values: only the `init_scale` of a
         # user is checked and converted.
         if self.value is _UNSET:
-            in_range = _scaling.MIN_SCALE <= initial <= _scaling.MAX_SCALE
-            _check(in_range, "initial", "a number from 2**-126 to 2**126", initial)
-            object.__setattr__(self, "value", jnp.asarray(np.float32(initial)))
+            in_range = _scaling.MIN_SCALE <= init_scale <= _scaling.MAX_SCALE
+            _check(in_range, "init_scale", "a number from 2**-126 to 2**126", init_scale)
+            object.__setattr__(self, "value", jnp.asarray(np.float32(init_scale)))
         if self.good_steps is _UNSET:
             object.__setattr__(self, "good_steps", jnp.asarray(np.int32(0)))
         growth, backoff, interval = self.growth_factor, self.backoff_factor, self.growth_interval

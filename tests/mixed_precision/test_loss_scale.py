@@ -51,8 +51,8 @@ OPTIONS = {
     "defaults": {},
     "often": {"growth_interval": 3},
     "each step": {"growth_interval": 1},
-    "no powers of two": {"initial": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 5},
-    "from 2**20": {"initial": 2.0**20, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7},
+    "no powers of two": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 5},
+    "from 2**20": {"init_scale": 2.0**20, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7},
 }
 
 
@@ -62,8 +62,8 @@ def test_thousands_of_random_steps(options, bad):
     """Bitwise; long enough to meet the bounds where overflows are as rare or as frequent as that."""
     finite = np.random.default_rng(len(str(options))).random(9000) >= bad
     values, good_steps = map(np.asarray, run(DynamicLossScale(**options), finite))
-    scaler = GradScaler(scale=np.float32(options.get("initial", 65536)))
-    scaler = dataclasses.replace(scaler, **{k: v for k, v in options.items() if k != "initial"})
+    scaler = GradScaler(scale=np.float32(options.get("init_scale", 65536)))
+    scaler = dataclasses.replace(scaler, **{k: v for k, v in options.items() if k != "init_scale"})
     expected = []
     for ok in finite:
         scaler.update(not ok)
@@ -92,9 +92,9 @@ def test_an_interval_that_was_passed_long_ago():
 # --------------------------------------------------------------------------------------------------- scale and unscale
 
 
-@pytest.mark.parametrize("initial", [65536.0, 1.0, 2.0**-20, 1000.0, 3.3e7])
+@pytest.mark.parametrize("init_scale", [65536.0, 1.0, 2.0**-20, 1000.0, 3.3e7])
 @pytest.mark.parametrize("dtype", [np.float16, oracle.BF16, np.float32])
-def test_unscale_in_f32(dtype, initial):
+def test_unscale_in_f32(dtype, init_scale):
     """All bits of every float16 and bfloat16 gradient, and of many f32 ones, as numpy has them."""
     if dtype == np.float32:
         gradient = (np.random.default_rng(0).standard_normal(10000) * 2.0 ** np.arange(-40, 60).repeat(100)).astype(
@@ -102,9 +102,9 @@ def test_unscale_in_f32(dtype, initial):
         )
     else:
         gradient = np.arange(2**16).astype(np.uint16).view(dtype)
-    got = np.asarray(jax.jit(DynamicLossScale(initial).unscale)(gradient))
+    got = np.asarray(jax.jit(DynamicLossScale(init_scale).unscale)(gradient))
     assert got.dtype == np.float32
-    expected = GradScaler(np.float32(initial)).unscale(gradient)
+    expected = GradScaler(np.float32(init_scale)).unscale(gradient)
     tiny = np.finfo(np.float32).tiny
     normal = ~(np.abs(gradient.astype(np.float32)) < tiny) & ~(np.abs(expected) < tiny)  # XLA:CPU flushes the others
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
@@ -140,7 +140,7 @@ def test_msgpack():
 # ------------------------------------------------------------------------------------------------------------- errors
 
 BAD = {
-    "initial": [0, -1, np.inf, np.nan, 2.0**127],
+    "init_scale": [0, -1, np.inf, np.nan, 2.0**127],
     "growth_factor": [1, 0.5, np.inf, np.nan],
     "backoff_factor": [0, 1, -0.5, np.nan],
     "growth_interval": [0, -1, 2.5],

@@ -55,16 +55,16 @@ def test_run(make, fp8):
     run(make, fp8)
 
 
-@pytest.mark.parametrize("initial", [2.0**10, 2.0**16, 2.0**20])
-def test_gradient_of_an_fp8_layer(initial):
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**16, 2.0**20])
+def test_gradient_of_an_fp8_layer(init_scale):
     """Scaled in, unscaled out: the product of the codes of the scaled gradient, within the bound of any product."""
     trainer, account = MAKERS["our TrainState"](True, SGD), Account()
     x, grad = batch(0, 2.0**-20)
-    got = trainer.gradient(trainer.train, DynamicLossScale(initial), x, grad)["params"]["kernel"]
+    got = trainer.gradient(trainer.train, DynamicLossScale(init_scale), x, grad)["params"]["kernel"]
     assert got.dtype == jnp.float32
-    operands = (a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(initial)))
+    operands = (a.astype(np.float16) for a in (x, account.kernel, grad * np.float32(init_scale)))
     expected = oracle.dense_step(*operands, account.state, wgrad_dtype=np.float16).wgrad
-    expected.check((np.asarray(got) * np.float32(initial)).astype(np.float16), "kernel gradient")
+    expected.check((np.asarray(got) * np.float32(init_scale)).astype(np.float16), "kernel gradient")
     np.testing.assert_allclose(got, x.T @ grad, rtol=2.0**-11)  # such numbers are exact in FP8: scales are 1
 
 
