@@ -283,3 +283,20 @@ def test_the_oracle_tells_recipes_apart(mutant):
     check(name)
     with pytest.raises(AssertionError, match="out of bound"):
         check(name, **fields)
+
+
+@pytest.mark.parametrize("zeros", [1, 32], ids=["a row of zeros", "zeros"])
+@pytest.mark.parametrize("recipe", [recipe for recipe, _ in RECIPES.values()], ids=RECIPES)
+def test_debug_nans(recipe, zeros):
+    """No operation makes a NaN or an Inf of good numbers, as docs/mixed_precision.md says; a bad one stops."""
+    x, kernel, state = jnp.ones((32, 64)).at[:zeros].set(0), jnp.ones((64, 16)), jaxfp8.init_state(recipe)
+
+    @jaxfp8.grad
+    def gradient(kernel, x):
+        return jnp.sum(jnp.tanh(jaxfp8.dot_general(x, kernel, cases.MATMUL, recipe=recipe, state=state)))
+
+    with jax.debug_nans(True), jax.debug_infs(True):
+        jax.jit(gradient)(kernel, x)
+        for bad in (np.nan, np.inf):
+            with pytest.raises(FloatingPointError):
+                jax.jit(gradient)(kernel, x.at[0, 0].set(bad))
