@@ -23,7 +23,7 @@ OPERATIONS = {
         "linear dense linear_general dense_general conv conv1d conv2d conv3d conv_general_dilated conv_transpose"
     ).split(),
     _FLOAT32: (
-        "softmax log_softmax logsumexp layer_norm batch_norm group_norm rms_norm standardize "
+        "softmax log_softmax logsumexp layer_norm batch_norm group_norm instance_norm rms_norm standardize "
         "sum prod mean var std cumsum cumprod norm "
         "loss cross_entropy softmax_cross_entropy softmax_cross_entropy_with_integer_labels "
         "sigmoid_binary_cross_entropy squared_error l2_loss mse_loss l1_loss huber_loss kl_divergence ctc_loss"
@@ -124,7 +124,7 @@ class Policy:
 
         Args:
             operation: the name of an operation, such as `"softmax"` or `"matmul"`; `LayerNorm` is the same as
-                `layer_norm`.
+                `layer_norm`, `RMSNorm` as `rms_norm`.
 
         Raises:
             ValueError: the table has no such operation.
@@ -169,7 +169,7 @@ class Policy:
 
 
 def _kind_of(operation):
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", operation).lower()
     if name not in _KINDS:
         raise ValueError(
             f"Policy: operation: expected one of {sorted(_KINDS)}, got {operation!r}; pass like= with one of these, "

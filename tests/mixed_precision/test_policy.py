@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import jaxfp8
 from jaxfp8.mixed_precision import Policy
@@ -104,6 +104,19 @@ def test_f32_operations(name):
     assert got.dtype == jnp.float32
     wanted = exact(x.astype(np.float64))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=4096 * 2.0**-24, atol=4096 * 9 * 2.0**-24)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "BatchNorm", "GroupNorm", "InstanceNorm"])
+def test_norms_by_the_name_of_their_class(name):
+    assert hasattr(nnx, name) and hasattr(nn, name)
+    assert HALF.dtype_of(name) == HALF.dtype_of(name.replace("Norm", "_norm").lower()) == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "name", ["Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum", "Conv", "ConvTranspose"]
+)
+def test_products_by_the_name_of_their_class(name):
+    assert HALF.dtype_of(name) == jnp.float16
 
 
 def test_widest_operations():
