@@ -106,21 +106,20 @@ def _leave_ended(entered: _Entered) -> None:
 @contextlib.contextmanager
 def _warning_of_awaits():
     """Warn where the event loop goes on inside a region: no hook sees the programs that another task then runs."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:  # no loop
-        yield
-        return
     message = (
         "autocast: this region awaits: until it ends, programs that other tasks of this thread run may take its "
         "recipe, for JAX caches programs by thread. Leave the region before each await, or give each task its thread "
         "(asyncio.to_thread)"
     )
-    handle = loop.call_soon(_warnings.warn, message, RuntimeWarning, _warnings.user_line())
+    try:
+        handle = asyncio.get_running_loop().call_soon(_warnings.warn, message, RuntimeWarning, _warnings.user_line())
+    except RuntimeError:  # no loop
+        handle = None
     try:
         yield
     finally:
-        handle.cancel()
+        if handle is not None:
+            handle.cancel()
 
 
 def _current() -> _Region | None:

@@ -77,6 +77,12 @@ def region_of(recipe):
         yield
 
 
+def test_an_error_inside_has_no_other_error_above_it():
+    with pytest.raises(ZeroDivisionError) as caught, jaxfp8.autocast(MX):
+        raise ZeroDivisionError
+    assert caught.value.__context__ is None
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1), (2, 1, 0)])
 def test_regions_that_end_in_another_order(order):
     """Regions of generators: the innermost that is open wins, and after all of them none is left."""
