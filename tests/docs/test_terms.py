@@ -9,7 +9,7 @@ TERMS = {
     "TransformerEngine": """fp8_autocast DelayedScaling margin interval amax_history_len amax_compute_algo most_recent
         HYBRID reduce_amax amax_reduction_group is_first_microbatch te.Linear LayerNormLinear LayerNormMLP per-tensor
         tensor-wise block-wise CustomRecipe qfactory linear_grad_input Float8Quantizer QuantizedTensor quantize_impl
-        rowwise columnwise data_t original_shape qgemm m_params GEMMType""",
+        rowwise columnwise data_t original_shape qgemm m_params GEMMType fp8_output""",
     "XLA": """Fp8DotGeneralOp overwrite_with_gradient OverwriteWithGrad fp32_max_grad in_qdq Q-DQ epilogue""",
 }
 
