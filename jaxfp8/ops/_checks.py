@@ -31,6 +31,8 @@ def high_precision(op: str, name: str, x):
         # Before asarray, which would round to f32 without a word: codes must come from one rounding.
         raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got float64; {fix}")
     x = array(op, name, x)
+    if x.dtype in FP8_DTYPES:
+        fix = "codes have a scale: jaxfp8.ops.dequantize gives their values, jaxfp8.ops.scaled_matmul their product"
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"{op}: {name}: expected bfloat16, float16 or float32, got {_describe(x)}; {fix}")
     return x

@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
+import jaxfp8
 from jaxfp8 import ops
 
 from . import cases
@@ -108,6 +109,20 @@ def test_bad_argument_is_named(op, argument, exception, values):
         with pytest.raises(exception, match=rf"{op}: {argument}\b"):
             getattr(ops, op)(**GOOD[op] | (value if isinstance(value, dict) else {argument: value}))
             pytest.fail(f"{value!r} is accepted")
+
+
+@pytest.mark.parametrize("codes", [A, B], ids=["e4m3", "e5m2"])
+def test_codes_are_not_to_be_cast_without_their_scale(codes):
+    options = {"recipe": jaxfp8.Float8CurrentScaling()}
+    for call in (
+        lambda: ops.amax(codes),
+        lambda: ops.quantize(codes, S, E4M3),
+        lambda: jaxfp8.dot_general(codes, X.T, (((1,), (0,)), ((), ())), **options),
+        lambda: jaxfp8.einsum("mk,kn->mn", codes, X.T, **options),
+    ):
+        with pytest.raises(TypeError, match="got float8_e.m..*codes have a scale: jaxfp8.ops.dequantize") as caught:
+            call()
+        assert "cast it" not in str(caught.value)
 
 
 FLOAT64 = [
