@@ -67,6 +67,19 @@ JAXFP8_HD uint32_t Mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
+// The random bits of the elements i of a block, in their high bits: key + i mix(key) + i^2 mix(mix(key)).
+struct RandomBits {
+  uint32_t start, linear, square;
+
+  JAXFP8_HD explicit RandomBits(uint32_t key) : start(key), linear(Mix(key)), square(Mix(linear)) {}
+  JAXFP8_HD uint32_t operator[](uint32_t i) const { return start + i * (linear + i * square); }
+  // Counts elements from element i on.
+  JAXFP8_HD void Skip(uint32_t i) {
+    start = (*this)[i];
+    linear += 2 * i * square;
+  }
+};
+
 // The code of y in [0, 448] with 20 bits after the point: below the smallest normal number a multiple of 2^-29.
 JAXFP8_HD int32_t FixedPoint(float y) {
 #if defined(__CUDA_ARCH__)
@@ -87,7 +100,7 @@ JAXFP8_HD int32_t RoundSquare(float y, int exponent, uint32_t random) {
   const int32_t code = fixed_point >> kDropped, fraction = fixed_point & kFraction;
   const int32_t product = (fraction * ((kFraction + 1 - fraction) >> 9)) >> 11;
   const int32_t probability = fraction + ((product * (15 - (code & 7)) * factor) >> 15);
-  return code + ((probability + static_cast<int32_t>(random & kFraction)) >> kDropped);
+  return code + ((probability + static_cast<int32_t>(random >> (32 - kDropped))) >> kDropped);
 }
 
 // A neighbour of y = 448 u^k: the one above, if there is one, with a probability that keeps the mean of u.

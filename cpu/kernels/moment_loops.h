@@ -57,6 +57,7 @@ inline int32_t RoundToNearest(float y) {
 
 template <int kExponent, bool kRandom, bool kSquared>
 void EncodeElements(const float* x, float unit, float inverse, uint32_t key, uint8_t* codes) {
+  const RandomBits random_bits(key);
   for (int64_t i = 0; i < kMomentBlock; ++i) {
     const int32_t bits = static_cast<int32_t>(FloatToBits(x[i]));
     const int32_t magnitude = bits & static_cast<int32_t>(kAbsMask);
@@ -66,7 +67,7 @@ void EncodeElements(const float* x, float unit, float inverse, uint32_t key, uin
     const float y = kMomentMax * Power(u, kExponent);
     int32_t code;
     if constexpr (kRandom) {
-      const uint32_t random = Mix(Mix(key ^ static_cast<uint32_t>(i)));
+      const uint32_t random = random_bits[static_cast<uint32_t>(i)];
       const auto decode = [](int32_t code) { return DecodeFraction(code, kExponent); };
       code = kSquared ? RoundSquare(y, kExponent, random) : RoundSigned(u, y, random, decode);
     } else {

@@ -105,7 +105,7 @@ __device__ __forceinline__ void WriteCodes(uint8_t* data, int count, const Codes
 // The code of a magnitude of a block; `inverse` is that of the amax. Without kRoots the exponent is not negative.
 template <bool kRoots, bool kRandom, bool kSquared>
 __device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inverse, int exponent, const float* fractions,
-                                                    uint32_t key) {
+                                                    uint32_t random) {
   const float quotient = inverse * x;
   const float u = quotient < 1.0f ? quotient : 1.0f;
   float power = exponent > 0 ? __fmul_rn(u, u) : u;
@@ -113,7 +113,6 @@ __device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inver
   const float y = __fmul_rn(kMomentMax, power);
   uint32_t code;
   if constexpr (kRandom) {
-    const uint32_t random = Mix(Mix(key));
     const auto decode = [&](int32_t code) { return fractions[code]; };
     code = kSquared ? RoundSquare(y, exponent, random) : RoundSigned(u, y, random, decode);
   } else {
@@ -123,15 +122,15 @@ __device__ __forceinline__ uint32_t EncodeMagnitude(float x, const Factor& inver
   return fabsf(x) < BitsToFloat(kInfBits) ? code : E4M3::kNanCode;
 }
 
-// The codes of four elements. `key` is that of the first; those of the others differ in the last two bits.
+// The codes of four elements of a lane, of which the first is element `first`.
 template <bool kRoots, bool kRandom, bool kSquared>
 __device__ __forceinline__ uint32_t EncodeVector(const uint32_t (&x)[kVector], const Factor& inverse, int exponent,
-                                                 const float* fractions, uint32_t key) {
+                                                 const float* fractions, const RandomBits& random_bits, int first) {
   uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
-    const uint32_t code =
-        EncodeMagnitude<kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, fractions, key ^ i);
+    const uint32_t code = EncodeMagnitude<kRoots, kRandom, kSquared>(BitsToFloat(x[i]), inverse, exponent, fractions,
+                                                                     random_bits[first + i]);
     codes |= code << (8 * i);
   }
   const uint32_t signs = __byte_perm(__byte_perm(x[0], x[1], 0x73), __byte_perm(x[2], x[3], 0x73), 0x5410);
@@ -164,8 +163,10 @@ struct MomentEncoder {
     any_roots = __reduce_max_sync(kAllLanes, exponent < 0 ? 1u : 0u) != 0;
   }
 
-  // `key` is that of the lane's first element; `fractions` are those of the exponent.
+  // `key` is that of the block; `fractions` are those of the exponent.
   __device__ __forceinline__ void Encode(const Floats& x, const float* fractions, uint32_t key, Codes& codes) const {
+    RandomBits random_bits(key);
+    random_bits.Skip(threadIdx.x % kLanes * kVector);
     // 1. The inverse of the amax: of one above 1, of the amax times 2^-32, since that of the largest is subnormal. CPUs
     // multiply elements by 2^-32 too, and flush those below 2^-94.
     const bool large = top > 1.0f;
@@ -176,7 +177,7 @@ struct MomentEncoder {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         codes[v] = EncodeVector<decltype(roots)::value, kRandom, kSquared>(x[v].words, inverse, exponent, fractions,
-                                                                           key ^ (v * kSpan));
+                                                                           random_bits, v * kSpan);
       }
     };
     if (any_roots) {

@@ -86,7 +86,7 @@ class Moment {
                                          int count, bool wide, const Fractions<256>& fractions) {
     const MomentEncoder<true, kSquared> encoder(after);
     const uint32_t key = is_inside ? Load<4>(moment.keys + block).words[0] : 0;
-    encoder.Encode(after, fractions.Of(encoder.exponent), key ^ (threadIdx.x % kLanes * kVector), codes);
+    encoder.Encode(after, fractions.Of(encoder.exponent), key, codes);
     if (wide) {
       WriteCodes<true>(moment.next_data + offset, count, codes);
     } else {

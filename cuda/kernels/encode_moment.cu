@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kBlockSize, kWide ? 4 : 3) EncodeMomentKernel(
     // 2. Encode.
     const MomentEncoder<kRandom, kSquared> encoder(elements.after);
     if (differs != 0) {
-      const uint32_t key = kRandom ? Load<4>(params.keys + block).words[0] ^ (lane * kVector) : 0;
+      const uint32_t key = kRandom ? Load<4>(params.keys + block).words[0] : 0;
       encoder.Encode(elements.after, fractions.Of(encoder.exponent), key, elements.codes);
       amax = encoder.top;
       exponent = static_cast<int8_t>(encoder.exponent);

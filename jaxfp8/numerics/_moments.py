@@ -169,9 +169,19 @@ def join(blocks, axis, shape):
 
 
 def _random_bits(keys, blocks, axis):
+    """Return u32 for each element of a block: a polynomial in its number i, whose coefficients are random.
+
+        keys + i mix(keys) + i**2 mix(mix(keys))
+
+    Of three elements the high bits are independent. In a progression, without the square, those of two are, and one
+    block in a hundred is rounded as a whole: its fourth moments are 80 to 400 times a coin's, in place of 3 to 4.
+    """
     elements = [1] * blocks.ndim
     elements[axis] = blocks.shape[axis]
-    return mix(mix(jnp.expand_dims(keys, axis) ^ lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)))
+    i = lax.broadcasted_iota(jnp.uint32, elements, blocks.ndim + axis)
+    linear = mix(keys)
+    start, linear, square = (jnp.expand_dims(x, axis) for x in (keys, linear, mix(linear)))
+    return start + i * (linear + i * square)
 
 
 def _fraction(magnitude, amax):
@@ -226,7 +236,7 @@ def _round_square(y, exponent, random_bits):
     probability = fraction + ((product * (15 - (code & 7)) * c) >> 15)
 
     # 3. Round up with that probability.
-    return code + ((probability + (random_bits & _FRACTION).astype(jnp.int32)) >> _DROPPED_BITS)
+    return code + ((probability + (random_bits >> (32 - _DROPPED_BITS)).astype(jnp.int32)) >> _DROPPED_BITS)
 
 
 # A step of Adam -------------------------------------------------------------------------------------------------------

@@ -58,8 +58,9 @@ def encode_moment(
     Args:
         data, amax, exponent, axis: the moment, as in `decode_moment`.
         after: f32 in the shape of `data`.
-        keys: u32 in the shape of `amax`: rounds stochastically by the bits `mix(mix(keys ^ i))`, where i is the number
-            of an element in its block. None rounds to nearest.
+        keys: random u32 in the shape of `amax`: rounds stochastically by the high bits of
+            `keys + i mix(keys) + i**2 mix(mix(keys))`, where i is the number of an element in its block. None rounds to
+            nearest.
         squared: whether the elements are squares. Stochastic rounding keeps the mean of their fourth roots, of other
             elements that of the elements. Squares round to zero only where they are zero, and k depends on other spans.
 

@@ -92,6 +92,30 @@ def test_the_mean_of_a_million_draws(k):
     assert np.std((codes > 288).mean(axis=1)) == pytest.approx(error * np.sqrt(len(codes)), rel=0.05)
 
 
+def test_draws_are_like_coins():
+    """Of neighbours, of moments and of steps no draws are correlated, and sums over a block have the moments of coins.
+
+    A correlation of n draws has an error of 1 / sqrt(n). A coin's fourth moment is 3 of its squared second; a
+    progression, the control, draws a block as a whole where its step is small.
+    """
+    shape = (4096, 128)
+
+    def draws(step, leaf, progression=False):
+        keys = oracle.keys(0, step, leaf, shape, 1)
+        random = oracle_moments.random_bits(keys)[:, 0]
+        if progression:
+            random = keys + np.arange(128, dtype=np.uint32) * oracle_moments.mix(keys)
+        return np.where(random >> 8 < 0.3 * 2**24, 0.7, -0.3) / np.sqrt(0.21)
+
+    first = draws(5, 1)
+    assert abs(first.mean()) < 4 / np.sqrt(first.size)
+    pairs = [(first[:, :-i], first[:, i:]) for i in (1, 2, 3, 64)] + [(first[1:], first[:-1])]
+    for x, y in [*pairs, (first, draws(6, 1)), (first, draws(5, 2))]:
+        assert abs(np.mean(x * y)) < 4.5 / np.sqrt(x.size)
+    fourth, control = (np.mean((x.sum(1) / np.sqrt(128)) ** 4) for x in (first, draws(5, 1, progression=True)))
+    assert 2.7 < fourth < 4 and control > 20
+
+
 def test_the_mean_step_is_that_of_float32():
     """After 3000 steps the mean of 1 / sqrt(v) is off by less than 0.5 %, and by 1 % or more where y keeps its mean.
 

@@ -42,6 +42,13 @@ def mix(x):
     return x ^ (x >> 16)
 
 
+def random_bits(keys):
+    """Of the elements of blocks: polynomials in their number."""
+    i, linear = np.arange(BLOCK, dtype=np.uint64), mix(keys)
+    start, linear, square = (x[..., None].astype(np.uint64) for x in (keys, linear, mix(linear)))
+    return ((start + i * linear + (i * i * square) % 2**32) % 2**32).astype(np.uint32)
+
+
 VALUES = np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float64)  # of codes without a sign
 
 
@@ -104,10 +111,10 @@ def encode_all(x, keys, squared):
     if keys is None:
         codes = bits(y.astype(E4M3.dtype))
     else:
-        random = mix(mix(keys[..., None] ^ np.arange(BLOCK, dtype=np.uint32)))
+        random = random_bits(keys)
         if squared:
             below, probability = probability_of_the_code_above(y, k)
-            codes = below + (probability + random % 2**20 >= 2**20)
+            codes = below + (probability + (random >> 12) >= 2**20)
         else:
             codes = np.add(*is_code_above(u, y, k, random))
     if squared:
