@@ -135,7 +135,8 @@ def named_errors(function: str):
             raise TypeError(
                 f"{function}: loss_fn: expected a loss that passes FP8 state to products alone, got one that computes "
                 f"with it ({error}); take norms and decay of the parameters, as in `optax.global_norm(variables["
-                "'params'])`, inner gradients by jaxfp8.grad, and rows of stacked state by jnp.unstack"
+                "'params'])`, inner gradients by jaxfp8.grad, rows of stacked state by jnp.unstack, and "
+                "jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"
             ) from error
         if isinstance(error, AssertionError) and _raised_in(error).startswith("equinox."):
             raise TypeError(

@@ -13,6 +13,7 @@ import pytest
 from flax.core import freeze
 from flax.training import train_state
 
+import jaxfp8
 from jaxfp8.linen._train_state import TrainState
 
 from . import replay
@@ -38,6 +39,13 @@ def test_five_steps(cls):
     train = replay.run(advance, create(cls), lambda t: t.params, BATCHES, 5)
     assert train.step == 5
     assert {leaf.shape for leaf in jax.tree.leaves(train.opt_state)} == {(), (replay.K, replay.N)}
+
+
+def test_gradient_through_a_layer_of_flax_names_the_way_out():
+    layer, x = nn.Dense(4, dot_general_cls=nn.Fp8DotGeneral), np.ones((16, 32), np.float32)
+    variables = layer.init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match="jaxfp8.Fp8DotGeneral in layers with Flax's own FP8"):
+        jaxfp8.grad(lambda variables: jnp.sum(layer.apply(variables, x)))(variables)
 
 
 def test_interchange_with_flax():
