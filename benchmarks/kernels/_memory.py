@@ -178,10 +178,10 @@ def adam_update(m, n, applies):
         blocks = m, -(-n // _moments.BLOCK)
         mu, nu = codes(seed, (m, n)), jnp.abs(codes(seed + 1, (m, n)).astype(F32)).astype(E4M3)
         scales = jnp.ones(blocks), jnp.ones(blocks, jnp.int8)
-        keys, nu_keys = (jax.random.bits(jax.random.key(seed + i), blocks, jnp.uint32) for i in range(2))
+        keys = jax.random.bits(jax.random.key(seed), (2, *blocks), jnp.uint32)
         grads, params = (normal(seed + i, (m, n), F32) for i in (2, 3))
         numbers = jnp.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
-        return grads, params if applies else None, (mu, *scales), keys, (nu, *scales), nu_keys, numbers
+        return grads, params if applies else None, (mu, *scales), (nu, *scales), keys, numbers
 
     def step(*leaf):
         out, mu, nu = _moments.adam_update([_moments.AdamLeaf(*leaf)], [1])[0]

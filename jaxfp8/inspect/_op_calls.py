@@ -174,10 +174,10 @@ def _adam_update(kind, rng):
         (_, mu), (_, (data, *scales)) = _decode_moment(kind, rng), _decode_moment(kind, rng)
         squares = data.view(np.uint8) & 0x7F
         grads, params = (numbers(rng, kind.shape, _F32, hard=kind.hard) for _ in range(2))
-        keys, nu_keys = (rng.integers(0, 2**32, mu[1].shape, np.uint32) for _ in range(2))
+        keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
         hyper = np.float32([0.9, 0.1, 0.99, 0.01, 1.6, 9.0, 1e-12, 1e-8, 1e-3, 0.1, 0.5])
         nu = squares.view(data.dtype), *scales
-        leaves.append(_moments.AdamLeaf(grads, params if applies else None, mu, keys, nu, nu_keys, hyper))
+        leaves.append(_moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, hyper))
 
     arguments, treedef = jax.tree.flatten(leaves)
 

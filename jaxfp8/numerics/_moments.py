@@ -249,7 +249,8 @@ def adam_step(grads, *operands, axis, vmap_dims):
     both have in common, which would be more bytes than the moments. Between a product and a sum is always a selection:
     compilers would round the two at once on some platforms.
     """
-    *params, mu, mu_amax, mu_exponent, mu_keys, nu, nu_amax, nu_exponent, nu_keys, numbers = operands
+    *params, mu, mu_amax, mu_exponent, nu, nu_amax, nu_exponent, keys, numbers = operands
+    keys = jnp.moveaxis(keys, vmap_dims, 0)
     broadcast = (*numbers.shape[:vmap_dims], *[1] * (grads.ndim + 1 - vmap_dims), 11)
     b1, one_less_b1, b2, one_less_b2, c1, c2, eps_root, eps, rate, decay, factor = jnp.unstack(
         numbers.reshape(broadcast), axis=-1
@@ -278,8 +279,8 @@ def adam_step(grads, *operands, axis, vmap_dims):
         p = _above(split(params[0], axis), _SMALLEST)
         out = _above(p - _above(rate * (out + _above(decay * p))), _SMALLEST)
     results = [join(out, axis, grads.shape)]
-    for x, (top, bottom), keys, squared in ((m, spans[0], mu_keys, False), (v, spans[1], nu_keys, True)):
-        codes, exponent = encoded(x, top, bottom, keys, squared, axis)
+    for x, (top, bottom), key, squared in ((m, spans[0], keys[0], False), (v, spans[1], keys[1], True)):
+        codes, exponent = encoded(x, top, bottom, key, squared, axis)
         codes = jnp.where(jnp.abs(x) < np.inf, codes, NAN_CODE)
         codes = jnp.where(x == np.inf, _INF_CODE, codes) if squared else codes
         data = lax.bitcast_convert_type(codes.astype(jnp.uint8), E4M3.dtype)

@@ -78,7 +78,8 @@ class AdamLeaf(NamedTuple):
         grads: f32, of any shape.
         params: f32 in that shape; None where the update is the result, and not the next parameters.
         mu, nu: the moments, each `(data, amax, exponent)`.
-        mu_keys, nu_keys: u32 in the shape of the amaxes, for the random bits of rounding, as in `encode_moment`.
+        keys: u32 `[2, ...]`, for mu and for nu in the shape of its amaxes, for the random bits of rounding, as in
+            `encode_moment`.
         numbers: f32 `[11]`: b1, 1 - b1, b2, 1 - b2, the inverses of 1 - b1**t and 1 - b2**t, eps_root, eps, the
             learning rate, the weight decay, and a factor on the gradient, by which it is clipped.
     """
@@ -86,9 +87,8 @@ class AdamLeaf(NamedTuple):
     grads: jax.Array
     params: jax.Array | None
     mu: tuple[jax.Array, jax.Array, jax.Array]
-    mu_keys: jax.Array
     nu: tuple[jax.Array, jax.Array, jax.Array]
-    nu_keys: jax.Array
+    keys: jax.Array
     numbers: jax.Array
 
 
@@ -248,7 +248,7 @@ class _AdamSpec(NamedTuple):
     @property
     def operands(self) -> int:
         """The number of operands of a leaf."""
-        return 10 + self.applies
+        return 9 + self.applies
 
     def units(self, operand_count):
         each, results = self.operands, _ADAM_RESULTS
@@ -269,7 +269,8 @@ class _AdamUpdate(OpOfUnits):
         for i, axis in enumerate(spec.axes):
             elements, blocks = _names(ranks[spec.operands * i], axis, f"leaf{i}_")
             moment = [elements, blocks, blocks]
-            operands += [elements] * (1 + spec.applies) + 2 * [*moment, blocks] + [(f"{WHOLE}_numbers{i}",)]
+            operands += [elements] * (1 + spec.applies) + 2 * moment
+            operands += [(f"{WHOLE}_moment{i}", *blocks), (f"{WHOLE}_numbers{i}",)]
             results += [elements, *moment, *moment]
         return operands, results
 
@@ -301,21 +302,19 @@ class _AdamUpdate(OpOfUnits):
     def cpu(self, *operands, vmap_dims, spec):
         leaves = list(zip(spec.axes, _batched(operands, spec.operands), strict=True))
         rows, keys, results, aliases = [], [], [], {}
-        for i, (axis, (*leaf, numbers)) in enumerate(leaves):
+        for i, (axis, (*leaf, keys_of_both, numbers)) in enumerate(leaves):
             # The parameters, or else the gradients, and both moments are written over.
             first = len(rows) + spec.applies
-            *moments, nu_keys = leaf[1 + spec.applies :]
-            mu_keys = moments.pop(3)
             # The keys of all leaves are one operand: XLA computes them in one launch.
-            keys += [_to_rows(x, axis).reshape(-1) for x in (mu_keys, nu_keys)]
-            rows += [_to_rows(x, axis) for x in (*leaf[: 1 + spec.applies], *moments)]
+            keys.append(_to_rows(jnp.moveaxis(keys_of_both, vmap_dims, 0), axis).reshape(-1))
+            rows += [_to_rows(x, axis) for x in leaf]
             places = range(first, first + _ADAM_RESULTS)
             results += [(rows[place].shape, rows[place].dtype) for place in places]
             aliases |= dict(zip(places, range(_ADAM_RESULTS * i, _ADAM_RESULTS * (i + 1)), strict=True))
             rows.append(numbers.reshape(-1, ADAM_NUMBERS))
         operands = *rows, jnp.concatenate(keys)
         new = _ffi.call("adam_update", results, *operands, aliases=aliases, apply=spec.applies)
-        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *2 * leaf[1 + spec.applies :][:3])]
+        shapes = [x.shape for _, leaf in leaves for x in (leaf[0], *leaf[1 + spec.applies : -2])]
         axes = [axis for axis in spec.axes for _ in range(_ADAM_RESULTS)]
         return list(map(_from_rows, new, axes, shapes))
 

@@ -1,9 +1,11 @@
 """adamw: AdamW whose step on moments in FP8 is one op, and can be one pass over the parameters."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -130,12 +132,11 @@ def adamw(
             for i in group:
                 mu, nu = (tuple(jax.tree.leaves(tree[i])) for tree in moments)
                 # The leaves of the state are numbered: the count, all of mu, all of nu.
-                keys = (
-                    block_keys(leaf_key(seed, state.update_count, 1 + i + n), grads[i].shape) for n in (0, len(grads))
-                )
+                keys = leaf_key(seed, state.update_count, np.uint32([1 + i, 1 + i + len(grads)]))
+                keys = jax.vmap(functools.partial(block_keys, shape=grads[i].shape))(keys)
                 rest = numbers(count, rate, decays[i], factor)
                 param = params[i] if i in written else None
-                leaves.append(ops.AdamLeaf(grads[i].astype(jnp.float32), param, mu, next(keys), nu, next(keys), rest))
+                leaves.append(ops.AdamLeaf(grads[i].astype(jnp.float32), param, mu, nu, keys, rest))
             stepped = ops.adam_update(leaves, [block_axis(grads[i].shape) for i in group])
             for i, (out, *new) in zip(group, stepped, strict=True):
                 kinds = (jax.tree.structure(tree[i]) for tree in moments)

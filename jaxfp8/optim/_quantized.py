@@ -125,15 +125,15 @@ def to_seed(function: str, seed: Any) -> int:
         ) from error
 
 
-def leaf_key(seed: int, step: jax.Array, leaf: int) -> jax.Array:
-    """Return the key u32[] from which the random bits of one moment in one update are made.
+def leaf_key(seed: int, step: jax.Array, leaf: int | np.ndarray) -> jax.Array:
+    """Return the key u32, in the shape of `leaf`, from which the random bits of a moment in one update are made.
 
         key = mix(mix(mix(seed) ^ step) ^ leaf)
 
     Args:
         seed: the seed of the transformation.
         step: i32 [], the number of updates before this one.
-        leaf: the number of the moment among the leaves of the optimizer's state.
+        leaf: the number of the moment, or of several, among the leaves of the optimizer's state.
     """
     mix = _moments.mix
     return mix(mix(mix(jnp.uint32(seed)) ^ step.astype(jnp.uint32)) ^ np.uint32(leaf))

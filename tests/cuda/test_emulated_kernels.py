@@ -288,7 +288,7 @@ def adam_update(kernels, leaves, applies, seed=0, **options):
     for shape, rows in leaves:
         leaf = test_op_adam.make_leaf(rng, shape, applies)
         numbers = test_op_adam.step_numbers(rng, rows)
-        operands.append((leaf.grads, leaf.params, leaf.mu, leaf.nu, leaf.mu_keys, leaf.nu_keys, numbers))
+        operands.append((leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers))
     got = kernels.adam_update(operands, **options)
     for i, (result, leaf) in enumerate(zip(got, operands, strict=True)):
         test_op_adam.assert_same(result, oracle_adam.step(*leaf), f"leaf {i}, {options}")

@@ -28,7 +28,7 @@ def exchanged(leaves, axes):
 
 # What is changed, and what must see it. Of 11 numbers 5 is the correction of squares, 9 the decay.
 MUTANTS = {
-    "moments draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, count, 1), oracle),
+    "moments draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, count, 0 * leaf + 1), oracle),
     "steps draw the same bits": (_adam, "leaf_key", lambda seed, count, leaf: key(seed, 0 * count, leaf), oracle),
     "moments are exchanged": (_adam.ops, "adam_update", exchanged, oracle),
     "squares are not corrected": (

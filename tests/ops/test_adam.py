@@ -29,15 +29,15 @@ def make_leaf(rng, shape, applies):
     # Most squares have no sign; a NaN with one is infinity.
     signed = oracle.bits(nu[0]) & np.where(rng.random(shape) < 0.1, 0xFF, 0x7F).astype(np.uint8)
     signed = np.where((signed > 0x80) & (signed < 0xFF), signed & 0x7F, signed).astype(np.uint8)
-    mu_keys, nu_keys = (rng.integers(0, 2**32, mu[1].shape, np.uint32) for _ in range(2))
+    keys = rng.integers(0, 2**32, (2, *mu[1].shape), np.uint32)
     grads, params = (moments.numbers(rng, shape) for _ in range(2))
     nu = signed.view(nu[0].dtype), *nu[1:]
-    return _moments.AdamLeaf(grads, params if applies else None, mu, mu_keys, nu, nu_keys, step_numbers(rng)[0])
+    return _moments.AdamLeaf(grads, params if applies else None, mu, nu, keys, step_numbers(rng)[0])
 
 
 def expected(leaf, numbers=None):
     numbers = leaf.numbers[None] if numbers is None else numbers
-    return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, leaf.mu_keys, leaf.nu_keys, numbers)
+    return adam.step(leaf.grads, leaf.params, leaf.mu, leaf.nu, *leaf.keys, numbers)
 
 
 def assert_same(got, right, what=""):
@@ -90,10 +90,10 @@ def test_axes_and_vmap(implementation):
     numbers = step_numbers(rng, 3)
 
     def move(x, place):
-        return np.moveaxis(np.reshape(x, (3, 4, -1)), -1, place)
+        return np.moveaxis(np.reshape(x, (*x.shape[:-2], 3, 4, x.shape[-1])), -1, x.ndim - 2 + place)
 
     for axis in range(3):
-        cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim == 2 else x, rows)
+        cube = jax.tree.map(lambda x, a=axis: move(x, a) if x.ndim > 1 else x, rows)
         right = jax.tree.map(lambda x, a=axis: move(x, a), expected(rows))
         assert_same(_moments.adam_update([cube], [axis])[0], right, f"axis {axis}:")
         for batch in {0, 1, 2} - {axis}:
@@ -102,12 +102,12 @@ def test_axes_and_vmap(implementation):
                 return _moments.adam_update([leaf, lone], [a, 1])
 
             # The second leaf is not batched: it is stepped once.
-            axes = jax.tree.map(lambda x, b=batch: b if x.ndim == 3 else None, cube)
+            axes = jax.tree.map(lambda x, b=batch: x.ndim - 3 + b if x.ndim > 1 else None, cube)
             got, lone = jax.vmap(run, (axes, None), [batch, None])(cube, rows)
             assert_same(got, right, f"axis {axis}, batch {batch}:")
             assert_same(lone, expected(rows), "not batched:")
         if axis:
-            axes = jax.tree.map(lambda x: 0, cube)
+            axes = jax.tree.map(lambda x: max(x.ndim - 3, 0), cube)
             got = jax.vmap(lambda leaf, a=axis - 1: _moments.adam_update([leaf], [a])[0], (axes,))(
                 cube._replace(numbers=numbers)
             )
@@ -133,7 +133,8 @@ def test_meshes(n, spec, kind):
 
     with jax.set_mesh(mesh):
         operands = [
-            jax.tree.map(lambda x, s=s: put(x, s), leaf) for leaf, s in zip(leaves, (spec, P("y")), strict=True)
+            jax.tree.map(lambda x, s=s: put(x, s), leaf)._replace(keys=put(leaf.keys, (None, *s)))
+            for leaf, s in zip(leaves, (spec, P("y")), strict=True)
         ]
         program = jax.jit(lambda x: _moments.adam_update(x, [1, 1])).lower(operands).compile()
         results = program(operands)

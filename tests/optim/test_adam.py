@@ -203,6 +203,13 @@ def test_meshes_have_the_bits_of_one_device_and_no_collective(kind):
     assert got[1].inner.mu["a"].data.sharding.spec[0] == "d"
 
 
+def test_compilation_of_many_leaves():
+    """XLA's CPU compiler makes a module of each fusion: beside the op a leaf has one, of the keys of both moments."""
+    tx, params = optim.adamw(1e-2), {str(i): jnp.zeros((64 + 8 * i, 128)) for i in range(12)}
+    program = jax.jit(tx.apply, donate_argnums=(1, 2)).lower(params, tx.init(params), params).compile().as_text()
+    assert len(re.findall(r" fusion\(", program)) <= len(params) + 4
+
+
 def test_train_state_writes_parameters_in_one_pass():
     """Of a model with FP8 layers: its state is stored, and no update is an array of the program."""
     model = nn.Dense(256, dot_general_cls=jaxfp8.Fp8DotGeneral)
