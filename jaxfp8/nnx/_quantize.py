@@ -73,7 +73,12 @@ def quantize(model: Tree, rules: Rules) -> Tree:
         _warn_of_rules(model, fp8_paths, model_layers)
     else:
         names = {"/".join(map(str, path)): layer_names(path, name is None) for path, _, name in model_layers}
-        warn_of_idle_rules("nnx.quantize", type(model).__name__, rules, names)
+        # An embedding or a norm is in high precision, as a rule may say; a block of layers is not.
+        around = {path[:i] for path, *_ in model_layers for i in range(len(path))}
+        modules = [path for path, module in nnx.iter_modules(model) if not isinstance(module, _Fp8Product)]
+        rest = ["/".join(map(str, path)) for path in modules if path not in around]
+        to_layers = [rule for rule in rules if rule.recipe is not None or not rule.matches(rest, "dot_general")]
+        warn_of_idle_rules("nnx.quantize", type(model).__name__, to_layers, names)
     _forget_unused(model)
     setattr(model, RULES, (*rules, *getattr(model, RULES, ())))
     return model

@@ -238,6 +238,27 @@ def test_one_rule_of_a_list_matches_nothing():
     assert said(lambda: jaxfp8.quantize(holder, ALL)) == []
 
 
+@pytest.mark.parametrize(
+    "paths, idle",
+    [
+        (["embed", "block/conv", "block/norm"], []),
+        ([".*embed|.*norm"], []),
+        (["block"], ["block"]),  # a container: its layers are "block/..."
+        (["block/out/dot_general", "norm"], ["block/out/dot_general", "norm"]),
+    ],
+)
+def test_rules_that_keep_what_has_no_product_in_high_precision(paths, idle):
+    rngs = nnx.Rngs(0)
+    conv, norm, out = nnx.Conv(8, 8, (3,), rngs=rngs), nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+    model = nnx.Dict(embed=nnx.Embed(16, 8, rngs=rngs), block=nnx.Dict(conv=conv, norm=norm, out=out))
+    rules = [*((path, None) for path in paths), *ALL]
+    texts = said(lambda: jaxfp8.quantize(model, rules))
+    assert len(texts) == bool(idle) and all(
+        f"no layer of Dict matches {', '.join(map(repr, idle))}:" in text for text in texts
+    )
+    assert isinstance(out.dot_general, jaxfp8.nnx.Fp8DotGeneral)
+
+
 @pytest.mark.parametrize("block", [Block, nn.jit(Block), nn.remat(Block)], ids=["plain", "nn.jit", "nn.remat"])
 def test_lists_whose_rules_all_match_something(block):
     """A rule that an earlier one shadows, a product by the path of its holder, and an einsum."""
