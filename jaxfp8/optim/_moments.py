@@ -4,6 +4,7 @@ A moment has blocks of 128 elements along one axis, of which the last may be sma
 axis, so a moment needs no static field: checkpoints, `jax.vmap` and shardings see a tuple of arrays.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -83,6 +84,7 @@ class SquaredMoment(Moment):
     """
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # which has a mesh of type Explicit, without `jax.set_mesh`
 def encode(kind: type[Moment], x: jax.Array) -> Moment:
     """Quantize x, of any float dtype and shape, to a moment of the class `kind`; round to nearest."""
     sharding = jax.typeof(x).sharding

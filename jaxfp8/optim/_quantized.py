@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import _warnings
 from ..numerics import E4M3, _moments
-from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, decode, encode, encode_changes
+from ._moments import Moment, SignedMoment, SquaredMoment, amax_shape, block_axis, decode, encode, encode_changes
 
 Table = Mapping[type, Mapping[str, type[Moment]]]
 
@@ -189,7 +190,11 @@ def quantize_state(opt_state: Any, *, min_size: int = 4096, moments: Table | Non
         moment = encode(kind, lax.optimization_barrier(*arrays))
         # Box each array in a Variable of its own: `nnx.Optimizer` would take apart a moment in a single Variable.
         structure = jax.tree.structure(leaf)
-        return kind(*(structure.unflatten([part]) for part in moment))
+        data, *of_blocks = (structure.unflatten([part]) for part in moment)
+        if _is_variable(leaf):
+            for variable in of_blocks:
+                _keep_whole(variable, block_axis(arrays[0].shape))
+        return kind(data, *of_blocks)
 
     inner = map_moments(quantize, opt_state, table)
     stay = [
@@ -296,7 +301,25 @@ def is_moment(node: Any) -> bool:
 
 
 def _is_leaf(node):
-    return is_moment(node) or hasattr(node, "get_raw_value")  # a Variable of Flax NNX
+    return is_moment(node) or _is_variable(node)
+
+
+def _is_variable(node) -> bool:
+    return hasattr(node, "get_raw_value")  # a Variable of Flax NNX
+
+
+def _keep_whole(variable, axis) -> None:
+    """Take the mesh axes of `axis` out of a Variable's annotations, which it has from a parameter of another shape."""
+
+    def whole(sharding):
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(sharding.mesh, whole(sharding.spec))
+        names = [None if i == axis else name for i, name in enumerate(sharding)]
+        return PartitionSpec(*names) if isinstance(sharding, PartitionSpec) else tuple(names)
+
+    metadata = variable.get_metadata()
+    annotations = {name: metadata.get(name) for name in ("out_sharding", "optimizer_sharding")}
+    variable.set_metadata(metadata | {name: whole(value) for name, value in annotations.items() if value})
 
 
 def is_large(x: Any, min_size: int) -> bool:

@@ -49,7 +49,7 @@ def shardings(opt_state: Any, params: Any) -> Any:
     # 2. Give each leaf the sharding of its parameter; amaxes and exponents get the mesh axes that divide their shape.
     def sharding(path, leaf):
         names, shape = _names(path), (leaf.data if is_moment(leaf) else leaf).shape
-        owners = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
+        owners = (by_path[names[i:]] for i in range(len(names) + 1) if names[i:] in by_path)
         param_sharding = next(
             (owner.sharding for owner in owners if owner.shape == shape), NamedSharding(mesh, PartitionSpec())
         )
@@ -62,8 +62,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
 
 
 def _names(path) -> tuple[str, ...]:
-    """Return a path without the kinds of its keys, which differ in a state that was restored or boxed."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    """Return a path without the kinds of its keys, which differ in a state that was restored, and without boxes."""
+    box = jax.tree_util.GetAttrKey("value")  # of flax.linen.Partitioned
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path if key != box)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

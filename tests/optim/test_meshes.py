@@ -1,13 +1,16 @@
 """Optimizer states on meshes: the same bits on each, laid out as their parameters, with few collectives."""
 
+import contextlib
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from equality import assert_same_bits
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxfp8 import optim
@@ -91,3 +94,74 @@ def test_shardings_are_those_of_parameters():
         optim.shardings(state, params())
     with pytest.raises(ValueError, match="params: expected arrays on a mesh, got none"):
         optim.shardings(state, {})
+
+
+def test_shardings_of_a_tree_that_is_one_array():
+    x = on("rows")["wide"]
+    adam = optim.shardings(jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, x), x).inner[0]
+    assert adam.mu.data.spec == adam.nu.amax.spec == P("d")
+
+
+@pytest.mark.parametrize("are_boxed", [(True, True), (True, False), (False, True)])
+def test_shardings_of_boxed_parameters(are_boxed):
+    """Logical axes of Linen box a parameter; its shape with a sharding mostly comes without the box."""
+
+    def boxed(tree, is_boxed):
+        return nn.LogicallyPartitioned(tree, names=("a", "b")) if is_boxed else tree
+
+    of_state, of_params = ({"wide": boxed(on("rows")["wide"], is_boxed)} for is_boxed in are_boxed)
+    state = jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, of_state)
+    mu = nn.unbox(optim.shardings(state, of_params).inner[0].mu["wide"])
+    assert mu.data.spec == mu.amax.spec == P("d")
+
+
+AXES = ("d", "t")
+RULES = {"sharding_rules": (("input", "d"), ("output", "t"))}
+# How Flax annotates a kernel; the value of an annotation may need the mesh.
+ANNOTATIONS = {
+    "names": lambda mesh: {"out_sharding": AXES},
+    "rules": lambda mesh: {"out_sharding": ("input", "output"), **RULES},
+    "spec": lambda mesh: {"out_sharding": P(*AXES)},
+    "short spec": lambda mesh: {"out_sharding": P("d")},
+    "sharding": lambda mesh: {"out_sharding": NamedSharding(mesh, P(*AXES))},
+    "sharding of the optimizer": lambda mesh: {"out_sharding": P(), "optimizer_sharding": AXES},
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("annotation", ANNOTATIONS)
+def test_annotations_of_nnx_parameters(annotation, kind):
+    """The 192 columns are 2 blocks, which 4 devices do not divide: annotations of a kernel do not fit its amaxes."""
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=(kind,) * 2)
+    metadata = ANNOTATIONS[annotation](mesh)
+    has_mesh = isinstance(metadata["out_sharding"], NamedSharding)
+    kernel = np.random.default_rng(0).normal(size=(64, 192)).astype(np.float32)
+
+    def trained(metadata):
+        model = nnx.Dict(kernel=nnx.Param(jnp.asarray(kernel), **metadata))
+        optimizer = nnx.Optimizer(model, optim.quantized(optax.adam(1e-2)), wrt=nnx.Param)
+        for _ in range(2):
+            optimizer.update(model, nnx.clone(nnx.state(model)))  # the gradient of a sum of squares
+        return model, optimizer.opt_state.inner[0].mu["kernel"]
+
+    expected, _ = trained({})
+    with contextlib.nullcontext() if has_mesh else jax.set_mesh(mesh):
+        model, moment = trained(metadata)
+    assert_same_bits(np.asarray(model["kernel"][...]), np.asarray(expected["kernel"][...]))
+    for variable in (moment.amax, moment.exponent):
+        spec = variable.get_value().sharding.spec
+        assert spec in (P("d"), P("d", None))
+        if not has_mesh:  # Flax takes names and specs there
+            assert nnx.get_partition_spec(variable).get_value() in (P("d"), P("d", None))
+    assert moment.data.get_value().sharding.spec in ((P("d"), P("d", None)) if "short" in annotation else (P(*AXES),))
+
+
+@pytest.mark.parametrize("tx", [optim.quantized(optax.adam(1e-2)), optim.adamw(1e-2)], ids=["quantized", "adamw"])
+@pytest.mark.parametrize("name", list(MESHES)[1:])
+def test_explicit_arrays_need_no_mesh_context(name, tx):
+    """As in optax, outside of jit too."""
+    states = []
+    for variables in (params(), on(name, AxisType.Explicit)):
+        _, state = tx.update(variables, tx.init(variables), variables)
+        states.append(jax.device_get(state))
+    assert_same_bits(*states)
