@@ -41,7 +41,9 @@ def shardings(opt_state: Any, params: Any) -> Any:
                 "jaxfp8.optim.shardings: params: expected a NamedSharding of each leaf, got "
                 f"{getattr(leaf, 'sharding', None)} of params{jax.tree_util.keystr(path)}; put them on a mesh first"
             )
-        by_path[_names(path)] = leaf
+        names = _names(path)
+        # `jaxfp8.train.optimizer` gives optax the collection "params" of the variables of Linen.
+        by_path[names[1:] if names[:1] == ("params",) else names] = leaf
     if not by_path:
         raise ValueError("jaxfp8.optim.shardings: params: expected arrays on a mesh, got none")
     mesh = next(iter(by_path.values())).sharding.mesh

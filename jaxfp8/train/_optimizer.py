@@ -109,7 +109,7 @@ def optimizer(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         parameters, inner = _without_state(params), _steps.inner(opt_state)
         advice = (
             "Make it by jaxfp8.train.optimizer(tx).init(variables), not by tx alone; in NNX make the "
-            "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model"
+            "jaxfp8.nnx.Optimizer after jaxfp8.quantize has changed the model; nnx.update gives it an old one's moments"
         )
         with _steps.naming_state(f"jaxfp8.train.optimizer: {name}", tx, parameters, inner, advice):
             result, after = getattr(tx, name)(_without_state(grads), inner, parameters, **extra_args)

@@ -13,7 +13,7 @@ from equality import assert_same_bits
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxfp8 import optim
+from jaxfp8 import optim, train
 
 pytestmark = pytest.mark.usefixtures("promotion_as_optax_wants")  # optax raises a float to an integer power
 # Shards of "odd" and "layers" are not multiples of 128; those of "wide" are.
@@ -100,6 +100,17 @@ def test_shardings_of_a_tree_that_is_one_array():
     x = on("rows")["wide"]
     adam = optim.shardings(jax.eval_shape(optim.quantized(optax.adam(1e-2)).init, x), x).inner[0]
     assert adam.mu.data.spec == adam.nu.amax.spec == P("d")
+
+
+def test_shardings_of_the_variables_of_linen():
+    """FP8 layers have their state beside the parameters; optax has the parameters alone."""
+    variables = {"params": on("rows"), "_overwrite_with_gradient": {}}
+    tx = optim.quantized(optax.adam(1e-2))
+    states = [tx.init(variables["params"]), train.optimizer(tx).init(variables)]
+    for placed in (optim.shardings(jax.eval_shape(lambda state=state: state), variables) for state in states):
+        moments = jax.tree.leaves(placed, is_leaf=lambda node: isinstance(node, optim.Moment))
+        specs = [leaf.data.spec for leaf in moments if isinstance(leaf, optim.Moment)]
+        assert len(specs) == 6 and set(specs) == {P("d"), P(None, "d")}
 
 
 @pytest.mark.parametrize("are_boxed", [(True, True), (True, False), (False, True)])
