@@ -79,13 +79,19 @@ def merge_state(variables: Mapping[str, Any], restored: Mapping[str, Any]) -> di
 
     Raises:
         ValueError: the checkpoint has state for a module that the model does not have in FP8, or that it stacks
-            differently.
+            differently; or a tree is that of an NNX model.
         TypeError: an argument is not a dict, or a leaf is not a floating array.
     """
     where = "merge_state"
     for name, value in (("variables", variables), ("restored", restored)):
         if not isinstance(value, Mapping):
             raise TypeError(f"{where}: {name}: expected a dict of variables, got {type(value).__name__}")
+        if OVERWRITE_WITH_GRADIENT not in value and _state_tree.flatten(value).quantizers:
+            raise ValueError(
+                f"{where}: {name}: expected FP8 state in the collection {OVERWRITE_WITH_GRADIENT} of Linen, got it "
+                "beside the parameters, as NNX keeps it; there call nnx.update(model, restored), after "
+                "resize_history(restored, amax_history_len) if histories have another length"
+            )
     # Begin with the state of the model, and put the checkpoint's state in its place, module by module.
     merged = _tree.modules_of(where, variables.get(OVERWRITE_WITH_GRADIENT, {}))
     for path, module in _tree.modules_of(where, restored.get(OVERWRITE_WITH_GRADIENT, {})).items():

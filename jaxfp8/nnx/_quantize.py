@@ -142,8 +142,8 @@ def _stacked(where, path, layer) -> tuple[int, ...]:
     lead = shape[: len(shape) - len(expected)]
     if lead + expected != shape:
         raise ValueError(
-            f"{where}: {'/'.join(map(str, path))}: expected a kernel {list(expected)}, or a stack of them along the "
-            f"first axis, got {list(shape)}"
+            f"{where}: {_name(path)}: expected a kernel {list(expected)}, or a stack of them along the first axis, got "
+            f"{list(shape)}"
         )
     return lead
 
@@ -180,12 +180,17 @@ def _warn_of_rules(model, paths, model_layers) -> None:
     )
 
 
+def _name(path) -> str:
+    """Return the name of a layer for an error; `model` where the layer is the model."""
+    return "/".join(map(str, path)) or "model"
+
+
 def _refuse_frozen(path, layer) -> None:
     fp8_product = product(layer)
     if fp8_product is not None and fp8_product.frozen_arrays() is not None:
         raise ValueError(
-            f"nnx.quantize: {'/'.join(map(str, path))}: jaxfp8.freeze left codes of its kernel alone; give a model its "
-            "rules before it is frozen"
+            f"nnx.quantize: {_name(path)}: jaxfp8.freeze left codes of its kernel alone; give a model its rules before "
+            "it is frozen"
         )
 
 

@@ -173,10 +173,12 @@ def _is_state(x) -> bool:
 
 
 def _names(path) -> tuple[str, ...]:
-    keys = list(path)
-    if isinstance(keys[-1] if keys else None, jax.tree_util.GetAttrKey) and keys[-1].name == "value":
-        keys.pop()  # the box of an NNX variable
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+    names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    if names[-1:] == ["value"]:
+        # The box of an NNX variable, which a checkpoint that is restored without a target has as a dict.
+        if isinstance(path[-1], jax.tree_util.GetAttrKey) or names[-2:-1] and names[-2].endswith((_HISTORY, _SCALE)):
+            names.pop()
+    return tuple(names)
 
 
 def _pairs(paths) -> list[Quantizer]:

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from flax import nnx
 
+import jaxfp8
 from jaxfp8 import convert
 
 from .cases import OWG, assert_same_tree, model_variables
@@ -73,3 +75,26 @@ def test_merge_fits_length_and_dtype():
     narrow = jax.tree.map(lambda leaf: leaf.astype(oracle.BF16), old[OWG])
     got = convert.merge_state(new, {**old, OWG: narrow})[OWG]
     assert_same_tree(got, convert.resize_history(jax.tree.map(oracle.widen, narrow), 6), "cast to bfloat16")
+
+
+def nnx_trees(length):
+    """What holds the state of an NNX model: pure arrays, variables, and a restored checkpoint of variables."""
+    recipe = jaxfp8.DelayedScaling(amax_history_len=length)
+    layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0), dot_general=jaxfp8.nnx.Fp8DotGeneral(recipe))
+    pure = nnx.to_pure_dict(nnx.state(layer))
+    return [pure, nnx.state(layer), jax.tree.map(lambda leaf: {"value": leaf}, pure)]
+
+
+@pytest.mark.parametrize("kind", range(3), ids=["pure", "variables", "restored"])
+def test_trees_of_nnx(kind):
+    """merge_state is for collections: it refuses NNX's trees, in which it would merge nothing."""
+    tree = nnx_trees(4)[kind]
+    lengths = {leaf.shape[0] for leaf in jax.tree.leaves(convert.resize_history(tree, 6)["dot_general"])}
+    assert lengths == {6, 1}
+    assert len(jaxfp8.inspect.summary(tree).rows) == 3
+    assert jax.tree.structure(convert.reset_state(tree)) == jax.tree.structure(tree)
+    message = "expected FP8 state in the collection _overwrite_with_gradient of Linen.*nnx.update.*resize_history"
+    bfloat16 = nnx.to_pure_dict(nnx.state(nnx.Linear(8, 4, rngs=nnx.Rngs(0))))
+    for name, arguments in {"variables": (tree, bfloat16), "restored": (bfloat16, tree)}.items():
+        with pytest.raises(ValueError, match=f"merge_state: {name}: {message}"):
+            convert.merge_state(*arguments)

@@ -191,3 +191,15 @@ def test_a_recipe_that_raises_leaves_the_model_alone():
         with pytest.raises(RuntimeError, match="no state"):
             quantize(model, [("again", A), (r"blocks/0/.*", A), (".*", Unlucky())])
         assert nnx.graphdef(model) == before
+
+
+def test_errors_name_a_layer_that_is_the_model():
+    stacked = nnx.vmap(lambda rngs: nnx.Linear(D, D, rngs=rngs), out_axes=1)(nnx.Rngs(0).fork(split=3))
+    with pytest.raises(
+        ValueError, match=r"nnx.quantize: model: expected a kernel \[8, 8\], .* first axis, got \[8, 3, 8\]"
+    ):
+        quantize(stacked, [(".*", A)])
+    current = quantize(nnx.Linear(D, D, rngs=nnx.Rngs(0)), [(".*", jaxfp8.Float8CurrentScaling())])
+    frozen = jaxfp8.freeze(current, jnp.ones((2, D)))
+    with pytest.raises(ValueError, match="nnx.quantize: model: jaxfp8.freeze left codes"):
+        quantize(frozen, [(".*", A)])
